@@ -18,7 +18,7 @@ namespace {
 
 using Numpy = py::detail::npy_api;
 
-// Our types by NumPy's type numbers, which are part of its ABI. bfloat16 has no fixed number.
+// Maps NumPy's type numbers to our types. The numbers are part of NumPy's ABI. bfloat16 has no fixed number.
 constexpr int type_numbers = 24;
 constexpr auto dtype_of_number = [] {
   std::array<std::optional<Dtype>, type_numbers> table{};
@@ -47,14 +47,14 @@ std::string text(std::string_view function, std::string_view what) { return std:
 [[noreturn]] void type_error(Function function, std::string_view what) { throw py::type_error(text(name(function), what)); }
 [[noreturn]] void value_error(Function function, std::string_view what) { throw py::value_error(text(name(function), what)); }
 
-// A function of one of our modules, which are all loaded by now, except in a test that has replaced one.
+// Returns an attribute, such as a function, of one of our Python modules. The modules are loaded by now, except in some tests.
 py::object ours(const char* module, const char* attribute) {
   const auto name = py::reinterpret_steal<py::object>(PyUnicode_InternFromString(module));
   const auto loaded = py::reinterpret_steal<py::object>(PyImport_GetModule(name.ptr()));
   return (loaded ? loaded : py::module_::import(module)).attr(attribute);
 }
 
-// Takes the result of a Python function, or throws what the function raised.
+// Takes over the reference that a function of Python's C API has returned. Throws the Python exception if the reference is null.
 py::object taken(PyObject* result) {
   if (!result) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(result);
@@ -62,9 +62,9 @@ py::object taken(PyObject* result) {
 
 std::string shown(py::handle object) { return py::repr(object).cast<std::string>(); }
 
-// -- arrays
+// -- describing the user's arrays
 
-// Whether it is of NumPy's own class, and not of a subclass, as a masked array is.
+// Whether the object is exactly a numpy.ndarray. Objects of a subclass, such as masked arrays, do not count.
 bool is_numpy(py::handle object) { return Py_TYPE(object.ptr()) == Numpy::get().PyArray_Type_; }
 
 const auto* fields(py::handle array) { return py::detail::array_proxy(array.ptr()); }
@@ -76,7 +76,7 @@ std::optional<Dtype> native_dtype(py::handle array) {
   return dtype_of_number[static_cast<size_t>(number)];
 }
 
-// Fills in what the fields of a numpy.ndarray tell, which describes the memory of the CPU or of a device.
+// Fills in `array` from the fields of a numpy.ndarray, which describes memory of the CPU or of a device.
 void read_fields(Array& array, py::handle memory) {
   const auto* told = fields(memory);
   constexpr int in_order = Numpy::NPY_ARRAY_C_CONTIGUOUS_ | Numpy::NPY_ARRAY_ALIGNED_;
@@ -90,7 +90,8 @@ void read_fields(Array& array, py::handle memory) {
   array.bytes = array.dtype && told->nd <= max_dims ? array.shape.count() * size_of(*array.dtype) : 0;
 }
 
-// (address, shape, dtype, device, stream) from the library's function, or None.
+// Fills in `array` from the tuple (address, shape, dtype, device, stream) that the library's function returns. Returns false if
+// the function returns something else, such as None, or if the core cannot use the dtype or the number of dimensions.
 bool read_told(Array& array, PyObject* function) {
   const py::object told = taken(PyObject_CallOneArg(function, array.given.ptr()));
   const auto item = [&](Py_ssize_t i) { return PyTuple_GET_ITEM(told.ptr(), i); };
@@ -111,7 +112,8 @@ bool read_told(Array& array, PyObject* function) {
   return true;
 }
 
-// Describes an array in C order in the short way that its library offers. Returns false for all others.
+// Fills in `array` in the fast way that its library offers for arrays in C order. Returns false if this array must be read in
+// another way.
 bool read_plain(Array& array, const Library& library) {
   const bool by_exchange = PyCapsule_CheckExact(library.plain);
   if (!(by_exchange ? read_by_exchange(array, library.plain) : read_told(array, library.plain))) return false;
@@ -146,12 +148,12 @@ void read_memory(Array& array, py::object memory) {
   }
   read_fields(array, array.memory);
   if (!py::isinstance(array.memory, ours("mscomm.arrays.device", "OnDevice"))) return;
-  array.backend = array.memory.attr("backend").ptr();  // `memory` keeps it
+  array.backend = array.memory.attr("backend").ptr();  // array.memory keeps this object alive
   array.device = array.memory.attr("index").cast<int>();
   array.stream = reinterpret_cast<StreamHandle>(array.memory.attr("stream").cast<uintptr_t>());
 }
 
-// The array, whatever is right or wrong with it.
+// Describes an array that the user gave. Does not check whether the call can use the array.
 Array read(const Calls& calls, std::string_view function, std::string_view argument, py::object given) {
   Array array{.given = std::move(given), .memory = {}, .packed = {}};
   if (is_numpy(array.given) && (array.dtype = native_dtype(array.given))) {
@@ -186,7 +188,7 @@ std::string where(const Array& array) {
   return "on device " + std::to_string(array.device) + " of " + py::str(py::handle(array.backend)).cast<std::string>();
 }
 
-// The first byte of a strided array, and the first behind it.
+// Returns the address of the first byte of a strided array, and the address behind its last byte.
 std::pair<const char*, const char*> bounds(const Array& array) {
   const char *begin = array.begin, *end = array.begin;
   if (array.in_order) return {begin, begin + array.bytes};
@@ -218,7 +220,8 @@ bool same_strides(const Array& x, const Array& y) {
   return std::equal(fields(one)->strides, fields(one)->strides + x.shape.dims, fields(other)->strides);
 }
 
-// Whether the shorter of the two lies in the longer one, at that element of it.
+// Whether the smaller of the two arrays is the part of the larger one that begins at element `place`. If both have the same
+// shape, this means that they are the same memory with the same strides.
 bool lies_in_place(const Array& x, const Array& out, uint64_t place) {
   if (x.shape == out.shape && place == 0) return x.begin == out.begin && same_strides(x, out);
   const auto& [shorter, longer] = x.bytes <= out.bytes ? std::tie(x, out) : std::tie(out, x);
@@ -234,7 +237,7 @@ StreamHandle stream_of(Function function, std::string_view argument, const Array
     type_error(function, "stream " + shown(given) + " is not an integer, the handle of a stream");
   }
   const StreamHandle stream = PyLong_AsVoidPtr(handle.ptr());
-  if (PyErr_Occurred()) throw py::error_already_set();  // too large
+  if (PyErr_Occurred()) throw py::error_already_set();  // the integer is too large for a handle
   return stream;
 }
 
@@ -245,7 +248,7 @@ void check_device(const Calls& calls, Function function, std::string_view argume
   if (array.device == calls.device && array.device >= 0 && equal(array.backend, calls.backend)) return;
   const py::object memory = memory_of(array);
   python_of(calls).attr("check_device")(name(function), argument, memory);
-  array.device = memory.attr("index").cast<int>();  // which the library had not told
+  array.device = memory.attr("index").cast<int>();  // the library did not tell the device's number
 }
 
 void check_defined(const Calls& calls, Function function, Dtype dtype, Op op, bool on_device) {
@@ -256,12 +259,13 @@ void check_defined(const Calls& calls, Function function, Dtype dtype, Op op, bo
   type_error(function, why.cast<std::string>() + ". Arrays of the CPU are reduced by every operation");
 }
 
-// -- results
+// -- choosing the memory of the result
 
-// What a rank gets, and where x lies in the result, or the result in x, if they may be one memory.
+// The shape of a rank's result. If x and the result may share memory, `place` says where the smaller of the two lies in the
+// larger one.
 struct Share {
   Shape shape;
-  std::optional<uint64_t> place;  // the element of the longer one at which the other one begins
+  std::optional<uint64_t> place;  // the element of the larger one at which the smaller one begins; nullopt: no shared memory
 };
 
 uint64_t sum(const std::vector<uint64_t>& rows, size_t first, size_t number, size_t stride = 1) {
@@ -275,7 +279,7 @@ Share share_of(const Wanted& wanted, const Shape& whole, size_t me, size_t n) {
   if (!divides(what) && !gathers(what)) return {whole, 0};
   Shape shape = whole;
   auto& extent = shape.extents[0];
-  uint64_t before = 0;  // the rows of the ranks before this one
+  uint64_t before = 0;  // the number of rows of all ranks before this one
   if (wanted.rows) {
     const auto& rows = *wanted.rows;
     if (what == Collective::all_to_all) {
@@ -302,12 +306,13 @@ Share share_of(const Wanted& wanted, const Shape& whole, size_t me, size_t n) {
   return {shape, before * shape.row()};
 }
 
-// New memory is the current stream's: whoever had it before may not be done on another one.
+// Refuses a call that needs new memory on a stream that the user chose. The library makes new memory for its current stream. Work
+// on the current stream may still use what was in this memory before, and the chosen stream does not wait for that work.
 [[noreturn]] void refuse_new_memory(Function function) {
   type_error(function, "with stream= give out=, in C order and apart from x");
 }
 
-// Memory for a result of that shape, of the library of `like`.
+// Makes an array of this shape for the result, with the library and the dtype of `like`.
 void make_target(PreparedCall& ready, Function function, const Array& like, const Shape& shape) {
   if (like.chosen) refuse_new_memory(function);
   Array& target = ready.target.emplace();
@@ -329,7 +334,8 @@ void make_target(PreparedCall& ready, Function function, const Array& like, cons
   }
 }
 
-// Makes out the target of the call, after checking that the result can be written to it.
+// Checks that the result can be written to ready.out, and makes ready.out the target of the call. If ready.out is not in C order,
+// the target is new memory, which PreparedCall::result() copies to ready.out.
 void take_out(PreparedCall& ready, const Calls& calls, const Wanted& wanted, const Share& share, Dtype dtype) {
   const Function function = wanted.function;
   const auto argument = [&] { return std::string(wanted.out_argument); };
@@ -422,7 +428,7 @@ Shape shape_of(py::handle tuple) {
   return shape;
 }
 
-static_assert(max_dims == 12);  // as a text below says
+static_assert(max_dims == 12);  // the texts of two errors in this file say 12
 
 Array described(const Calls& calls, Function function, std::string_view argument, py::object given, py::handle stream) {
   Array array = read(calls, name(function), argument, std::move(given));
@@ -434,7 +440,7 @@ Array described(const Calls& calls, Function function, std::string_view argument
                "x is on a device, and neither NCCL nor HCCL has a " + std::string(name(function)) + "; copy it to the CPU");
   check_device(calls, function, argument, array);
   if (stream) array.stream = stream_of(function, argument, array, stream), array.chosen = true;
-  if (!array.dtype) ours("mscomm.arrays.numpy", "dtype_code")(memory_of(array).attr("dtype"));  // raises what is wrong
+  if (!array.dtype) ours("mscomm.arrays.numpy", "dtype_code")(memory_of(array).attr("dtype"));  // raises the TypeError
   if (!array.in_order) {
     if (!array.backend) array.packed = taken(Numpy::get().PyArray_NewCopy_(memory_of(array).ptr(), 0 /* NPY_CORDER */));
     else array.packed = ours("mscomm.arrays", "packed")(name(function), argument, array.given);
@@ -530,7 +536,7 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
   if (ready.x && (what != Collective::scatter || at_root)) {
     Array& source = *ready.x;
     if (what == Collective::all_to_all && on_device && !source.packed && may_overlap(source, *ready.target)) {
-      // On a device, parts of the result come in while parts of x have yet to go out.
+      // On a device, parts of the result arrive before all parts of x have been sent. So x is copied if it overlaps the result.
       if (source.chosen) refuse_new_memory(function);
       source.packed = python_of(calls).attr("apart")(name(function), source.given, memory_of(source));
       source.source = fields(source.packed)->data;
@@ -544,7 +550,8 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
   signature.dims = static_cast<uint8_t>(shape.dims);
   std::copy_n(shape.extents.begin(), shape.dims, signature.shape);
   if (wanted.rows) {
-    // The ranks' x differ in axis 0: the signature has what they have in common.
+    // In an uneven gather or all_to_all, axis 0 of x differs between the ranks, but the signature must be the same on all ranks.
+    // So axis 0 in the signature is the sum of all rows, or 0 for all_to_all.
     if (gathers(what)) signature.shape[0] = static_cast<uint64_t>(share.shape.extents[0]);
     if (what == Collective::all_to_all) signature.shape[0] = 0;
     const uint64_t row = shape.row();

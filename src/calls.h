@@ -1,4 +1,4 @@
-// The way of a collective call from Python into the core: what the user gave is described, checked once, and run.
+// Takes a collective call from Python into the core: describes the user's arrays, checks the arguments once, and runs the call.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -22,14 +22,15 @@ struct Started;
 
 struct Shape {
   int dims = 0;
-  std::array<Py_ssize_t, max_dims + 1> extents{};  // of more than max_dims dimensions, only `dims` counts
+  std::array<Py_ssize_t, max_dims + 1> extents{};  // valid only if dims <= max_dims
 
   bool operator==(const Shape& other) const;
   uint64_t count() const;
-  uint64_t row() const;  // elements of one row, a step along axis 0
+  uint64_t row() const;  // the number of elements in one row: in one step along axis 0
 };
 
-// What an array library offers for arrays of one type: a row of `plain_types` in python/mscomm/arrays/__init__.py.
+// What an array library offers for arrays of one type. The fields are those of a row of `plain_types` in
+// python/mscomm/arrays/__init__.py.
 struct Library {
   PyObject *plain, *empty, *written, *backend, *pending;
 };
@@ -37,19 +38,19 @@ struct Library {
 // An array, as its library describes it.
 struct Array {
   py::object given;   // what the user gave
-  py::object memory;  // a numpy.ndarray over its memory; empty: nobody has asked for one yet
-  py::object packed;  // a copy in C order, which is read instead; empty: the array is in C order
+  py::object memory;  // a numpy.ndarray over the memory of `given`; empty: not made yet
+  py::object packed;  // a copy in C order, from which the call reads; empty: the call needs no copy
   char* begin = nullptr;
-  const char* source = nullptr;  // what is read: begin, or the copy
-  std::optional<Dtype> dtype{};  // nullopt: the core does not move such elements
+  const char* source = nullptr;  // where the call reads: `begin`, or the memory of `packed`
+  std::optional<Dtype> dtype{};  // nullopt: the core does not support this element type
   Shape shape{};
   size_t bytes = 0;
-  bool in_order = true;  // aligned elements in C order, without gaps
+  bool in_order = true;  // whether the elements are aligned, and lie in C order without gaps
   bool writable = true;
   int device = -1;                       // -1: the CPU, or a device whose number the library does not tell
   PyObject* backend = nullptr;           // the backend that reaches the device; nullptr: the CPU
-  std::optional<StreamHandle> stream{};  // of a device: the call runs in its order
-  bool chosen = false;                   // the user chose the stream; otherwise it is the library's current one
+  std::optional<StreamHandle> stream{};  // for an array on a device: the stream in whose order the call runs
+  bool chosen = false;                   // true: the user chose the stream; false: it is the library's current stream
   std::optional<Library> library{};
 };
 
@@ -57,15 +58,16 @@ struct Array {
 struct PreparedCall {
   Call call;
   std::optional<Array> x, target;
-  py::object out;         // what the user gets; with `finish` and no `assigned`, finish makes it
-  py::object out_memory;  // a strided out: result() copies the target there
-  py::object finish;      // makes an array of the user's library over the target
-  bool assigned = false;  // result() copies what finish makes to out
-  py::object written;     // is told that out was written
+  py::object out;         // what the user gets; if `finish` is set and `assigned` is false, result() makes it
+  py::object out_memory;  // the memory of a strided `out`, to which result() copies the target
+  py::object finish;      // a Python function that makes an array of the user's library over the target
+  bool assigned = false;  // whether result() copies to `out` what `finish` makes, or without `finish` the target
+  py::object written;     // a Python function, to call when `out` has been written
 
-  // Keeps the memory, too, if the user gives an array another one while the call runs.
+  // Keeps the memory of x and of the target alive until the call has ended, even if the user gives one of these arrays other
+  // memory meanwhile.
   void hold_memory();
-  // What the user gets. To be called once, when the call has ended without an error.
+  // Returns what the user gets. Call it once, after the call has ended without an error.
   py::object result();
   // Whether result() calls Python, so that other threads may run meanwhile.
   bool python_makes_result() const { return finish || assigned || out_memory || written; }
@@ -74,53 +76,56 @@ struct PreparedCall {
 // What the calls of a group have in common.
 struct Calls {
   Group* group;
-  py::handle core;  // the object of *group in Python
+  py::handle core;  // the Python object that holds *group
   double timeout_s;
-  py::object python;   // a weak reference to the Group of python/mscomm/group.py, whose methods are called
-  py::dict libraries;  // the type of an array -> Library
-  py::str backend;     // of the device that this rank has joined with; "": none
+  py::object python;   // a weak reference to the Group of python/mscomm/group.py; the core calls methods of this Group
+  py::dict libraries;  // from the type of an array to the fields of Library
+  py::str backend;     // the backend of the device with which this rank has joined; "": no device
   int device;
-  bool noted;                                       // Python is asked for the number of each call, and told when it has ended
-  std::vector<std::shared_ptr<Started>> running{};  // works.h; some may have ended
+  // whether the core asks Python for the number of each call, and tells Python when the call has ended
+  bool noted;
+  std::vector<std::shared_ptr<Started>> running{};  // the started calls and messages (see works.h), of which some may have ended
 };
 
-// The Group of python/mscomm/group.py; None if it is gone.
+// Returns the Group of python/mscomm/group.py, or None if this Group no longer exists.
 py::object python_of(const Calls& calls);
-// The argument `timeout` of a call, in seconds.
+// Converts the argument `timeout` of a call to seconds.
 double seconds_of(py::handle timeout);
 
-// What a call is, beside its arrays.
+// A call without its arrays x and out.
 struct Wanted {
   Function function;
   Collective what;
-  py::handle op{}, root{}, stream{};  // as the user gave them; null: none
+  py::handle op{}, root{}, stream{};  // as the user gave them; null: not given
   std::string_view out_argument = "out";
-  // Rows of each rank, if they differ. For all_to_all a table: a line for each sender, a column for each receiver.
+  // The number of rows of each rank, if the numbers differ. For all_to_all: a table with a line for each sender and a column for
+  // each receiver.
   std::optional<std::vector<uint64_t>> rows{};
   uint64_t digest = 0;
   bool head = false;
 };
 
-// The functions below throw TypeError and ValueError, which name the function and the argument.
+// For wrong arguments, the functions below throw a TypeError or ValueError that names the function and the argument.
 
-// The array, checked as the x of a call.
+// Describes the array `given`, and checks it as the x of a call.
 Array described(const Calls& calls, Function function, std::string_view argument, py::object given, py::handle stream);
 int checked_root(const Calls& calls, Function function, py::handle root);
 Op checked_op(Function function, py::handle op);
-// The shape of the part that a rank gets of an array that is divided equally.
+// Divides an array of the given shape into equal parts, one for each rank. Returns the shape of one part.
 Shape part_of(const Calls& calls, Function function, const Shape& shape);
 
-// The call on x, which is nullopt in a barrier, and in a scatter on ranks that are not the root. There, `told` is the shape and
-// the dtype of the root's x. out: None makes a new array like x.
+// Checks x and out, and prepares the call. x is nullopt in a barrier. x may also be nullopt in a scatter on a rank that is not
+// the root; then `told` is the shape and the dtype of the root's x. If out is None, the call makes a new array like x.
 PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Array>&& x, py::object out,
                       const std::optional<std::pair<Shape, Dtype>>& told = {});
 
-// A numpy.ndarray over the array's memory.
+// Returns a numpy.ndarray over the memory of the array.
 py::object memory_of(const Array& array);
 Shape shape_of(py::handle tuple);
 py::tuple as_tuple(const Shape& shape);
 
-// Makes the collective on what the user gave, and returns the result, or with async_op a Work. timeout: null takes the group's.
+// Checks the arguments that the user gave, and runs the call. Returns the result or, with async_op, a Work. A null timeout stands
+// for the group's timeout.
 py::object call(Calls& calls, const Wanted& wanted, py::object x, py::object out, py::handle timeout, bool async_op);
 
 }  // namespace mscomm

@@ -17,13 +17,13 @@ constexpr std::array<const char*, slots> slot_names{"x", "out", "op", "root", "g
 
 using Arguments = std::array<PyObject*, slots>;
 
-// The objects here live as long as the process.
+// A collective function of the Python module. The entries, and the Python objects in them, live as long as the process.
 struct Entry {
   std::string name, doc;
   PyMethodDef definition{};
   std::vector<std::pair<PyObject*, Slot>> parameters;  // the names are interned
-  Py_ssize_t positional = 0;                           // so many parameters need no name
-  Arguments defaults{};                                // nullptr: the caller must give it
+  Py_ssize_t positional = 0;                           // how many parameters can be given without a name
+  Arguments defaults{};                                // the default values; nullptr: the parameter has none
   PyObject* model = nullptr;
 };
 
@@ -35,7 +35,7 @@ struct Callee {
 };
 Callee& world = *new Callee{};
 
-// Returns false for arguments that do not fit.
+// Assigns the arguments of a Python call to slots. Returns false if the arguments do not fit the parameters.
 bool fit(const Entry& entry, PyObject* const* given, Py_ssize_t count, PyObject* names, Arguments& arguments) {
   if (count > entry.positional) return false;
   Arguments bound{};
@@ -44,7 +44,7 @@ bool fit(const Entry& entry, PyObject* const* given, Py_ssize_t count, PyObject*
   for (Py_ssize_t i = 0; names && i < PyTuple_GET_SIZE(names); i++) {
     const py::handle name = PyTuple_GET_ITEM(names, i);
     auto found = std::find_if(begin, end, [name](const auto& one) { return one.first == name.ptr(); });
-    if (found == end)  // the name is not interned: a program made it
+    if (found == end)  // the name is not interned, for example because a program computed it
       found = std::find_if(begin, end, [name](const auto& one) { return PyUnicode_Compare(one.first, name.ptr()) == 0; });
     if (found == end || bound[found->second]) return false;
     bound[found->second] = given[count + i];
@@ -55,7 +55,7 @@ bool fit(const Entry& entry, PyObject* const* given, Py_ssize_t count, PyObject*
   return true;
 }
 
-// The group that the argument names. A Callee keeps it alive during the call.
+// Returns the group that the argument `group` names. The Callee keeps the group alive during the call.
 Callee callee(PyObject* given) {
   if (given == Py_None && world.core) return world;
   const py::object core = py::module_::import("mscomm.job").attr("resolve")(py::handle(given)).attr("core");
@@ -71,7 +71,8 @@ PyObject* enter(size_t number, PyObject* const* given, Py_ssize_t count, PyObjec
     const auto object = [&](Slot slot) { return py::reinterpret_borrow<py::object>(arguments[slot]); };
     const auto handle = [&](Slot slot) { return arguments[slot] == Py_None ? py::handle() : py::handle(arguments[slot]); };
     const Callee one = callee(arguments[group]);
-    const Wanted wanted{.function = static_cast<Function>(number),  // those of the collectives come first, in the same order
+    // Function begins with the collectives, in the order of Collective
+    const Wanted wanted{.function = static_cast<Function>(number),
                         .what = static_cast<Collective>(number),
                         .op = handle(op),
                         .root = handle(root),
@@ -113,7 +114,7 @@ py::object collective_function(Collective what, const py::function& model, const
   Entry& entry = entries.at(number);
   entry = {};
   entry.name = model.attr("__name__").cast<std::string>();
-  // CPython reads the signature from the head of a docstring of this form.
+  // If a docstring has this form, CPython reads the signature from its beginning.
   entry.doc = entry.name;
   entry.doc.append(signature).append("\n--\n\n").append(model.attr("__doc__").cast<std::string>());
   entry.definition = {entry.name.c_str(), reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(functions[number])),

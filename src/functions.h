@@ -1,4 +1,4 @@
-// The collective functions of mscomm, as the user calls them.
+// The collective functions of mscomm that the user calls.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,11 +9,12 @@
 
 namespace mscomm {
 
-// The function of that collective, for Python. A function in C saves a quarter of the time of a small call. `model` is a function
-// in Python with the same name, parameters and docstring. It is called with arguments that do not fit, and raises TypeError.
+// Makes the Python function of a collective. The function is written in C, which saves a quarter of the time of a small call.
+// `model` is a function written in Python, with the same name, parameters and docstring. If the arguments of a call do not fit,
+// the C function calls `model`, which raises TypeError.
 py::object collective_function(Collective what, const py::function& model, const std::string& signature);
 
-// The group of a call without `group`: an object of the class Group here, or None before init and after release.
+// Sets the group of all calls without the argument `group`: a mscomm._core.Group, or None before init and after release.
 void set_world(py::object core);
 
 }  // namespace mscomm

@@ -1,4 +1,4 @@
-// The group object that Python holds, and the way from Python into the core and back: the GIL, signals, exceptions.
+// The group object that Python holds, and the helpers for calls between Python and the core: GIL, signals, exceptions.
 #pragma once
 
 #include <fcntl.h>
@@ -47,9 +47,10 @@ inline bool python_is_ending() {
 #endif
 }
 
-// Calls the function without the GIL, and returns its result. It does not use a guard that takes the GIL in its destructor: if a
-// daemon thread asks for the GIL while the process ends, Python before 3.14 ends the thread by unwinding its stack, and a
-// destructor must not let that pass. A thread that would ask for the GIL after that stays here for ever, as in 3.14.
+// Calls the function without the GIL, and returns its result. A guard object cannot take the GIL again in its destructor: if a
+// daemon thread asks for the GIL while the process ends, Python before 3.14 ends the thread by unwinding its stack, and a stack
+// cannot be unwound through a destructor. So a thread that needs the GIL while the process ends waits in this function for ever,
+// as it would in Python 3.14.
 template <typename Function>
 auto unlocked(const Function& function) {
   using Result = std::invoke_result_t<Function>;
@@ -74,7 +75,8 @@ inline void run_pending_signal_handlers() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-// A copy of the descriptor, closed with its last holder. So the caller may close its own at any time. -1: there is none.
+// Returns a copy of the descriptor. The copy is closed when the last shared_ptr to it is gone, so the caller may close the
+// original at any time. If fd is -1, nothing is copied, and the result points to -1.
 inline std::shared_ptr<const int> copy_of(int fd) {
   if (fd < 0) return std::make_shared<const int>(-1);
   const int copy = fcntl(fd, F_DUPFD_CLOEXEC, 3);
@@ -85,7 +87,8 @@ inline std::shared_ptr<const int> copy_of(int fd) {
           }};
 }
 
-// Descriptors that were taken over from Python. The destructor closes those that were not handed on, which are set to -1.
+// Descriptors that were taken over from Python. A descriptor that is handed on is replaced by -1. The destructor closes the
+// others.
 struct Descriptors {
   ~Descriptors() {
     for (const int fd : fds)
@@ -94,7 +97,7 @@ struct Descriptors {
   std::vector<int> fds;
 };
 
-// A group, as Python builds it from the facts that its ranks exchanged.
+// One rank's part of a group. Python makes it from the facts that the ranks of the group exchanged.
 struct Group {
   const std::string name;
   Recorder recorder;
@@ -103,18 +106,18 @@ struct Group {
   std::vector<int> ranks;
   std::mutex notices_mutex;  // protects notices
   std::vector<std::string> notices;
-  std::atomic<int> away{0};  // threads in called(), until they have the GIL again
+  std::atomic<int> away{0};  // the number of threads in called(), which a thread leaves with the GIL
   std::unique_ptr<Calls> calls;
-  std::unique_ptr<Communicator> communicator;  // last: its threads use what is above
+  std::unique_ptr<Communicator> communicator;  // the last member, because its threads use the members above
 
-  // control: the offset of the arena's memory in the heap of this host's lowest rank; -1: no arena. links: sockets by rank, taken
-  // over; empty: no mesh. news_fd: an eventfd, which stays the caller's, or -1. It is written when a started call, a message that
-  // was started or a call on the device has failed, when stuck() has a number, and when there are notices for the user. So no
-  // thread of the core has to call Python, which might not return while the process ends.
+  // control: the offset of the arena's memory in the heap of this host's lowest rank; -1: no arena. links: a socket for each
+  // rank, which the group takes over; empty: no mesh. news_fd: an eventfd, which the caller keeps, or -1. The core writes to
+  // news_fd when a started call, a started message or a call on the device has failed, when stuck() has a number, and when there
+  // are notices for the user. So no thread of the core has to call Python: such a call might never return while the process ends.
   Group(std::string called, std::shared_ptr<Peers> job, std::vector<int> members, int rank, unsigned epoch,
         const std::vector<std::string>& forced, int64_t control, bool spin, const std::vector<int>& links, int news_fd)
       : name(std::move(called)), peers(std::move(job)), ranks(std::move(members)) {
-    // First, so that the descriptors are closed whatever fails.
+    // `owned` is the first variable, so that the descriptors are closed if anything below fails.
     Descriptors owned{links};
     std::vector<std::optional<Stream>> streams(ranks.size());
     for (size_t peer = 0; peer < links.size(); peer++) {
@@ -123,7 +126,7 @@ struct Group {
     }
 
     Layout layout{rank, static_cast<int>(ranks.size()), {}};
-    std::map<int, int> numbers;  // hosts of the group, numbered by their lowest rank
+    std::map<int, int> numbers;  // a number for each host, in the order of the hosts' lowest ranks in the group
     for (int member : ranks) {
       const int host = peers->hosts.at(static_cast<size_t>(member));
       layout.host.push_back(numbers.emplace(host, static_cast<int>(numbers.size())).first->second);
@@ -152,7 +155,7 @@ struct Group {
     host = backend.get();
     const auto wake = [news = copy_of(news_fd)] {
       const uint64_t one = 1;
-      // EAGAIN: the eventfd's count is full, so its reader has not looked yet, and will.
+      // EAGAIN: the count of the eventfd is full. So its reader has not read it yet, but will do so.
       if (*news >= 0 && write(*news, &one, sizeof one) < 0 && errno != EAGAIN) return;
     };
     Communicator::Hooks hooks{run_pending_signal_handlers,
@@ -173,7 +176,8 @@ struct Group {
     return *calls;
   }
 
-  // Every rank of the group must call it with the same id. check: called at least every 50 ms; may raise to end the wait.
+  // Joins a device. Every rank of the group must call join_device() with the same id, which one rank has made (see make_id in
+  // module.cc). `check` is called at least every 50 ms, and may throw an exception to end the wait.
   void join_device(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id,
                    double timeout_s, const py::function& check) {
     communicator->add_device(unlocked([&] {
@@ -186,7 +190,7 @@ struct Group {
     }));
   }
 
-  // unlocked(function), but counts this thread in `away` until it has the GIL again.
+  // Does the same as unlocked(function), but counts this thread in `away` until the thread has the GIL again.
   template <typename Function>
   auto called(const Function& function) {
     struct Counted {
@@ -198,8 +202,9 @@ struct Group {
     return unlocked(function);
   }
 
-  // To be called without the GIL. Threads whose calls end now are back in Python when it returns, because the process may end
-  // next, and they must not ask for the GIL then. It waits at most 5 s for a thread that does not get the GIL.
+  // Ends this rank's part in the group. Call close() without the GIL. Threads whose calls end because of close() have the GIL
+  // again when close() returns: the process may end next, and a thread must not ask for the GIL then. close() waits at most 5 s
+  // for these threads.
   void close() {
     communicator->close();
     const Deadline deadline(5);
@@ -207,14 +212,15 @@ struct Group {
   }
 };
 
-// Runs the part that may break the group. A failure goes to the Group of Python, which raises what the user gets.
+// Calls a function that may break the group, and returns its result. An exception goes to the Group of Python, which raises what
+// the user gets.
 template <typename Function>
 auto failing(const Calls& calls, const Function& function) {
   try {
     try {
       return function();
     } catch (const Error& error) {
-      raise(error);  // runs Python code, in which a signal handler may raise something else
+      raise(error);  // raise() runs Python code, in which a signal handler may raise another exception
       throw py::error_already_set();
     }
   } catch (py::error_already_set& error) {
@@ -223,7 +229,7 @@ auto failing(const Calls& calls, const Function& function) {
     const py::object value = error.value();
     if (error.trace()) PyException_SetTraceback(value.ptr(), error.trace().ptr());
     python.attr("failed")(value);
-    throw;  // not reached: failed() raises
+    throw;  // not reached, because failed() raises
   }
 }
 

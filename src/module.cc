@@ -1,4 +1,5 @@
-// mscomm._core: converts arguments, releases the GIL, and calls the core. python/mscomm/_core.pyi has its types for Python.
+// The Python module mscomm._core. It converts arguments, releases the GIL, and calls the core. python/mscomm/_core.pyi lists its
+// functions with their types.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -27,7 +28,7 @@ using namespace mscomm;
 
 namespace {
 
-// A heap, and the descriptor by which the peers map it. The caller closes the descriptor.
+// Makes a heap. Returns the heap, and the descriptor by which the peers map it. The caller must close the descriptor.
 std::pair<std::shared_ptr<Heap>, int> make_heap(size_t bytes, bool own_tmpfs) {
   const int fd = make_memory("mscomm-heap", bytes, own_tmpfs);
   try {
@@ -39,9 +40,9 @@ std::pair<std::shared_ptr<Heap>, int> make_heap(size_t bytes, bool own_tmpfs) {
 }
 
 py::object allocate(const std::shared_ptr<Heap>& heap, size_t bytes) {
-  void* memory = unlocked([&] { return heap->allocate(bytes); });  // the kernel clears the pages
+  void* memory = unlocked([&] { return heap->allocate(bytes); });  // without the GIL, because the kernel clears the pages
   if (!memory) return py::none();
-  // The array keeps the heap alive, and the heap keeps the memory until the last view is gone.
+  // The array keeps the heap alive, and the heap keeps the memory until the last view of the array is gone.
   struct Owner {
     std::shared_ptr<Heap> heap;
     void* memory;
@@ -51,28 +52,28 @@ py::object allocate(const std::shared_ptr<Heap>& heap, size_t bytes) {
     const std::unique_ptr<Owner> owner(static_cast<Owner*>(pointer));
     const auto give_back = [&] { owner->heap->release(owner->memory); };
     try {
-      // The kernel takes long for many pages, so other threads may run meanwhile.
+      // The kernel takes long to free many pages, so other threads may run meanwhile.
       if (owner->bytes >= give_back_from && !python_is_ending()) unlocked(give_back);
       else give_back();
     } catch (const std::bad_alloc&) {
-      // Nothing may leave here. The memory stays in use.
+      // No exception may leave this function. The memory stays in use.
     }
   });
   return py::array_t<uint8_t>({bytes}, {size_t{1}}, static_cast<uint8_t*>(memory), release);
 }
 
-// (source, tag); source is a rank of the group.
+// The source and the tag of a message. The source is a rank of the group.
 using Received = std::pair<int, int64_t>;
 
 Received received(const Matched& matched) { return {matched.peer, matched.tag}; }
 
 Message message(bool sends, int peer, int64_t tag, int dtype, py::array& array) {
-  // A send only reads; Message has one pointer for both directions.
+  // A send only reads the data, but Message has the same pointer for both directions.
   void* data = sends ? const_cast<void*>(array.data()) : array.mutable_data();
   return {sends, peer, tag, static_cast<Dtype>(dtype), data, static_cast<size_t>(array.nbytes())};
 }
 
-// spent_s: how much of timeout_s has passed already.
+// spent_s: how many of the timeout_s seconds have passed already.
 void run_send(Group& group, int peer, int64_t tag, int dtype, py::array x, double timeout_s, double spent_s) {
   const Message one = message(true, peer, tag, dtype, x);
   group.called([&] { return group.communicator->run({&one, 1}, Deadline(timeout_s, spent_s)); });
@@ -83,7 +84,7 @@ Received run_recv(Group& group, int peer, int64_t tag, int dtype, py::array out,
   return received(group.called([&] { return group.communicator->run({&one, 1}, Deadline(timeout_s, spent_s)).front(); }));
 }
 
-// The recv begins first, so that a message to this rank itself finds it.
+// The recv is started first, so that it is there for a message from this rank to itself.
 Received send_and_receive(Group& group, int to, int64_t send_tag, int x_dtype, py::array x, int from, int64_t recv_tag,
                           int out_dtype, py::array out, double timeout_s, double spent_s) {
   const Message both[] = {message(false, from, recv_tag, out_dtype, out), message(true, to, send_tag, x_dtype, x)};
@@ -96,7 +97,7 @@ Handle start_message(Group& group, int peer, int64_t tag, int dtype, py::array a
   return start(group.ready(), std::move(array), one, Deadline(timeout_s, spent_s));
 }
 
-// Finds the type by the name that NumPy or ml_dtypes gives it.
+// Returns the Dtype of an array. It is found by the name that NumPy or ml_dtypes gives the dtype.
 Dtype dtype_of(const py::array& array) {
   const auto named = array.dtype().attr("name").cast<std::string>();
   for (size_t i = 0; i < dtypes.size(); i++)
@@ -104,7 +105,7 @@ Dtype dtype_of(const py::array& array) {
   throw py::type_error("mscomm: arrays of " + named + " cannot be packed");
 }
 
-// Where each part begins in the bucket, in elements; nullopt: the parts lie one after the other.
+// The element of the bucket at which each part begins; nullopt: the parts lie one after the other, without gaps.
 using Begins = std::optional<std::vector<uint64_t>>;
 
 Packing packing_of(bool packs, py::array& bucket, std::vector<py::array>& parts, double scale, const Begins& begins) {
@@ -177,7 +178,7 @@ py::handle given_or_null(const py::object& object) { return object.is_none() ? p
 
 Array array_of(const Group& group, int function, py::object x, const std::string& argument, const py::object& stream) {
   Array array = described(group.ready(), static_cast<Function>(function), argument, std::move(x), given_or_null(stream));
-  array.memory = memory_of(array);  // the call may come later, see PreparedCall::hold_memory
+  array.memory = memory_of(array);  // must live until a call uses it, see PreparedCall::hold_memory
   return array;
 }
 
@@ -204,7 +205,8 @@ PreparedCall prepare(const Group& group, int function, const py::object& x, py::
   return ready;
 }
 
-// The places where a library may be: the place's name, the path, and "usual", "loaded" or "must" (csrc/base/dynlib.h).
+// The places where a library may be. Each place has a name, a path and a kind: "usual", "loaded" or "must" (see
+// csrc/base/dynlib.h).
 using Places = std::vector<std::tuple<std::string, std::string, std::string>>;
 
 std::vector<Candidate> candidates_of(const Places& places) {
@@ -216,7 +218,7 @@ std::vector<Candidate> candidates_of(const Places& places) {
   return candidates;
 }
 
-// image: another image of the kernels than that of this build, for tests. It is kept for ever.
+// image: for tests, an image of the kernels that replaces the image in this build. The copy that is made of it is never freed.
 std::shared_ptr<Runtime> open_cuda_at(const Places& places, const std::optional<py::bytes>& image) {
   const auto* const kept = image ? new std::string(*image) : nullptr;
   return unlocked([&]() -> std::shared_ptr<Runtime> {
@@ -341,20 +343,21 @@ PYBIND11_MODULE(_core, module) {
 
   py::class_<Handle>(module, "Work", R"(A call that runs beside the caller, from `async_op=True`.
 
-It keeps x and out alive. Do not touch them until it has ended; out is complete when wait() has returned. If it is
-dropped before somebody waited, the next call on the group raises its error.
+A Work keeps x and out alive. Do not touch x and out until the call has ended; out is complete when wait() has returned.
+If the Work is dropped before anybody has waited for it, the next call on the group raises the error of the call.
 
-For arrays on a device, wait() returns at once. Work enqueued later on the library's current stream sees a complete
-out. With a timeout, wait() returns when the device is done.
+For arrays on a device, wait() without a timeout returns at once. Work enqueued later on the library's current stream
+sees a complete out. With a timeout, wait() returns when the device has ended the call.
 
 >>> work = mscomm.all_reduce(x, async_op=True)
 >>> y = work.wait())")
       .def(py::init<>())
       .def("wait", &Handle::wait, py::arg("timeout") = py::none(),
-           R"(The call's result. Raises the call's error; TimeoutError if it has not ended in time: then it goes on.
+           R"(Wait for the call, and return its result. Raises the call's error.
 
-timeout: seconds or a timedelta; None waits as long as the call takes.)")
-      .def("done", &Handle::done, "Whether the call has ended, well or not.")
+Raises TimeoutError if the call has not ended in time; the call then goes on. timeout: seconds or a timedelta; None
+waits as long as the call takes.)")
+      .def("done", &Handle::done, "Whether the call has ended, with or without an error.")
       .def("is_completed", &Handle::done, "The same as done().")
       .def("exception", &Handle::exception, "The error of a call that has ended; None if it ended well, or has not ended yet.")
       .def("ends_within", &Handle::ends_within)

@@ -17,7 +17,7 @@ namespace {
 template <typename Start>
 Handle started(Calls& calls, std::shared_ptr<Started> one, const Start& start) {
   forget_ended(calls);
-  // Before the start: from then on the core's threads use the arrays.
+  // Hold the arrays before the start, because the core's threads may use them from then on.
   calls.running.push_back(one);
   try {
     one->work = calls.group->called(start);
@@ -28,7 +28,7 @@ Handle started(Calls& calls, std::shared_ptr<Started> one, const Start& start) {
   return {calls, std::move(one)};
 }
 
-// Waits at most that long, without the GIL. Returns whether it has ended.
+// Waits at most the given seconds, without the GIL. Returns whether the call or message has ended.
 bool ended_within(Work& work, double seconds) {
   for (const auto begun = Clock::now(); !work.done();) {
     const double left_s = seconds - seconds_since(begun);
@@ -75,7 +75,8 @@ py::object Handle::wait(py::handle timeout) {
   }
   if (calls_->noted) python_.attr("ended")();
   if (!collected_) collect();
-  // A device may still be reading x, whose library would use its memory again.
+  // Let go of x only when the device has ended the call. Otherwise the library could reuse the memory of x while the device still
+  // reads it.
   if (started_->work->done()) started_->call.reset();
   return result_;
 }
@@ -108,10 +109,11 @@ void Handle::raise_cause(const Error& symptom) const {
 std::optional<Matched> Handle::matched() const { return started_ ? started_->work->matched() : std::nullopt; }
 
 void Handle::collect() {
-  const auto call = started_->call;  // which another thread may release meanwhile
+  const auto call = started_->call;  // a second pointer, because another thread may reset started_->call meanwhile
   if (!call) return;
   std::unique_lock collecting(started_->collecting, std::defer_lock);
-  if (call->python_makes_result()) unlocked([&] { collecting.lock(); });  // another thread may come here meanwhile
+  // Wait for the lock without the GIL: a thread that holds the lock may need the GIL.
+  if (call->python_makes_result()) unlocked([&] { collecting.lock(); });
   if (std::exchange(collected_, true)) return;
   try {
     result_ = call->result();
@@ -145,7 +147,8 @@ void forget_ended(Calls& calls) {
   auto& running = calls.running;
   const auto ended =
       std::stable_partition(running.begin(), running.end(), [](const auto& one) { return !one->work || !one->work->done(); });
-  // When these die, arrays may die with them, and run Python code that makes a call.
+  // These calls and messages are destroyed only after `running` has been changed: their arrays may be destroyed with them, which
+  // may run Python code that makes another call.
   const std::vector<std::shared_ptr<Started>> last(std::make_move_iterator(ended), std::make_move_iterator(running.end()));
   running.erase(ended, running.end());
 }

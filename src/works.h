@@ -1,4 +1,4 @@
-// The handle of a call or a message that runs beside its caller: `Work` in Python.
+// The handle of a call or a message that runs beside its caller. In Python, its class is `Work`.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -14,28 +14,29 @@ namespace mscomm {
 
 // A call or a message that the core has started, and the objects that must live until it has ended.
 struct Started {
-  std::shared_ptr<Work> work{};          // nullptr: the core is about to start it
-  std::shared_ptr<PreparedCall> call{};  // nullptr: a message, or a call whose result has been collected
-  py::object array{};                    // of a message
-  py::object current{};                  // of a call on a device: a function that returns its library's current stream
-  std::recursive_mutex collecting{};     // lets one of two waiting threads make the result; locked without the GIL
+  std::shared_ptr<Work> work{};          // nullptr: not started yet
+  std::shared_ptr<PreparedCall> call{};  // nullptr: this is a message, or the result of the call has been collected
+  py::object array{};                    // for a message: its array
+  py::object current{};                  // for a call on a device: a function that returns the library's current stream
+  std::recursive_mutex collecting{};     // lets only one of several waiting threads make the result; locked without the GIL
 };
 
 class Handle {
  public:
-  // For a subclass in Python, which has all methods of its own.
+  // For a subclass in Python that overrides all methods.
   Handle() = default;
   Handle(const Calls& calls, std::shared_ptr<Started> started);
 
-  // The methods below throw what the user gets: the group's first cause in place of the call's own error.
+  // The methods below throw what the user gets: the first cause of the group's failure, instead of the error of this call.
 
-  // Returns the result; None for a message. timeout: seconds or a timedelta; None: as long as it takes, but a call on a device is
-  // then only ordered before what is enqueued later on the library's current stream.
+  // Waits until the call or message has ended. Returns the result of a call, or None for a message. timeout: seconds or a
+  // timedelta; None: no limit. For a call on a device with the timeout None, wait() does not wait for the device: it makes the
+  // work that is enqueued later on the library's current stream wait for the call.
   py::object wait(py::handle timeout);
-  // Waits at most that long. Returns whether it has ended.
+  // Waits at most the given seconds. Returns whether the call or message has ended.
   bool ends_within(double seconds);
   bool done() const;
-  // The error of a call that has ended; None if it ended well, or has not ended yet.
+  // Returns the error of a call that has ended with an error. Otherwise returns None.
   py::object exception() const;
   std::optional<Matched> matched() const;
 
@@ -46,20 +47,20 @@ class Handle {
 
   pid_t owner_ = getpid();
   const Calls* calls_ = nullptr;
-  py::object core_, python_;  // the owner of *calls_, and the Group of python/mscomm/group.py
+  py::object core_, python_;  // the Python object that owns *calls_, and the Group of python/mscomm/group.py
   std::shared_ptr<Started> started_;
   bool collected_ = false;
-  py::object result_ = py::none();  // once collected_
+  py::object result_ = py::none();  // valid if collected_ is true
 };
 
-// These two hold what is given until it has ended, also if the user drops the handle.
-// number: a reserved one, only of a call on a device; 0: the next.
+// Both functions keep the arrays alive until the call or message has ended, even if the user drops the handle.
+// number: the number that was reserved for the call; 0: the next number. Only a call on a device can have a reserved number.
 Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, double timeout_s, uint64_t number);
 Handle start(Calls& calls, py::array array, const Message& message, const Deadline& deadline);
 
-// Lets go of what has ended.
+// Removes the calls and messages that have ended from calls.running.
 void forget_ended(Calls& calls);
-// Waits until everything that was started has ended. Signal handlers run meanwhile.
+// Waits until all started calls and messages have ended. Signal handlers run during the wait.
 void drain(Calls& calls);
 
 }  // namespace mscomm
