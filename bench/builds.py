@@ -3,10 +3,10 @@
     python bench/builds.py OLD/bin/mscomm NEW/bin/mscomm -n 2,4,8
 
 In each round, `mscomm bench` runs with one build and then with the other, so that slow minutes of the machine affect
-both builds. The script prints a table in Markdown. It shows each build's time in microseconds, which is the median over
-rounds of the median time in a round; and the ratio of the old time to the new time, with an interval (a paired
-bootstrap over rounds, see ratio.py). A cell is "slower" if the whole interval is below 1, and "faster" if the whole
-interval is above 1.
+both builds. The script prints a table in Markdown. It shows the time of each build in microseconds: the median over all
+rounds of the median time in a round. It also shows the ratio of the old time to the new time, with an interval (a
+paired bootstrap over the rounds, see ratio.py). A cell is "slower" if the whole interval is below 1, and "faster" if
+the whole interval is above 1.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ import numpy as np
 from ratio import interval, ratio
 
 COLLECTIVES = "all_reduce,all_gather,reduce_scatter,broadcast,all_to_all"
-Cell = tuple[str, int, str, int]  # collective, ranks, memory, size
+Cell = tuple[str, int, str, int]  # collective, number of ranks, kind of memory, bytes
 
 
 def measure(mscomm: str, collective: str, ranks: int, memory: str, sizes: tuple[str, str, int]) -> dict[Cell, float]:
-    """Run `mscomm bench`. Returns for each size the median time of an out-of-place call, in microseconds."""
+    """Run `mscomm bench`. Returns for each size the median time of a call, in microseconds.
+
+    The calls are out of place if the collective has this form.
+    """
     smallest, largest, factor = sizes
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder, "samples.json")

@@ -1,6 +1,7 @@
-"""The C++ core: what src/module.cc offers.
+"""The types of the C++ core, which src/module.cc offers to Python.
 
-The place of a name in collectives, functions, ops and dtypes() is its number in the other functions.
+The names of collectives, functions, ops and dtypes are given to other functions as numbers: the index of the name in
+the list `collectives`, `functions` or `ops`, or in the list that dtypes() returns.
 """
 
 import weakref
@@ -26,54 +27,59 @@ object_dtype: int
 def dtypes() -> list[str]: ...
 def supports(dtype: int, op: int, /) -> bool: ...
 def algorithms() -> list[tuple[str, str, Literal["arena", "mesh", "both"]]]:
-    """(collective, name, carrier) of each, in order of preference."""
+    """List all algorithms, in order of preference. An algorithm is (collective, name, carrier)."""
 
 def select(
     what: int, hosts: Sequence[int], forced: Sequence[str], /
 ) -> list[tuple[str, Literal["arena", "mesh", "both"]]]:
-    """The algorithms, and their carriers, for a collective among ranks on these hosts.
+    """List the algorithms, with their carriers, that a collective may use among ranks on these hosts.
 
-    forced: an algorithm for each collective; "": choose. If there are several algorithms, the size of the message
-    decides (see Group.chosen); small messages use the last. ValueError for an unknown forced name, or for one that
-    these hosts do not allow.
+    A call runs the first of these algorithms that accepts the size of the message, or else the last (see Group.chosen).
+
+    forced: for each collective the name of the only algorithm that it may use, or "". ValueError if there is no
+    algorithm of this name, or if these hosts do not allow the algorithm.
     """
 
 def make_heap(bytes: int, own_tmpfs: bool, /) -> tuple[Heap, int]:
-    """A heap, and the descriptor by which the peers map it, which the caller closes. own_tmpfs: try a tmpfs of this
-    process's own if the kernel's default setting gives memfds no huge pages."""
+    """Make a heap. Returns the heap, and the descriptor by which the peers map it, which the caller must close.
+
+    own_tmpfs: if memfds get no huge pages by the kernel's default setting, try a tmpfs of this process's own.
+    """
 
 def describe_memory(own_tmpfs: bool, /) -> str:
-    """What kind of memory make_heap uses here, and whether it has huge pages.
+    """Say which kind of memory make_heap uses here, and whether this memory has huge pages.
 
-    For example "memfd, huge pages (shmem_enabled: advise)". Error if no memory can be made.
+    For example "memfd, huge pages (shmem_enabled: advise)". Raises Error if no memory can be made.
     """
 
 @final
 class Heap:
-    """One rank's shared memory."""
+    """The shared memory of one rank."""
 
     def allocate(self, bytes: int, /) -> np.ndarray[tuple[int], np.dtype[np.uint8]] | None:
-        """An array of that many bytes, which stay in use as long as an array refers to them; None if there is no room,
-        or after retire()."""
+        """Make an array of so many bytes. Its memory stays in use as long as an array refers to it.
+
+        Returns None if there is no room, or after retire().
+        """
 
     def in_use(self) -> int:
-        """Bytes that arrays refer to, rounded up, without the control memory of groups."""
+        """How many bytes the arrays in the heap have in total, rounded up. Control memory does not count."""
 
     def retire(self) -> None:
-        """End an epoch: from now on no array is allocated or shared here. Those that exist stay valid."""
+        """End the epoch: no array is allocated or shared in this heap any more. Existing arrays stay valid."""
 
     def reserve_control(self, size: int, /) -> int:
-        """Reserve memory for the arena of a group of that size. Returns its offset, which all its ranks must know."""
+        """Reserve control memory for a group of so many ranks. Returns its offset, which all these ranks must know."""
 
     def release_control(self, control: int, size: int, /) -> None:
-        """Free that memory as soon as all `size` ranks have ended their use of it. size 0: no rank has used it."""
+        """Free the control memory as soon as all ranks have ended their use of it. size 0: no rank has used it."""
 
     def abandon_control(self, control: int, size: int, /) -> None:
-        """release_control() by a rank that has made no group there, although the others may have."""
+        """Like release_control(), for a rank that made no group with this memory, although the other ranks may have."""
 
 @final
 class Peers:
-    """The ranks of a job in one epoch, as every group of it sees them."""
+    """The ranks of a job in one epoch. All groups of this rank share this object."""
 
     def __init__(
         self,
@@ -85,7 +91,10 @@ class Peers:
         heap: Heap | None,
         heap_fds: Sequence[int],
     ) -> None:
-        """All sequences are by rank. pidfds are taken over; heap_fds stay the caller's. -1: there is none."""
+        """Every sequence has one entry for each rank of the job. A descriptor of -1 means that there is none.
+
+        The core takes over pidfds. The caller keeps heap_fds.
+        """
 
 @final
 class Runtime:
@@ -95,19 +104,19 @@ class Runtime:
         """For example "CUDA 13.0 (/usr/lib/x86_64-linux-gnu/libcuda.so.1)"."""
 
     def devices(self) -> int:
-        """How many devices this process sees."""
+        """The number of devices that this process sees."""
 
     def device_name(self, device: int, /) -> str: ...
     def uuid(self, device: int, /) -> str:
-        """The device's id, which does not depend on its number in this process."""
+        """The device's id, which is the same in all processes. The number `device` may differ between processes."""
 
     def device_of(self, memory: int, /) -> int:
-        """The device that the address belongs to; -1 if the library cannot tell."""
+        """The number of the device that the address belongs to; -1 if the library cannot tell."""
     def kernels(self, device: int, /) -> str:
-        """Which of our kernels the device has, or "none, " and the reason. Uses the device."""
+        """Which of our kernels run on the device, or "none, " and the reason. Uses the device."""
 
     def use(self, device: int, /) -> None:
-        """Make it the thread's current device."""
+        """Make this device the current device of the thread."""
 
 @final
 class Vendor:
@@ -115,76 +124,88 @@ class Vendor:
 
     def name(self) -> str: ...
     def version(self) -> str:
-        """For example "2.28.9"."""
+        """The version of the library, for example "2.28.9"."""
 
     def path(self) -> str: ...
     def origin(self) -> str:
-        """The name of the place at which the library was found."""
+        """The name of the place where the library was found."""
 
     def refuses(self, dtype: int, op: int, /) -> str:
-        """Why it cannot reduce elements of this type by this operation; "": it can."""
+        """Why the library cannot reduce elements of this dtype with this operation; "" if it can."""
 
     def make_id(self, runtime: Runtime, device: int, /) -> bytes:
-        """The id of a new group. One of its ranks makes it, for its device, and gives it to the others."""
+        """Make the id of a new group. One rank calls this, for its device, and gives the id to the other ranks."""
 
 def open_nccl(places: Sequence[tuple[str, str, str]], /) -> Vendor:
-    """The library at the first place that has one. A place is (name, path, "usual", "loaded" or "must").
+    """Open the library at the first place that has one. A place is (name, path, kind).
 
-    BackendUnavailable, with what was tried, if there is none.
+    The kind is "usual", "loaded" or "must" (see csrc/base/dynlib.h). If no place has the library, raises
+    BackendUnavailable with a list of what was tried.
     """
 
 def describe_dlpack(capsule: object, /) -> tuple[int, tuple[int, ...], tuple[int, ...] | None, str, int, int, bool]:
-    """(address, shape, strides in bytes or None, dtype, device type, device number, read-only) of a DLPack capsule.
+    """Describe the array in a DLPack capsule.
 
-    The capsule stays unused and still owns the memory. ValueError for an array that mscomm cannot take.
+    Returns (address, shape, strides in bytes or None, dtype, device type, device number, read-only). The capsule can
+    still be used, and still owns the memory. ValueError for an array that mscomm cannot take.
     """
 
 def open_hccl(
     collectives: Sequence[tuple[str, str, str]], communicators: Sequence[tuple[str, str, str]], soc: str, /
 ) -> Vendor:
-    """Like open_nccl, for HCCL. communicators: places of the library for communicators, which only newer releases have.
-    soc: the device's name."""
+    """Like open_nccl, for HCCL. soc: the device's name.
+
+    communicators: the places of a second library, for communicators, which only newer releases have.
+    """
 
 def open_acl(places: Sequence[tuple[str, str, str]], visible: Sequence[str], /) -> Runtime:
-    """Like open_nccl, for AscendCL. BackendUnavailable also if there is no NPU. visible: the host's numbers of the
-    devices that this process sees, if it sees only some of them."""
+    """Like open_nccl, for AscendCL. Also raises BackendUnavailable if there is no NPU.
+
+    visible: if this process sees only some of the host's devices, their numbers on the host.
+    """
 
 def open_cuda(places: Sequence[tuple[str, str, str]], *, image: bytes | None = None) -> Runtime:
-    """Like open_nccl, for CUDA's driver. BackendUnavailable also if there is no GPU. image: the kernels' image
-    to use instead of the embedded one."""
+    """Like open_nccl, for CUDA's driver. Also raises BackendUnavailable if there is no GPU.
+
+    image: an image of the kernels that replaces the embedded image.
+    """
 
 def embedded_image() -> tuple[bytes, str]:
-    """The image of the kernels, and the devices it is for ("sm_75 ... compute_121"); empty if built without nvcc."""
+    """Returns the image of the kernels, and the devices that the image is for, such as "sm_75 ... compute_121".
+
+    The image is empty if this build was made without nvcc.
+    """
 
 class Work:
     """A call that runs beside the caller, from `async_op=True`."""
 
     def __init__(self) -> None:
-        """For a subclass, which has all methods of its own."""
+        """For a subclass that overrides all methods."""
 
     def wait(self, timeout: float | timedelta | None = None) -> Any:
-        """The call's result. Raises the call's error; TimeoutError if it has not ended in time: then it goes on.
+        """Wait for the call, and return its result. Raises the call's error.
 
-        timeout: seconds or a timedelta; None waits as long as the call takes.
+        Raises TimeoutError if the call has not ended in time; the call then goes on. timeout: seconds or a timedelta;
+        None waits as long as the call takes.
         """
 
     def done(self) -> bool:
-        """Whether the call has ended, well or not."""
+        """Whether the call has ended, with or without an error."""
 
     def is_completed(self) -> bool:
-        """The same as done()."""
+        """Does the same as done()."""
 
     def exception(self) -> BaseException | None:
-        """The error of a call that has ended; None if it ended well, or has not ended yet."""
+        """The error of a call that has ended with an error. Otherwise None."""
 
     def ends_within(self, seconds: float, /) -> bool:
-        """Wait at most that long. Returns whether the call has ended, and raises its error if it has ended with one.
+        """Wait at most the given seconds. Returns whether the call has ended, or raises the error of the call.
 
-        Signal handlers run meanwhile, and what one raises ends the wait.
+        Signal handlers run during the wait. An exception that a handler raises ends the wait.
         """
 
     def matched(self) -> tuple[int, int] | None:
-        """The source and tag of the message, if this is a recv that has ended without an error."""
+        """The source and the tag of the message, for a recv that has ended without an error; otherwise None."""
 
 @final
 class Array:
@@ -201,31 +222,31 @@ class Array:
 
 @final
 class Call:
-    """A checked call, with the arrays that it reads and writes, which it keeps alive."""
+    """A checked call. It keeps alive the arrays that it reads and writes."""
 
     @property
     def function(self) -> int: ...
     @property
     def source(self) -> np.ndarray[Any, Any]:
-        """What is read: the memory of x, or of a copy in C order."""
+        """The memory that the call reads: the memory of x, or of a copy of x in C order."""
     @property
     def target(self) -> np.ndarray[Any, Any]:
-        """What is written: the memory of out, or of what result() copies there."""
+        """The memory that the call writes: the memory of out, or of an array that result() copies to out."""
     def result(self) -> Any:
-        """What the user gets. To be called once, when the call has ended without an error."""
+        """Return what the user gets. Call this once, after the call has ended without an error."""
 
 def collective(what: int, model: _F, signature: str, /) -> _F:
-    """The function of that collective, which calls Python only for unusual arguments.
+    """Make the Python function of a collective. It calls Python code only for unusual arguments.
 
-    model: a function with the same name, parameters and docstring. signature: of the model, as text.
+    model: a Python function with the same name, parameters and docstring. signature: the signature of model, as text.
     """
 
 def set_world(core: Group | None, /) -> None:
-    """Set the group of calls without `group`; None before init and after release."""
+    """Set the group of all calls without the argument `group`. core is None before init and after release."""
 
 @final
 class Group:
-    """One rank's part of a group: its communicator, transports and recorder."""
+    """One rank's part of a group, with its communicator, carriers and recorder."""
 
     def __init__(
         self,
@@ -243,18 +264,23 @@ class Group:
     ) -> None:
         """ranks: the group's ranks, as ranks of the job. rank: this rank's place among them.
 
-        control: the offset of the arena's memory; -1: no arena. links: sockets by rank of the group, taken over, -1 for
-        this rank; empty: no mesh. news_fd: an eventfd, or -1. It is written when a started call, a started message or a
-        call on the device has failed, when stuck() has a number, and when there are notices.
+        control: the offset of the arena's memory; -1: no arena. links: a socket for each rank of the group, and -1 for
+        this rank; empty: no mesh. The core takes the sockets over. news_fd: an eventfd, or -1. The core writes to it
+        when a started call, a started message or a call on the device has failed, when stuck() has a number, and when
+        there are notices.
         """
 
     def run(self, call: Call, timeout_s: float, number: int, /) -> None:
-        """Run a call, which on the device is only enqueued when this returns. number: a reserved one; 0: the next."""
+        """Run a call. A call on the device has only been enqueued when run() returns.
+
+        number: the number that was reserved for the call; 0: the next number.
+        """
 
     def start(self, call: Call, timeout_s: float, number: int, /) -> Work:
-        """Start it on the worker's thread, or on a stream of the group's own, after what the call's stream has so far.
+        """Start a call on the worker's thread or, for a call on the device, on a stream of the group's own.
 
-        The group keeps the call until it has ended. number: as for run; only a call on the device has a reserved one.
+        On the device, the call runs after all work that is now on the call's stream. The group keeps the call until it
+        has ended. number: as for run(); only a call on the device can have a reserved number.
         """
 
     def join_python(
@@ -267,17 +293,17 @@ class Group:
         noted: bool,
         /,
     ) -> None:
-        """To be called before the first call.
+        """Connect the core's group with the Group of Python. Must be called before the first call.
 
-        python: the mscomm.Group, of which the core calls methods. libraries: type of array -> arrays.Plain. backend,
-        device: what this rank has joined with; "" and -1: nothing. noted: Python numbers each call, and is told of its
-        end.
+        python: a weak reference to the mscomm.Group, whose methods the core calls. libraries: from a type of array to
+        its row, an arrays.Plain. backend, device: the device with which this rank has joined; "" and -1: none. noted:
+        whether the core asks Python for the number of each call, and tells Python when the call has ended.
         """
 
     def array(self, function: int, x: Any, *, argument: str = "x", stream: int | None = None) -> Array:
         """Describe an array that the user gave, and check it as the x of a call.
 
-        TypeError or ValueError if it is no array, or one that this call cannot take.
+        TypeError or ValueError if x is no array, or an array that this call cannot take.
         """
 
     def prepare(
@@ -296,33 +322,35 @@ class Group:
         told: tuple[tuple[int, ...], int] | None = None,
         out_argument: str = "out",
     ) -> Call:
-        """A checked call of the function. TypeError, ValueError: an argument is wrong.
+        """Check the arguments of a call, and prepare it. TypeError or ValueError if an argument is wrong.
 
         x: an array as the user gave it, or an Array; None in a barrier, and in a scatter on a rank that is not the
-        root. out: None makes a new array like x. what: the collective; None: the one of the function's name. rows: of
-        each rank; for all_to_all of each pair, a line for each sender. digest, head: csrc/base/call.h. told: shape and
-        dtype of the root's x, where x is None.
+        root. out: None makes a new array like x. what: the collective; None takes the one with the function's name.
+        rows: the number of rows of each rank, if the numbers differ; for all_to_all a table with a line for each
+        sender. digest, head: see Signature in csrc/base/call.h. told: if x is None in a scatter, shape and dtype of the
+        root's x.
         """
 
     def part(self, function: int, shape: tuple[int, ...], /) -> tuple[int, ...]:
-        """The shape of the part that a rank gets of an array that is divided equally; ValueError if it cannot be."""
+        """Divide an array of this shape into equal parts. Returns the shape of one part, or raises ValueError."""
 
     def op(self, function: int, op: Any, /) -> int:
-        """The number of the operation; ValueError if there is none of that name."""
+        """The number of the operation with this name; ValueError if there is none."""
 
     def root(self, function: int, root: Any, /) -> int:
-        """The root as an int; TypeError, ValueError if it is no rank of the group."""
+        """The root as an int. TypeError if it is no integer, ValueError if it is no rank of the group."""
 
     def join_device(
         self, vendor: Vendor, runtime: Runtime, device: int, id: bytes, timeout_s: float, check: Callable[[], object], /
     ) -> None:
-        """Join a device, so that calls take its arrays. All ranks must do it before the first call, with the same id.
+        """Join a device, so that calls accept arrays on it. All ranks must do this before the first call.
 
-        check: called at least every 50 ms; may raise to end the wait. CollectiveTimeout if a rank is too late.
+        id: the same on all ranks. check: a function that is called at least every 50 ms, and may raise an exception to
+        end the wait. CollectiveTimeout if a rank does not come in time.
         """
 
     def order(self, number: int, stream: int, /) -> None:
-        """Make what is enqueued on the stream from now on wait for that call."""
+        """Make work that is enqueued on the stream from now on wait for the call with this number."""
 
     def pack(
         self,
@@ -335,13 +363,16 @@ class Group:
         residual: np.ndarray[Any, Any] | None = None,
         largest: float = ...,
     ) -> None:
-        """Copy the parts, all of one dtype, into the bucket, on the device.
+        """Copy the parts, which have one dtype, into the bucket. All arrays are on the device.
 
-        begins: where each part begins in the bucket, in elements, ascending; None: they lie one after the other. Each
-        element is multiplied by scale, and rounded if the bucket has another dtype. residual: float32, one for each
-        place in the bucket. It is added before the rounding. Afterwards it holds what the rounding, and the limit
-        `largest` on the values, have taken away (error feedback). ValueError if the parts do not fit. RuntimeError if
-        no kernel of the device can do it (see packs). Plain copies, with the same dtype and scale 1, need no kernel.
+        begins: the element of the bucket at which each part begins, in ascending order; None: the parts lie one after
+        the other. Each element is multiplied by scale, and rounded if the bucket has another dtype.
+
+        residual: a float32 for each element of the bucket. It is added before the rounding. Afterwards it holds what
+        was lost by the rounding and by `largest`, the limit on the values (error feedback).
+
+        ValueError if the parts do not fit. RuntimeError if the device has no kernel for this (see packs). Plain copies,
+        with the same dtype and scale 1, need no kernel.
         """
 
     def unpack(
@@ -353,28 +384,32 @@ class Group:
         scale: float = 1.0,
         begins: Sequence[int] | None = None,
     ) -> None:
-        """Copy from the bucket into the parts; the arguments as for pack."""
+        """Copy from the bucket into the parts. The arguments are those of pack."""
 
     def clear(self, memory: np.ndarray[Any, Any], stream: int, /) -> None:
         """Set every byte of a contiguous array on the device to zero."""
 
     def packs(self, dtype: int, bucket: int, /) -> bool:
-        """Whether the device has kernels that pack and unpack parts of that dtype with a scale and, if the bucket has
-        another dtype, with a cast and a residual."""
+        """Whether the device has kernels that pack and unpack parts of this dtype with a scale.
+
+        bucket: the dtype of the bucket. If it differs from dtype, the kernels must also have casts and a residual.
+        """
 
     def reserve(self, count: int, /) -> int:
-        """Take that many call numbers in a row, and return the first."""
+        """Reserve `count` consecutive call numbers, and return the first."""
 
     def send(
         self, peer: int, tag: int, dtype: int, x: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
     ) -> None:
-        """Send one message to that rank of the group, to which a link must exist. spent_s: how much of timeout_s has
-        passed already."""
+        """Send one message to a peer. There must be a link to this peer.
+
+        spent_s: how many of the timeout_s seconds have passed already.
+        """
 
     def recv(
         self, peer: int, tag: int, dtype: int, out: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
     ) -> tuple[int, int]:
-        """Receive one message from that rank or any_source, with that tag or any_tag. Returns its source and tag."""
+        """Receive one message. Returns its source and tag. peer may be any_source, and tag may be any_tag."""
 
     def sendrecv(
         self,
@@ -390,71 +425,76 @@ class Group:
         spent_s: float,
         /,
     ) -> tuple[int, int]:
-        """Send and receive, started together. Returns the source and tag of the message received."""
+        """Send and receive, started together. Returns the source and tag of the received message."""
     def start_send(
         self, peer: int, tag: int, dtype: int, x: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
     ) -> Work:
-        """Start to send; the mailbox's thread waits for it. The group keeps x until it has ended."""
+        """Start a send. The mailbox's thread waits for it to end, and the group keeps x until then."""
 
     def start_recv(
         self, peer: int, tag: int, dtype: int, out: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
     ) -> Work: ...
     def add_outgoing(self, peer: int, fd: int, /) -> None:
-        """Add the link for messages to that rank: a connected socket, taken over."""
+        """Add the link for messages to the peer. fd is a connected socket, which the core takes over."""
 
     def add_incoming(self, peer: int, fd: int, /) -> None: ...
     def expect_incoming(self, peer: int, /) -> None:
-        """Say that a link from that rank is being made. From now on the end of that link shows that it is gone."""
+        """Say that a link from the peer is being made.
+
+        From now on, a recv counts the peer as gone only when this link has ended.
+        """
 
     def check(self, peer: int, /) -> None:
-        """Raise if the group is broken, or that rank has left or ended."""
+        """Raise if the group is broken, if the peer has left the job, or if the peer's process has ended."""
 
     def abort(self, kind: str, ranks: Sequence[int], waiting_for: Sequence[int], text: str, /) -> None:
-        """Break the group with a verdict; from any thread, without waiting."""
+        """Break the group with a verdict. Any thread may call this; it does not wait."""
 
     def fail(self, kind: str, ranks: Sequence[int], waiting_for: Sequence[int], text: str, /) -> None:
-        """Break the group with what this rank has seen; a verdict may replace it."""
+        """Break the group with a symptom, which is what this rank has seen. A verdict may replace the symptom."""
 
     def left(self, rank: int, /) -> None:
-        """Say that this rank of the job ended well. That is a failure only for a call that still needs it."""
+        """Say that a rank of the job has left without an error. Only calls and messages that wait for it fail."""
 
     def where(self) -> tuple[int, bool, str]:
-        """(number of the last call, whether it has not ended well, where this rank is in words)."""
+        """Say where this rank is: (number of the last call, whether it has not ended well, the place in words)."""
 
     def called(self, number: int, /) -> str:
-        """The call of that number, as Mismatch names it; "" if it was not made, or too long ago."""
+        """Describe the call with this number as Mismatch does; "" if it was not made, or too long ago."""
 
     def stuck(self) -> int:
-        """The number of a call that has been on the device for more than a second. Returns each once; 0: none."""
+        """The number of a call that has been on the device for over a second; 0: none. Each number is returned once."""
 
     def failure(self) -> tuple[str, str, list[int], list[int], bool, int] | None:
-        """(kind, text, ranks, waiting_for, whether it is a verdict, number of the call) of a broken group; else None.
+        """Return None, or if the group is broken: (kind, text, ranks, waiting_for, is_verdict, number of the call).
 
-        number: -1 if no call saw it.
+        The number is -1 if the failure was not seen in a call.
         """
 
     def notices(self) -> list[str]:
-        """Lines for the user since the last time, such as for which ranks a call has waited long."""
+        """The new lines for the user since the last time, for example that a call has waited long for some ranks."""
 
     def calls(self, after: int = 0) -> list[dict[str, Any]]:
-        """The last calls with numbers above `after`, oldest first: number, call, state (inside, done, failed),
-        began (seconds since 1970) and took (seconds)."""
+        """List the last calls with numbers above `after`, oldest first, as dicts.
+
+        The keys are number, call, state (inside, done, failed), began (seconds since 1970) and took (seconds).
+        """
 
     def last_look(self) -> None:
-        """Compare the last headers from the peers with this rank's own calls; raises Mismatch."""
+        """Compare the last headers from the peers with this rank's own calls. Raises Mismatch if they differ."""
 
     def drain(self) -> None:
-        """Wait until every started call and what was enqueued on the device have ended, or the group is broken."""
+        """Wait until all started calls and all work on the device have ended, or until the group is broken."""
 
     def close(self) -> None: ...
     def chosen(self, bytes: int = 0) -> dict[str, str]:
-        """For each collective, the algorithm that runs it for a message of so many bytes."""
+        """For each collective, the algorithm that runs for a message of so many bytes."""
 
     def carried(self) -> dict[str, int]:
-        """Bytes of x and out of all calls so far, by carrier: "arena" and "mesh"."""
+        """How many bytes of x and out each carrier ("arena", "mesh") has had in all calls so far."""
 
     def pulls(self) -> bool:
-        """Whether the ranks can read each other's private memory; False until a call has tried it."""
+        """Whether the ranks can read each other's private memory. False as long as no call has tried it."""
 
     def partings(self) -> int:
-        """How often this rank has left a CPU that it shared with a lower rank of its host."""
+        """How often this rank has moved to another CPU because a lower rank of its host used the same CPU."""

@@ -1,20 +1,21 @@
 """The collective operations. All ranks of the group must make the same calls in the same order.
 
-`root` is a rank in the group (in torch.distributed it is a rank in the world). `group` is None for all ranks, a Group
-or the name of a group. `timeout` is in seconds or a timedelta; None takes init's. Strided input is read in C order.
+`root` is a rank in the group (in torch.distributed it is a rank in the world). `group` is a Group, the name of a group,
+or None for all ranks. `timeout` is a number of seconds or a timedelta; None takes the timeout given to init. A strided
+x is read in C order.
 
-`out` receives the result, and has x's dtype. If the result has x's shape, out may be x. Otherwise the smaller of the
-two may be this rank's part of the larger one: in all_gather x may be this rank's rows of out, and in reduce_scatter out
+`out` receives the result, and has x's dtype. If the result has x's shape, out may be x. Otherwise the smaller of x and
+out may be this rank's part of the larger one: in all_gather x may be this rank's rows of out, and in reduce_scatter out
 may be this rank's rows of x, as with NCCL. Any other overlap is a ValueError.
 
-`async_op=True` returns a Work at once, whose wait() gives the result. The calls of a group are carried out in the order
-in which they were made.
+With `async_op=True` a function returns a Work at once; the wait() of this Work returns the result. The calls of a group
+are carried out in the order in which they were made.
 
 If x is on the rank's device (see init), the accelerator does the work. The call returns when it is enqueued on
-`stream`, which is a handle of the vendor's; the default is the current stream of the array's library. Work that is
-enqueued on that stream later sees a complete out. x and out must both be on the device or both be on the CPU, and it
-must be the same on all ranks. The uneven forms and scatter first exchange lengths on the CPU, and barrier runs on the
-CPU, too; that part waits for the other ranks.
+`stream`, a stream handle of the vendor's library; the default is the current stream of the array's library. Work that
+is enqueued on that stream later sees a complete out. All ranks must give x and out on the device, or all on the CPU.
+The uneven forms and scatter first exchange lengths on the CPU; this exchange waits for the other ranks. barrier always
+runs on the CPU.
 
 All functions raise TypeError or ValueError for wrong arguments, before anything is sent. If a call fails, it raises
 PeerLost, CollectiveTimeout, Mismatch or Aborted (see mscomm.errors); then the group is broken and the contents of out
@@ -54,12 +55,12 @@ FUNCTION = {name: number for number, name in enumerate(_core.functions)}
 ALONE_BYTES = 1 << 20
 BUCKET_BYTES = 4 << 20
 # The largest page size of any kernel. The filled part of a bucket is rounded up to whole pages, because only whole
-# pages can be shared. What the last page has behind the arrays does not matter.
+# pages can be shared. The contents of the last page behind the arrays do not matter.
 PAGE_BYTES = 64 << 10
 
 
 def _collective(function: F) -> F:
-    """The core's function of that name, parameters and docstring (src/functions.cc)."""
+    """Replace a function by one of the core, with the same name, parameters and docstring (see src/functions.cc)."""
     signature = inspect.signature(function)
     plain = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
     text = str(signature.replace(parameters=plain, return_annotation=signature.empty))
@@ -115,8 +116,8 @@ def all_gather(
 ) -> Any:
     """Concatenate every rank's x along axis 0, in rank order.
 
-    On n ranks, x of shape (a, ...) gives a result of shape (n * a, ...), and a scalar (shape ()) one of shape (n,).
-    Shape and dtype must be the same on all ranks. Returns out, or a new array of x's type.
+    On n ranks, x of shape (a, ...) gives a result of shape (n * a, ...). A scalar x (shape ()) gives a result of shape
+    (n,). Shape and dtype must be the same on all ranks. Returns out, or a new array of x's type.
 
     >>> mscomm.all_gather(np.array([[mscomm.get_rank()]], np.float32))     # on 2 ranks
     array([[0.],
@@ -161,7 +162,7 @@ def broadcast(
     """Give every rank the root's x.
 
     x must have the same shape and dtype on all ranks; its contents are read at the root only. Returns out, or a new
-    array like x, which on the root is a copy of x.
+    array like x. On the root, this new array is a copy of x.
 
     >>> mscomm.broadcast(np.full(2, mscomm.get_rank()), root=1)            # on 2 ranks
     array([1, 1])
@@ -213,7 +214,7 @@ def scan(
     timeout: Timeout = None,
     async_op: bool = False,
 ) -> Any:
-    """Combine x elementwise over the ranks up to this one: rank r gets what ranks 0 to r give together.
+    """Combine x elementwise over the ranks up to this one: rank r gets the combination of ranks 0 to r.
 
     op: sum, prod, min, max, band, bor, bxor, as in all_reduce. Elements are combined in rank order, so the bits are the
     same in every run and with every algorithm. float16 and bfloat16 are combined in float32, and each rank's result is
@@ -240,7 +241,7 @@ def exscan(
     timeout: Timeout = None,
     async_op: bool = False,
 ) -> Any:
-    """Combine x elementwise over the ranks before this one: rank r gets what ranks 0 to r - 1 give together.
+    """Combine x elementwise over the ranks before this one: rank r gets the combination of ranks 0 to r - 1.
 
     Rank 0 gets the operation's identity. This is 0 for sum, bor and bxor, 1 for prod, and all bits set for band. For
     min it is the largest value of the dtype (infinity, if the dtype has it), and for max the smallest. On bool it is
@@ -287,9 +288,9 @@ def scatter(
 
     On n ranks, x of shape (n * a, ...) at the root gives each rank a result of shape (a, ...): rank r gets the rows
     r * a to r * a + a - 1. x is read at the root only. Other ranks may pass None, and learn shape and dtype from the
-    root; if they pass an array, it must have the root's shape and dtype. Returns out, or a new array of x's type, or a
-    NumPy array if there is no x. Raises ValueError if the rows of x cannot be divided by n, and Mismatch on all ranks
-    if a rank's x or out does not fit.
+    root; if they pass an array, it must have the root's shape and dtype. Returns out, or a new array: of x's type, or a
+    NumPy array if x is None. Raises ValueError if the rows of x cannot be divided by n, and Mismatch on all ranks if a
+    rank's x or out does not fit.
 
     >>> mscomm.scatter(np.arange(4) if mscomm.get_rank() == 0 else None)   # on 2 ranks: rank 0, rank 1
     array([0, 1])
@@ -321,10 +322,10 @@ def all_to_all(
 
 @_collective
 def barrier(*, group: Group | str | None = None, timeout: Timeout = None, async_op: bool = False) -> Any:
-    """Wait until every rank of the group has called barrier. With async_op, return a Work, whose wait() does that."""
+    """Wait until every rank of the group has called barrier. With async_op, return a Work, whose wait() waits."""
 
 
-# -- parts that differ by rank
+# -- uneven calls: the parts of the ranks have different lengths
 
 
 def all_gather_v(
@@ -338,9 +339,10 @@ def all_gather_v(
 ) -> Any:
     """all_gather of arrays that differ in the length of axis 0. Returns (rows, counts).
 
-    x has the shape (a, ...). a may differ between ranks, and may be 0; the rest of the shape and the dtype must be the
-    same on all ranks. rows is out, or a new array of x's type, of shape (sum of all a, ...): it has the ranks' rows in
-    rank order. counts is the list of the ranks' a. If a rank's out has the wrong shape, all ranks raise Mismatch.
+    x has the shape (a, ...), where a may differ between ranks and may be 0. The rest of the shape and the dtype must be
+    the same on all ranks. `rows` is out, or a new array of x's type. It has the shape (sum of all a, ...), and holds
+    the rows of all ranks in rank order. `counts` is the list of the ranks' a. If a rank's out has the wrong shape, all
+    ranks raise Mismatch.
 
     >>> mscomm.all_gather_v(np.full(mscomm.get_rank() + 1, mscomm.get_rank()))   # on 2 ranks
     (array([0, 1, 1]), [1, 2])
@@ -358,7 +360,7 @@ def gather_v(
     async_op: bool = False,
     stream: int | None = None,
 ) -> Any:
-    """all_gather_v with a result at the root only. The root gets (rows, counts), other ranks get None."""
+    """Does what all_gather_v does, at the root only. The root gets (rows, counts), other ranks get None."""
     group = resolve(group)
     root = group.core.root(FUNCTION["gather_v"], root)
     return gather_rows("gather_v", x, root, out, group, timeout, async_op, stream)
@@ -439,7 +441,7 @@ def all_to_all_v(
     """Exchange parts of different length. Returns (rows, recv_counts).
 
     The first send_counts[0] rows of x go to rank 0, the next send_counts[1] rows to rank 1, and so on; send_counts must
-    add up to x.shape[0]. rows is out, or a new array of x's type. It has the received rows in rank order:
+    add up to x.shape[0]. `rows` is out, or a new array of x's type. It holds the received rows in rank order:
     recv_counts[s] rows from rank s. x.shape[1:] and dtype must be the same on all ranks. If a rank's out has the wrong
     shape, all ranks raise Mismatch.
 
@@ -452,7 +454,7 @@ def all_to_all_v(
     given = group.core.array(function, x, stream=stream)
     sent = arguments.checked_counts("all_to_all_v", "send_counts", send_counts, group, given.shape)
     n = group.size
-    table = np.empty((n, n), np.int64)  # a row for each sender
+    table = np.empty((n, n), np.int64)  # table[s, d]: how many rows rank s sends to rank d
     head = group.core.prepare(
         function, np.array(sent, np.int64), table.reshape(-1), what=FUNCTION["all_gather"], head=True
     )
@@ -479,7 +481,7 @@ def gather_rows(
     async_op: bool,
     stream: int | None = None,
 ) -> Any:
-    """Carries out all_gather_v, or gather_v if there is a root. The functions for objects use it, too."""
+    """Carries out all_gather_v or, if there is a root, gather_v. The functions for Python objects use this, too."""
     number = FUNCTION[function]
     given = group.core.array(number, x, stream=stream)
     if not given.shape:
@@ -512,7 +514,8 @@ def _scatter(
     async_op: bool,
     stream: int | None,
 ) -> Any:
-    """Carries out scatter, or scatter_v if there are counts. The root broadcasts dtype and shape, then sends parts."""
+    """Carries out scatter or, if there are counts, scatter_v. The root broadcasts dtype and shape, then sends the
+    parts."""
     number, core = FUNCTION[function], group.core
     given = None if x is None else core.array(number, x, stream=stream)
     root = core.root(number, root)
@@ -538,7 +541,8 @@ def _scatter(
         on_device = out is not None and isinstance(memory_anywhere(out, "out", function), OnDevice)
     else:
         on_device = given.on_device
-    told = np.zeros(3 + _core.max_dims, np.int64)  # about x: whether on a device, dtype, number of dimensions, shape
+    # about the root's x: whether it is on a device, dtype, number of dimensions, shape
+    told = np.zeros(3 + _core.max_dims, np.int64)
     if given is not None and at_root:
         told[: 3 + len(given.shape)] = (given.on_device, given.dtype, len(given.shape), *given.shape)
     head = core.prepare(number, told, told, what=FUNCTION["broadcast"], root=root, digest=digest, head=True)
@@ -565,7 +569,7 @@ def _scatter(
 
 
 def _late(group: Group, prepare: Callable[[], _core.Call]) -> _core.Call:
-    """Prepare a call after its head. The other ranks wait for this call by now, so a wrong out must be a Mismatch."""
+    """Prepare the call that follows a head. The other ranks wait in it by now, so a wrong out is a Mismatch."""
     try:
         return prepare()
     except (TypeError, ValueError) as error:
@@ -573,7 +577,7 @@ def _late(group: Group, prepare: Callable[[], _core.Call]) -> _core.Call:
         raise Mismatch(f"{error}, on rank {rank}", [rank]) from error
 
 
-# -- many arrays
+# -- all_reduce of many arrays
 
 
 def all_reduce_many(
@@ -619,7 +623,7 @@ def all_reduce_many(
             one.spread(group)
         return [one.result() for one in alone]
 
-    if not given:  # make a call for an empty list, too, so that a rank that has another list is noticed
+    if not given:  # an empty list needs a call, too: the call finds ranks whose lists are not empty
         nothing = np.empty(0, np.uint8)
         empty = core.prepare(number, nothing, nothing, what=FUNCTION["all_reduce"], op="sum", digest=digest)
         fused = [_FusedCall([empty])]
@@ -634,11 +638,11 @@ def all_reduce_many(
 
 
 class _FusedCall:
-    """Arrays that one call reduces, side by side in a bucket in shared memory. A single array stays in its place."""
+    """Arrays that one call reduces: several side by side in a bucket in shared memory, or one in its own memory."""
 
     def __init__(self, alone: list[_core.Call]) -> None:
         self._alone = alone
-        self._bucket: tuple[Array, Array] | None = None  # the whole memory, and the filled part of it
+        self._bucket: tuple[Array, Array] | None = None  # the memory of the bucket, and an array over the filled part
 
     def filled(self, group: Group, prepared: Callable[[Any, Any], _core.Call]) -> _core.Call:
         if len(self._alone) == 1:
@@ -660,7 +664,7 @@ class _FusedCall:
         return prepared(bucket, bucket)
 
     def spread(self, group: Group) -> None:
-        """Copy the results from the bucket to their arrays, unless that was done. The bucket can then be used again."""
+        """Copy the results from the bucket to their arrays, unless this was done before. Then the bucket is free."""
         if self._bucket is None:
             return
         room, bucket = self._bucket
@@ -678,14 +682,14 @@ def _fused_call(alone: list[_core.Call], model: _core.Array) -> _FusedCall:
 
 
 class _FusedOnDevice(_FusedCall):
-    """A _FusedCall of arrays on a device. The bucket is an array of their library."""
+    """A _FusedCall of arrays on a device. The bucket is an array of the same library."""
 
     def __init__(self, alone: list[_core.Call], model: _core.Array) -> None:
         super().__init__(alone)
         self._made: Any = None
         if len(alone) > 1:
-            # Make the bucket here: an error that is raised now uses up no call number. The bucket lives as long as this
-            # object.
+            # Make the bucket here, and not in filled(): an error that is raised here uses up no call number. The bucket
+            # lives as long as this object.
             size = sum(math.prod(one.source.shape) for one in alone)
             self._made, self._owner = new("all_reduce_many", model.given, (size,))
 
@@ -707,10 +711,11 @@ def _fused(kinds: tuple[tuple[int, tuple[int, ...], bool], ...]) -> tuple[int, l
     """Divide a list of arrays into calls. Returns a digest of the list, and the indices of the arrays of each call.
 
     kinds: the dtype and shape of each array, and whether it is on the device. Two different lists may fill buckets of
-    the same size. The ranks notice this by the digest, which is a part of each call's signature.
+    the same size. The digest lets the ranks notice this: it is part of each call's signature.
     """
     parts: list[list[int]] = []
-    filling: dict[tuple[int, bool], tuple[list[int], int]] = {}  # by dtype and on_device: a bucket and its size
+    # by dtype and on_device: the bucket being filled (indices of arrays), and its bytes
+    filling: dict[tuple[int, bool], tuple[list[int], int]] = {}
     for i, (code, shape, on_device) in enumerate(kinds):
         size = math.prod(shape) * host.dtype_of(code).itemsize
         if size >= ALONE_BYTES:
@@ -732,12 +737,14 @@ def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any
     """A new, uninitialised array in memory that the ranks of this host share.
 
     If every rank's x and out are in such memory, a collective of more than 16 KiB (all_reduce and reduce: 4 KiB) works
-    on them in place, and copies nothing through buffers of its own. This is true for slices, views and torch.from_numpy
-    of such an array, too, if their memory pages hold nothing else: they must begin at a page boundary, and end at one
-    or at the end of the whole array. Other arrays are copied, with the same result.
+    on them in place, and copies nothing through buffers of its own. This is true for slices and views of such an array,
+    and for tensors that torch.from_numpy makes of it, too, if their memory pages hold nothing else: they must begin at
+    a page boundary, and end at a page boundary or at the end of the whole array. Other arrays are copied, with the same
+    result.
 
-    The memory lives as long as an array refers to it. Before init(), and if this rank is alone on its host, it is
-    private memory. A forked child shares it with its parent. Raises MemoryError if the host has not enough memory.
+    The memory lives as long as an array refers to it. Before init(), and if this rank is alone on its host, the memory
+    is private. A forked child shares the shared memory with its parent. Raises MemoryError if the host has not enough
+    memory.
     """
     kind = dtype_named(dtype)
     dtype_code(kind)
@@ -748,13 +755,13 @@ def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any
 
 
 def zeros(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
-    """Like empty(), but filled with zeros."""
+    """Does the same as empty(), but fills the array with zeros."""
     array = empty(shape, dtype)
     array[...] = 0
     return array
 
 
-# -- results
+# -- the digest of arguments
 
 
 def _digest(agreed: object) -> int:

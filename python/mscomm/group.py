@@ -35,7 +35,7 @@ Work = _core.Work
 
 
 class _Beside:
-    """A function on a thread of its own."""
+    """A function that runs on a thread of its own."""
 
     def __init__(self, group: Group, function: Callable[[], Any]) -> None:
         self.result: Any = None
@@ -44,12 +44,12 @@ class _Beside:
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._process = os.getpid()
-        threading.Thread(target=self._run, name="mscomm-call", daemon=True).start()  # Group.drain waits for it
+        threading.Thread(target=self._run, name="mscomm-call", daemon=True).start()  # Group.drain() waits for it
 
     def _run(self) -> None:
         try:
             self.result = self._function()
-        except BaseException as error:  # raised by ends_within()
+        except BaseException as error:  # ends_within() raises it
             self._error = error
         self._ended.set()
 
@@ -69,14 +69,14 @@ class _Beside:
 
 
 class _Several(Work):
-    """A call that consists of several, or whose result is made in Python."""
+    """The Work of a call that consists of several calls, or whose result is made in Python."""
 
     def __init__(self, group: Group, parts: Sequence[Work | _Beside], result: Callable[[], Any]) -> None:
         super().__init__()
         self._group = group
         self._parts = parts
         self._result: Callable[[], Any] | None = result
-        self._value: Any = None  # what result returned
+        self._value: Any = None  # what self._result() has returned
 
     def wait(self, timeout: float | timedelta | None = None) -> Any:
         deadline = Deadline(math.inf if timeout is None else seconds_of(timeout))
@@ -86,7 +86,7 @@ class _Several(Work):
             elif not part.ends_within(deadline.rest()):
                 raise TimeoutError(f"Work.wait: the call has not ended within {deadline.seconds:g} s; it goes on")
         if self._result is not None:
-            with self._group.collecting:  # of two threads that wait, one makes the result
+            with self._group.collecting:  # only one of several waiting threads makes the result
                 result, self._result = self._result, None
                 try:
                     self._value = self._value if result is None else result()
@@ -106,9 +106,9 @@ class _Several(Work):
 
 
 class Group:
-    """Ranks that make collective calls together. Attributes: name, rank, size, ranks (their ranks in the world).
+    """Ranks that make collective calls together. Attributes: name, rank, size, ranks (the members' ranks in the world).
 
-    bool(group) says whether this rank is a member; the Group of a rank that is none raises RuntimeError at every use.
+    bool(group) says whether this rank is a member. If it is not, every other use of the group raises RuntimeError.
     """
 
     def __init__(self, name: str, ranks: list[int], timeout_s: float) -> None:
@@ -121,7 +121,7 @@ class Group:
         self.collecting = threading.RLock()  # protects the results of Works
 
     def enter(self, epoch: Epoch, id: str, founded: Founded) -> None:
-        """Begin to work, in a new epoch perhaps again."""
+        """Set up the group on this rank. This is repeated in each new epoch."""
         self.epoch = epoch
         self.id = id
         self.rank = self.ranks.index(epoch.rank)
@@ -129,28 +129,30 @@ class Group:
         self.control, self._control_ranks = founded.control, founded.control_ranks
         self.member = epoch.member
         self.hosts = [epoch.hosts[rank] for rank in self.ranks]
-        self.raised = False  # the user has seen the failure
-        self._cause: Error | None = None  # what every call raises from now on
-        self._lines: dict[int, str] | None = {} if self.record_dir else None  # by call number
-        self._beside: list[_Beside] = []  # some may have ended
-        # The last call of which a line was written; None: nobody asked for such lines.
+        self.raised = False  # whether the user has seen the failure of the group
+        self._cause: Error | None = None  # the failure that every call raises; None: the group works
+        # the line of Python code of each call, by call number
+        self._lines: dict[int, str] | None = {} if self.record_dir else None
+        self._beside: list[_Beside] = []  # calls on threads, of which some may have ended
+        # The number of the last call that has a line in the log; None: calls get no lines in the log.
         self._traced: int | None = 0 if log.enabled(log.TRACE) else None
         mine = epoch.accelerator
         self.core.join_python(
-            weakref.ref(self),  # the garbage collector does not see what the core refers to
+            weakref.ref(self),  # weak, because the garbage collector does not see the references of the core
             self.timeout_s,
             plain_types,
             mine.name if mine else "",
             mine.device if mine else -1,
             self._lines is not None or self._traced is not None,
         )
-        self.buckets: list[Array] = []  # of fused calls, kept from one to the next
+        self.buckets: list[Array] = []  # free buckets, kept for later fused calls
         self._message_links = MessageLinks(epoch, self.core, id, self.ranks)
         if self.member:
             self.member.attach(id, self.core, self._message_links.dialled)
 
     def leave(self) -> None:
-        """End this rank's part; the memory that it lent goes back when all have ended theirs."""
+        """End this rank's use of the group. Control memory that this rank lent is freed when all ranks have ended their
+        use."""
         self.core.close()
         if self._traced is not None:
             self._trace()
@@ -177,11 +179,13 @@ class Group:
         async_op: bool,
         on_device: bool = False,
     ) -> Any:
-        """Two calls as one: the head, and what then() makes of what it brought. Both have their numbers at once.
+        """Make two calls as one: the head, and the call that then() prepares from the results of the head.
 
-        Whatever is wrong after the head, on this rank alone, breaks the group: the others are on their way.
-        on_device: the second is on arrays of a device, whose current stream is that of the caller's thread: the head,
-        which is the CPU's, is waited for then, also with async_op.
+        Returns the result of the second call, or a Work. Both calls get their numbers at once. An error on this rank
+        alone, after the head, breaks the group, because the other ranks have gone on to the second call.
+
+        on_device: whether the second call is on arrays of a device. Such a call must be started by this thread, whose
+        current stream it uses. So this thread waits for the head, which runs on the CPU, even with async_op.
         """
         seconds = self.seconds(timeout)
         function = _core.functions[head.function]
@@ -217,7 +221,7 @@ class Group:
         return self.together([beside], lambda: beside.result)
 
     def check_device(self, function: str, argument: str, there: OnDevice) -> None:
-        """TypeError unless the array is on the device with which this rank has joined."""
+        """Raise TypeError unless the array is on the device with which this rank has joined."""
         mine = self.epoch.accelerator
         if mine is not None and there.index < 0:
             there.index = mine.opened.runtime.device_of(there.__array_interface__["data"][0])
@@ -231,22 +235,22 @@ class Group:
             )
 
     def apart(self, function: str, x: Any, there: OnDevice) -> np.ndarray[Any, Any]:
-        """The memory of a copy of x on its device, made in the order of its stream."""
+        """Copy x on its device, in the order of x's stream. Returns the memory of the copy."""
         made, _ = new(function, x, there.shape)
         self.core.pack(made, [there], there.stream)
         return made
 
     def refuses(self, dtype: int, op: int) -> str:
-        """Why the accelerator cannot reduce such elements so; "": it can."""
+        """Why the accelerator cannot reduce elements of this dtype with this operation; "" if it can."""
         assert self.epoch.accelerator
         return self.epoch.accelerator.opened.vendor.refuses(dtype, op)
 
     def seconds(self, timeout: Any) -> float:
-        """The limit of one call."""
+        """The timeout of one call in seconds. None stands for the group's timeout."""
         return self.timeout_s if timeout is None else seconds_of(timeout)
 
     def reserve(self, count: int) -> int:
-        """Reserve that many call numbers in a row, and return the first. A call must then be run with each."""
+        """Reserve `count` consecutive call numbers, and return the first. A call must then be run with each number."""
         try:
             first = self.core.reserve(count)
         except Error as symptom:
@@ -258,33 +262,39 @@ class Group:
         return first
 
     def next_number(self) -> int:
-        """The number of a call whose line is to be noted; 0: the core may choose it."""
+        """Reserve a number if the call's line of Python code is to be noted. Otherwise return 0: the core chooses."""
         return 0 if self._lines is None else self.reserve(1)
 
     def run(self, call: _core.Call, seconds: float, number: int = 0) -> None:
-        """One collective call; every failure becomes the group's first cause here. number: reserved, 0: the next."""
+        """Run one collective call. A failure raises the group's first cause. number: a reserved one; 0: the next."""
         number = number or self.next_number()
         with self.failing():
             self.core.run(call, seconds, number)
         self.ended()
 
     def start(self, call: _core.Call, seconds: float, number: int = 0) -> Work:
-        """Like run(), on the group's worker thread or beside the device's stream. The core keeps the arrays alive."""
+        """Start a call on the group's worker thread, or on a stream of the device. The core keeps the arrays alive.
+
+        Returns the call's Work. number: as in run().
+        """
         return self.core.start(call, seconds, number)
 
     def together(self, parts: Sequence[Work | _Beside], result: Callable[[], Any]) -> Work:
-        """A Work of several parts. result() makes what its wait() returns."""
+        """Make one Work of several parts. Its wait() returns what result() returns."""
         return _Several(self, parts, result)
 
     def drain(self) -> None:
-        """Wait until the calls that nobody waits for have ended. The group remembers how they ended."""
+        """Wait until all calls that run beside the caller have ended. Their errors are not raised here."""
         for one in self._beside:
             while not one.done():
                 time.sleep(0.001)
         self.core.drain()
 
     def _interrupted(self, error: BaseException) -> None:
-        """A signal handler raised `error`. The group is broken, the other ranks learn why, and `error` goes on."""
+        """Deal with `error`, which a signal handler raised in a call. The caller raises `error` again.
+
+        If `error` has broken the group, the other ranks are told why.
+        """
         failure = self.core.failure()
         if failure is not None and self.member is not None:
             kind, text, ranks, _, _, _ = failure
@@ -295,11 +305,14 @@ class Group:
 
     @contextlib.contextmanager
     def committed(self, what: str) -> Iterator[None]:
-        """Inside, this rank owes the others calls: an exception breaks the group, and they learn why."""
+        """A context in which the other ranks rely on further calls of this rank.
+
+        An exception in it breaks the group, and the other ranks are told why.
+        """
         try:
             yield
         except Error:
-            raise  # from a call, which has told them
+            raise  # raised by a call, which has told the other ranks
         except BaseException as error:
             if self.core.failure() is None:
                 text = printable(f"rank {self.epoch.rank}: {what}: {type(error).__name__}: {error}")
@@ -313,25 +326,25 @@ class Group:
     # -- messages
 
     def send(self, peer: int, tag: int, dtype: int, x: Array, seconds: float) -> None:
-        """Send one message, with checked arguments. A failure becomes the group's first cause, as in run()."""
+        """Send one message, with checked arguments. A failure raises the group's first cause, as in run()."""
         with self.failing():
             self.core.send(peer, tag, dtype, x, seconds, self._reach(peer, tag, x, seconds))
 
     def recv(self, peer: int, tag: int, dtype: int, out: Array, seconds: float) -> tuple[int, int]:
-        """Returns the message's source and tag."""
+        """Receive one message. Returns its source and tag."""
         with self.failing():
             return self.core.recv(peer, tag, dtype, out, seconds, 0.0)
 
     def sendrecv(
         self, sending: tuple[int, int, int, Array], receiving: tuple[int, int, int, Array], seconds: float
     ) -> tuple[int, int]:
-        """A send and a recv (peer, tag, dtype, array) that begin together; the received message's source and tag."""
+        """Send and receive together. Both are (peer, tag, dtype, array). Returns the received message's source, tag."""
         peer, tag, _, x = sending
         with self.failing():
             return self.core.sendrecv(*sending, *receiving, seconds, self._reach(peer, tag, x, seconds))
 
     def start_send(self, peer: int, tag: int, dtype: int, x: Array, seconds: float) -> Work:
-        """Start a send beside the caller. The first one to a peer waits for the link to that peer."""
+        """Start a send that runs beside the caller. The first send to a peer waits here for the link to that peer."""
         with self.failing():
             return self.core.start_send(peer, tag, dtype, x, seconds, self._reach(peer, tag, x, seconds))
 
@@ -351,7 +364,7 @@ class Group:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """Every failure inside becomes the group's first cause."""
+        """A context: a failure in it raises the group's first cause instead."""
         try:
             yield
         except Error as symptom:
@@ -363,18 +376,18 @@ class Group:
     # -- failures
 
     def fail(self, symptom: Error) -> NoReturn:
-        """Raise the first cause in place of what this rank saw of it; the same one each time."""
+        """Raise the first cause of the failure instead of the symptom that this rank saw. Each call raises it again."""
         cause = self.settle(symptom)
         self.raised = True
         try:
             raise cause from symptom if str(cause) != str(symptom) else None
         finally:
-            # The traceback of cause refers to this frame. Without this line both, and what the frames above refer to,
-            # would live until the garbage collector runs.
+            # The traceback of `cause` refers to this frame, which refers to `cause`. Without this line, both would live
+            # until the garbage collector runs, with everything that the frames above refer to.
             del cause
 
     def settle(self, symptom: Error) -> Error:
-        """The group's first cause, as a new exception; the others learn of the symptom."""
+        """Return the group's first cause as a new exception. The first time, the other ranks learn of the symptom."""
         if self._cause is None:
             self._cause = self._first_cause(symptom)
             self._write_record(str(self._cause))
@@ -385,52 +398,52 @@ class Group:
 
     def _first_cause(self, symptom: Error) -> Error:
         failure = self.core.failure()
-        if failure is not None and failure[4]:  # the verdict has come, perhaps while the symptom was on its way here
+        if failure is not None and failure[4]:  # the verdict has arrived, perhaps after the symptom was seen
             kind, text, ranks, waiting_for, _, _ = failure
             return make(kind, text, ranks, waiting_for)
         number = self.core.where()[0] if failure is None else failure[5]
         return self.member.settle(self.id, symptom, number) if self.member is not None else symptom
 
-    # -- the log
+    # -- called when a call has failed, started or ended
 
     def failed(self, error: BaseException) -> NoReturn:
-        """Raise what the user gets for what a call has raised."""
+        """Raise what the user gets when a call has raised `error`."""
         with self.failing():
             raise error
 
     def raise_cause(self, error: BaseException) -> NoReturn:
-        """Raise what the user gets for the error of a call that ran beside the caller."""
+        """Raise what the user gets when a call that ran beside the caller has ended with `error`."""
         if isinstance(error, Error):
             self.fail(error)
         raise error
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """What raise_cause() would raise."""
+        """Return the exception that raise_cause() would raise."""
         if not isinstance(error, Error):
             return error
         self.raised = True
         return self.settle(error)
 
     def noted(self, number: int) -> None:
-        """A call of that number has been started."""
+        """Note the line of Python code of a call that has been started."""
         if self._lines is not None:
             self._note_line(number)
 
     def ended(self) -> None:
-        """A call has ended."""
+        """Called when a call has ended: write its line to the log."""
         if self._traced is not None:
             self._trace()
 
     def _trace(self) -> None:
-        """A line for each call that has ended and has none yet."""
+        """Write a line to the log for each call that has ended and has no line yet."""
         with self._tracing:
             for call in self.core.calls(self._traced or 0):
                 if call["state"] == "inside":
-                    return  # and so those after it
+                    return  # later calls have not ended either
                 self._traced = call["number"]
                 log.trace(f"group {self.name}: {call['call']} {call['state']} in {call['took'] * 1e6:.1f} us")
 
-    # -- the record
+    # -- the record of the last calls
 
     def _note_line(self, number: int) -> None:
         assert self._lines is not None
@@ -438,7 +451,7 @@ class Group:
         self._lines.pop(number - _LINES_KEPT, None)
 
     def _write_record(self, cause: str) -> None:
-        """The last calls with their Python lines, to MSCOMM_RECORD/rank_<rank>.json."""
+        """Write the last calls, with their lines of Python code, to MSCOMM_RECORD/rank_<rank>.json."""
         if self.record_dir is None or self._lines is None:
             return
         calls = self.core.calls()
@@ -454,16 +467,16 @@ class Group:
             partial.write_text(json.dumps(words, indent=1))
             partial.replace(path)
         except OSError as error:
-            with contextlib.suppress(OSError):  # a folder that is not there, most likely
+            with contextlib.suppress(OSError):  # fails if the folder does not exist
                 partial.unlink()
             print(f"mscomm: rank {rank}: cannot write the record of the last calls: {error}", file=sys.stderr)
 
 
 class NonMember(Group):
-    """What create_group and split give a rank that takes no part: it is False, and says who it is.
+    """What create_group and split return on a rank that is not a member. It is false, and its repr names the rank.
 
-    ranks is there if this rank was told them. What a member's Group has beside that is never set here, so that asking
-    for it raises.
+    `ranks` is set if this rank knows the members. The other attributes of a Group are not set, so that reading one
+    raises RuntimeError.
     """
 
     def __init__(self, name: str, ranks: list[int] | None, me: int) -> None:
@@ -479,14 +492,14 @@ class NonMember(Group):
         return f"<mscomm.Group {self.name}: rank {self._me} is no member>"
 
     def refusal(self) -> RuntimeError:
-        """The error of every use."""
+        """The error that every use of this group raises."""
         ranks = vars(self).get("ranks")
         why = "it gave split the color None" if ranks is None else f"the members are {ranks}"
         return RuntimeError(
             f"rank {self._me} is no member of {self.name}: {why}; only members may use a group (`if group:`)"
         )
 
-    if not TYPE_CHECKING:  # a type checker that saw it would take every misspelt name for Any
+    if not TYPE_CHECKING:  # hidden from type checkers: if they saw it, they would accept every misspelt name as Any
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):
@@ -495,12 +508,12 @@ class NonMember(Group):
 
 
 def printable(text: str) -> str:
-    """text as the wire can carry it: what is no UTF-8 (file names with stray bytes) in escapes."""
+    """Make text that can be sent as UTF-8: stray bytes, for example of file names, are written as escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _caller() -> str:
-    """File and line of the first frame outside mscomm."""
+    """The file and the line of the first frame outside mscomm."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back

@@ -33,7 +33,8 @@ from mscomm.group import Group, NonMember, printable
 
 CPU_NAMES = ("gloo", "mccl", CPU)
 AUTO = "auto"
-_BACKEND_OF = {None: AUTO, "CPU": CPU, "GPU": "nccl", "Ascend": "hccl"}  # for each device_target of set_context()
+# the backend for each device_target of set_context()
+_BACKEND_OF = {None: AUTO, "CPU": CPU, "GPU": "nccl", "Ascend": "hccl"}
 WORLD_NAMES = ("hccl_world_group", "nccl_world_group", "mccl_world_group")
 
 
@@ -56,10 +57,12 @@ class Job:
         self.local_rank = 0
         self.hub: Any = None  # the hub's process, if this rank started it
         self.pid = os.getpid()
-        self.forked = False  # True in a child of the process that joined. Every call reads it: getpid() would be slow
+        # True in a forked child of the process that joined. Every call reads this flag, because getpid() is slow
+        self.forked = False
         self.world = Group("world", list(range(epoch.size)), timeout_s)
         self.groups: dict[str, Group] = {}  # by name, in the order of their creation, the world first
-        self.others: dict[str, NonMember] = {}  # groups for which this rank called create_group but is not a member
+        # by name: groups for which this rank called create_group without being a member
+        self.others: dict[str, NonMember] = {}
         self.makings: list[Making] = []  # in the order in which rejoin() repeats them
         self.splits: dict[str, int] = {}  # how often each group was split in this epoch
         self.creations: dict[str, int] = {}  # how often each name was used for each list of ranks in this epoch
@@ -86,7 +89,7 @@ class Job:
         return self.pid == os.getpid()
 
     def found(self, group: Group, deadline: Deadline, forced: list[str] | None = None) -> None:
-        """Set up the group for use. All its ranks must call this. forced: the algorithms, if not those of the job."""
+        """Set up the group for use. All its ranks must call this. forced: None takes the job's choice of algorithms."""
         ranks = hashlib.blake2b(repr(group.ranks).encode(), digest_size=8).hexdigest()
         key = f"{group.name}:{ranks}"
         turn = self.creations.get(key, 0) + 1
@@ -101,7 +104,7 @@ class Job:
         try:
             founded = self.epoch.found(id, group.name, group.ranks, deadline, all_came, forced or self.epoch.forced)
         except Error as symptom:
-            if self.member is None or not met:  # a meeting that failed has failed on all ranks: no need to tell them
+            if self.member is None or not met:  # if the ranks have not met, all ranks fail: no need to tell them
                 raise
             cause = self.member.settle(id, symptom, 0)
             if cause is symptom:
@@ -112,7 +115,7 @@ class Job:
         self.others.pop(group.name, None)
 
     def resolve(self, group: Group | str | None) -> Group:
-        """The Group that the argument names. RuntimeError if this rank is no member of it."""
+        """Return the Group that the argument names. Raises RuntimeError if this rank is not a member of it."""
         if group is None:
             return self.world
         if isinstance(group, Group):
@@ -132,7 +135,7 @@ class Job:
         raise TypeError(f"group is a {type(group).__name__}; expected None, a Group or the name of one")
 
     def leave(self) -> None:
-        """Leave the job. Raise the failure of a group if it came after this rank's last call."""
+        """Leave the job. Raise the failure of a group if the group failed after this rank's last call."""
         groups = list(reversed(self.groups.values()))
         unseen: Error | None = None
         for group in groups:
@@ -140,7 +143,8 @@ class Job:
             try:
                 group.core.last_look()
             except Error as symptom:
-                # No call of this rank has raised this mismatch. Tell the other ranks before this rank leaves.
+                # If no call has raised a failure of this group, tell the other ranks of the mismatch before this rank
+                # leaves.
                 unseen = None if group.raised else group.settle(symptom)
         # Tell the hub before the links close, so that ranks that still wait for this rank learn that it has left.
         if self.member is not None:
@@ -155,7 +159,7 @@ class Job:
             raise unseen
 
     def abort(self, text: str) -> None:
-        """End all groups on all ranks. text: the reason."""
+        """End all groups on all ranks. text: the reason, which the other ranks see."""
         for group in self.groups.values():
             group.raised = True
         if self.member is not None:
@@ -168,7 +172,7 @@ class Job:
         if self.member is None:
             raise RuntimeError("rejoin: this is a job of one rank")
         while True:
-            # From here on no rank of the old epoch can reach what this rank has in shared memory.
+            # Leave the groups and retire the heap. Then no rank of the old epoch can reach this rank's shared memory.
             for group in self.groups.values():
                 group.leave()
             if self.epoch.heap is not None:
@@ -182,10 +186,10 @@ class Job:
                 except PeerLost:
                     if deadline.passed:
                         raise
-                    # Another rank was lost meanwhile. The next turn of the loop finds out whether it comes back.
+                    # Another rank was lost meanwhile. The next turn of the loop finds out whether that rank comes back.
 
     def _begin_epoch(self, member: Member, welcome: Welcome, memory: socket.socket, deadline: Deadline) -> None:
-        """Set up this rank for the new epoch. Only the control link and the Group objects stay."""
+        """Set up this rank for the new epoch. Only the control link and the Group objects of the old epoch stay."""
         with _telling(member, welcome.rank, welcome.epoch):
             self.epoch = assemble.share(member, welcome, memory, self.epoch.forced, deadline, self.asked.backend)
             self.creations.clear()
@@ -214,23 +218,23 @@ def init(
 ) -> None:
     """Join the job that the environment describes; return when all its ranks have joined.
 
-    backend_name: "gloo", "mccl" or "cpu" is the CPU core alone. "nccl" adds NCCL, for arrays on NVIDIA GPUs: device is
-    this rank's GPU, by default the one whose number is the local rank, and becomes the current device. "hccl" adds
-    HCCL, for Ascend NPUs, in the same way. None takes the backend of set_context(device_target=...) if that was called;
-    else nccl if every rank has a GPU of its own; else hccl if every rank has an NPU of its own; else the CPU core. All
-    ranks take the same. init() asks the driver for the GPUs, so set CUDA_VISIBLE_DEVICES before. If a rank cannot use
-    the backend that was named, all ranks raise BackendUnavailable with the reason of each such rank. If the ranks have
-    different versions of it, they raise Mismatch.
+    backend_name: "gloo", "mccl" or "cpu" is the CPU core alone. "nccl" adds NCCL, for arrays on NVIDIA GPUs. `device`
+    is the number of this rank's GPU, by default the local rank; this GPU becomes the current device. "hccl" adds HCCL,
+    for Ascend NPUs, in the same way. None takes the backend of set_context(device_target=...) if that was called; else
+    nccl if every rank has a GPU of its own; else hccl if every rank has an NPU of its own; else the CPU core. All ranks
+    take the same backend. init() asks the driver for the GPUs, so set CUDA_VISIBLE_DEVICES earlier. If a rank cannot
+    use the backend that was named, all ranks raise BackendUnavailable with the reason of each such rank. If the ranks
+    have different versions of the backend, they raise Mismatch.
 
     timeout: the default timeout of collective calls, in seconds. None takes MSCOMM_TIMEOUT (1800). Joining itself takes
     at most MS_TOPO_TIMEOUT seconds (600).
 
     Launchers: `mscomm run`, MS_ROLE and MS_SCHED_* (a scheduler and workers), torchrun, mpirun, Slurm, Kubernetes, a
-    rank table. If several have set their variables, the first in bootstrap.LAUNCHERS counts. Without a launcher, this
-    process is a job of one rank. If MS_ROLE is MS_SCHED, init() serves the job, and the process ends with the job.
+    rank table. If several have set their variables, the first in bootstrap.LAUNCHERS counts. If none has, this process
+    is a job of one rank. If MS_ROLE is MS_SCHED, init() serves the job, and the process ends with the job.
 
-    By hand: init_method="tcp://host:port" with rank and world_size; rank 0 listens there. Or init_method=comm, an
-    mpi4py communicator.
+    To join without a launcher, give init_method="tcp://host:port", rank and world_size; rank 0 listens at this address.
+    Or give an mpi4py communicator as init_method.
 
     Calling init() again with the same backend does nothing; with another backend it raises RuntimeError.
 
@@ -278,7 +282,7 @@ def _tell_launcher(launcher: Launcher | None) -> None:
     if launcher is None:
         log.info("launcher: none, a job of one")
         return
-    module = getattr(launcher, "__name__", "").removeprefix("mscomm.")  # "" if the launcher comes from init's arguments
+    module = getattr(launcher, "__name__", "").removeprefix("mscomm.")  # "" if init()'s arguments chose the launcher
     known_by = " ".join(f"{name}={text}" for name, text in environment.read_by(module, os.environ).items())
     log.info(f"launcher: {launcher.NAME}, known by {known_by or 'what init() was given'}")
 
@@ -292,7 +296,7 @@ def _tell_variables_without_effect(launcher: Launcher | None) -> None:
 
 
 def _local_rank_of(invitation: Invitation) -> int | None:
-    """The launcher's local rank; None if it gave none, or if MSCOMM_HOST_ID decides which ranks share a host."""
+    """The local rank that the launcher gave; None if it gave none, or if MSCOMM_HOST_ID decides what a host is."""
     return None if environment.read("MSCOMM_HOST_ID", os.environ) else invitation.local_rank
 
 
@@ -304,7 +308,7 @@ def _join(
     timeout_s: float,
     deadline: Deadline,
 ) -> Job:
-    """Join by the invitation. Returns when every rank is ready to use the world group."""
+    """Join the job to which this process is invited. Returns when every rank is ready to use the world group."""
     sock, rank = invitation.sock, invitation.rank
     with contextlib.ExitStack() as failing, assemble.unix_listener() as memory:
         failing.callback(sock.close)
@@ -334,7 +338,7 @@ def _join(
 
 @contextlib.contextmanager
 def _telling(member: Member, rank: int, epoch: int) -> Iterator[None]:
-    """A context: if the set-up of the world fails in it, tell the other ranks, which must not wait for this rank."""
+    """A context for the set-up of the world. If it fails, tell the other ranks, which must not wait for this rank."""
     world = plan.world_id(epoch)
     try:
         yield
@@ -342,7 +346,8 @@ def _telling(member: Member, rank: int, epoch: int) -> Iterator[None]:
         cause = member.settle(world, symptom, 0)
         if cause is symptom:
             raise
-        # Show the text only once if the cause has the same text, for example when libnccl is missing on all ranks.
+        # Show the text only once if cause and symptom have the same text, for example when libnccl is missing on all
+        # ranks.
         raise cause from (None if str(cause) == str(symptom) else symptom)
     except BaseException as error:
         member.report("Aborted", f"rank {rank}: init: {type(error).__name__}: {error}", [rank])
@@ -360,7 +365,7 @@ def _backend(name: str | None) -> str:
 
 
 def _device(device: int | None) -> int | None:
-    """The device that the user gave to init or to set_context; None without one."""
+    """The device that the user gave to init or to set_context; None if the user gave none."""
     if device is None:
         device = device_id()
     try:
@@ -370,10 +375,10 @@ def _device(device: int | None) -> int | None:
 
 
 def release() -> None:
-    """Leave the job. Raises a group's failure if it came after this rank's last call, so that no call has raised it.
+    """Leave the job. Raises the failure of a group if no call has raised it because it came after the last call.
 
-    Waits for calls that still run beside the caller (async_op). Other ranks fail only if they wait for a rank that has
-    left. An exit handler calls release(), too.
+    release() waits for calls that still run beside the caller (async_op). Other
+    ranks fail only if they wait for a rank that has left. An exit handler calls release(), too.
     """
     global _default
     job, _default = _default, None
@@ -396,19 +401,21 @@ def abort(reason: str) -> None:
 def rejoin(timeout: float | timedelta | None = None) -> int:
     """After PeerLost: wait until every lost rank has been started again, and go on with all ranks in a new epoch.
 
-    Works after Aborted, too, if the rank that failed is started again. All ranks that are left call rejoin(); the new
-    ranks call init(). Returns the epoch's number, which is 1 after the first rejoin(). Two ranks may get different
-    numbers if another rank was lost meanwhile; then the rank with the lower number gets PeerLost in its next call.
+    Works after Aborted, too, if the rank that failed is started again. The ranks that are left call rejoin(); the ranks
+    that are started again call init(). Returns the epoch's number, which is 1 after the first rejoin(). Two ranks may
+    get different numbers if another rank was lost meanwhile; then the rank that got the lower epoch number raises
+    PeerLost in its next call.
 
-    The groups come back in the order of their creation. So a new rank must make the same create_group and split calls
-    as at the start, except for groups that were destroyed. A split comes back if its parent and all its parts still
-    exist. Groups of shrink() end. Arrays keep their contents, but those that mscomm.empty made before are private
-    memory from now on. The program must bring the ranks' results to one state itself.
+    The groups come back in the order of their creation. So a rank that is started again must make the same create_group
+    and split calls as at the start, except for groups that were destroyed. A split comes back if its parent and all its
+    parts still exist. Groups that shrink() made do not come back. Arrays keep their contents, but arrays that
+    mscomm.empty made earlier are in private memory from now on. The program itself must bring all ranks to the same
+    state.
 
-    timeout: seconds or a timedelta; None takes MS_TOPO_TIMEOUT (600). When it has passed, rejoin() raises
-    CollectiveTimeout, whose waiting_for names the ranks that did not come; it may then be called again. Raises PeerLost
-    if a rank has left the job, or if nothing starts the lost ranks again, as `mscomm run --max-restarts N` does. Raises
-    RuntimeError in a job of one rank.
+    timeout: seconds or a timedelta; None takes MS_TOPO_TIMEOUT (600). When this time has passed, rejoin() raises
+    CollectiveTimeout, whose waiting_for names the ranks that did not come; rejoin() may then be called again. Raises
+    PeerLost if a rank has left the job, or if nothing starts the lost ranks again, as `mscomm run --max-restarts N`
+    does. Raises RuntimeError in a job of one rank.
     """
     return default().rejoin(Deadline(join_timeout_s(os.environ) if timeout is None else seconds_of(timeout)))
 
@@ -427,11 +434,11 @@ def _tell_others(error: BaseException, words: str) -> bool:
     return True
 
 
-# -- the default job, and its groups' ranks
+# -- the default job, and the ranks of its groups
 
 
 def default() -> Job:
-    """The job that this process has joined. RuntimeError before init(), and in a forked child."""
+    """Return the job that this process has joined. Raises RuntimeError before init(), and in a forked child."""
     if _default is None:
         raise RuntimeError("mscomm: no job joined; call mscomm.init() first")
     if _default.forked:
@@ -443,10 +450,13 @@ def default() -> Job:
 
 
 def resolve(group: Group | str | None) -> Group:
-    """The named Group. RuntimeError before init(), in a forked child, and if this rank is not in the group."""
+    """Return the group that the argument names. None is the world.
+
+    Raises RuntimeError before init(), in a forked child, and if this rank is not in the group.
+    """
     job = _default
     if job is None or job.forked:
-        job = default()  # raises the error
+        job = default()  # default() raises the error
     return job.world if group is None else job.resolve(group)
 
 
@@ -491,13 +501,13 @@ def get_local_rank_size(group: Group | str | None = None) -> int:
 
 
 def get_backend(group: Group | str | None = None) -> str:
-    """The job's backend: "cpu", or with an accelerator "nccl" or "hccl"."""
+    """The job's backend: "cpu", "nccl" or "hccl". It is the same for all groups."""
     resolve(group)
     return default().backend
 
 
 def get_launcher() -> str:
-    """What started this job: "mscomm run", "MS_* cluster", "PMIx", ..., or "none" for a job of one."""
+    """What started this job: "mscomm run", "MS_* cluster", "PMIx", ...; "none" if there was no launcher."""
     return default().launcher
 
 
@@ -507,13 +517,13 @@ def get_process_group_ranks(group: Group | str | None = None) -> list[int]:
 
 
 def get_world_rank_from_group_rank(group: Group | str, group_rank_id: int) -> int:
-    """The rank in the world of a rank of the group."""
+    """Convert a rank in the group to a rank in the world."""
     found = resolve(group)
     return found.ranks[rank_in(found.size, group_rank_id, "get_world_rank_from_group_rank: group_rank_id")]
 
 
 def get_group_rank_from_world_rank(world_rank_id: int, group: Group | str) -> int:
-    """The rank in the group of a rank of the world. ValueError if that rank is not in the group."""
+    """Convert a rank in the world to a rank in the group. Raises ValueError if that rank is not in the group."""
     found = resolve(group)
     rank = rank_in(default().size, world_rank_id, "get_group_rank_from_world_rank: world_rank_id")
     if rank not in found.ranks:
@@ -532,7 +542,7 @@ def rank_in(size: int, rank: Any, what: str) -> int:
 
 
 def shared_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """An uninitialised array, in memory that the host's ranks share, or in private memory if there is none."""
+    """Make an uninitialised array in memory that the ranks of this host share, or else in private memory."""
     heap = _default.epoch.heap if _default is not None and _default.is_ours else None
     size = dtype.itemsize
     for extent in shape:
