@@ -568,6 +568,20 @@ void PreparedCall::hold_memory() {
     if (*array) (*array)->memory = memory_of(**array);
 }
 
+int PreparedCall::traverse(visitproc visit, void* arg) const {
+  for (const auto* array : {&x, &target}) {
+    if (!*array) continue;
+    Py_VISIT((*array)->given.ptr());
+    Py_VISIT((*array)->memory.ptr());
+    Py_VISIT((*array)->packed.ptr());
+  }
+  Py_VISIT(out.ptr());
+  Py_VISIT(out_memory.ptr());
+  Py_VISIT(finish.ptr());
+  Py_VISIT(written.ptr());
+  return 0;
+}
+
 py::object PreparedCall::result() {
   if (finish || assigned) {
     const py::object made = finish ? finish() : target->given;
@@ -586,9 +600,10 @@ py::object call(Calls& calls, const Wanted& wanted, py::object x, py::object out
   const double timeout_s = timeout ? seconds_of(timeout) : calls.timeout_s;
   if (async_op) return py::cast(start(calls, std::make_shared<PreparedCall>(std::move(ready)), timeout_s, 0));
   if (!calls.running.empty()) forget_ended(calls);
-  if (calls.noted) ready.call.signature.number = python_of(calls).attr("next_number")().cast<uint64_t>();
+  const py::object python = calls.noted ? python_of(calls) : py::object();  // kept until the end of the call
+  if (python) ready.call.signature.number = python.attr("next_number")().cast<uint64_t>();
   failing(calls, [&] { calls.group->called([&] { calls.group->communicator->run(std::move(ready.call), timeout_s); }); });
-  if (calls.noted) python_of(calls).attr("ended")();
+  if (python) python.attr("ended")();
   return ready.result();
 }
 

@@ -71,6 +71,8 @@ struct PreparedCall {
   py::object result();
   // Whether result() calls Python, so that other threads may run meanwhile.
   bool python_makes_result() const { return finish || assigned || out_memory || written; }
+  // Visits every object that this call holds, for the garbage collector.
+  int traverse(visitproc visit, void* arg) const;
 };
 
 // What the calls of a group have in common.
@@ -85,6 +87,7 @@ struct Calls {
   // whether the core asks Python for the number of each call, and tells Python when the call has ended
   bool noted;
   std::vector<std::shared_ptr<Started>> running{};  // the started calls and messages (see works.h), of which some may have ended
+  std::vector<std::shared_ptr<Started>> failed{};   // calls whose start failed, but which the device may have begun
 };
 
 // Returns the Group of python/mscomm/group.py, or None if this Group no longer exists.

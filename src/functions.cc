@@ -68,24 +68,27 @@ PyObject* enter(size_t number, PyObject* const* given, Py_ssize_t count, PyObjec
   if (!fit(entry, given, count, names, arguments))
     return PyObject_Vectorcall(entry.model, given, static_cast<size_t>(count), names);
   try {
-    const auto object = [&](Slot slot) { return py::reinterpret_borrow<py::object>(arguments[slot]); };
-    const auto handle = [&](Slot slot) { return arguments[slot] == Py_None ? py::handle() : py::handle(arguments[slot]); };
-    const Callee one = callee(arguments[group]);
-    // Function begins with the collectives, in the order of Collective
-    const Wanted wanted{.function = static_cast<Function>(number),
-                        .what = static_cast<Collective>(number),
-                        .op = handle(op),
-                        .root = handle(root),
-                        .stream = handle(stream)};
-    const int beside = PyObject_IsTrue(arguments[async_op]);
-    if (beside < 0) throw py::error_already_set();
-    return call(*one.calls, wanted, object(x), object(out), handle(timeout), beside != 0).release().ptr();
+    try {
+      const auto object = [&](Slot slot) { return py::reinterpret_borrow<py::object>(arguments[slot]); };
+      const auto handle = [&](Slot slot) { return arguments[slot] == Py_None ? py::handle() : py::handle(arguments[slot]); };
+      const Callee one = callee(arguments[group]);
+      // Function begins with the collectives, in the order of Collective
+      const Wanted wanted{.function = static_cast<Function>(number),
+                          .what = static_cast<Collective>(number),
+                          .op = handle(op),
+                          .root = handle(root),
+                          .stream = handle(stream)};
+      const int beside = PyObject_IsTrue(arguments[async_op]);
+      if (beside < 0) throw py::error_already_set();
+      return call(*one.calls, wanted, object(x), object(out), handle(timeout), beside != 0).release().ptr();
+    } catch (const Error& error) {
+      raise(error);  // runs Python code, in which a signal handler may raise something else
+      throw py::error_already_set();
+    }
   } catch (py::error_already_set& error) {
     error.restore();
   } catch (const py::builtin_exception& error) {
     error.set_error();
-  } catch (const Error& error) {
-    raise(error);
   } catch (const std::bad_alloc&) {
     PyErr_NoMemory();
   } catch (const std::exception& error) {

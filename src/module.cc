@@ -233,6 +233,21 @@ std::vector<std::string> as_strings(const Names& names) {
   return {names.begin(), names.end()};
 }
 
+// Lets the garbage collector see what an object of the bound class T refers to.
+template <typename T>
+void collects_cycles(PyHeapTypeObject* made) {
+  PyTypeObject& type = made->ht_type;
+  type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    return py::detail::is_holder_constructed(self) ? py::handle(self).cast<const T&>().traverse(visit, arg) : 0;
+  };
+  type.tp_clear = [](PyObject* self) {
+    if (py::detail::is_holder_constructed(self)) py::handle(self).cast<T&>().clear();
+    return 0;
+  };
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, module) {
@@ -350,7 +365,8 @@ For arrays on a device, wait() without a timeout returns at once. Work enqueued 
 sees a complete out. With a timeout, wait() returns when the device has ended the call.
 
 >>> work = mscomm.all_reduce(x, async_op=True)
->>> y = work.wait())")
+>>> y = work.wait())",
+                     py::custom_type_setup(collects_cycles<Handle>))
       .def(py::init<>())
       .def("wait", &Handle::wait, py::arg("timeout") = py::none(),
            R"(Wait for the call, and return its result. Raises the call's error.
@@ -360,7 +376,7 @@ waits as long as the call takes.)")
       .def("done", &Handle::done, "Whether the call has ended, with or without an error.")
       .def("is_completed", &Handle::done, "The same as done().")
       .def("exception", &Handle::exception, "The error of a call that has ended; None if it ended well, or has not ended yet.")
-      .def("ends_within", &Handle::ends_within)
+      .def("_join", &Handle::join)
       .def("matched", [](const Handle& handle) {
         const auto matched = handle.matched();
         return matched ? std::optional(received(*matched)) : std::nullopt;
@@ -413,6 +429,7 @@ waits as long as the call takes.)")
       .def("join_python",
            [](py::object self, py::object python, double timeout_s, py::dict libraries, py::str backend, int device, bool noted) {
              auto& group = self.cast<Group&>();
+             if (group.calls) throw Error("RuntimeError", "mscomm: join_python was called before on this group");
              group.calls = std::make_unique<Calls>(
                  Calls{&group, self, timeout_s, std::move(python), std::move(libraries), std::move(backend), device, noted});
            })

@@ -1,10 +1,8 @@
 #include "src/works.h"
 
 #include <algorithm>
-#include <chrono>
 #include <iterator>
 #include <limits>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -23,6 +21,7 @@ Handle started(Calls& calls, std::shared_ptr<Started> one, const Start& start) {
     one->work = calls.group->called(start);
   } catch (...) {
     std::erase(calls.running, one);
+    if (one->current) calls.failed.push_back(std::move(one));  // the device may still use the arrays
     throw;
   }
   return {calls, std::move(one)};
@@ -46,7 +45,7 @@ py::object as_exception(const Error& error) {
 
 }  // namespace
 
-Handle::Handle(const Calls& calls, std::shared_ptr<Started> started)
+Handle::Handle(Calls& calls, std::shared_ptr<Started> started)
     : calls_(&calls),
       core_(py::reinterpret_borrow<py::object>(calls.core)),
       python_(python_of(calls)),
@@ -58,34 +57,45 @@ void Handle::check_process() const {
 }
 
 py::object Handle::wait(py::handle timeout) {
+  const auto seconds = timeout.is_none() ? std::nullopt : std::optional(seconds_of(timeout));
+  if (!ended(seconds)) {
+    PyErr_Format(PyExc_TimeoutError, "Work.wait: the call has not ended within %s; it goes on", seconds_text(*seconds).c_str());
+    throw py::error_already_set();
+  }
+  if (calls_->noted) python_.attr("ended")();
+  collect();
+  let_go();
+  return result_;
+}
+
+bool Handle::join(std::optional<double> seconds) {
+  const bool whether = ended(seconds);
+  if (whether) let_go();
+  return whether;
+}
+
+bool Handle::ended(std::optional<double> seconds) {
   check_process();
-  if (timeout.is_none() && started_->current) {
+  if (!seconds && started_->current) {
     const auto stream = reinterpret_cast<StreamHandle>(started_->current().cast<uintptr_t>());
     try {
       calls_->group->communicator->order(started_->work->number(), stream);
     } catch (const Error& error) {
       raise_cause(error);
     }
-  } else {
-    const double seconds = timeout.is_none() ? std::numeric_limits<double>::infinity() : seconds_of(timeout);
-    if (!ends_within(seconds)) {
-      PyErr_Format(PyExc_TimeoutError, "Work.wait: the call has not ended within %s; it goes on", seconds_text(seconds).c_str());
-      throw py::error_already_set();
-    }
+    return true;
   }
-  if (calls_->noted) python_.attr("ended")();
-  if (!collected_) collect();
-  // Let go of x only when the device has ended the call. Otherwise the library could reuse the memory of x while the device still
-  // reads it.
-  if (started_->work->done()) started_->call.reset();
-  return result_;
-}
-
-bool Handle::ends_within(double seconds) {
-  check_process();
-  if (!ended_within(*started_->work, seconds)) return false;
+  if (!ended_within(*started_->work, seconds.value_or(std::numeric_limits<double>::infinity()))) return false;
   if (const auto error = started_->work->error()) raise_cause(*error);
   return true;
+}
+
+// Lets go of the arrays, but only when the call has ended: if the device still reads x, the library must not reuse its memory.
+void Handle::let_go() {
+  if (!started_->work->done()) return;
+  std::erase(calls_->running, started_);
+  const auto call = std::move(started_->call);
+  const auto array = std::move(started_->array);
 }
 
 bool Handle::done() const {
@@ -98,11 +108,14 @@ py::object Handle::exception() const {
   const auto error = started_->work->error();
   if (!error) return py::none();
   const py::object symptom = as_exception(*error);
-  return python_.is_none() ? symptom : python_.attr("cause_of")(symptom);
+  return is_current() ? python_.attr("cause_of")(symptom) : symptom;
 }
 
+// Whether the Group of Python still has this core. It has another one after rejoin(), to which an old failure means nothing.
+bool Handle::is_current() const { return !python_.is_none() && core_.is(py::object(python_.attr("core"))); }
+
 void Handle::raise_cause(const Error& symptom) const {
-  if (!python_.is_none()) python_.attr("raise_cause")(as_exception(symptom));
+  if (is_current()) python_.attr("raise_cause")(as_exception(symptom));
   throw symptom;
 }
 
@@ -110,17 +123,33 @@ std::optional<Matched> Handle::matched() const { return started_ ? started_->wor
 
 void Handle::collect() {
   const auto call = started_->call;  // a second pointer, because another thread may reset started_->call meanwhile
-  if (!call) return;
-  std::unique_lock collecting(started_->collecting, std::defer_lock);
+  if (collected_ || !call) return;
+  std::unique_lock lock(started_->collecting, std::defer_lock);
   // Wait for the lock without the GIL: a thread that holds the lock may need the GIL.
-  if (call->python_makes_result()) unlocked([&] { collecting.lock(); });
-  if (std::exchange(collected_, true)) return;
+  if (call->python_makes_result()) unlocked([&] { lock.lock(); });
+  if (collected_ || collecting_) return;  // collecting_: this is a signal handler that interrupted result()
+  collecting_ = true;
   try {
     result_ = call->result();
   } catch (...) {
-    collected_ = false;
+    collecting_ = false;
     throw;
   }
+  collecting_ = false;
+  collected_ = true;
+}
+
+// While the core's list holds the call too, its arrays are in use, and nothing may be collected.
+int Handle::traverse(visitproc visit, void* arg) const {
+  Py_VISIT(core_.ptr());
+  Py_VISIT(python_.ptr());
+  Py_VISIT(result_.ptr());
+  return started_ && started_.use_count() == 1 && started_->call.use_count() == 1 ? started_->call->traverse(visit, arg) : 0;
+}
+
+void Handle::clear() {
+  const auto started = std::move(started_);
+  const auto core = std::move(core_), python = std::move(python_), result = std::exchange(result_, py::none());
 }
 
 Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, double timeout_s, uint64_t number) {
@@ -154,10 +183,10 @@ void forget_ended(Calls& calls) {
 }
 
 void drain(Calls& calls) {
-  for (forget_ended(calls); !calls.running.empty(); forget_ended(calls)) {
-    unlocked([] { std::this_thread::sleep_for(std::chrono::milliseconds(1)); });
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-  }
+  std::vector<std::shared_ptr<Work>> works;  // not those that another thread is about to start: close() ends them
+  for (const auto& one : calls.running)
+    if (one->work) works.push_back(one->work);
+  for (const auto& work : works) (void)ended_within(*work, std::numeric_limits<double>::infinity());
 }
 
 }  // namespace mscomm

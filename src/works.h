@@ -25,7 +25,7 @@ class Handle {
  public:
   // For a subclass in Python that overrides all methods.
   Handle() = default;
-  Handle(const Calls& calls, std::shared_ptr<Started> started);
+  Handle(Calls& calls, std::shared_ptr<Started> started);
 
   // The methods below throw what the user gets: the first cause of the group's failure, instead of the error of this call.
 
@@ -33,23 +33,31 @@ class Handle {
   // timedelta; None: no limit. For a call on a device with the timeout None, wait() does not wait for the device: it makes the
   // work that is enqueued later on the library's current stream wait for the call.
   py::object wait(py::handle timeout);
-  // Waits at most the given seconds. Returns whether the call or message has ended.
-  bool ends_within(double seconds);
+  // Waits like wait(), but for at most the given seconds, and makes no result. Returns whether the call or message has ended.
+  // For a call whose result the caller makes; lets go of the arrays.
+  bool join(std::optional<double> seconds);
   bool done() const;
   // Returns the error of a call that has ended with an error. Otherwise returns None.
   py::object exception() const;
   std::optional<Matched> matched() const;
 
+  // For the garbage collector.
+  int traverse(visitproc visit, void* arg) const;
+  void clear();
+
  private:
   void check_process() const;
+  bool ended(std::optional<double> seconds);
   void collect();
+  void let_go();
+  bool is_current() const;
   [[noreturn]] void raise_cause(const Error& symptom) const;
 
   pid_t owner_ = getpid();
-  const Calls* calls_ = nullptr;
+  Calls* calls_ = nullptr;
   py::object core_, python_;  // the Python object that owns *calls_, and the Group of python/mscomm/group.py
   std::shared_ptr<Started> started_;
-  bool collected_ = false;
+  bool collecting_ = false, collected_ = false;
   py::object result_ = py::none();  // valid if collected_ is true
 };
 

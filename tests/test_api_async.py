@@ -15,7 +15,7 @@ from api import in_a_forked_child
 from ranks import ranks
 
 import mscomm
-from mscomm import collectives
+from mscomm import arrays, collectives
 
 
 @ranks(3)
@@ -115,16 +115,56 @@ def test_arrays_that_were_started_live_though_a_later_one_could_not_be(rank, gro
         mscomm.barrier()
 
 
+STARTED = {
+    "all_reduce": lambda x, peer: mscomm.all_reduce(x, async_op=True),
+    "all_gather_v": lambda x, peer: mscomm.all_gather_v(x, async_op=True),
+    "all_reduce_many": lambda x, peer: mscomm.all_reduce_many([x, x.copy()], async_op=True),
+    "send": lambda x, peer: mscomm.send(x, peer, async_op=True),
+}
+
+
+@pytest.mark.parametrize("timeout", [None, 20])
+@pytest.mark.parametrize("function", STARTED)
 @ranks(2)
-def test_a_work_that_was_waited_for_keeps_nothing(rank, group):
+def test_a_work_that_was_waited_for_keeps_nothing(rank, group, function, timeout):
     x = np.ones(1000)
     held = sys.getrefcount(x)
-    work = mscomm.all_reduce(x, async_op=True)
-    result = weakref.ref(work.wait())
+    work = STARTED[function](x, 1 - rank)
+    if function == "send":
+        mscomm.recv(np.empty(1000), 1 - rank)
+    result = work.wait(timeout)
     assert sys.getrefcount(x) == held
+    result = weakref.ref(result) if function == "all_reduce" else None
     del work
-    mscomm.barrier()
-    assert result() is None
+    assert result is None or result() is None
+
+
+@ranks(2)
+def test_a_second_wait_writes_nothing(rank, group):
+    out = np.zeros((2, 10))[:, ::2][0]  # strided: the result is copied there
+    work = mscomm.all_reduce_many([np.ones(5)], out=[out], async_op=True)
+    assert (work.wait(timeout=20)[0] == 2).all()
+    out[:] = 7  # the user's own values
+    assert work.wait()[0] is out and (out == 7).all()
+
+
+@ranks(2)
+def test_a_work_in_a_cycle_with_its_array_is_collected(rank, group):
+    class Holder(np.ndarray[Any, Any]):
+        work: Any
+
+    for waits in (True, False):
+        x = np.ones(3).view(Holder)
+        x.work = mscomm.all_reduce(x, out=x, async_op=True)
+        if waits:
+            x.work.wait()
+        while not x.work.done():
+            time.sleep(0.001)
+        mscomm.barrier()  # lets go of what has ended
+        gone = weakref.ref(x)
+        del x
+        gc.collect()
+        assert gone() is None
 
 
 @ranks(2)
@@ -140,19 +180,30 @@ def test_a_work_is_made_by_a_call_only():
         mscomm.Work().wait()
 
 
+@pytest.mark.parametrize("function", ["all_reduce", "all_reduce_many"])
 @ranks(2)
-def test_two_threads_that_wait_for_a_work_get_the_same_result(rank, group):
-    # out is strided, so the call receives the result in another array and copies it to out at the end.
-    out = np.zeros((2, 1000))[:, ::2]
-    work = mscomm.all_gather(np.full((1, 500), rank + 1.0), out=out, async_op=True)
+def test_two_threads_that_wait_for_a_work_get_the_same_result(rank, group, function):
+    class Slow(np.ndarray[Any, Any]):
+        pass
+
+    def slowly(_: Any) -> None:
+        time.sleep(0.2)  # meanwhile, other threads come to wait()
+
+    arrays.written_all = slowly  # after the result has been copied to an array of a subclass
+    x, out = np.full(500, rank + 1.0), np.zeros(1000).view(Slow)[::2]
+    if function == "all_reduce":
+        work = mscomm.all_reduce(x, out=out, async_op=True)
+    else:
+        work = mscomm.all_reduce_many([x], out=[out], async_op=True)
     got: list[Any] = []
     threads = [threading.Thread(target=lambda: got.append(work.wait())) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(one is out for one in got) and len(got) == 4
-    assert (out == [[1.0], [2.0]]).all()
+    results = [one if function == "all_reduce" else one[0] for one in got]
+    assert len(results) == 4 and all(one is out for one in results)
+    assert (out == 3.0).all()
 
 
 @ranks(2)

@@ -198,10 +198,10 @@ class Work:
     def exception(self) -> BaseException | None:
         """The error of a call that has ended with an error. Otherwise None."""
 
-    def ends_within(self, seconds: float, /) -> bool:
-        """Wait at most the given seconds. Returns whether the call has ended, or raises the error of the call.
+    def _join(self, seconds: float | None, /) -> bool:
+        """Wait like wait(), but for at most the given seconds, and make no result. Returns whether the call has ended.
 
-        Signal handlers run during the wait. An exception that a handler raises ends the wait.
+        For a call that is a part of another one.
         """
 
     def matched(self) -> tuple[int, int] | None:

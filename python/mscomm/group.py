@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import sys
@@ -40,26 +39,33 @@ class _Beside:
     def __init__(self, group: Group, function: Callable[[], Any]) -> None:
         self.result: Any = None
         self._group = group
-        self._function = function
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._process = os.getpid()
-        threading.Thread(target=self._run, name="mscomm-call", daemon=True).start()  # Group.drain() waits for it
-
-    def _run(self) -> None:
+        thread = threading.Thread(target=self._run, args=(function,), name="mscomm-call", daemon=True)
+        group.beside.add(thread)  # Group.drain() waits for it
         try:
-            self.result = self._function()
-        except BaseException as error:  # ends_within() raises it
+            thread.start()
+        except BaseException:
+            group.beside.discard(thread)
+            raise
+
+    def _run(self, function: Callable[[], Any]) -> None:
+        try:
+            self.result = function()
+        except BaseException as error:  # _join() raises it
             self._error = error
         self._ended.set()
+        self._group.beside.discard(threading.current_thread())
 
     def done(self) -> bool:
         if self._process != os.getpid():
             raise RuntimeError("mscomm: this call was made by the process that forked this one")
         return self._ended.is_set()
 
-    def ends_within(self, timeout_s: float, /) -> bool:
-        ended = self.done() or self._ended.wait(None if timeout_s > threading.TIMEOUT_MAX else timeout_s)
+    def _join(self, seconds: float | None, /) -> bool:
+        without_limit = seconds is None or seconds > threading.TIMEOUT_MAX
+        ended = self.done() or self._ended.wait(None if without_limit else seconds)
         if self._error is not None:
             self._group.raise_cause(self._error)
         return ended
@@ -75,25 +81,29 @@ class _Several(Work):
         super().__init__()
         self._group = group
         self._parts = parts
-        self._result: Callable[[], Any] | None = result
-        self._value: Any = None  # what self._result() has returned
+        self._result: Callable[[], Any] | None = result  # None: self._value is the result
+        self._making = False  # whether self._result() runs
+        self._value: Any = None
 
     def wait(self, timeout: float | timedelta | None = None) -> Any:
-        deadline = Deadline(math.inf if timeout is None else seconds_of(timeout))
-        for part in self._parts:
-            if timeout is None and isinstance(part, Work):
-                part.wait()
-            elif not part.ends_within(deadline.rest()):
-                raise TimeoutError(f"Work.wait: the call has not ended within {deadline.seconds:g} s; it goes on")
-        if self._result is not None:
-            with self._group.collecting:  # only one of several waiting threads makes the result
-                result, self._result = self._result, None
+        seconds = None if timeout is None else seconds_of(timeout)
+        if not self._join(seconds):
+            raise TimeoutError(f"Work.wait: the call has not ended within {seconds:g} s; it goes on")
+        with self._group.collecting:  # only one of several waiting threads makes the result
+            if self._result is not None and not self._making:  # _making: this is a signal handler inside self._result()
+                self._making = True
                 try:
-                    self._value = self._value if result is None else result()
-                except BaseException:
-                    self._result = result
-                    raise
+                    self._value = self._result()
+                    self._result = None
+                finally:
+                    self._making = False
+        if self.done():
+            self._parts = ()  # lets go of the arrays
         return self._value
+
+    def _join(self, seconds: float | None, /) -> bool:
+        deadline = None if seconds is None else Deadline(seconds)
+        return all(part._join(None if deadline is None else deadline.rest()) for part in self._parts)
 
     def done(self) -> bool:
         return all(part.done() for part in self._parts)
@@ -133,7 +143,7 @@ class Group:
         self._cause: Error | None = None  # the failure that every call raises; None: the group works
         # the line of Python code of each call, by call number
         self._lines: dict[int, str] | None = {} if self.record_dir else None
-        self._beside: list[_Beside] = []  # calls on threads, of which some may have ended
+        self.beside: set[threading.Thread] = set()  # threads of _Beside that have not ended
         # The number of the last call that has a line in the log; None: calls get no lines in the log.
         self._traced: int | None = 0 if log.enabled(log.TRACE) else None
         mine = epoch.accelerator
@@ -217,7 +227,6 @@ class Group:
                 call, result = second()
                 return self.together([self.start(call, left(), first + 1)], result)
             beside = _Beside(self, both)
-        self._beside = [one for one in self._beside if not one.done()] + [beside]
         return self.together([beside], lambda: beside.result)
 
     def check_device(self, function: str, argument: str, there: OnDevice) -> None:
@@ -285,9 +294,8 @@ class Group:
 
     def drain(self) -> None:
         """Wait until all calls that run beside the caller have ended. Their errors are not raised here."""
-        for one in self._beside:
-            while not one.done():
-                time.sleep(0.001)
+        for thread in tuple(self.beside):
+            thread.join()
         self.core.drain()
 
     def _interrupted(self, error: BaseException) -> None:
@@ -413,9 +421,12 @@ class Group:
 
     def raise_cause(self, error: BaseException) -> NoReturn:
         """Raise what the user gets when a call that ran beside the caller has ended with `error`."""
-        if isinstance(error, Error):
-            self.fail(error)
-        raise error
+        try:
+            if isinstance(error, Error):
+                self.fail(error)
+            raise error
+        finally:
+            del error  # see fail()
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Return the exception that raise_cause() would raise."""

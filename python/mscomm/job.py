@@ -381,8 +381,8 @@ def release() -> None:
     ranks fail only if they wait for a rank that has left. An exit handler calls release(), too.
     """
     global _default
-    job, _default = _default, None
     _core.set_world(None)
+    job, _default = _default, None
     if job is not None and job.is_ours:
         job.leave()
 
