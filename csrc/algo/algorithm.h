@@ -17,7 +17,7 @@ namespace mscomm {
 class Arena;
 class Mesh;
 
-// Which host each rank of a group runs on. `rank` is this rank; all other members are equal on all ranks.
+// Which host each rank of a group runs on. `rank` is this rank. The other members have the same values on all ranks.
 struct Layout {
   int rank = 0;
   int size = 1;
@@ -56,8 +56,8 @@ struct Algorithm {
   Collective what;
   Carrier carrier;
   void (*run)(const Call& call, const Ranks& ranks, const Wait& wait);
-  // Whether this algorithm is the best one with its carrier for a message of `bytes` bytes. nullptr: the algorithm accepts any
-  // size.
+  // Whether this algorithm is the best choice for a message of `bytes` bytes, among the algorithms with the same carrier.
+  // nullptr: the algorithm accepts any size.
   bool (*fits)(const Layout& layout, size_t bytes) = nullptr;
 };
 

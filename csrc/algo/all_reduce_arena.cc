@@ -21,14 +21,14 @@ namespace mscomm {
 
 namespace {
 
-// A rank reduces its part piece by piece, from hot_bytes of each input at a time, so that the result of a piece is still in the
-// cache when it is copied to all outputs. A part of at least long_part bytes does not fit into any cache, so for such a part
-// longer pieces take less time.
+// A rank reduces its part in pieces of hot_bytes bytes, so that the result of a piece is still in the cache when the rank copies
+// it to all outputs. A part of at least long_part bytes does not fit into any cache, so for such a part longer pieces take less
+// time.
 constexpr size_t hot_bytes = 4 << 10, hot_bytes_of_long_parts = 16 << 10, long_part = 8 << 20;
 
 bool receives(const Call& call, int rank) { return call.signature.root < 0 || rank == call.signature.root; }
 
-// Whether every x, and every out that gets a result, is in a heap. Call this after the first round; it returns the same on all
+// Whether every x, and every out that gets a result, is in a heap. Call this after the first round. The result is the same on all
 // ranks.
 bool all_in_heaps(const Call& call, const Arena& arena) {
   for (int rank = 0; rank < arena.size(); rank++)
@@ -116,7 +116,7 @@ class Chunks {
       char* const staged_at = staged(me_, k) + at;
       char* const result = receives(call_, me_) ? call_.result() + whole.begin + at : staged_at;
       reduce_in_order(call_.signature, ranks_.layout, in_.data(), result, now);
-      if (call_.signature.root < 0) copy(staged_at, result, now);  // with a root, the result is already where the root needs it
+      if (call_.signature.root < 0) copy(staged_at, result, now);  // otherwise the result is already in place
     }
   }
   void take(size_t k) const {

@@ -2,7 +2,7 @@
 // of the message from all other ranks, and reduces the part in the canonical order. In the second step, it sends the result to
 // all other ranks. Each rank sends 2 (n-1)/n times the size of the message, as in a ring (Thakur, Rabenseifner, Gropp 2005,
 // "pairwise"). A rank queues all its inputs at once. It queues the result of each window as soon as the window is reduced. So the
-// link is busy in both directions from the first byte to the last.
+// rank sends and receives all the time, from the first byte to the last.
 //
 // A small message takes only one latency, because every rank sends its whole message to every other rank.
 #include "algo/mesh_steps.h"
@@ -45,8 +45,8 @@ void all_reduce_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
     reduce_window(call, ranks, parts, k, mine + now.begin, wait);
     send_to_all(mesh, mine + now.begin, now.bytes());
   }
-  // This is safe in place, too. The result from a peer overwrites only the part of x that this rank has sent to that peer, and
-  // the peer has already received this part.
+  // The call may be in place: the result from a peer overwrites only the part of x that this rank has sent to that peer, and the
+  // peer has already received this part.
   receive_blocks(call, mesh, parts, wait);
 }
 

@@ -57,8 +57,8 @@ class AtHome final : public Watch {
   void look(const Deadline& deadline, const Missing& missing) override {
     mesh_.last_look();
     mesh_.progress();
-    // The two calls above are quick. The look() of the call's own watch is slower and may need the GIL, so it is called less
-    // often.
+    // last_look() and progress() are quick. The look() of the call's own watch is slower and may need the GIL, so it is called
+    // less often.
     if (!broken() && seconds_since(looked_) < longest_sleep_ms * 1e-3) return;
     looked_ = Clock::now();
     const auto in_group = [this, &missing] {
@@ -257,8 +257,8 @@ class Hierarchy {
     if (shares_are_full()) mesh_.receive(in, wait_);
     else mesh_.exchange({}, in, wait_);
   }
-  // Gives the result of this rank's slice of chunk k to all ranks of the host. A rank whose out is not in a heap copies the
-  // result from staging, after the round of step `step`.
+  // Gives the result of this rank's slice of chunk k to all ranks of the host. For a rank whose out is not in a heap, publish()
+  // puts the result into staging. After the round of step `step`, that rank copies the result from there in take().
   void publish(size_t k, size_t step) {
     if (!owns()) return;
     const Range own = slice(k, house_.place);

@@ -1,6 +1,5 @@
 // All-to-all over the mesh with one peer at a time, so that a rank never receives from many peers at once. In round r, two ranks
-// exchange their blocks if the sum of their numbers is r modulo n. In one of the n rounds a rank would be its own peer, and it
-// skips that round.
+// exchange their blocks if the sum of their numbers is r modulo n. A rank skips the round in which it would be its own peer.
 #include "algo/mesh_steps.h"
 
 namespace mscomm {

@@ -9,7 +9,7 @@ namespace mscomm {
 Range part(size_t bytes, int parts, int index) {
   constexpr size_t line = 64;
   const size_t lines = (bytes + line - 1) / line, count = parts, i = index;
-  const size_t each = lines / count, more = lines % count;  // each of the first `more` parts has one line more
+  const size_t each = lines / count, more = lines % count;  // each of the first `more` parts is one line longer
   const size_t first = i * each + std::min(i, more);
   return {std::min(bytes, first * line), std::min(bytes, (first + each + (i < more ? 1 : 0)) * line)};
 }

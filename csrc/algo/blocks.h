@@ -20,7 +20,7 @@ struct Range {
 // Part `index` of a message that is cut into `parts` parts. The cuts are at multiples of 64 bytes, so that no element and no
 // cache line belongs to two parts.
 Range part(size_t bytes, int parts, int index);
-// Piece `index` of a message that is cut into pieces of piece_bytes.
+// Piece `index` of a message that is cut into pieces of piece_bytes bytes. The last piece may be shorter.
 Range piece(size_t bytes, size_t piece_bytes, size_t index);
 size_t pieces(size_t bytes, size_t piece_bytes);
 
@@ -65,9 +65,9 @@ class Blocks {
   std::vector<size_t> ends_;
 };
 
-// Returns the buffer that all_to_all sends from. This is x itself, unless the call is in place and a block for a peer does not
-// lie where the block from that peer goes. In that case it is a copy of x in scratch memory, so that received blocks do not
-// overwrite blocks that are still to be sent.
+// Returns the buffer that all_to_all sends from. The buffer is x itself, unless the call is in place and `sent` and `got` differ.
+// In that case the buffer is a copy of x in scratch memory, so that received blocks do not overwrite blocks that are still to be
+// sent.
 const char* kept_apart(const Call& call, const Ranks& ranks, const Blocks& sent, const Blocks& got);
 
 }  // namespace mscomm

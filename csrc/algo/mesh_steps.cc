@@ -67,7 +67,7 @@ void send_blocks(const Call& call, Mesh& mesh, const Blocks& blocks, size_t piec
   for (int i = 1; i < mesh.size(); i++) {
     const int to = (mesh.rank() + i) % mesh.size();
     const Range now = piece(blocks.bytes(to), piece_bytes, k);
-    // A first piece is sent even if it is empty, because its header says which call this rank is in.
+    // The first piece is sent even if it is empty, because its header says which call this rank is in.
     if (k == 0 || now.bytes()) out.push_back({to, const_cast<char*>(call.in()) + blocks.begin(to) + now.begin, now.bytes()});
   }
   mesh.send(out);

@@ -12,8 +12,8 @@
 
 namespace mscomm {
 
-// The size of a window. A rank receives one window from each peer, and then uses this data, which must still be in the cache. A
-// larger window would also need more scratch memory.
+// The size of a window. A rank receives one window from each peer, and then uses all these windows, which should still be in the
+// cache. A larger window would also need more scratch memory.
 inline constexpr size_t window_bytes = 128 << 10;
 // If the size of a message, times the number of ranks (or hosts) that exchange it, is at most this many bytes, every rank sends
 // its whole message to all others at once. That takes less time than a second latency.
@@ -23,8 +23,8 @@ inline constexpr size_t tree_window_bytes = 64 << 10;
 // The number of windows of a message. It is at least 1, because the first piece carries the header even if the message is empty.
 inline size_t windows(size_t bytes, size_t each_bytes) { return std::max<size_t>(1, pieces(bytes, each_bytes)); }
 
-// A binomial tree over the ranks of a group. In the tree, ranks are counted from the root, which is 0. The subtree with rank r at
-// its top has the ranks [r, r + span).
+// A binomial tree over the ranks of a group. In the tree, ranks are counted from the root, which has number 0. The subtree whose
+// top is rank r has the ranks [r, r + span).
 struct Tree {
   Tree(int rank, int size, int root);
   int parent = -1;            // -1: this rank is the root

@@ -30,8 +30,8 @@ bool in_a_long_chain(const Layout& layout, size_t bytes) {
 }
 
 // The rows of each collective are in order of preference. The first row whose carrier the group has, and whose `fits` accepts the
-// size, is chosen. Only a group on several hosts has the carrier `both`, and only if at least one of the hosts has several of its
-// ranks.
+// size, is chosen. A group has the carrier `both` only if it is on several hosts, and at least one of these hosts has several
+// ranks of the group.
 constexpr Algorithm table[] = {
     {"arena", Collective::all_reduce, Carrier::arena, all_reduce_arena},
     {"hierarchical", Collective::all_reduce, Carrier::both, all_reduce_hierarchical},

@@ -1,8 +1,8 @@
-// Scan and exscan in shared memory. Each rank computes one part of the results of all ranks: it adds this part of the ranks' x,
-// one rank after the other, and writes the result of each rank on the way. So every x is read once, every result is written once,
-// and the ranks share the work evenly. Arrays in foreign memory go through staging, where a result overwrites an x, with one
-// round for each chunk, as in all_reduce_arena.cc. If messages are tiny, each rank reads the messages of the ranks before it from
-// their buffers for tiny messages, in one round.
+// Scan and exscan in shared memory. Each rank computes one part of the results of all ranks: it adds this part of the x of one
+// rank after the other, and each time writes the result of that rank. So every x is read once, every result is written once, and
+// the ranks share the work evenly. Arrays in foreign memory go through staging, where a result overwrites an x, with one round
+// for each chunk, as in all_reduce_arena.cc. If messages are tiny, each rank reads the messages of the ranks before it from their
+// buffers for tiny messages, in one round.
 #include <utility>
 
 #include "algo/arena_steps.h"

@@ -21,7 +21,8 @@ class Backend {
   // Makes sure that no peer can reach the call's arrays any more. Called by the thread whose call failed, after the group was
   // broken.
   virtual void withdraw(const Call& call) = 0;
-  // Compares this rank's own calls with the headers that peers have sent and no call has read yet. Does not wait. Throws Differs.
+  // Compares this rank's own calls with those headers from peers that no call has read yet. Does not wait. Throws Differs if a
+  // header belongs to another call.
   virtual void last_look() = 0;
   // Called when this rank leaves the group without an error. Delivers the data that is still on its way to the peers.
   virtual void close() = 0;

@@ -128,7 +128,8 @@ class Hccl final : public Vendor {
         functions(collectives_, communicators_ ? &*communicators_ : nullptr) {}
 
   std::string_view name() const override { return "hccl"; }
-  // The library has no function for its version. But it tells how many settings a communicator has, and newer versions have more.
+  // The library has no function that returns its version. But it tells how many settings a communicator has, and newer versions
+  // have more settings.
   std::string version() const override {
     return functions.capability ? "capability " + std::to_string(functions.capability()) : "without a version";
   }
@@ -197,8 +198,8 @@ class Joining {
     if (thrown_) std::rethrow_exception(thrown_);
     return result_;
   }
-  // Hands the communicator over: returns it once. Returns nullptr after that, and as long as there is no communicator. gives_up:
-  // if a communicator is made later, the thread destroys it.
+  // The first call after the communicator was made returns it. Every other call returns nullptr. gives_up: if the communicator
+  // has not been made yet, the thread destroys it as soon as it is made.
   Comm take(bool gives_up) {
     const std::lock_guard lock(mutex_);
     given_up_ = given_up_ || gives_up;
@@ -294,7 +295,7 @@ void HcclGroup::all_reduce(const void* x, void* out, size_t count, Dtype dtype, 
 
 void HcclGroup::reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, int root, StreamHandle stream) {
   const VendorReduction how = library_.reduction(dtype, op);
-  // The library wants memory for the result on every rank.
+  // The library needs memory for the result on every rank, not only on the root.
   void* const target = rank_ == root ? out : scratch(count * size_of(dtype));
   library_.check(
       functions_.reduce(read_only(x), target, count * how.factor, how.type, how.op, static_cast<uint32_t>(root), comm_, stream),
@@ -325,8 +326,8 @@ void HcclGroup::exchange(std::span<const Part> parts, StreamHandle stream) {
 
 void HcclGroup::abort(bool beside) noexcept {
   if (!comm_ || aborted_.exchange(true)) return;
-  // HCCL has no abort. If it has no suspend either, what the device is doing ends after HCCL_EXEC_TIMEOUT. A communicator cannot
-  // be destroyed while another thread is inside one of its calls; in that case it is leaked.
+  // HCCL has no abort. If it has no suspend either, the work on the device ends after HCCL_EXEC_TIMEOUT. A communicator cannot be
+  // destroyed while another thread is inside one of its calls, so in that case the communicator is leaked.
   if (functions_.suspend) (void)functions_.suspend(comm_);
   if (!beside) (void)functions_.destroy(comm_);
 }

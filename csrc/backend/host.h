@@ -23,10 +23,11 @@ class HostBackend final : public Backend {
   void close() override;
   void close_descriptors() override;
 
-  // For each collective, the name of the algorithm that runs it for a message of that many bytes.
+  // The names of all collectives, each with the name of the algorithm that runs it for a message of `bytes` bytes.
   std::vector<std::pair<std::string_view, std::string_view>> chosen(size_t bytes) const;
   const Arena* arena() const { return arena_.get(); }
-  // The bytes of x and out of all calls so far, for each carrier. A call that uses both carriers counts for each of them.
+  // The total size in bytes of the x and out of all calls so far, for each carrier. A call that uses both carriers counts for
+  // both carriers.
   struct Carried {
     std::atomic<uint64_t> arena{0}, mesh{0};
   };

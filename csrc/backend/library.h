@@ -54,7 +54,7 @@ class VendorGroup {
   virtual void all_gather(const void* x, void* out, size_t bytes, StreamHandle stream) = 0;
   // x is read at the root only.
   virtual void broadcast(const void* x, void* out, size_t bytes, int root, StreamHandle stream) = 0;
-  // Moves all parts at once. There is at most one part from a rank to another, and none from this rank to itself.
+  // Moves all parts at once. There is at most one part from one rank to another, and none from this rank to itself.
   virtual void exchange(std::span<const Part> parts, StreamHandle stream) = 0;
   // All calls between begin_batch() and end_batch() become one operation of the library.
   virtual void begin_batch() = 0;
@@ -63,7 +63,8 @@ class VendorGroup {
   // Whether the library is still setting up the last call. Throws if the group has failed, in the last call or an earlier one.
   virtual bool busy() = 0;
   // Ends what the device is doing for this group. Any thread may call abort(), but only once, and no other function may be called
-  // after it. The abort may take long. beside: another thread is inside a call, and abort() must make this call return.
+  // after it. The abort may take long. beside: another thread is inside a call of the library, and abort() must make that call
+  // return.
   virtual void abort(bool beside) noexcept = 0;
   // Begins to free the group, which has ended without an error. Once busy() returns false, the destructor frees the rest.
   virtual void finish() = 0;

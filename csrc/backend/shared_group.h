@@ -14,7 +14,7 @@
 
 namespace mscomm {
 
-// How long we wait for the library to free a group, and how long to abort it.
+// How many seconds we wait for the library to free a group, and how many seconds we wait for it to abort a group.
 inline constexpr double frees_within_s = 5, aborts_within_s = 10;
 
 // A mutex that can be locked with a timeout. It replaces std::timed_mutex, which ThreadSanitizer does not understand.

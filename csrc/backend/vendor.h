@@ -1,4 +1,4 @@
-// The vendor backend: enqueues the calls of a group on arrays of a device, with a vendor's library.
+// The vendor backend: if the arrays of a call are on a device, it enqueues the call with a vendor's library.
 #pragma once
 
 #include <cstdint>

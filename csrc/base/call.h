@@ -56,9 +56,10 @@ struct Call {
   // counts is an n x n matrix with one row for each sender. All ranks have the same counts. Their sum is signature.count, except
   // that signature.count may be 0 in an all_to_all.
   std::vector<uint64_t> counts{};
-  // The stream in whose order the call runs on the device. nullopt: the arrays are in CPU memory.
+  // The caller's stream: the call runs on the device after the work that is already on this stream. nullopt: the arrays are in
+  // CPU memory.
   std::optional<void*> stream{};
-  // Whether the call runs on the group's own stream, after all work that is on `stream` when the call is enqueued.
+  // Whether the call runs on the group's own stream, so that work that is put on `stream` later does not wait for the call.
   bool beside = false;
 
   size_t element_bytes() const { return size_of(signature.dtype); }

@@ -1,5 +1,5 @@
-// A third-party shared library. It is opened when it is first needed, and never closed, because its threads and globals would not
-// survive that.
+// A third-party shared library. It is opened when it is first needed. It is never closed, because its threads and global
+// variables may be in use until the process ends.
 #pragma once
 
 #include <string>

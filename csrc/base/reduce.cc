@@ -249,7 +249,7 @@ struct Float16 {
     // float16.
     const int32_t weight = exponent + (13 << 23);
     const float sum = std::bit_cast<float>(bounded) + std::bit_cast<float>(weight);
-    const int32_t fraction = std::bit_cast<int32_t>(sum) - weight;  // with the leading 1 of a normal number
+    const int32_t fraction = std::bit_cast<int32_t>(sum) - weight;  // includes the leading 1 of a normal number
     const uint32_t number = static_cast<uint32_t>(fraction + (exponent >> 13) - (113 << 10));
     const uint32_t quiet_nan = 0x200 | ((all >> 13) & 0x3ff);
     return static_cast<uint16_t>(number | choose(x != x, quiet_nan, 0u) | ((all >> 16) & 0x8000));
@@ -396,8 +396,8 @@ constexpr Row bool_row() {
   return {any, all, all, any, {}, all, any, cell<Level, Bool, Xor>()};
 }
 
-// If the result of an operation does not depend on the sign, the operation uses the unsigned type, which wraps on overflow. So
-// the signed and the unsigned type share its code.
+// Some operations give the same bits for signed and for unsigned integers. These operations use the unsigned type, which wraps on
+// overflow, so the signed and the unsigned type share one loop.
 template <class Level, class T>
 constexpr Row integer_row() {
   using U = Plain<std::make_unsigned_t<T>>;

@@ -422,7 +422,7 @@ void Communicator::close() {
     const std::lock_guard lock(state_mutex_);
     if (closed_) return;
     closed_ = true;
-    broken_ = true;  // so that later calls throw that the group was released
+    broken_ = true;  // so that later calls throw an error, which says that the group was released
   }
   turn.unlock();
   if (worker_) stop_worker();
@@ -452,8 +452,8 @@ void Communicator::look(const Deadline& deadline, const Missing& missing) {
 }
 
 void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missing& missing) const {
-  // Over links, a peer is lost only when its link has ended and all its data was read, because it may have sent its part before
-  // it exited. The mesh finds that out, so there is nothing to do here.
+  // Over links, a peer is lost only when its link has ended and all its data has been read, because the peer may have sent its
+  // part before it exited. The mesh finds that out, so there is nothing to do here.
   if (ranks.empty() || !missing.by_memory) return;
   std::vector<std::pair<int, const char*>> gone;
   {

@@ -215,7 +215,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
     const bool in_call_;
     uint64_t number_ = 0;
     bool its_turn_ = false, ended_ = false;
-    // The Caller that this thread had already: a signal handler that interrupts a call may call, too.
+    // The Caller of the interrupted call, if this Caller was made in a signal handler that interrupts a call; otherwise nullptr.
     const Caller* const outer_;
     static inline thread_local const Caller* innermost_ = nullptr;
   };

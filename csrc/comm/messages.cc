@@ -80,8 +80,8 @@ class Communicator::Delivery final : public Watch {
     return (peers.size() > 1 ? "any of " : "") + group_.named(peers);
   }
   // Throws if none of the peers can send any more. If a peer has a link to us, or is making one, the peer counts as gone only
-  // when that link has ended and all its data was read, because the peer may have sent the message before it exited. A recv from
-  // one given peer that has a link is ended by the mailbox, not here.
+  // when that link has ended and all its data was read, because the peer may have sent the message before it exited. If the recv
+  // names one peer, and that peer has a link, the mailbox ends the recv, and this function does nothing.
   void look_for_senders(const std::vector<int>& peers, const Missing& missing) const {
     std::string how_they_went;
     for (int peer : peers) {

@@ -1,5 +1,5 @@
-// Records the last calls of a group: what was called, when, and how it ended. The records are used for error messages, for the
-// answer to the hub when it asks where a rank is, and by Python.
+// Records the last calls of a group: what was called, when, and how it ended. Error messages and Python use the records. So does
+// the answer that a rank gives when the hub asks where the rank is.
 #pragma once
 
 #include <array>

@@ -20,15 +20,15 @@ namespace mscomm::cuda {
 constexpr unsigned threads = 256;  // per block
 
 struct Entry {
-  uint64_t part;        // its address
-  uint64_t begin : 56;  // its place in the bucket, in elements
-  uint64_t gap : 8;     // how many elements lie between its end and the next part
+  uint64_t part;        // the address of the part
+  uint64_t begin : 56;  // where the part begins in the bucket, in elements
+  uint64_t gap : 8;     // how many elements of the bucket lie between the end of the part and the next part
 };
 
 struct Batch {
   static constexpr size_t most = 251;
 
-  uint64_t bucket;    // its address
+  uint64_t bucket;    // the address of the bucket
   uint64_t residual;  // error feedback: the address of a float for each element of the bucket; 0: none
   double scale;
   float largest;            // error feedback: the largest value that may go into the bucket
@@ -45,8 +45,8 @@ struct Batch {
 static_assert(sizeof(Batch) <= 4096);
 
 struct Piece {
-  uint32_t entry;       // the index of the entry of the piece's part
-  uint64_t begin, end;  // its place in the bucket, in elements
+  uint32_t entry;       // the index of the entry whose part contains the piece
+  uint64_t begin, end;  // the range of the piece in the bucket, in elements
 };
 
 constexpr Piece piece_of(const Batch& batch, uint64_t number) {

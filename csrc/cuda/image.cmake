@@ -1,6 +1,6 @@
-# Compiles the kernels of pack.cu for the devices that nvcc knows, and puts them into the core by image.cc
-# (csrc/device/image.cc.in). CMake's own CUDA language is not used: it would look for the CUDA runtime, which mscomm does not
-# need, and the build would fail without nvcc.
+# Compiles the kernels of pack.cu for the devices that nvcc knows, and puts them into the core through image.cc
+# (csrc/device/image.cc.in). CMake's own CUDA language is not used, because it would look for the CUDA runtime, which mscomm does
+# not need, and because the build would fail without nvcc.
 #
 # The image holds machine code for the first device of each generation, which all later devices of the generation can run. It also
 # holds PTX for the oldest and the newest device. A driver that is at least as new as nvcc compiles the PTX for the devices

@@ -35,7 +35,7 @@ constexpr float widen(Float16 x) {
 
 template <class To, class From>
 constexpr To narrow(From x) {
-  return x;  // x has that type already
+  return x;  // x already has the type To
 }
 
 template <>

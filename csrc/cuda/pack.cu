@@ -79,8 +79,8 @@ struct Sides {
   uint64_t from, to, owed;
 };
 
-// Moves `units` units of `width` elements each, starting at element `first`. The units from number `hole` on lie `skip` units
-// further on.
+// Moves `units` units of `width` elements each, starting at element `first`. All units from number `hole` on are `skip` units
+// further away, so `skip` units after the first `hole` ones are left out.
 template <unsigned width, class Way>
 __device__ inline void move(const Way& way, const Sides& sides, uint32_t first, uint32_t units, uint32_t hole, uint32_t skip) {
   using From = typename Way::From;

@@ -16,7 +16,7 @@ using Context = void*;
 constexpr Result success = 0, repeated_initialize = 100002;
 constexpr uint32_t event_sync = 1;
 constexpr int device_to_device = 3;
-constexpr int event_recorded = 1;  // the value of aclrtQueryEventStatus; the older aclrtQueryEvent has the opposite one
+constexpr int event_recorded = 1;  // in aclrtQueryEventStatus; in the older aclrtQueryEvent, 0 means recorded
 
 struct Functions {
   explicit Functions(const Dynlib& library) {

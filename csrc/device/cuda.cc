@@ -26,7 +26,7 @@ struct Uuid {
 constexpr Result success = 0, not_ready = 600;
 constexpr unsigned stream_non_blocking = 1, event_disable_timing = 2;
 constexpr int capture_mode_relaxed = 2, attribute_device_ordinal = 9;
-constexpr int multiprocessor_count = 16;  // the number of this attribute
+constexpr int multiprocessor_count = 16;  // the number of the device attribute
 
 struct Driver {
   explicit Driver(const Dynlib& library) {

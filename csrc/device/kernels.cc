@@ -52,7 +52,7 @@ float at_most(double x) {
 }
 
 cuda::Entry entry(const void* part, uint64_t begin) {
-  constexpr uint64_t bits = (uint64_t{1} << 56) - 1;  // no memory is larger
+  constexpr uint64_t bits = (uint64_t{1} << 56) - 1;  // Entry::begin has 56 bits, which is enough for any memory
   return {reinterpret_cast<uintptr_t>(part), begin & bits, 0};
 }
 

@@ -18,7 +18,7 @@ struct Kernel {
   enum class Way { copy, scale, pack, unpack, owe };
   const char* name;
   Way way;
-  size_t part_bytes, bucket_bytes;  // the sizes of an element of a part, and of the bucket
+  size_t part_bytes, bucket_bytes;  // the size of one element in a part, and in the bucket
   Dtype part, bucket;               // not used by copies
 };
 

@@ -12,7 +12,7 @@ namespace mscomm {
 struct Packing {
   struct Part {
     void* data;             // if `packs`, the data is only read
-    uint64_t begin, count;  // the place in the bucket and the length, in elements
+    uint64_t begin, count;  // where the part begins in the bucket, and its length, both in elements
   };
 
   bool packs;                 // true: data moves from the parts into the bucket; false: from the bucket into the parts

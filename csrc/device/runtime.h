@@ -20,7 +20,7 @@ class Runtime {
   virtual std::string version() const = 0;  // "CUDA 13.0 (/usr/lib/libcuda.so.1)"
   virtual int devices() const = 0;
   virtual std::string device_name(int device) const = 0;
-  // Unlike the index of a device, its uuid is the same in all processes on all hosts.
+  // The device's uuid. Unlike the index of a device, the uuid is the same in all processes on all hosts.
   virtual std::string uuid(int device) const = 0;
 
   // Makes the device the thread's current one. The device is still the current one after the call.
@@ -67,8 +67,8 @@ class Runtime {
   // Packs with kernels, with one launch for every few hundred parts. Returns false, and enqueues nothing, if no kernel can do it.
   virtual bool pack(const Packing&, StreamHandle) { return false; }
   // Returns a text for users that says which kernels the device has, or why it has none. The kernels are loaded when the device
-  // is first used, because loading waits until the device has done its work. Later the device may be waiting for a call that this
-  // process has yet to make.
+  // is first used, because loading waits until the device has done its work. Loading them later could hang, because the device
+  // may then be waiting for a call that this process has yet to make.
   virtual std::string kernels(int) { return "none: this vendor's devices get copies"; }
   // Whether pack() can scale and, if the dtypes differ, also cast.
   virtual bool converts(int, Dtype, Dtype) { return false; }

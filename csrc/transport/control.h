@@ -36,7 +36,7 @@ struct Post {
 class Control {
  public:
   struct Common {
-    // The members of Gate are written only if a rank sleeps. Otherwise their cache line stays in the caches of all ranks.
+    // The members of Gate are written only if a rank sleeps. So their cache line usually stays in the caches of all ranks.
     struct alignas(64) Gate {
       std::atomic<uint32_t> bell;  // the futex word: Gate::ring() adds 1 to it to wake the ranks that sleep
       std::atomic<uint32_t> sleepers;
@@ -45,7 +45,7 @@ class Control {
   };
   // A cache line of one rank. If messages have at most inline_bytes, the other ranks need to read only this line of that rank.
   struct alignas(64) Line {
-    std::atomic<uint64_t> arrived;  // the last round at which the rank arrived, of the rounds that use this line
+    std::atomic<uint64_t> arrived;  // among the rounds that use this line, the last one at which the rank arrived
     uint64_t fingerprint;           // a hash of the call's signature; set for the first round of a call
     char data[inline_bytes];
   };

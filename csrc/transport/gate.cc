@@ -21,7 +21,7 @@ constexpr std::chrono::microseconds awake{100};
 // wake take.
 constexpr std::chrono::microseconds as_long_as_a_sleep{5};
 constexpr std::chrono::nanoseconds two_switches{1500};  // a yield that takes less time than two context switches was in vain
-// So many polls take about a microsecond. In a small call, most peers arrive within that time.
+// This many polls take about a microsecond. In a small call, most peers arrive within that time.
 constexpr int polls_a_turn = 64;
 
 void pause_briefly() {

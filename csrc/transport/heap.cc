@@ -55,7 +55,7 @@ void Heap::release(void* memory) {
     const uint64_t bytes = found->second.bytes;
     split(offset, offset + bytes, shared, withdrawn);
     used_.erase(found);
-    // Small arrays or control memory may use these pages next.
+    // Small arrays or control memory may use these pages next, and should not get huge pages.
     if (bytes >= huge_page) want_huge_pages(memory, bytes, false);
   }
   // The following calls take long, so the mutex is not held. The range is neither in used_ nor in free_ now, so no other thread

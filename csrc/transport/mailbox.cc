@@ -349,8 +349,8 @@ void Mailbox::tell_finished() {
   if (std::exchange(finished_, false)) changed_->notify_all();
 }
 
-// Moves the bytes that can move now, for all transfers. If no bytes can move, waits until some can, or until another thread wakes
-// this one. Returns false if neither happens within longest_sleep_ms.
+// Moves the bytes that can move now, for all transfers. If no bytes can move, waits at most longest_sleep_ms until some can, or
+// until another thread wakes this one. Returns false if the wait was in vain.
 bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
   const bool moved = move_some();
   tell_finished();

@@ -253,13 +253,13 @@ class Mailbox {
   // mutex_ protects everything below. Threads hold it while bytes move, but not while they wait or run a callback.
   mutable std::mutex mutex_;
   mutable std::atomic<int> entering_{0};                // how many threads wait for mutex_; the driver lets them go first
-  std::unique_ptr<std::condition_variable> changed_;    // notified when a transfer ended, the driver left, or the mailbox ended
+  std::unique_ptr<std::condition_variable> changed_;    // notified when a transfer or the mailbox ends, or the driver leaves
   std::unique_ptr<std::condition_variable> detaching_;  // wakes the idle thread_ for a new transfer, or when the mailbox ends
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;     // by source; this rank's own entry has no stream
   std::deque<Shared> posted_for_any_;  // recvs from any source that have no message yet, in order
   uint64_t last_turn_ = 0;             // the last number that was given as a turn to a posted recv or a kept message
-  int first_ = 0;                      // the peer whose links are served first; each time it is another one, so that none starves
+  int first_ = 0;                      // the peer whose links are served first; it changes each time, so that no peer starves
   std::list<Detached> detached_;
   bool driving_ = false;   // whether one of the waiting threads, called the driver, is in poll() for all of them
   bool finished_ = false;  // whether a transfer has ended since changed_ was last notified

@@ -15,7 +15,8 @@ namespace {
 constexpr size_t at_once_bytes = 256 << 10;
 // At most this many bytes are sent to one peer in its turn. Then the next peer has its turn.
 constexpr size_t turn_bytes = 128 << 10;
-// How often to check whether the peer whose turn it is still reads, while data for other peers waits for that turn to end.
+// The peer that has its turn may have stopped reading. While data for other peers waits for the end of that turn, check this so
+// often.
 constexpr int look_at_wire_ms = 5;
 }  // namespace
 

@@ -36,7 +36,7 @@ constexpr bool may_share_memory_with_a_child = true;
 // descriptors, but it must not allocate memory or throw.
 struct Task {
   const char* label;
-  std::array<char, 32> users{}, groups{};  // "0 1000 1": root in the namespace is user 1000 outside
+  std::array<char, 32> users{}, groups{};  // id mappings: "0 1000 1" makes root in the namespace user 1000 outside
   int fd = -1;
   const char* failed = nullptr;  // the first step that failed
   int error = 0;

@@ -174,7 +174,7 @@ void deadline_in_the_queue_names_its_own_call(const ThreadRank& me) {
 void failed_group_leaves_the_others_whole() {
   const ThreadJob job(2);
   const ThreadGroup failing(job, job.all(), "arena", false), whole(job, job.all(), "arena", false);
-  constexpr size_t count = 32 << 10;  // half of the array, which rank 1 uses, is a whole number of pages as well
+  constexpr size_t count = 32 << 10;  // rank 1 uses only half of the array, and the half is a whole number of pages, too
   failing.run([&](const ThreadRank& me) {
     auto* lost = static_cast<float*>(me.heap->allocate(4 * count));
     auto* kept = static_cast<float*>(me.heap->allocate(4 * count));
@@ -315,7 +315,7 @@ void heap_gives_each_byte_once() {
   CHECK(heap.allocate(1) == nullptr);
 }
 
-// Making and leaving groups again and again needs no more memory.
+// A job that makes and leaves groups again and again does not use more and more memory.
 void thousand_groups() {
   const ThreadJob job(2);
   Heap& heap = job.heap(0);

@@ -540,8 +540,8 @@ void garbage_is_refused() {
     Ints out(2, 42);
     const std::string error = error_of(box, start_recv(box, 1, out));
     refused += !error.empty();
-    // If the changed byte is in the kind, type, count or tag, the header may be valid, but then the message is not one for this
-    // recv.
+    // If the changed byte is in the kind, type, count or tag, the header may be valid, but then this recv does not accept the
+    // message.
     const bool compared = at < offsetof(Envelope, kind) || (at >= offsetof(Envelope, epoch) && at < offsetof(Envelope, tag)) ||
                           at >= offsetof(Envelope, id);
     if (compared) CHECK(has(error, "Error: recv from rank 1, tag 0: the link to rank 1 ended: it sent a header that is none"));

@@ -80,7 +80,7 @@ void long_arrays_have_huge_pages_and_short_ones_do_not() {
 }
 
 // Calls must be able to look up their arrays while another thread releases a large array, although the kernel takes long to free
-// its pages.
+// the pages of the array.
 void a_large_release_holds_up_nobody() {
   constexpr size_t heap_bytes = 1u << 30, large = 128u << 20, small = 64u << 10;
   const int fd = make_memory("test-heap", heap_bytes, false);  // small pages, unless the kernel gives huge pages to every memfd
