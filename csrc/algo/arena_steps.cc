@@ -59,7 +59,7 @@ enum class Way { own, read, staged, pulled };
 struct Plan {
   Move move;
   Way way;
-  // How many bytes at the end of the move the source itself writes into the destination's out. The destination copies all other
+  // The source itself writes the last `share` bytes of the move into the destination's out. The destination copies all other
   // bytes.
   size_t share;
 };
@@ -111,7 +111,7 @@ class Ways {
   // offers, and on whether the out of the destination can be written. So it is enough to look once at each rank, instead of at
   // all n squared pairs.
   void look_at_all() {
-    // The number of ranks that have data, of ranks that must stage their data, and of ranks whose out no other rank can write.
+    // How many ranks have data, how many must stage their data, and how many have an out that no other rank can write.
     int sources = 0, staging = 0, fetching = 0;
     bool both = false;  // whether one rank is counted both in staging and in fetching
     size_t largest = 0;
@@ -136,9 +136,10 @@ class Ways {
   bool touched_ = false;
 };
 
-// If only one rank needs data in foreign memory, it reads the data in the process of the owner, if the kernel allows it, because
-// one copy takes less time than the two copies through staging. Staging takes less time in two cases: if several ranks need the
-// same data, or if one rank copies a long message while the only other rank waits. See the measurements in docs/performance.md.
+// If data is in foreign memory, and only one rank needs it, that rank reads the data directly in the owner's process, provided
+// that the kernel allows it. One copy takes less time than the two copies through staging. But staging takes less time in two
+// cases: if several ranks need the same data, or if one rank copies a long message while the only other rank waits. See the
+// measurements in docs/performance.md.
 constexpr size_t pulled_from_root_bytes = 1 << 20;
 
 bool worth_pulling(const Call& call, const Moves& moves, int n) {

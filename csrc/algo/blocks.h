@@ -29,7 +29,7 @@ inline void copy(void* to, const void* from, size_t bytes) {
   if (bytes && to != from) std::memcpy(to, from, bytes);
 }
 
-// Where each rank's part of a longer message lies, in bytes.
+// Where the part of each rank lies in a message, in bytes.
 class Blocks {
  public:
   // n parts of the same size.

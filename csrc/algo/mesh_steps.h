@@ -56,7 +56,7 @@ void send_to_all(Mesh& mesh, const char* data, size_t bytes);
 // The window from rank r is received at r * window_bytes in the scratch memory. The place for this rank's own window stays
 // unused.
 void reduce_window(const Call& call, const Ranks& ranks, const Blocks& blocks, size_t k, char* to, const Wait& wait);
-// Reduces block r of every rank's x around a ring, for each r. Rank r writes the result for block r to `to`.
+// For each r, reduces block r of every rank's x around a ring. Rank r writes the result for block r to `to`.
 void reduce_ring(const Call& call, const Ranks& ranks, const Blocks& blocks, char* to, const Wait& wait);
 
 }  // namespace mscomm

@@ -23,7 +23,8 @@ Run scan_arena, scan_chain;
 namespace {
 
 // Whether a broadcast along a chain takes less time than one down a tree. In a tree of n ranks the root sends the message log2(n)
-// times. In a chain the root sends it only once, but the message reaches the last rank n-2 windows later than the second rank.
+// times. In a chain the root sends it only once, but the last rank gets the message later than the second rank, by the time that
+// n-2 windows take.
 bool in_a_long_chain(const Layout& layout, size_t bytes) {
   const size_t n = layout.size, times = std::bit_width(n - 1);
   return n > 2 && bytes * (times - 1) >= (n - 2) * window_bytes;

@@ -254,7 +254,8 @@ HcclGroup::HcclGroup(const Hccl& library, const std::string& id, int size, int r
   if (id.size() != root_info_bytes)
     throw Error("Error",
                 "hccl: the group's id has " + std::to_string(id.size()) + " bytes, expected " + std::to_string(root_info_bytes));
-  // The thread may outlive this object, because it has a copy of the functions, and the libraries are never closed.
+  // The thread can safely outlive this object, because it has its own copy of the functions, and because the libraries are never
+  // closed.
   std::thread([joining = joining_, functions = functions_, runtime = runtime_, id, size, rank, device] {
     int result = success;
     Comm comm = nullptr;

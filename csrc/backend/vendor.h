@@ -33,7 +33,7 @@ class VendorBackend final : public Backend {
 
   // Returns when the call has been enqueued. The observer is told when the call has ended.
   void run(const Call& call, const Wait& wait) override;
-  // Makes work that is enqueued on the stream from now on wait for the call with this number.
+  // After order(), work that is enqueued on the stream waits until the device has ended the call with this number.
   void order(uint64_t number, StreamHandle stream);
   // Packs or unpacks in stream order: with the device's kernels if it has them, otherwise by copies. Throws RuntimeError if
   // copies would have to scale or cast.

@@ -108,7 +108,8 @@ bool Watcher::stop() {
   return changed_.wait_for(lock, std::chrono::duration<double>(aborts_within_s), [this] { return ended_; });
 }
 
-// If an error ends watch_pending() early, the observer must hear of it, because no other thread watches the group.
+// The main function of the watching thread. If an error ends watch_pending() early, the observer must hear of it, because no
+// other thread watches the group.
 void Watcher::watch() {
   try {
     const Runtime::Current current(*runtime_, device_);

@@ -35,22 +35,22 @@ class Watcher {
   void watch();
   void observe(Observer* observer);
 
-  // The functions down to order() must be called while the device is the thread's current one.
+  // All functions from here to order() must be called while the device is the thread's current one.
   EventHandle take_event();
   // The group's own stream, for calls that run beside the caller's stream.
   StreamHandle beside();
   // Watches a call that has been enqueued. before: if the call runs on the group's own stream, the event that the call waits for.
   void add(const Signature& call, StreamHandle stream, EventHandle before, const Deadline& deadline);
-  // Notes that a graph has captured the call. The call does not run now, but each time the graph runs.
+  // Notes that a graph has captured the call. The call does not run now. It runs each time the graph runs.
   void captured(const Signature& call);
-  // Makes work that is enqueued on the stream from now on wait for the call with this number.
+  // After order(), work that is enqueued on the stream waits until the device has ended the call with this number.
   void order(uint64_t number, StreamHandle stream);
 
   // The number of calls that have not ended.
   size_t pending() const;
   // Makes the watching thread abort the group.
   void abort();
-  // Makes the watching thread free the group, and waits until that is done, at most frees_within_s + aborts_within_s.
+  // Makes the watching thread free the group, and waits until that is done, but no longer than frees_within_s + aborts_within_s.
   void finish();
   // Ends the watching thread. Returns false if the thread hangs in the library.
   bool stop();
@@ -90,7 +90,7 @@ class Watcher {
   bool over_ = false;        // the group has been freed or aborted, or the thread has failed
   bool ended_ = false;       // the thread has ended
 
-  std::mutex telling_;  // protects observer_; held while the observer is called, which may take mutex_
+  std::mutex telling_;  // protects observer_; held while the observer is called; the observer may take mutex_
   Observer* observer_ = nullptr;
 };
 

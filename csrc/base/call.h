@@ -22,7 +22,7 @@ struct Signature {
   Op op = Op::sum;
   uint8_t dims = 0;
   int32_t root = -1;   // -1: the call has no root
-  uint64_t count = 0;  // the product of shape
+  uint64_t count = 0;  // the number of elements, which is the product of shape
   // The shape of x, if it is the same on all ranks. In an uneven call, axis 0 is the sum of the lengths of all ranks' parts along
   // axis 0. In an uneven all_to_all, axis 0 may also be 0.
   uint64_t shape[max_dims] = {};
@@ -41,7 +41,7 @@ struct Signature {
   // A 64-bit hash of all fields. Two signatures that differ in a single 64-bit word never have the same hash. If they differ in
   // several words, their hashes are equal with a probability of about one in 2^64.
   uint64_t fingerprint() const;
-  // The call in words: "all_reduce #17 (float32[1024, 3], sum)".
+  // The call as text: "all_reduce #17 (float32[1024, 3], sum)".
   std::string text() const;
 };
 static_assert(sizeof(Signature) == 136);
@@ -59,7 +59,7 @@ struct Call {
   // The caller's stream: the call runs on the device after the work that is already on this stream. nullopt: the arrays are in
   // CPU memory.
   std::optional<void*> stream{};
-  // Whether the call runs on the group's own stream, so that work that is put on `stream` later does not wait for the call.
+  // Whether the call runs on the group's own stream, so that work that is enqueued on `stream` later need not wait for the call.
   bool beside = false;
 
   size_t element_bytes() const { return size_of(signature.dtype); }
@@ -80,7 +80,7 @@ struct Differs {
   std::vector<std::pair<int, Signature>> calls;
 };
 
-// A number of bytes in words: "4 MiB", "7 B".
+// A number of bytes as text: "4 MiB", "7 B".
 std::string in_units(uint64_t bytes);
 
 }  // namespace mscomm

@@ -13,7 +13,7 @@ using Clock = std::chrono::steady_clock;
 
 inline double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-// A duration in words: "2.5 s", "17 s".
+// A duration as text: "2.5 s", "17 s".
 inline std::string seconds_text(double seconds) {
   char text[32];
   std::snprintf(text, sizeof text, seconds < 10 ? "%.3g s" : "%.0f s", seconds);

@@ -64,7 +64,7 @@ template <class T>
   }
 }
 
-// Operations. combine() merges two accumulators, finish() turns the last accumulator into the value to round, and identity() is
+// Operations. combine() merges two accumulators, finish() turns the final accumulator into the value to round, and identity() is
 // the neutral value of combine().
 
 struct Sum {
@@ -202,7 +202,7 @@ struct Bool {
   using Accumulator = uint8_t;
   using Wide = Bool;
   [[gnu::always_inline]] static uint8_t widen(uint8_t x) { return x != 0; }
-  // & 1, because true is stored as 1, but the identity of And has all bits set.
+  // Keeps only the lowest bit, because true is stored as 1, while the identity of And has all bits set.
   [[gnu::always_inline]] static uint8_t narrow(uint8_t x) { return x & 1; }
 };
 

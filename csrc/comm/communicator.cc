@@ -39,8 +39,7 @@ void Communicator::leave_caller(uint64_t ended) {
 }
 
 Work::~Work() {
-  // In a forked child, leak the condition variable. Threads of the parent may be waiting on it, and its destructor would wait for
-  // them.
+  // In a forked child, leak the condition variable, because its destructor would wait for threads of the parent.
   if (getpid() != owner_) (void)ended_.release();
 }
 
@@ -286,8 +285,8 @@ void Communicator::execute(const Call& call, const Deadline& deadline, bool its_
     recorder_.begin(call.signature, its_turn ? deadline.start() : Clock::now());
     next_notice_s_ = first_notice_s;
     backend_of(call).run(call, {*this, deadline});
-    // If this process was stopped during the call, its peers may have given up the call meanwhile, and may have changed the data
-    // that this rank has read.
+    // If this process was stopped during the call, its peers may have given up the call meanwhile, and changed their data before
+    // this rank read it.
     if (broken()) throw_failure();
   } catch (const Differs& differs) {
     fail(call, differing(differs));
@@ -412,8 +411,8 @@ void Communicator::close() {
                  {in_job(rank_)}),
            false});
     turn.lock();
-    // Each caller leaves when it wakes next, which is soon. If a caller does not leave, it may be this very thread: close() may
-    // run in a signal handler that has interrupted the call.
+    // Each caller leaves soon, when it wakes next. The wait has a limit because this thread itself may be a caller: close() may
+    // run in a signal handler that has interrupted a call.
     if (!turn_->wait_for(turn, std::chrono::seconds(5), [this] { return callers_ == 0; }))
       throw Error("RuntimeError", "release: a call is still running on this group");
   }

@@ -93,8 +93,8 @@ class Work {
 class Communicator final : public Watch, private VendorBackend::Observer {
  public:
   // interrupt: called on a caller's thread each time the thread wakes from a bounded sleep, but never on the worker's or the
-  // mailbox's thread. It may throw. notice: prints one line for the user. failed: called if a thread other than a caller's has
-  // broken the group, because otherwise nobody might notice. It is also called if stuck() has a new number.
+  // mailbox's thread. It may throw. notice: prints one line for the user. failed: called if a thread that is not a caller's
+  // thread has broken the group, because no caller might notice that. It is also called when stuck() has a new number.
   struct Hooks {
     std::function<void()> interrupt;
     std::function<void(const std::string&)> notice;
@@ -123,7 +123,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // Starts a call, which then runs on the worker's thread, in the order of calls. x and out must live until the returned Work has
   // ended. A call on arrays of a device needs no thread: it has been enqueued when start() returns.
   std::shared_ptr<Work> start(Call call, double timeout_s);
-  // Makes work that is enqueued on the stream from now on wait until the device has ended the call with this number.
+  // After order(), work that is enqueued on the stream waits until the device has ended the call with this number.
   void order(uint64_t number, StreamHandle stream);
   // pack() packs or unpacks arrays of the device, and clear() fills device memory with zeros, both in the order of the stream.
   void pack(const Packing& packing, StreamHandle stream);
@@ -141,8 +141,9 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   std::shared_ptr<Work> start(const Message& message, const Deadline& deadline);
   void add_outgoing(int peer, int fd);
   void add_incoming(int peer, int fd);
-  // Says that a link from the peer is being made. From now on, a recv counts the peer as gone only when this link has ended.
-  // Until then it does not matter whether left() was called for the peer, or whether the peer's process has ended.
+  // Says that a link from the peer is being made. After this call, a recv counts the peer as gone only when that link has ended.
+  // As long as the link has not ended, it does not matter whether left() was called for the peer, or whether the peer's process
+  // has ended.
   void expect_incoming(int peer);
   // Throws if the group is broken, if the peer has left the job, or if the peer's process has ended.
   void check_peer(int peer) const;
@@ -150,8 +151,8 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // Breaks the group. Any thread may call this at any time; it does not wait. If the group is broken already, the first failure
   // is kept, unless it is a symptom and the new one is a verdict.
   void abort(Failure failure);
-  // Says that the given rank of the job has ended without an error. That is no failure as long as no call or message waits for
-  // this rank.
+  // Says that the given rank of the job has ended without an error. The end of that rank is a failure only if a call or message
+  // waits for it.
   void left(int rank);
   Where where() const;
   // The number of a call that the device has not ended within a second; 0: there is none. The caller can then check that all

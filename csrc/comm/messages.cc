@@ -62,7 +62,7 @@ class Communicator::Delivery final : public Watch {
                          : group_.mailbox_.start_recv(message.peer, message.tag, message.dtype, message.data, message.bytes);
   }
 
-  // The message in words: "recv from rank 3, tag 7 (4 MiB)".
+  // The message as text: "recv from rank 3, tag 7 (4 MiB)".
   std::string text() const {
     const std::string peer = message_.peer == any_source ? "any rank" : "rank " + std::to_string(group_.in_job(message_.peer));
     const std::string tag = message_.tag == any_tag ? "any tag" : "tag " + std::to_string(message_.tag);
@@ -74,14 +74,14 @@ class Communicator::Delivery final : public Watch {
   std::span<const std::shared_ptr<Transfer>> together;
 
  private:
-  // The ranks that the message waits for, in words.
+  // Returns a text that names the ranks that the message waits for.
   std::string named(const std::vector<int>& peers) const {
     if (peers == std::vector{group_.rank_}) return group_.name_of(group_.rank_) + ", which is this rank itself";
     return (peers.size() > 1 ? "any of " : "") + group_.named(peers);
   }
   // Throws if none of the peers can send any more. If a peer has a link to us, or is making one, the peer counts as gone only
-  // when that link has ended and all its data was read, because the peer may have sent the message before it exited. If the recv
-  // names one peer, and that peer has a link, the mailbox ends the recv, and this function does nothing.
+  // when that link has ended and all its data has been read, because the peer may have sent the message before it exited. If the
+  // recv names one peer, and that peer has a link, the mailbox ends the recv, and this function does nothing.
   void look_for_senders(const std::vector<int>& peers, const Missing& missing) const {
     std::string how_they_went;
     for (int peer : peers) {

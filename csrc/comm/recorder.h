@@ -39,7 +39,7 @@ class Recorder {
   class TimeOfDay;
 
   static constexpr size_t kept = 1024;
-  mutable std::mutex mutex_;  // protects everything below, which is used by callers, the member's thread and Python
+  mutable std::mutex mutex_;  // protects everything below; callers, the member's thread and Python use it
   std::array<Entry, kept> ring_{};
   uint64_t newest_ = 0;  // the number of the newest call; 0: there is none
 };

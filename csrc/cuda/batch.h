@@ -29,7 +29,7 @@ struct Batch {
   static constexpr size_t most = 251;
 
   uint64_t bucket;    // the address of the bucket
-  uint64_t residual;  // error feedback: the address of a float for each element of the bucket; 0: none
+  uint64_t residual;  // error feedback: the address of an array with a float for each element of the bucket; 0: none
   double scale;
   float largest;            // error feedback: the largest value that may go into the bucket
   uint32_t count;           // the number of parts

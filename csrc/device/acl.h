@@ -1,4 +1,4 @@
-// The runtime of Ascend NPUs, over AscendCL.
+// Implements Runtime for Ascend NPUs, with AscendCL.
 #pragma once
 
 #include <memory>

@@ -34,7 +34,7 @@ struct Driver {
     library.need(driver_version, "cuDriverGetVersion");
     library.need(device_count, "cuDeviceGetCount");
     library.need(device_name, "cuDeviceGetName");
-    library.find(device_uuid, "cuDeviceGetUuid_v2");  // gives each part of a GPU a uuid of its own
+    library.find(device_uuid, "cuDeviceGetUuid_v2");  // gives each MIG instance of a GPU a uuid of its own
     if (!device_uuid) library.need(device_uuid, "cuDeviceGetUuid");
     library.need(device_attribute, "cuDeviceGetAttribute");
     library.need(retain, "cuDevicePrimaryCtxRetain");
@@ -247,7 +247,7 @@ class Cuda final : public Runtime {
     std::string without;  // why the device has no kernels; "" if it has them
   };
 
-  // Returns what was set up at the device's first use. It is kept unchanged until the process ends.
+  // Returns what was set up when the device was first used. The set-up stays unchanged until the process ends.
   const Used& used(Device device) {
     if (device < 0 || device >= devices())
       throw Error("ValueError", "there is no GPU " + std::to_string(device) + "; this process sees " + std::to_string(devices()));

@@ -1,5 +1,5 @@
-// The runtime of NVIDIA GPUs, over the CUDA driver's library. The CUDA runtime is not linked, so one build works with all
-// drivers.
+// Implements Runtime for NVIDIA GPUs, with the library of the CUDA driver. The core is not linked with the CUDA runtime, so one
+// build works with all drivers.
 #pragma once
 
 #include <memory>

@@ -52,7 +52,7 @@ class Runtime {
   // Whether an event can be recorded again while something still waits for its last recording.
   virtual bool events_can_be_used_again() const = 0;
   virtual void record(EventHandle event, StreamHandle stream) = 0;
-  // Makes work that is enqueued on the stream from now on wait for the event.
+  // After wait(), work that is enqueued on the stream waits for the event.
   virtual void wait(StreamHandle stream, EventHandle event) = 0;
   // Whether the stream has passed the event. Throws if the device has failed.
   virtual bool passed(EventHandle event) = 0;

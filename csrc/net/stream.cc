@@ -67,8 +67,8 @@ void Stream::deliver(const Deadline& deadline) {
   int domain = 0;
   socklen_t length = sizeof domain;
   if (getsockopt(fd_, SOL_SOCKET, SO_DOMAIN, &domain, &length) == 0 && domain == AF_UNIX) return;
-  // If we closed the socket while received bytes are unread, the kernel would drop data that it has not yet delivered for us. So
-  // read until the peer's kernel has all of our data.
+  // If we closed the socket while it holds unread bytes from the peer, the kernel would drop the bytes that we have sent and that
+  // it has not delivered yet. So read until the peer's kernel has all of our data.
   char scrap[4096];
   try {
     for (int unsent = 1; unsent > 0 && !deadline.passed();) {

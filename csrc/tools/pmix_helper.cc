@@ -46,7 +46,7 @@ extern "C" __attribute__((visibility("default"))) int shutdown(int socket, int) 
 
 namespace {
 
-constexpr int TIMED_OUT = 75;  // EX_TEMPFAIL
+constexpr int TIMED_OUT = 75;  // the value of EX_TEMPFAIL in sysexits.h
 constexpr size_t VALUE_MAX = 1023;
 
 // Types, scopes, statuses and layouts from pmix_common.h. They have not changed since PMIx 3.

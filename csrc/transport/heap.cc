@@ -35,7 +35,7 @@ void* Heap::allocate(size_t bytes) {
   void* const memory = mapping_.begin() + *start;
   if (need >= huge_page) want_huge_pages(memory, need, true);
   try {
-    // This takes long, so the mutex is not held: calls need the mutex to look up their arrays.
+    // populate() takes long, so the mutex is not held, because calls need the mutex to look up their arrays.
     populate(memory, need);
   } catch (...) {
     release(memory);

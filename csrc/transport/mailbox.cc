@@ -616,8 +616,9 @@ void Mailbox::deliver(int peer) {
   finish(recv);
 }
 
-// Returns the first recv, in the order of calls, that accepts this source and tag, and removes it from the posted recvs. Returns
-// nullptr if there is none. A recv that expects another type or size ends with Mismatch, and the next recv is tried.
+// Returns the recv that was posted first among those that accept this source and tag, and removes it from the posted recvs.
+// Returns nullptr if there is no such recv. A recv that expects another type or size ends with Mismatch, and the next recv is
+// tried.
 std::shared_ptr<Transfer> Mailbox::match(int peer, const Envelope& envelope) {
   auto& from_peer = incoming_[peer].posted;
   const auto first_of = [&](std::deque<Shared>& posted) {

@@ -118,8 +118,8 @@ class Mailbox {
 
   // Any thread may call add_outgoing() and add_incoming(). The link to a peer must be added before the first send to the peer.
   // The link from a peer may be added while a recv already waits for a message from the peer. When a link has ended and all its
-  // data was read, its transfers fail. As long as the link from a peer does not exist, the watch of a recv must find out whether
-  // the peer is gone.
+  // data has been read, its transfers fail. As long as the link from a peer does not exist, the watch of a recv must find out
+  // whether the peer is gone.
   void add_outgoing(int peer, Stream stream);
   void add_incoming(int peer, Stream stream);
 
@@ -132,7 +132,7 @@ class Mailbox {
   // Returns when the transfer has ended, or throws the transfer's error. If wait.look() throws, the transfer is dropped. If the
   // transfer had begun by then, its link ends, too.
   void wait(const std::shared_ptr<Transfer>& transfer, const Wait& wait);
-  // Whether the link from `peer` has ended and all its data was read.
+  // Whether the link from `peer` has ended and all its data has been read.
   bool ended(int peer) const;
   // Lets the mailbox's own thread wait for the transfer. When the transfer has ended, that thread calls `ended` with the
   // transfer's error, or with nullopt. The watch must not call Python, and must live until `ended` has returned.
@@ -142,7 +142,7 @@ class Mailbox {
   // Ends all links and transfers. Any thread may call this at any time. It calls no callback, and waits only for mutex_. No
   // thread holds mutex_ for longer than it takes to copy one piece for each link, or a message to this rank itself.
   void shut_down();
-  // Ends all transfers. Then waits until the peers' kernels have received all bytes that were sent, but at most timeout_s, and
+  // Ends all transfers. Then waits for at most timeout_s until the peers' kernels have received all bytes that were sent. Then
   // closes the links.
   void close(double timeout_s);
   // Called in a forked child. Closes the child's copies of the descriptors. Takes no lock.

@@ -38,7 +38,7 @@ struct Opened {
 
 // Opens a file in memory. If shmem_enabled is "never", which is the kernel's default, a memfd would have only small pages, so
 // this function first tries a tmpfs of our own. If shmem_enabled is "deny", an administrator wants no huge pages in any file in
-// memory, so it opens a memfd with small pages.
+// memory, so this function opens a memfd with small pages.
 Opened open_memory(const char* label, bool own_tmpfs) {
   const std::string enabled = shmem_enabled();
   const std::string setting = "shmem_enabled: " + (enabled.empty() ? "not known" : enabled);

@@ -23,8 +23,8 @@ std::string describe_memory(bool own_tmpfs);
 // tmpfs, which cannot be sealed. Throws if it is neither.
 size_t check_memory(int fd);
 
-// Makes sure that the pages of [begin, begin + bytes) exist. Throws MemoryError if memory is short. Without this check, a later
-// access would raise SIGBUS.
+// Makes sure that the pages of [begin, begin + bytes) exist. Throws MemoryError if memory is short. Without populate(), a later
+// access would raise SIGBUS in that case.
 void populate(void* begin, size_t bytes);
 
 // Sets whether the pages of [begin, begin + bytes) that do not exist yet will be huge pages, if the kernel can do that. Only

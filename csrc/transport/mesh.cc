@@ -15,8 +15,8 @@ namespace {
 constexpr size_t at_once_bytes = 256 << 10;
 // At most this many bytes are sent to one peer in its turn. Then the next peer has its turn.
 constexpr size_t turn_bytes = 128 << 10;
-// The peer that has its turn may have stopped reading. While data for other peers waits for the end of that turn, check this so
-// often.
+// How often to check that the peer whose turn it is has not stopped reading, while data for other peers waits for the end of that
+// turn.
 constexpr int look_at_wire_ms = 5;
 }  // namespace
 
@@ -229,8 +229,8 @@ bool Mesh::compare_inbox(int peer) {
     if (theirs != mine_) throw Differs{{{rank_, mine_}, {peer, theirs}}};
     link.due = header.payload;
   } else {
-    // This is the header of an earlier call, which this rank has already ended without waiting for the header. That is right only
-    // if the header announces no data, and equals our own call with that number. Otherwise the peer made another call.
+    // This is the header of an earlier call, which this rank has already ended without waiting for the header. Not to wait was
+    // right only if the header announces no data, and equals our own call with that number. Otherwise the peer made another call.
     const auto ours = recorded_(theirs.number);
     if (header.payload || (ours && *ours != theirs)) throw Differs{{{rank_, ours.value_or(mine_)}, {peer, theirs}}};
   }

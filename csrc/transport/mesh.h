@@ -39,9 +39,9 @@ class Mesh {
   // Starts a call. Compares `mine` with the headers that peers have already sent. Does not wait.
   void begin(const Signature& mine);
   // Queues the pieces, which are then sent in later calls of receive(), exchange() and progress(). The peers take turns, so that
-  // only one stream at a time uses the wire. In its turn, a peer is sent a part of its piece. If that peer does not read, the
-  // wire is free, so data is sent to the other peers as well. The data of a piece must stay unchanged until the next exchange()
-  // has returned, or until this rank has received data that the peer sends only after it has received the piece.
+  // only one stream at a time uses the wire. When a peer has its turn, this rank sends it a part of its piece. If that peer does
+  // not read, the wire is free, so data is sent to the other peers as well. The data of a piece must stay unchanged until the
+  // next exchange() has returned, or until this rank has received data that the peer sends only after it has received the piece.
   void send(std::span<const Piece> out);
   // Receives all pieces, in any order. `in` has at most one piece from each peer. If no data comes for a while, receive() tells
   // the peers whose pieces are missing which call this rank is in.
@@ -60,7 +60,7 @@ class Mesh {
 
   // Ends all links at once, so that both sides stop waiting. Any thread may call this.
   void shut_down() const;
-  // Waits until the peers' kernels have received all bytes that were sent, but at most timeout_s. Then ends all links.
+  // Waits for at most timeout_s until the peers' kernels have received all bytes that were sent. Then ends all links.
   void close(double timeout_s);
   // Called in a forked child. Closes the child's copies of the sockets. If these stayed open, the peers would not notice when the
   // parent ends.
@@ -80,7 +80,7 @@ class Mesh {
     bool announced = false;  // whether the peer was also told that data follows
     std::deque<Header> outbox;
     size_t outbox_sent = 0;    // bytes of outbox.front() that were sent
-    std::deque<Queued> queue;  // pieces to send after the outbox; of the first one, only the unsent rest
+    std::deque<Queued> queue;  // pieces to send after the outbox; a part of the first one may be sent already
 
     Header inbox;
     size_t inbox_got = 0;  // bytes of inbox that were received
@@ -122,13 +122,14 @@ class Mesh {
   // When look() was last called, or when the current call began if that was later. A call may have many short exchanges, so this
   // is kept from one exchange to the next.
   Clock::time_point looked_;
-  // Peers and the numbers of their turns, in order. The piece of a turn may have been sent already.
+  // The queue of turns. Each entry has a peer and the number of one turn of that peer. The piece of a turn may have been sent
+  // already.
   std::deque<std::pair<int, uint64_t>> turns_;
   uint64_t last_turn_ = 0;
   // When bytes were last sent to the peer whose turn it was. Also set when pieces are queued while no others are queued.
   Clock::time_point turn_moved_;
-  // What happens to pieces for other peers while the peer whose turn it is accepts no data. wait: they stay queued. go: they are
-  // sent anyway. none: there are no such pieces, or that peer accepts data.
+  // What happens to pieces for other peers if the peer that has its turn accepts no data. wait: these pieces stay queued. go:
+  // these pieces are sent anyway. none: there are no such pieces, or the peer that has its turn accepts data.
   enum class Others { none, wait, go } others_ = Others::none;
 };
 

@@ -13,7 +13,7 @@
 
 namespace mscomm {
 
-// Which arrays of a call, if they are in private memory, the peers may read in this rank's process.
+// Which arrays of a call the peers may read directly in this rank's process. This concerns only arrays in private memory.
 enum class Pulled { nothing, x, x_and_out };
 
 class Pulls {

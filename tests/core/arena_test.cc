@@ -57,7 +57,7 @@ void groups_share_the_heaps() {
 
 // Calls run in the order in which they were started, whether on the worker's thread or on the caller's.
 void started_calls_keep_their_order(const ThreadRank& me) {
-  const size_t count = tiny_bytes;  // more than tiny_bytes bytes, so a call has several rounds
+  const size_t count = tiny_bytes;  // in bytes, this is more than tiny_bytes, so a call has several rounds
   std::vector<float> a(count), b(count, 1.0f), c(count);
   std::vector<std::shared_ptr<Work>> works;
   for (int repeat = 0; repeat < 10; repeat++) {
@@ -327,7 +327,7 @@ void thousand_groups() {
     second.join();
     CHECK(out == 2 && other == 2);
   }
-  // The next reservation frees control memory that all ranks have left.
+  // The next reservation frees the control memory of all groups that all ranks have left.
   const uint64_t next = heap.reserve(1);
   CHECK(next == 0);
   const char* memory = heap.mapping().begin();
@@ -442,7 +442,7 @@ void small_calls_do_not_read_posts() {
   CHECK(sum[0] == 2.0f && sum[1] == 4.0f);
 }
 
-// With many ranks, no rank adds up the whole messages of all ranks.
+// With many ranks, each rank adds up only its own part of the messages.
 void many_ranks_share_the_adding() {
   Bare ranks(32);
   ranks.run([&](Arena& arena, const Ranks& all, const Wait& wait) {

@@ -25,8 +25,8 @@ class Inputs {
       std::minstd_rand random(static_cast<unsigned>(rank + 1));
       x_[rank].resize(count);
       for (uint32_t& element : x_[rank]) {
-        // The floats have very different sizes, so that another order of additions gives another sum. If the dtype is an integer
-        // type, any values will do.
+        // The floats have very different magnitudes, so that another order of additions gives another sum. If the dtype is an
+        // integer type, any values will do.
         const float value = static_cast<float>(random() % 2000) * (random() % 2 ? 1e-4f : 1e3f) - 500;
         std::memcpy(&element, &value, 4);
       }
@@ -241,8 +241,9 @@ inline std::vector<Collective> collectives_by(const std::string& algorithm) {
   return all;
 }
 
-// Runs on one rank every collective that has this algorithm: with every pattern of amounts, in each kind of memory, both in place
-// and not in place. With the last kind of memory it also runs calls that only some of the ranks make in place.
+// Runs this rank's calls of every collective that has this algorithm: with every pattern of amounts, in each kind of memory, in
+// place and not in place. With the last kind of memory, each call runs once more, and each rank chooses by itself whether its
+// part of the call is in place.
 inline void every_case(const ThreadRank& me, const std::string& algorithm, const Inputs& inputs, const std::vector<size_t>& sizes,
                        const std::vector<Memory>& memories) {
   const int n = me.group->size();

@@ -1,12 +1,12 @@
-// Compares how csrc/device/cuda.cc calls the driver with the driver's own header, cuda.h. tests/test_pack.py compiles this file
-// if the header is installed.
+// Compares the declarations of the driver's functions in csrc/device/cuda.cc with the driver's own header, cuda.h.
+// tests/test_pack.py compiles this file if the header is installed.
 #include <cuda.h>
 
 #include <cstddef>
 #include <type_traits>
 
-// Whether two function types have parameters of the same sizes. Our handles are pointers, our enums are ints, and our addresses
-// have 64 bits.
+// Whether two function types have parameters of the same sizes. The types themselves may differ: our declarations have pointers
+// for handles, ints for enums, and 64-bit integers for addresses.
 template <typename Theirs, typename Ours>
 constexpr bool same_shape = false;
 template <typename... A, typename... B>

@@ -548,8 +548,8 @@ void garbage_is_refused() {
     CHECK(out == Ints(2, 42));
   }
   CHECK(refused == tries);
-  // A sender refuses a clear for a message that it did not announce, credit for messages that it did not send, and an envelope
-  // that only senders may send.
+  // A sender refuses a `clear` for a message that it has not announced, credit for messages that it has not sent, and an envelope
+  // of a kind that only senders may send.
   for (Envelope::Kind kind : {Envelope::Kind::clear, Envelope::Kind::credit, Envelope::Kind::whole}) {
     Envelope back;
     back.kind = kind;

@@ -79,8 +79,8 @@ void long_arrays_have_huge_pages_and_short_ones_do_not() {
   heap.release(small);
 }
 
-// Calls must be able to look up their arrays while another thread releases a large array, although the kernel takes long to free
-// the pages of the array.
+// The kernel takes long to free the pages of a large array. While one thread releases such an array, calls in other threads must
+// be able to look up their arrays.
 void a_large_release_holds_up_nobody() {
   constexpr size_t heap_bytes = 1u << 30, large = 128u << 20, small = 64u << 10;
   const int fd = make_memory("test-heap", heap_bytes, false);  // small pages, unless the kernel gives huge pages to every memfd
@@ -88,7 +88,7 @@ void a_large_release_holds_up_nobody() {
   close(fd);
   void* const kept = heap.allocate(small);
   // The share of a release for which heap.find() had to wait. The test takes the smallest share of several tries, because in some
-  // tries the looking thread may not get a CPU.
+  // tries the thread that calls heap.find() may not get a CPU.
   double smallest_share = 1;
   for (int i = 0; i < 20 && smallest_share > 0.5; i++) {
     void* const array = heap.allocate(large);

@@ -21,8 +21,8 @@ std::vector<Memory> memories(const std::string& algorithm) {
 
 void every_collective_by(const std::string& algorithm) {
   for (int size : sizes_of_groups()) {
-    // Sizes below and above a window. With 3 ranks, the largest size gives each part of an all_reduce several windows, which is
-    // more than the sockets hold.
+    // Sizes below and above a window. With 3 ranks, the largest size gives each part of an all_reduce several windows, so that
+    // the sockets cannot hold a whole part.
     const std::vector<size_t> sizes{0, 1, 7, 1000, (size == 3 ? 12 : 2) * window_bytes / 4 + 5};
     const ThreadJob job(size);
     const ThreadGroup world(job, job.all(), algorithm, false);

@@ -31,7 +31,7 @@ std::mt19937_64 random_bits(20261122);
 
 uint64_t random_below(uint64_t end) { return random_bits() % end; }
 
-// Runs a packing in the same way as a device. Returns false if no kernel can do it.
+// Runs a packing as a device does. Returns false if no kernel can do it.
 bool run(const Packing& packing) {
   const auto launches = plan(packing, multiprocessors);
   if (!launches) return false;
@@ -185,7 +185,7 @@ void move_one(const Variant& variant, const void* from, void* to, float* owed) {
 struct Shape {
   std::vector<size_t> counts;
   size_t line = 1;
-  std::function<size_t()> offset;  // the offset of the next array, in bytes
+  std::function<size_t()> offset;  // returns the offset for the next array, in bytes
 };
 
 void test_variant(const Variant& variant, const Shape& shape) {

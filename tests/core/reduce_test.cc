@@ -239,7 +239,7 @@ void for_each_row(F&& f) {
 }
 
 // Bytes that begin `offset` bytes after an aligned address. They end where the allocation ends, so that AddressSanitizer reports
-// any access beyond them.
+// any access beyond the buffer.
 class Buffer {
  public:
   Buffer(size_t bytes, size_t offset) : offset_(offset), bytes_(offset + bytes, 0xa5) {}
