@@ -1,4 +1,4 @@
-"""What several of the files test_api_*.py use: tables of mscomm's functions, and a function that forks a child."""
+"""Helpers of the files test_api_*.py: tables of mscomm's functions, and a function that runs code in a forked child."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def listening(family=socket.AF_INET):
 
 
 class Communicator:
-    """Stands in for the core's communicator: has the methods that a member calls."""
+    """Stands in for the core's communicator. It has only the methods that a member calls."""
 
     def __init__(self, place=(0, False, "")):
         self.aborts: list[tuple] = []
@@ -165,7 +165,7 @@ class Job:
         return [results[rank][:2] for rank in range(self.size)]
 
     def again(self, rank):
-        """Return the member of a rank whose process a launcher has restarted."""
+        """Act as if a launcher had restarted the process of this rank. Returns the member of the new process."""
         ours, theirs = socket.socketpair()
         self.hub.adopt(ours, rank)
         self.ends[rank].close()
@@ -179,7 +179,7 @@ class Job:
 
 
 def greeted(address, rank=-1):
-    """Return the socket of a new control link, after the hello. No rank has joined over the link yet."""
+    """Make a control link and exchange the hello, but do not join. Returns the socket of the link."""
     sock = links.connect(address, soon())
     links.greet(sock, KEY, CONTROL, Identity(version=VERSION, rank=rank), soon())
     return sock

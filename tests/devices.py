@@ -24,7 +24,7 @@ from mscomm import _core
 
 BACKENDS = ("nccl", "hccl")
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
-NCCL = "nccl-22809"  # the version in tests that do not choose one
+NCCL = "nccl-22809"  # the stand-in for tests that do not choose a version of NCCL
 
 before_joining.append(lambda: library.register(os.environ.get("FAKE_BACKEND", "nccl")))
 
@@ -39,7 +39,7 @@ def variables(backend: str = "nccl", library: str = "", **more: str) -> dict[str
 
     library: the stand-in to load for the collectives.
     """
-    # The device is a little late, so that code that does not wait for it reads old values.
+    # The device runs each operation a little late, so that code that does not wait for the device reads old values.
     own = {"FAKE_BACKEND": backend, "FAKE_DELAY_US": "50"}
     if backend == "nccl":
         own |= {"MSCOMM_CUDA_LIBRARY": built()["cuda"], "FAKE_CUDA_LIBRARY": built()["cuda"]}
@@ -70,8 +70,8 @@ def devices(n: int | str, env: dict[str, str] | Callable[..., dict[str, str]] | 
 
 # -- kernels, which the stand-in for the CUDA driver runs on the CPU
 
-# Two driver functions can load kernels; LOADED has the variables that make mscomm use each one. WITHOUT lists the cases
-# in which no kernels can be loaded, each with the reason that mscomm must give.
+# Two driver functions can load kernels. For each of the two, LOADED has the variables that make mscomm use it. WITHOUT
+# lists the cases in which no kernels can be loaded, and the reason that mscomm must give in each case.
 LOADED = {"library": {"FAKE_CUDA_VERSION": "13000"}, "module": {"FAKE_CUDA_VERSION": "11080"}}
 WITHOUT = {
     "no image": "none, this mscomm was built without nvcc",
@@ -81,7 +81,7 @@ WITHOUT = {
 
 
 def kernel_variables(rank: int, how: str, **_: Any) -> dict[str, str]:
-    """The variables for a case `how` of LOADED or WITHOUT: they make the driver load the kernels or refuse them."""
+    """The variables for `how`, a key of LOADED or WITHOUT. They make the driver load the kernels or refuse them."""
     if how in LOADED:
         return {"FAKE_CUDA_KERNELS": str(build_kernels()), **LOADED[how]}
     return {"FAKE_CUDA_VERSION": "11080"} if how == "refused module" else {}

@@ -25,8 +25,10 @@ from typing import Any
 
 from mscomm.bootstrap.launcher import CONTROL_FD
 
-ALIKE = 2  # interpreters per file. Each hashes strings differently, so that ranks see sets in different orders
-AT_START = ("PYTHON", "LD_", "OMP_", "MALLOC_", "JAX_", "XLA_")  # prefixes of variables that are read only at start
+# The number of interpreters per file. Each one hashes strings differently, so ranks see sets in different orders.
+ALIKE = 2
+# The prefixes of variables that a process reads only when it starts.
+AT_START = ("PYTHON", "LD_", "OMP_", "MALLOC_", "JAX_", "XLA_")
 _MOST_BYTES = 200_000  # the largest size of an order
 _ANSWERS_S = 120.0  # the longest wait for an answer: long enough to import PyTorch on a busy machine
 
@@ -117,7 +119,7 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # the rank has ended, and we have not been told yet
+            with contextlib.suppress(ProcessLookupError):  # the rank has ended, but its exit code has not arrived
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
@@ -128,7 +130,7 @@ _of_file: tuple[str, list[Interpreter]] = ("", [])
 
 
 def of(file: str, rank: int, env: dict[str, str]) -> Interpreter:
-    """Return the interpreter that forks this rank of the file's tests. Ends the interpreters of the previous file."""
+    """Return the interpreter that forks this rank in the tests of the file. Ends the interpreters of other files."""
     global _of_file
     if _of_file[0] != file:
         close()
@@ -170,7 +172,7 @@ def _serve(orders: socket.socket) -> Order | None:
                     if pid == 0:
                         for other in [key.fd for key in selector.get_map().values() if key.data]:
                             os.close(other)
-                        # Done before the answer, because the tests may kill this process group from then on.
+                        # Make the process group before answering: after the answer, the tests may kill the group.
                         os.setsid()
                         orders.send(json.dumps([os.getpid(), None]).encode())
                         return {**json.loads(message), "descriptor": descriptors[0]}

@@ -38,7 +38,7 @@ from mscomm.bootstrap.launcher import CONTROL_FD
 from mscomm.cluster import hub, security
 
 GRACE_S = 5.0  # the time that the other ranks have to report after the first failure
-TOLD = "RANKS_TOLD"  # the variable that names the folder of the files by which ranks signal each other
+TOLD = "RANKS_TOLD"  # the variable that names a folder: ranks signal each other by files in this folder
 
 
 class Job:
@@ -54,7 +54,7 @@ class Job:
         env: dict[str, str] | Callable[[int], dict[str, str]] | None = None,
         test: Order | None = None,
     ) -> None:
-        """command: starts one rank. test: the same work as an order, for an interpreter that already runs."""
+        """command: the command line of one rank. test: what an interpreter is told if it forks the rank instead."""
         self.size = size
         self.folder = folder
         self.processes: list[subprocess.Popen[bytes] | Forked] = []
@@ -160,10 +160,11 @@ def ranks(
 ) -> Any:
     """Decorator: the test's body runs on each of n processes, as fn(rank, group, **parameters).
 
-    n may be the name of a parameter. env: the ranks' variables, or a function of the parameters and the rank that
-    returns them. "{rank}" in a value is replaced by the rank, and "{algo}" by the parameter algo; if that is a list of
-    n values, each rank gets its own. expect: exit codes other than 0 by rank, e.g. {1: -signal.SIGKILL}. init: the
-    arguments of mscomm.init, or a function of the parameters that returns them; None if the body calls init itself.
+    n may be the name of a parameter. env: the ranks' variables, or a function that gets the rank and the
+    parameters and returns the variables. "{rank}" in a value is replaced by the rank, and "{algo}" by the parameter
+    algo. If the parameter is a list of n values, rank r gets the value at index r. expect: the exit codes of ranks that
+    do not end with 0, e.g. {1: -signal.SIGKILL}. init: the arguments of mscomm.init, or a function that gets the
+    parameters and returns the arguments; None if the body calls init itself.
     """
 
     def decorate(fn: Callable[..., None]) -> Callable[..., None]:
@@ -204,7 +205,7 @@ def ranks(
     return decorate
 
 
-# -- functions for the ranks, which signal each other by files, because the tests make mscomm fail
+# -- functions by which ranks signal each other; they use files, because the tests make mscomm fail
 
 
 def tell(what: str) -> None:
@@ -230,7 +231,7 @@ def everybody_is_here() -> None:
 
 
 def when_inside(number: int, then: Callable[[], object], group: Any = None) -> None:
-    """Start a thread that calls then() once this rank is in the group's call of that number, or in a later one."""
+    """Start a thread that calls then() once this rank is in call `number` of the group, or in a later call."""
     from mscomm.job import resolve
 
     core = resolve(group).core
@@ -247,7 +248,7 @@ before_joining: list[Callable[[], object]] = []  # functions that the ranks of a
 
 
 def be_a_rank(where: Order) -> None:
-    """Be a rank, once the test file is imported: join, run the body, leave."""
+    """Run the test as one rank: join the job, run the body, leave. The test file must be imported already."""
     import mscomm
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit SIGINT as ignored

@@ -31,7 +31,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Like subprocess.run(), but in a new session, because a shell script or mpirun starts several processes.
 
-    Kills the processes that are left in the session after timeout_s and, with kill_rest, also when the command ends.
+    After timeout_s, run() kills all processes of the session. With kill_rest, it also does so when the command ends.
     """
     with subprocess.Popen(
         command,
@@ -58,7 +58,7 @@ def mscomm_run(
 ) -> subprocess.CompletedProcess[str]:
     """Run `mscomm run WORDS` with one thread per rank. env: variables in addition to those of this process.
 
-    It does not kill processes that a job leaves behind, because tests look for them.
+    mscomm_run() does not kill processes that a job leaves behind, because tests look for such processes.
     """
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     return run([*MSCOMM, "run", *map(str, words)], timeout_s, variables, stdin=stdin, kill_rest=False)

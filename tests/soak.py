@@ -72,8 +72,8 @@ def plan(seed: int, index: int) -> dict[str, Any]:
         "hosts": [{"one": 0, "halves": int(2 * rank >= size), "turns": rank % 2}[split] for rank in range(size)],
         "fault": fault,
         "victim": victim,
-        "at": draw.randrange(ITERATIONS),  # the fault comes at this iteration, or ...
-        "after_s": draw.random() * 0.2,  # ... this long after the start
+        "at": draw.randrange(ITERATIONS),  # the iteration of the fault, if the fault comes at an iteration
+        "after_s": draw.random() * 0.2,  # the delay of the fault, if the fault comes after a time
         "pause_s": 0.1 + draw.random() * 0.5,
         # The groups besides the world: one of the even ranks and one of the odd ranks, made by create_group or split.
         "groups": draw.choice(("none", "none", "none", "created", "split")),
@@ -152,7 +152,7 @@ def made_groups(how: str, rank: int) -> tuple[list[Any], list[Any]]:
 
 
 def refused(group: Any) -> None:
-    """Check that a call in a group of which this rank is no member is refused, and neither waits nor reaches others."""
+    """Make a call in a group of which this rank is no member. Check that the call is refused on this rank."""
     try:
         got = mscomm.all_reduce(np.ones(3), group=group)
     except RuntimeError as error:
@@ -248,7 +248,7 @@ CALLS: dict[str, tuple[Any, Any]] = {
 
 
 class Running:
-    """A job's processes and its hub, until all have ended."""
+    """A running job: its processes and its hub."""
 
     def __init__(self, interpreter: Interpreter, job: dict[str, Any], folder: Path) -> None:
         self.job = job
@@ -301,7 +301,7 @@ class Running:
     def _end(self) -> None:
         hanging = [rank for rank in range(len(self._ranks)) if rank not in self._told]
         self.faults.append(f"ranks {hanging} did not end within {ENDS_WITHIN_S} s")
-        for number, pause_s in ((signal.SIGUSR1, 1.0), (signal.SIGKILL, 0.0)):  # SIGUSR1: print the stacks
+        for number, pause_s in ((signal.SIGUSR1, 1.0), (signal.SIGKILL, 0.0)):  # SIGUSR1 makes a rank print its stacks
             for rank in hanging:
                 self._ranks[rank].send_signal(number)
             time.sleep(pause_s)

@@ -58,7 +58,7 @@ def without(why: str) -> Any:
     }
 
 
-# -- what the ranks choose, from the facts of all ranks
+# -- which backend and devices the ranks choose, from what all ranks report
 
 
 def test_each_rank_takes_the_device_of_its_place_on_its_host() -> None:
@@ -127,7 +127,7 @@ def test_without_a_name_the_first_that_all_ranks_can_use_counts() -> None:
     assert "no driver" in chosen.reason and "no CANN" in chosen.reason
     assert (
         accelerators.choose("auto", [able, able, able], [0, 0, 0], NAMES).backend == "cpu"
-    )  # three ranks cannot use two devices
+    )  # three ranks, but the host has only two devices
     assert accelerators.choose("cpu", [able], [0], NAMES).backend == "cpu"
 
 
@@ -152,7 +152,7 @@ def test_a_file_that_is_another_library_lacks_functions(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_said_with_every_place_that_was_searched() -> None:
-    """Uses a new process, because this one may have loaded a library."""
+    """Uses a new process, because this process may already have loaded a library."""
     program = "import mscomm\ntry: mscomm.init('nccl')\nexcept mscomm.BackendUnavailable as e: print(e)"
     env = {name: text for name, text in os.environ.items() if not name.startswith(("MSCOMM_", "NCCL_", "FAKE_"))}
     env |= {"CONDA_PREFIX": "/no/conda", "NCCL_HOME": "/no/home", "CUDA_VISIBLE_DEVICES": ""}
@@ -183,7 +183,7 @@ def test_a_driver_without_a_gpu_says_so() -> None:
 
 @needs_nccl
 def test_the_real_nccl_of_its_wheel_is_found_and_tells_its_version() -> None:
-    """Uses a new process, because this one may have loaded another NCCL."""
+    """Uses a new process, because this process may already have loaded another NCCL."""
     program = (
         "from mscomm.accelerators import nccl\nvendor = nccl.vendor({})\n"
         "print(vendor.version(), vendor.origin(), vendor.path())"
@@ -272,7 +272,7 @@ def test_a_rank_without_a_driver_is_an_error_on_all_ranks_at_once(rank: int) -> 
     began = time.monotonic()
     with pytest.raises(mscomm.BackendUnavailable, match=r"nccl cannot be used, on rank 1 .*: cannot open libcuda.so.1"):
         mscomm.init("nccl")
-    assert time.monotonic() - began < 20  # a generous bound; the other ranks have to join first
+    assert time.monotonic() - began < 20  # a generous bound, because the error comes after all ranks have joined
 
 
 @pytest.mark.parametrize(("code", "version"), [("21803", "2.18.3"), ("22809", "2.28.9"), ("23203", "2.32.3")])

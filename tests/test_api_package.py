@@ -44,7 +44,7 @@ def test_importing_mscomm_costs_little_over_numpy(capsys):
     seconds = [float(subprocess.check_output([sys.executable, "-c", line])) for _ in range(7)]
     with capsys.disabled():
         print(f"\nimport mscomm over numpy: {1000 * min(seconds):.0f} ms of CPU time (least of 7)")
-    assert min(seconds) < 0.150  # a generous bound: it takes 0.050 s on a quiet machine
+    assert min(seconds) < 0.150  # a generous bound: the import takes 0.050 s on a quiet machine
 
 
 @pytest.mark.parametrize("module", ["click", "rich", "psutil", "ml_dtypes", "torch", "mpi4py"])

@@ -220,7 +220,7 @@ def test_tensors_that_cannot_be_moved_are_refused_with_the_way_out(rank, group):
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
 @ranks(2)
 def test_the_storage_of_a_tensor_can_be_resized_after_a_call(rank, group):
-    """FSDP resizes storages, which PyTorch refuses once `x.numpy()` was called. So a call must not use `x.numpy()`."""
+    """FSDP resizes storages. PyTorch refuses to resize one after `x.numpy()`, so a call must not use `x.numpy()`."""
     import torch
 
     for dtype in (torch.float32, torch.bfloat16):

@@ -34,13 +34,13 @@ TIMES |= {"mpich-single": 60.0, "torch-gloo": 500.0, "torch-gloo-4": 510.0}
 
 
 def samples(us: float, spread: float = 0.0, wrong: int | None = 0) -> dict[str, Any]:
-    """Eleven rounds whose medians are spread around `us`."""
+    """What compare.py writes for one contender: eleven rounds, whose medians are spread around `us`."""
     rounds = [us * (1 + spread * (turn - 5) / 5) for turn in (3, 7, 0, 9, 5, 1, 10, 4, 8, 2, 6)]
     return {"in_place": {"us": us, "wrong": wrong, "rounds_us": [[one, one * 1.1, one * 0.9] for one in rounds]}}
 
 
 def measured(folder: Path, rows: dict[int, dict[str, Any]], collective: str = "all_reduce", **facts: Any) -> None:
-    """Write a file like compare.py's, for two ranks."""
+    """Write a file like those that compare.py writes, for two ranks."""
     names = next(iter(rows.values()))
     environment = {"ranks": 2, "cpus": 2, "cpu": "one", "kernel": "6", "began": "now"}
     environment |= {"mscomm": "1", "python": "3", "numpy": "2", "contenders": {name: f"{name} 1" for name in names}}
@@ -233,7 +233,7 @@ def test_hosts_measures_and_reports(tmp_path: Path) -> None:
 
 @with_scripts
 def test_the_first_kind_that_exchanges_is_the_reference_for_the_weights() -> None:
-    """Graph mode was not measured here. The check must still find that the weights of two kinds differ."""
+    """No job here runs in graph mode. The check must still find that the weights of two kinds differ."""
     import click
     from mindspore_step import MINDSPORE, MSCOMM, NOBODY, Kind, check_weights
 
@@ -263,7 +263,7 @@ sys.exit({status})
 
 
 def builds(folder: Path, *us: float, status: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run builds.py on stand-ins for `mscomm`, whose calls take that long."""
+    """Run builds.py on stand-ins for `mscomm`. Each number in `us` makes a stand-in whose calls take that many µs."""
     paths = []
     for number, one in enumerate(us):
         paths.append(folder / f"mscomm-{number}")

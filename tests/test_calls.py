@@ -267,7 +267,7 @@ def test_a_started_call_uses_the_memory_that_a_tensor_had(rank, group):
         if rank == 0:
             x.data = torch.zeros(1)
             gc.collect()
-            # These arrays would overwrite x if x's memory had been freed.
+            # These arrays overwrite x if the memory of x was freed.
             others = [np.full(1 << 20, 7, np.float32) for _ in range(4)]
             mscomm.send(np.ones(1), 1)
             del others
@@ -371,7 +371,7 @@ def test_a_signal_handler_that_raises_ends_it(rank, group):
     if rank == 1:
         until_told("stopped")
         with pytest.raises(mscomm.Aborted, match=r"rank 0 .* was interrupted in all_reduce #2 "):
-            mscomm.all_reduce(np.ones(1))  # may complete, because rank 0 had arrived in it
+            mscomm.all_reduce(np.ones(1))  # may succeed, because rank 0 has entered this call
             mscomm.all_reduce(np.ones(1))
         return
 

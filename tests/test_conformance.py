@@ -44,7 +44,8 @@ def test_every_function_of_the_core_is_here():
 
 # --- data -----------------------------------------------------------------------------------------------------------
 
-STRIDE = 61  # the values of rank r are a slice of an array that all ranks have, and begin at r * STRIDE
+# All ranks have the same array. The values of rank r are a slice of this array that begins at index r * STRIDE.
+STRIDE = 61
 
 
 @functools.cache
@@ -57,7 +58,7 @@ def pool(make: Callable[[np.dtype[Any], int], Array], dtype: np.dtype[Any]) -> A
 def values_of(
     make: Callable[[np.dtype[Any], int], Array], dtype: np.dtype[Any], rank: int, shape: tuple[int, ...]
 ) -> Array:
-    """The values of the given rank. They are the same, on whichever rank this is called."""
+    """The values of the given rank. Every rank that calls this function gets the same values."""
     return pool(make, dtype)[rank * STRIDE :][: math.prod(shape)].reshape(shape)
 
 
@@ -182,7 +183,7 @@ OUT: dict[str, Callable[[tuple[int, ...], np.dtype[Any], int], Array | None]] = 
     "shared": lambda shape, dtype, rank: mscomm.zeros(shape, dtype),
     "mixed": lambda shape, dtype, rank: (np if rank % 2 else mscomm).zeros(shape, dtype),
     "strided": lambda shape, dtype, rank: with_gaps(shape, dtype),
-    "in place": lambda shape, dtype, rank: None,  # in_place() makes these
+    "in place": lambda shape, dtype, rank: None,  # in_place() makes both x and out
 }
 
 

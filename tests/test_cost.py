@@ -51,7 +51,7 @@ def idle_library() -> str:
 
 
 def instructions(script: Path, calls: int) -> int:
-    """Count the instructions of a job with one rank that makes this many calls, from Python's start to its end."""
+    """Count the instructions of a whole Python process: a job with one rank, which makes this many calls."""
     tool = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={script.parent / 'callgrind.out'}"]
     done = subprocess.run(
         [*tool, sys.executable, str(script), str(calls)],

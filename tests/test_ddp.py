@@ -95,7 +95,7 @@ class Odd:
 
 
 def passes(torch: Any) -> dict[str, Any]:
-    """Ways to compute gradients, by name. Each is a function of a model, wrapped or not, and of this rank's data."""
+    """Ways to compute gradients, by name. Each takes a model, wrapped or not, and this rank's data."""
     from torch.utils.checkpoint import checkpoint
 
     def squares(model: Any, x: Any) -> None:
@@ -194,7 +194,7 @@ def test_after_backward_gradients_are_the_mean_of_the_ranks(rank: int) -> None:
         model._step.finish = lambda finish=finish, finishes=finishes: finishes.append(1) or finish()
         kept = None
         for turn, (name, one) in enumerate(passes(torch).items()):
-            for again in range(2):  # the second pass adds to gradients that are already equal on all ranks
+            for again in range(2):  # the second pass adds to the gradients of the first, which are equal on all ranks
                 if not again:
                     model.zero_grad()
                     alone.zero_grad()
@@ -207,7 +207,8 @@ def test_after_backward_gradients_are_the_mean_of_the_ranks(rank: int) -> None:
                     mean = mscomm.all_reduce(plain.grad.detach().contiguous(), "avg")
                     assert (mine.grad - mean).abs().max() < 1e-12 * (1 + mean.abs().max()), (name, again)
             if kept is not None and not as_view:
-                assert all(torch.equal(one, copy) for one, copy in kept)  # later passes have not overwritten them
+                # Later passes have not overwritten these gradients.
+                assert all(torch.equal(one, copy) for one, copy in kept)
             kept = [(p.grad.detach(), p.grad.detach().clone()) for p in model.parameters()]
 
 

@@ -153,7 +153,7 @@ def test_a_call_comes_after_what_the_stream_has_and_before_what_comes(rank: int,
     with device_array.stream(stream):
         x = on_device(np.zeros(1000, np.float32))
         for turn in range(3):
-            compute.add(x, rank + 1, delay=0.05)  # still runs on the device when the call is made
+            compute.add(x, rank + 1, delay=0.05)  # the addition still runs on the device when all_reduce is called
             y = mscomm.all_reduce(x)
             assert (y.to_numpy() == 3 * (turn + 1)).all()
     assert violations() == []
@@ -252,7 +252,7 @@ def test_what_is_watched_does_not_end_a_capture_of_another_stream(rank: int, gro
     x = compute.add(on_device(np.ones(10, np.float32)), 1, delay=0.5)
     with device_array.runtime().on(rank):
         assert library.cuStreamBeginCapture_v2(device_array.c_uint64(stream), 0) == 0
-        y = mscomm.all_reduce(x)  # runs on another stream, and still runs during the capture
+        y = mscomm.all_reduce(x)  # this call uses another stream, and still runs during the capture
         time.sleep(0.2)
         assert library.cuStreamEndCapture(device_array.c_uint64(stream), device_array.byref(graph)) == 0
     assert (y.to_numpy() == 4).all()
@@ -389,7 +389,7 @@ def test_messages_go_by_the_host(rank: int, group: None, backend: str) -> None:
             with device_array.stream(device_array.new_stream(rank)):
                 late = on_device(np.zeros(3, np.float32))
                 compute.add(late, 7, delay=0.1)
-                mscomm.send(late, 1)  # is sent when the stream has come to this point
+                mscomm.send(late, 1)  # the data is sent when the stream has done the addition
             work = mscomm.send(on_device(whole), 1, tag=1, async_op=True)
             mscomm.send(whole, 1, tag=2)
             mscomm.send(on_device(whole).T, 1, tag=3)
@@ -452,7 +452,7 @@ class ByInterface:
 
     def __init__(self, array: DeviceArray) -> None:
         self.array = array
-        self.device = array  # like Numba, where `device` is an object with an id
+        self.device = array  # as in Numba, `device` is an object with an attribute `id`
         array.id = array.device
 
     @property

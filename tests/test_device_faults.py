@@ -16,7 +16,7 @@ from ranks import everybody_is_here, tell, until_told
 
 import mscomm
 
-BOUND_S = 20  # a generous bound on what may follow the deadline that a test sets
+BOUND_S = 20  # the time that a rank may take to raise its error after a deadline has passed; generous
 
 
 def ends(call: Callable[[], Any], within_s: float = BOUND_S) -> mscomm.Error:
@@ -32,7 +32,7 @@ def ends(call: Callable[[], Any], within_s: float = BOUND_S) -> mscomm.Error:
 
 
 def goes_on(x: DeviceArray) -> Callable[[], Any]:
-    """A function that makes a call and waits for the device, as programs do."""
+    """Returns a function that makes a call and then waits for the device, as programs do."""
 
     def call() -> None:
         mscomm.all_reduce(x, out=x)
@@ -105,7 +105,7 @@ def test_a_device_that_hangs_ends_at_the_deadline(rank: int, group: None, backen
     mscomm.all_reduce(x).to_numpy()
     began = time.monotonic()
     mscomm.all_reduce(x, out=x, timeout=1)
-    x.to_numpy()  # waits until the abort ends the call
+    x.to_numpy()  # returns when the abort has ended the call
     error = ends(lambda: mscomm.all_reduce(x, out=x))
     assert type(error) is mscomm.CollectiveTimeout, error
     assert "all_reduce #2 (40 B): it was enqueued, but the device has not ended it within 1 s" in str(error)
@@ -125,7 +125,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(rank: int, group: No
         error = ends(lambda: mscomm.barrier(timeout=30))
         assert type(error) is mscomm.CollectiveTimeout and error.waiting_for == (1,), error
         tell(f"raised {rank}")
-    error = ends(lambda: mscomm.all_reduce(x))  # raised even by a call that was enqueued after the failure
+    error = ends(lambda: mscomm.all_reduce(x))  # a call that is enqueued after the failure raises the error, too
     assert type(error) is mscomm.CollectiveTimeout and "Waiting for: rank 1" in str(error), error
 
 
@@ -218,7 +218,7 @@ def test_release_after_a_failure_leaves_nothing_of_the_device(rank: int, group: 
     assert isinstance(error, mscomm.Error)
     mscomm.release()
     until = time.monotonic() + BOUND_S
-    # Some are freed a little after release().
+    # Some communicators, streams and events are freed a little after release() has returned.
     while any((left := handles())[kind] for kind in ("comms", "streams", "events")):
         assert time.monotonic() < until, left
         time.sleep(0.01)
@@ -250,7 +250,7 @@ def test_release_waits_for_the_device_and_hears_of_a_lost_rank(rank: int, group:
     if rank == 1:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
-    mscomm.all_reduce(x, out=x)  # only release() waits for this call
+    mscomm.all_reduce(x, out=x)  # nothing before release() waits for this call
     began = time.monotonic()
     with pytest.raises(mscomm.PeerLost, match="rank 1"):
         mscomm.release()

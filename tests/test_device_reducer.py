@@ -116,7 +116,7 @@ def test_gradients_may_lie_in_the_buffers(rank: int, group: None, backend: str) 
     first, second, third = reducer.buffers
     for value, buffer in enumerate(reducer.buffers, 1):
         buffer[...] = on_device(np.full(buffer.shape, value, np.float32))
-    # Swapped: the last two arrays are the buffers of the third and second gradient.
+    # The second gradient is passed in the buffer of the third, and the third in the buffer of the second.
     got = reducer.reduce([first, third, second])
     assert [float(one.to_numpy().reshape(-1)[0]) for one in got] == [1, 3, 2]
     turned = on_device(np.arange(600, dtype=np.float32).reshape(30, 20)).T
@@ -162,7 +162,7 @@ def test_the_library_is_told_once_of_memory_that_another_stream_uses(rank: int, 
             assert (reducer.reduce(x)[0].to_numpy() == 1).all()
     told = library.users[here:]
     assert [stream for _, stream in told] == [one for one in streams for _ in range(3)]
-    # Three arrays: the gradients, the compressed bucket, and the residual.
+    # The reducer uses three arrays: the gradients, the compressed bucket, and the residual.
     assert len({address for address, _ in told}) == 3
     assert violations() == []
 
@@ -171,7 +171,7 @@ def test_the_library_is_told_once_of_memory_that_another_stream_uses(rank: int, 
 
 
 def narrowed(rank: int, step: int, owed: Array, wire: np.dtype[Any], limit: float) -> tuple[Array, Array, Array]:
-    """Returns a gradient, what the reducer must send for it, and the residual that then remains."""
+    """Returns a gradient, what the reducer must send for this gradient, and the residual that must remain."""
     mine = np.random.default_rng((rank, step)).normal(size=owed.size).astype(np.float32) * np.float32(0.01)
     if step == 0:
         mine[5::100] = 1.5 * np.float32(65504)  # more than the largest float16

@@ -161,8 +161,8 @@ def test_what_is_owed_to_a_gradient_that_nobody_has_waits(rank: int, backend: st
         device.settle()
         assert (b.grad is not None and bool((b.grad == 1).all())) == used
     owed = reducer.state_dict()["residual"]
-    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # a's residual was sent in the third step
-    assert (owed["b"] == 2 * 2.0**-9).all()  # the sum of the residuals of the two steps in which b had a gradient
+    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # the residual of a was sent in the third step
+    assert (owed["b"] == 2 * 2.0**-9).all()  # two residuals, one for each step in which b had a gradient
     assert violations() == []
 
 

@@ -208,7 +208,8 @@ def test_modules_on_the_device_are_trained_and_resumed(rank: int, group: None, b
         model = torch_model(again)
         assert model.resume(folder) == (2, 2)
         model.train(2, Batches())
-        assert load_param_into_net(net, load_checkpoint(folder)) == ([], [])  # writes into the arrays of net
+        # The function writes into the arrays of net, so their addresses stay the same (see below).
+        assert load_param_into_net(net, load_checkpoint(folder)) == ([], [])
     assert losses.mean == expected.mean and len(losses.mean) == 2 * BATCHES
     assert [x.data_ptr() for x in net.state_dict().values()] == addresses
     for name, x in plain.state_dict().items():
@@ -292,7 +293,7 @@ def test_running_means_and_dropout_on_two_ranks(rank: int, group: None, backend:
     managed_torch.settle_in_steps()
     data_parallel(parameter_broadcast=True)
     net = managed_torch.module(torch_net())
-    torch.manual_seed(rank)  # so that dropout zeroes different elements on each rank
+    torch.manual_seed(rank)  # dropout then zeroes different elements on each rank
     with torch.no_grad():
         net[1].running_mean.fill_(rank)
     with tempfile.TemporaryDirectory() as folder:
@@ -358,7 +359,7 @@ def test_an_optimizer_s_tensors_stay_on_their_device() -> None:
 
 
 class Generators:
-    """The random number generators of some GPUs, as torch.cuda has them."""
+    """Stands in for the random number generators of torch.cuda, which has one for each GPU."""
 
     def __init__(self, states: list[int], current: int) -> None:
         self.states, self.current = [torch.tensor([one], dtype=torch.uint8) for one in states], current

@@ -167,7 +167,7 @@ def test_a_missing_rank_hangs_init_until_abort(ranks):
 def test_the_next_communicator_sweeps_what_killed_ranks_left(ranks, tmp_path):
     ranks(2, "somebody_is_missing", only=[0], killed=True, codes={0: -signal.SIGKILL}, clean=False)
     assert len(list(tmp_path.glob("mscomm-fake-*"))) == 1
-    ranks(1, "init_codes")  # also checks that no file is left
+    ranks(1, "init_codes")  # the helper `ranks` also checks that no file is left
 
 
 @pytest.mark.parametrize("non_blocking", [False, True])

@@ -183,7 +183,7 @@ def test_calls_that_run_beside_the_caller_name_the_dead_rank(rank, group, algo):
             works.append(mscomm.all_reduce(x, async_op=True))
             works.append(mscomm.all_reduce(x, async_op=True))
             works[-2].wait()
-    for work in works[4:]:  # the calls that were queued behind the failed one ended too
+    for work in works[4:]:  # the calls behind the failed call in the queue have ended, too
         with pytest.raises(mscomm.PeerLost) as again:
             work.wait(timeout=RAISES_WITHIN_S)
         assert work.done() and str(again.value) == str(work.exception()) == str(caught.value)
@@ -312,7 +312,7 @@ def test_a_group_that_fails_leaves_the_others_whole(rank, group, algo):
     if rank >= 2:
         with pytest.raises(mscomm.CollectiveTimeout, match="rank 2"):
             mscomm.all_reduce(np.ones(3), group=pair, timeout=0.5)
-            # For rank 2, the call above may succeed, because rank 3 had arrived in it.
+            # On rank 2, the call above may succeed, because rank 3 has entered that call.
             mscomm.all_reduce(np.ones(3), group=pair)
         tell(f"rank {rank} has given up")
         with pytest.raises(mscomm.CollectiveTimeout, match="rank 2"):
@@ -366,12 +366,12 @@ def test_who_gave_up_because_of_a_lost_rank_is_not_named_alone(rank, group, algo
 @ranks(4, env=forced)
 def test_a_deadline_names_who_is_behind_and_not_the_neighbour(rank, group, algo):
     mscomm.barrier()
-    everybody_is_here()  # so that only rank 3 is late
+    everybody_is_here()  # from here on, only rank 3 is late
     if rank == 3:
         until_told(*(f"rank {other} has given up" for other in range(3)))
     with pytest.raises(mscomm.CollectiveTimeout, match="rank 3") as caught:
         mscomm.all_reduce(np.ones(7, np.float32), timeout=2)
-        mscomm.barrier()  # for rank 3, the call above may succeed, because the others had arrived in it
+        mscomm.barrier()  # on rank 3, the call above may succeed: the others have entered it
     tell(f"rank {rank} has given up")
     assert caught.value.waiting_for == (3,)
     assert isinstance(caught.value, TimeoutError)
@@ -399,9 +399,9 @@ def test_control_c_in_a_call_passes_through_and_is_told_to_the_others(rank, grou
         tell("interrupted")
         return
     if rank == 2:
-        until_told("interrupted")  # so that this rank is outside calls when rank 1 is interrupted
+        until_told("interrupted")  # when rank 1 is interrupted, rank 2 is in no call
     with pytest.raises(mscomm.Aborted, match=r"rank 1 .*was interrupted in barrier #2: KeyboardInterrupt"):
-        mscomm.barrier()  # call #2 may succeed on the last rank, because rank 1 had arrived in it
+        mscomm.barrier()  # may succeed on rank 2, because rank 1 has entered this call
         mscomm.barrier()
 
 
@@ -488,7 +488,7 @@ def _cannot_withdraw(rank, group):
         until_told("rank 0 has given up")
         return
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), -1))  # not enough for private copies of x and out
+    resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), -1))  # too little for private copies of x and out
     with pytest.raises(mscomm.CollectiveTimeout, match=r"all_reduce #2 .*rank 1"):
         mscomm.all_reduce(x, out=out, timeout=0.5)
     tell("rank 0 has given up")
@@ -523,7 +523,7 @@ def test_after_init_no_memory_descriptor_and_no_listener_stay_open(rank, group):
         if os.path.exists(f"/proc/self/fd/{fd}")
     ]
     assert not [target for target in targets if "mscomm-heap" in target]
-    assert len([target for target in targets if target.startswith("socket:")]) == 1  # only the control link
+    assert len([target for target in targets if target.startswith("socket:")]) == 1  # the control link
 
 
 @ranks(3, env={"MSCOMM_RECORD": "{folder}"}, expect={1: 1})
@@ -735,7 +735,7 @@ def _on_one_cpu(rank, group):
     for i in range(20):
         assert (mscomm.all_reduce(np.full(50_000, rank + i)) == 6 + 4 * i).all()
     with pytest.raises(mscomm.PeerLost, match="rank 1 "):
-        mscomm.barrier()  # rank 1 may leave it and die while others are still inside
+        mscomm.barrier()  # rank 1 may leave the barrier and die while others are still in it
         if rank == 1:
             later(0.1, signal.SIGKILL)
         while True:
@@ -744,7 +744,7 @@ def _on_one_cpu(rank, group):
 
 def test_four_ranks_on_one_cpu(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, [min(before)])  # before the ranks decide how to wait
+    os.sched_setaffinity(0, [min(before)])  # the ranks inherit this, and then decide how to wait
     try:
         _on_one_cpu(tmp_path)
     finally:

@@ -143,7 +143,7 @@ def test_groups_that_all_ranks_make_and_use_never_give_another_groups_sum(rank, 
     assert seen == ([1.0, refused] if rank < 2 else [refused, 5.0])
 
 
-WORDS = {  # for each name of an argument, a value to call functions with
+WORDS = {  # a value for each argument, by the name of the argument
     "arrays": [np.ones(1)],
     "color": 0,
     "counts": [1],
@@ -171,7 +171,7 @@ def functions_of_groups():
     public |= {f"comm_func.{name}": f for name, f in vars(mscomm.communication.comm_func).items() if name[0] != "_"}
     for name, function in public.items():
         if not callable(function) or name in ("Work", "create_group", "destroy_group"):
-            continue  # Work is the type of a result; the other two functions make and destroy groups
+            continue  # Work is a class, and the other two make and destroy groups
         parameters = inspect.signature(function).parameters
         if "group" not in parameters:
             continue
@@ -406,7 +406,7 @@ def test_a_thousand_groups_leave_nothing_behind(rank, group, algo, number):
     for i in range(number):
         made = mscomm.create_group(f"number {i % 10}", [0, 1] if i % 3 else [1, 0])
         if i % 10 == 0:
-            assert mscomm.all_reduce(np.ones(1), group=made, async_op=True).wait() == [2]  # also starts a worker thread
+            assert mscomm.all_reduce(np.ones(1), group=made, async_op=True).wait() == [2]  # starts a worker thread
         else:
             assert total(made) == 2
         mscomm.destroy_group(made)
@@ -415,7 +415,7 @@ def test_a_thousand_groups_leave_nothing_behind(rank, group, algo, number):
             before = in_use()
     mscomm.barrier()
     after = in_use()
-    # `before` can be larger than `after`: a peer may not have freed its part of the last group by then.
+    # `before` can be larger than `after`: when `before` was read, the peer perhaps had not freed its part of the group.
     assert all(after[what] <= before[what] for what in before), (before, after)
     assert list(job.default().groups) == ["world"]
     tables = (member._communicators, member._dialled, member._early, member._told, member._verdicts, member._met)
@@ -472,7 +472,7 @@ def test_abort_reaches_every_group_and_those_that_are_made_later(rank, group):
         mscomm.abort("stop")
     for one in (None, own, pair) if pair else (None, own):
         with pytest.raises(mscomm.Aborted, match="rank 0 called abort: stop"):
-            while True:  # the first calls may succeed in a group of one rank, which hears of the abort a little later
+            while True:  # in a group of one rank, calls succeed until the rank hears of the abort
                 mscomm.barrier(group=one)
     for members in ([rank], [0, 1, 2]):
         with pytest.raises(mscomm.Aborted, match="rank 0 called abort: stop") as caught:

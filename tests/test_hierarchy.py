@@ -44,7 +44,7 @@ def test_who_waits_in_shared_memory_hears_another_call_over_a_link(rank: int, gr
         until_told("it was raised")
     with pytest.raises(mscomm.Mismatch) as caught:
         if rank == 3:
-            mscomm.all_gather(x)  # sends a header to every rank, so all ranks see the mismatch
+            mscomm.all_gather(x)  # all_gather sends a header to every rank, so all ranks see the mismatch
         else:
             mscomm.all_reduce(x)
         mscomm.barrier()

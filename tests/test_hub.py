@@ -132,7 +132,7 @@ def test_a_member_lost_before_all_had_joined_is_told_to_the_others():
         job.ends[2].close()
         thread.join()
         assert caught[0].ranks == (2,)
-        with pytest.raises(errors.PeerLost, match="rank 2 ended before it joined"):  # later ranks raise it too
+        with pytest.raises(errors.PeerLost, match="rank 2 ended before it joined"):  # a later rank raises it, too
             job.member(1).join({}, soon())
 
 

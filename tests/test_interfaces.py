@@ -47,8 +47,8 @@ def chosen(own: str, **env: str) -> str:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("eth1", "192.168.7.5"),  # an interface is named eth1, so this does not match eth10
-        ("eth", "10.0.0.5"),  # "eth" is the prefix of a name
+        ("eth1", "192.168.7.5"),  # there is an interface eth1, so "eth1" does not match eth10
+        ("eth", "10.0.0.5"),  # no interface is named eth, so "eth" matches eth0 and others
         ("ib0,eth1", "192.168.7.5"),  # the first name that exists is used
         ("eth1,eth0", "192.168.7.5"),  # the order of the names decides
         ("192.168.0.0/16", "192.168.7.5"),

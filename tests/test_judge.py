@@ -79,7 +79,7 @@ def test_a_deadline_names_who_is_silent_or_behind_and_not_who_waits_too():
     assert court.asking
     court.here(
         0, Progress(7, False, "after it failed"), now=0.01
-    )  # the judge ignores what the rank that timed out answers
+    )  # the judge ignores this answer, because rank 0 itself has timed out
     court.here(1, Progress(7, True, ""), now=0.01)
     court.here(2, Progress(7, False, "computes"), now=0.01)
     assert court.verdict is None
@@ -150,7 +150,7 @@ def test_a_rank_that_is_stuck_makes_all_tell_their_calls():
     court = judge()
     court.compare(0, 5, "all_reduce #5", now=0)
     assert court.asking and court.asked == 5
-    court.called(1, 5, "", now=0.1)  # rank 1 has not come to that call yet
+    court.called(1, 5, "", now=0.1)  # the empty text means that rank 1 has not made call #5 yet
     court.called(2, 5, "all_reduce #5", now=0.1)
     assert court.verdict is None
     court.asking = False
@@ -168,4 +168,4 @@ def test_calls_of_different_numbers_are_not_compared():
     for number in range(100):
         court.compare(0, number, f"all_reduce #{number}", now=0)
     court.compare(1, 3, "all_gather #3", now=0)
-    assert court.verdict is None  # a call from so long ago is forgotten
+    assert court.verdict is None  # the judge has forgotten call 3 of rank 0, which was 96 calls ago

@@ -95,7 +95,7 @@ def test_a_rank_without_descriptors_says_so_instead_of_waiting_for_others():
         lacking = no_descriptor_left()
         entered = []
 
-        def check():  # called when the selector already has its descriptor
+        def check():  # accept_all calls check() after it has made its selector
             if not entered:
                 entered.append(lacking.__enter__())
 
@@ -168,7 +168,7 @@ def test_a_flood_of_garbage_silence_and_wrong_keys_does_not_disturb_the_wanted()
             if i % 3 == 0:
                 nuisance.send(b"GET / HTTP/1.1\r\n\r\n")
             elif i % 3 == 1:
-                nuisance.send(b"MSCM")  # the beginning of a hello, and nothing after it
+                nuisance.send(b"MSCM")  # only the beginning of a hello
         outcome: list[BaseException] = []
 
         def thief():

@@ -83,7 +83,7 @@ def test_who_is_lost_before_it_comes_ends_the_meeting():
     table.gone[1] = "rank 1 ended without release"
     lost = [((0,), "PeerLost", "init: rank 1 ended without release", [1])]
     assert unmet(table.meetings.look()) == lost
-    assert unmet(table.come(0, [0, 1])) == lost  # the next meeting with the lost rank fails at once
+    assert unmet(table.come(0, [0, 1])) == lost  # another meeting with the lost rank fails at once
 
 
 def test_who_comes_and_is_lost_ends_the_meeting_too():
@@ -121,7 +121,7 @@ def test_who_refuses_ends_the_meeting_also_for_those_that_come_later():
     refused = [(rank, "Aborted", "rank 0: enough", [0]) for rank in ((1,), (2,))]
     assert unmet(table.meetings.refuse(0, "k", "init", [0, 1, 2], "rank 0: enough")) == refused[:1]
     assert unmet(table.come(2, [0, 1, 2])) == refused[1:]
-    for rank in (0, 1):  # the next attempt to meet
+    for rank in (0, 1):  # a new meeting of the same ranks begins
         assert table.come(rank, [0, 1, 2]) == []
     assert table.come(2, [0, 1, 2])[0].frame["t"] == "met"
 
@@ -146,7 +146,7 @@ def test_all_meetings_end_with_their_epoch():
 
 
 class Meeting:
-    """One rank's part in a meeting, in a thread of its own."""
+    """Runs one rank's part of a meeting in a thread, and keeps the result or the error."""
 
     def __init__(self, members, rank, ranks, *, key="", name="create_group('g')", timeout_s=5.0, survivors=False):
         self.result = self.error = None
@@ -256,7 +256,7 @@ def test_an_abort_ends_the_meetings_and_those_that_come():
         waiting = Meeting(members, 1, [0, 1, 2])
         eventually(lambda: job.hub._meetings._open)
         members[0][0].report("Aborted", "rank 0: KeyError: 'a'", [0])
-        members[0][0].leave(0)  # may arrive at the hub together with the report
+        members[0][0].leave(0)  # this message may arrive at the hub together with the report
         later = Meeting(members, 2, [0, 1, 2], key="0:shrink", survivors=True)
         for meeting in (waiting, later):
             assert isinstance(meeting.ended().error, errors.Aborted)

@@ -91,8 +91,8 @@ def test_a_forked_child_lets_go_of_the_control_link():
 
 @ranks(2)
 def test_a_failing_worker_writes_to_no_descriptor_that_the_member_has_closed(rank):
-    """The core writes to its own copy of the descriptor. After the member has closed the original, its number may
-    belong to another file.
+    """The core writes to its own copy of the descriptor. After the member has closed the original descriptor, the
+    number of that descriptor may belong to another file.
     """
     group = resolve(None)
     if rank == 1:
@@ -104,7 +104,7 @@ def test_a_failing_worker_writes_to_no_descriptor_that_the_member_has_closed(ran
     group.member.close()
     os.dup2(writer, number)
     group.core.abort("Aborted", [0], [], "enough")
-    group.core.close()  # waits until the worker has ended
+    group.core.close()  # returns when the worker thread has ended
     assert work.done()
     os.set_blocking(reader, False)
     with pytest.raises(BlockingIOError):

@@ -232,7 +232,7 @@ def test_control_memory_of_an_interrupted_meeting_is_not_used_for_another_group(
 @ranks(2)
 def test_other_threads_run_while_a_large_array_is_released(rank, group):
     """The kernel takes long to free the array's pages, so the release must let other threads run."""
-    sys.setswitchinterval(100)  # so threads switch only where one of them releases the GIL
+    sys.setswitchinterval(100)  # from now on, threads switch only when one of them releases the GIL
     steps, stop = [0], threading.Event()
 
     def count():

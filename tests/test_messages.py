@@ -550,7 +550,7 @@ def test_a_deadline_of_a_recv_from_any_names_all_that_could_have_sent(rank, grou
 @ranks(3, env=SPLIT)
 def test_a_recv_from_any_ends_when_all_others_have_left_and_not_before(rank, group, host):
     if rank == 1:
-        mscomm.send(np.full(1, 1), 0)  # after this, rank 1 leaves, while its message is on its way
+        mscomm.send(np.full(1, 1), 0)  # rank 1 leaves at once, perhaps before its message arrives
     if rank:
         if rank == 2:
             mscomm.recv(np.zeros(1), 0, tag=1)
@@ -586,7 +586,7 @@ def test_a_killed_rank_ends_a_recv_from_any(rank, group):
 @ranks(3)
 def test_a_sendrecv_whose_send_fails_does_not_wait_for_its_recv(rank, group):
     if rank == 1:
-        mscomm.recv(np.zeros(1), 0)  # this makes a link to rank 0; after it, rank 1 leaves
+        mscomm.recv(np.zeros(1), 0)  # this recv makes the link to rank 0; then rank 1 leaves
     elif rank == 2:
         until_group_breaks()
     else:
@@ -760,7 +760,7 @@ def test_an_error_that_nobody_waited_for_is_told_to_the_others(rank, group):
 
 
 def stop_for(seconds: float) -> None:
-    """Stop this process, and let it continue after that time."""
+    """Stop this process, and let it continue after this many seconds."""
     helper = os.fork()
     if helper == 0:
         os.kill(os.getppid(), signal.SIGSTOP)
@@ -849,7 +849,7 @@ def test_a_receiver_without_descriptors_is_the_one_that_is_named(rank, group):
             mscomm.send(np.ones(3), 1)
         tell("failed")
         return
-    mscomm.send(np.ones(1), 1)  # a message to itself imports all modules
+    mscomm.send(np.ones(1), 1)  # a message to the rank itself makes it import all modules
     mscomm.recv(np.empty(1), 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
@@ -857,7 +857,7 @@ def test_a_receiver_without_descriptors_is_the_one_that_is_named(rank, group):
     with contextlib.suppress(OSError):
         while True:
             taken.append(os.dup(0))
-    os.mkdir(f"{os.environ[TOLD]}/starved")  # like tell(), which would need a descriptor
+    os.mkdir(f"{os.environ[TOLD]}/starved")  # as tell("starved"), but without a file descriptor
     with pytest.raises(mscomm.Aborted, match=r"rank 1 .*Too many open files"):
         mscomm.recv(np.empty(3), 0)
     for fd in taken:

@@ -68,7 +68,8 @@ def test_an_option_of_set_auto_parallel_context_works_is_told_or_refused(name: s
 
 def test_the_options_of_the_other_context_functions_work_or_are_told() -> None:
     told = {option for function, option in notices.WITHOUT_EFFECT if function in ("set_context", "set_ps_context")}
-    assert set(context._KNOWN) - told == {"device_target", "device_id"}  # device_target() and device_id() read them
+    # The functions device_target() and device_id() read these two options.
+    assert set(context._KNOWN) - told == {"device_target", "device_id"}
     assert told >= context._OF_TLS
     assert {("comm_fusion", name) for name in context._FUSIONS} - notices.WITHOUT_EFFECT.keys() == {
         ("comm_fusion", "allreduce")
@@ -97,7 +98,7 @@ def options_without_a_use(function: Callable[..., Any]) -> set[str]:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     except OSError:  # a dataclass's __init__ has no source; other code reads the fields
         return set()
-    # For an expression that is only stored in an attribute: the id of its node, and the attribute's name.
+    # Has an entry for each expression that is assigned to an attribute: the id of its node, and the attribute's name.
     kept: dict[int, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):

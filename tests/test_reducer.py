@@ -100,7 +100,7 @@ def test_gradients_may_lie_in_the_buffers(rank, group):
     assert all(np.shares_memory(one, buffer) for one, buffer in zip(got, reducer.buffers, strict=True))
     assert all((one == 0.5).all() for one in got)
     first[...], second[...], third[...] = 1, 2, 3
-    # Swapped: the last two arrays are the buffers of the third and second gradient.
+    # The second gradient is passed in the buffer of the third, and the third in the buffer of the second.
     got = reducer.reduce([first, third, second])
     assert (got[0] == 1).all() and (got[1] == 3).all() and (got[2] == 2).all()
 
@@ -191,8 +191,8 @@ def test_what_is_owed_to_a_gradient_that_nobody_has_waits(rank, group):
         reducer.wait()
         assert (b.grad is not None and bool((b.grad == 1).all())) == used
     owed = reducer.state_dict()["residual"]
-    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # a's residual was sent in the third step
-    assert (owed["b"] == 2 * 2.0**-9).all()  # the sum of the residuals of the two steps in which b had a gradient
+    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # the residual of a was sent in the third step
+    assert (owed["b"] == 2 * 2.0**-9).all()  # two residuals, one for each step in which b had a gradient
 
 
 @ranks(2)
@@ -574,7 +574,7 @@ def test_misuse_is_told(rank, group):
     reducer.wait()
     assert reducer.carried == 1
     last, first = (torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.half, torch.float))
-    # Each parameter has its own bucket. The bucket of the float32 parameter carries the number and is sent first.
+    # Each parameter has its own bucket. The float32 bucket is sent first, together with the number given to carry().
     reducer = GradientReducer([last, first])
     first.sum().backward()
     with pytest.raises(RuntimeError, match=r"carry: too late for this step; call it before backward\(\)"):
@@ -583,7 +583,7 @@ def test_misuse_is_told(rank, group):
     reducer.wait()
     assert (last.grad == 1).all() and (first.grad == 1).all()
     model.bias.requires_grad_(False)
-    reducer = GradientReducer(model.named_parameters())  # the first reducer is gone, and its hooks do nothing
+    reducer = GradientReducer(model.named_parameters())  # the earlier reducers are gone, and their hooks do nothing
     assert len(reducer.buffers) == 1
     model(torch.ones(1, 3)).sum().backward()
     reducer.wait()
@@ -619,7 +619,7 @@ def test_gradients_that_the_program_changes_or_replaces(rank, group):
     reducer.zero_grad()
     step()
     reducer.zero_grad()
-    second = GradientReducer([("weight", weight)])  # takes the parameter over from the first reducer
+    second = GradientReducer([("weight", weight)])  # the second reducer takes the parameter over from the first one
     (weight * (rank + 1)).sum().backward()
     assert not reducer._step.begun
     second.wait()

@@ -91,7 +91,7 @@ def job(folder: Path, body: str, *options: object, ranks: int = 4, timeout_s: fl
 
 
 def said(done) -> dict[int, list[dict]]:
-    """The objects that each rank has printed, in order."""
+    """The JSON objects that each rank has printed, by rank and in order."""
     words = defaultdict(list)
     for line in done.stdout.splitlines():
         prefix, _, text = line.partition(" ")

@@ -98,7 +98,7 @@ def test_a_rank_that_closes_a_group_before_it_rejoins_is_no_culprit():
             members[rank].attach("k", communicator, undialled)
         lose(job, 0, again=True)
         eventually(lambda: any("verdict on" in line for line in job.log))
-        members[1].detach("k")  # the first step of its rejoin()
+        members[1].detach("k")  # rank 1 has begun rejoin(), whose first step is detach()
         eventually(lambda: pair[3].departed == [1])
         error = members[3].settle("k", errors.PeerLost("rank 1 has left the job", [1]), 1)
         assert error.ranks == (0,)
@@ -157,7 +157,7 @@ def test_who_gives_up_its_set_up_is_not_waited_for_by_the_others():
         for wait in [Waits(member.rejoin, facts(2), soon()) for member in members]:
             assert wait.ended().result.epoch == 1
         setting_up = Waits(members[0].ready, soon())
-        # As if a signal had interrupted rank 1 while it set up the epoch.
+        # Rank 1 begins again, as if a signal had interrupted it while it set up the epoch.
         once_more = Waits(members[1].rejoin, facts(2), soon())
         assert isinstance(setting_up.ended().error, errors.PeerLost)
         assert "gave up its set-up" in str(setting_up.error)
@@ -230,7 +230,7 @@ def test_a_worker_comes_back_under_its_id():
 
 
 class Launcher:
-    """A launcher's link to the hub, which it makes before it starts its ranks."""
+    """A launcher's link to the hub. The launcher makes this link before it starts its ranks."""
 
     def __init__(self, job, ranks):
         sock = links.connect(job.listener.getsockname(), soon())

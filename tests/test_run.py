@@ -285,7 +285,7 @@ def test_a_slow_reader_gets_everything_and_stops_nobody(script, tmp_path, blocki
     )
     with subprocess.Popen([*MSCOMM, "run", "-n", "2", script(body)], stdout=writer, stderr=subprocess.PIPE) as process:
         os.close(writer)
-        time.sleep(2)  # until the pipes are full
+        time.sleep(2)  # long enough for the pipes to become full
         assert not (tmp_path / "done").exists()
         with open(reader, "rb") as pipe:
             assert pipe.read() == (b"[0] " + b"y" * 1000 + b"\n") * 3000
@@ -298,7 +298,7 @@ def test_output_that_nobody_read_is_counted_and_is_a_failure(script, tmp_path):
     """
     command = [*MSCOMM, "run", "-n", "1", "--log_dir", tmp_path, script("for _ in range(600): print('y' * 995)")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        said = process.stderr.read()  # reads stderr to its end, and nothing from stdout
+        said = process.stderr.read()  # the test reads all of stderr, and nothing from stdout yet
         assert process.wait(30) == 1
         lost = int(re.search(r"mscomm run: (\d+) bytes of the ranks' output were dropped: nobody read stdout", said)[1])
         # A piece of output counts as dropped even if a part of it was written.

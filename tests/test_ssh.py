@@ -47,7 +47,8 @@ class Sshd:
             f"AuthorizedKeysFile {folder}/authorized_keys\nPermitRootLogin yes\nPasswordAuthentication no\n"
         )
         if os.getuid() == 0:
-            Path("/run/sshd").mkdir(exist_ok=True)  # sshd needs it; the service that makes it may never have run
+            # sshd needs this folder. The system service makes it, but that service may never have run.
+            Path("/run/sshd").mkdir(exist_ok=True)
         self._log = open(folder / "log", "wb")  # noqa: SIM115
         self.process = subprocess.Popen([program, "-D", "-e", "-f", folder / "config"], stderr=self._log)
         until = time.monotonic() + 10
@@ -145,7 +146,7 @@ def test_an_ssh_that_fails_is_shown_with_its_host(start, sshd, tmp_path, wrong):
 
 def test_a_host_without_mscomm_or_without_the_script_is_named(start, sshd, tmp_path):
     (tmp_path / "script.py").write_text(GATHER)
-    elsewhere = tmp_path / "ssh"  # a host that does not have this Python
+    elsewhere = tmp_path / "ssh"  # this ssh starts a Python that does not exist
     elsewhere.write_text(f"#!/bin/sh\nexec {sshd.command()} 127.0.0.2 /nowhere/python\n")
     elsewhere.chmod(0o755)
     process = start("--hosts", "127.0.0.1:1,127.0.0.2:1", "script.py", MSCOMM_SSH=str(elsewhere))

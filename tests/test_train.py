@@ -415,7 +415,7 @@ def test_what_a_lost_rank_had_is_kept_by_the_others(rank, group):
         files = ModelCheckpoint("line", folder, mscomm.CheckpointConfig(keep_checkpoint_max=1))
         with pytest.raises(mscomm.PeerLost, match="rank 1"):
             numpy_line()[0].train(1, Batches(rank, 2), [RankOneDies(), files])
-        assert "line-1_3.safetensors" in os.listdir(folder)  # the newest step that rank 1, too, has saved
+        assert "line-1_3.safetensors" in os.listdir(folder)  # the newest step that both ranks have saved
         assert len(os.listdir(folder)) == 2
 
 
@@ -785,7 +785,7 @@ def test_a_training_whose_ranks_were_all_killed_ends_with_the_bits_of_one_that_w
     until, seen = time.monotonic() + 120, re.compile(r"result.*begins.*epoch: 2 step: 4", re.S)
     while not seen.search(broken.output(0)) and time.monotonic() < until:
         time.sleep(0.005)
-    broken.kill()  # by SIGKILL
+    broken.kill()  # kill() sends SIGKILL
     assert seen.search(broken.output(0)), broken.logs()
     second = job("again")
     assert second.wait(120) == [0, 0], second.logs()

@@ -76,7 +76,7 @@ def test_seven_ranks_wait_for_the_eighth_to_create_a_group(rank, group):
 @pytest.mark.parametrize("host", [["a", "b"]], ids=["two hosts"])
 @ranks(2, env={"MSCOMM_HOST_ID": "{host}", "MS_NODE_TIMEOUT": "1"})
 def test_a_rank_that_reads_later_than_the_node_timeout_is_not_lost(rank, group, host):
-    x = np.full(8 << 20, rank, np.float32)  # more than the sockets take, so the TCP window closes
+    x = np.full(8 << 20, rank, np.float32)  # larger than the socket buffers, so the TCP window closes
     if rank == 1:
         time.sleep(4)
     assert (mscomm.broadcast(x) == 0).all()

@@ -120,7 +120,7 @@ def test_the_stack_is_not_executable(path):
     with path.open("rb") as file:
         stacks = [segment for segment in ELFFile(file).iter_segments() if segment.header.p_type == "PT_GNU_STACK"]
         flags = [segment.header.p_flags for segment in stacks]
-    assert flags == [6]  # readable and writable
+    assert flags == [6]  # 6 means readable and writable, but not executable
 
 
 def test_two_ranks_add_their_arrays(tmp_path):

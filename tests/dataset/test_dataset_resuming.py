@@ -60,7 +60,7 @@ def test_a_pass_goes_on_at_any_batch_with_the_same_bits(folder, name, ahead):
             next(rows, None) or next(rows)  # at the end of a pass, take the first batch of the next pass
         state = json.loads(json.dumps(data.state_dict()))
         rows.close()
-        ds.config.set_seed(123)  # must have no effect, because the state has a seed
+        ds.config.set_seed(123)  # this seed must have no effect, because the state contains one
         resumed = make(folder)
         resumed.load_state_dict(state)
         ds.config.set_seed(SEED)

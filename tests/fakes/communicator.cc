@@ -106,7 +106,7 @@ void Communicator::launch(std::vector<Operation> operations) {
     });
     return;
   }
-  // It is an error if two threads issue at once, and it is counted as a violation elsewhere. The lock keeps such threads from
+  // Two threads must not issue at once: class Inside counts that as a violation. If they do, this lock keeps the threads from
   // waiting for each other's numbers.
   std::lock_guard lock(issuing_);
   const uint64_t number = take_number();

@@ -44,7 +44,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Meeting& meeting() { return meeting_; }
   Meeting::Watch watch();
 
-  // Makes one launch of these operations. The launch runs after all work that their streams have now, and before any later work.
+  // Makes one launch of these operations. The launch runs after all work that is on their streams, and before any later work.
   void launch(std::vector<Operation> operations);
   // Waits until all launches have ended. Returns false if the communicator was stopped.
   bool drain();
@@ -55,7 +55,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   std::atomic<int> error{0};
 
-  // While this object lives, its thread is inside a call on the communicator. Objects of one thread may be nested.
+  // While this object lives, the thread that made it is inside a call on the communicator. A thread may nest such objects.
   class Inside {
    public:
     Inside(Engine* engine, Communicator* communicator);
@@ -75,7 +75,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Meeting meeting_;
   const int fault_, lost_;
   std::atomic<bool> stopped_{false};
-  std::mutex issuing_;  // so that launches take their numbers in the order of their places in the stream
+  std::mutex issuing_;  // makes the numbers of launches have the order of their places in the stream
   // Protects the members below.
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -84,8 +84,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   int running_ = 0;
 };
 
-// Applies the failures that the environment asks for: the operation can hang, fail later, or end the process. If the operation
-// must fail now, returns the error code, otherwise 0.
+// Applies the failures that the environment asks for: kills the process, or marks the operation to hang, to fail later or to end
+// the process when it runs. Returns an error code if the operation must fail at once, otherwise 0.
 int inject(Operation& operation, int rank);
 
 // Returns the engine of the vendor's runtime, or nullptr if no runtime is found. The runtime may be loaded already under one of

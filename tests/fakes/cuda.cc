@@ -601,7 +601,7 @@ FAKE_EXPORT Result cuPointerGetAttribute(void* data, int which, Pointer memory) 
   if (const Result result = ready()) return result;
   if (!data) return invalid_value;
   const Buffer buffer = engine().find(memory, 0);
-  if (!buffer.allocation) return invalid_value;  // plain memory of the host
+  if (!buffer.allocation) return invalid_value;  // host memory that CUDA does not know
   return attribute(buffer, which, data) ? success : invalid_value;
 }
 

@@ -49,7 +49,7 @@ class Cuda:
             raise DeviceError(name, code, (text.value or b"?").decode())
 
     def order(self, stream: int, after: int) -> None:
-        """Make later work on `stream` wait for the work that `after` has now."""
+        """Make later work on `stream` wait for all work that is already on the stream `after`."""
         event = c_uint64()
         self.call("cuEventCreate", byref(event), c_uint(2))
         self.call("cuEventRecord", event, c_uint64(after))
@@ -247,7 +247,7 @@ def stream(handle: int):
 
 
 def new_stream(device: int = 0, blocking: bool = False) -> int:
-    """Return a new stream. If blocking, this stream and the legacy default one wait for each other, as in CUDA."""
+    """Return a new stream. If blocking, this stream and the legacy default stream wait for each other, as in CUDA."""
     with runtime().on(device):
         return runtime().new_stream(blocking)
 
@@ -266,7 +266,7 @@ def synchronize(device: int = 0, handle: int | None = None) -> None:
 
 
 class _Memory:
-    """An allocation. It is freed in the order of the stream that was current when it was made."""
+    """Device memory of an array. It is freed in the order of the stream that was current when it was allocated."""
 
     def __init__(self, nbytes: int, device: int, managed: bool = False):
         self.runtime = runtime()
@@ -363,7 +363,7 @@ class DeviceArray:
         return 2, self.device
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
-        """Return a capsule. The consumer's stream waits for the current one, except with stream=-1."""
+        """Return a capsule. The consumer's stream, `stream`, waits for the current stream. -1: no stream waits."""
         if not runtime().interface:
             raise BufferError("an array of an Ascend device has no DLPack device here")
         if copy or (dl_device and tuple(dl_device) != self.__dlpack_device__()):
@@ -467,7 +467,7 @@ class DeviceArray:
         return self
 
     def to_numpy(self) -> np.ndarray:
-        """Wait for the work that the current stream has now, then return a copy of the array on the host."""
+        """Wait for all work on the current stream, then return a copy of the array on the host."""
         source = self.contiguous()
         host = np.empty(self.size * self.itemsize, np.uint8)
         with runtime().on(self.device):
@@ -482,7 +482,7 @@ class DeviceArray:
 
 
 def _computed(function, *operands) -> DeviceArray:
-    """Wait for the work that the current stream has now, then compute with NumPy. Return the result on the device."""
+    """Wait for all work on the current stream, then compute with NumPy. Return the result on the device."""
     arrays = [one for one in operands if isinstance(one, DeviceArray)]
     with np.errstate(all="ignore"):
         made = function(*(one.to_numpy() if isinstance(one, DeviceArray) else one for one in operands))
@@ -526,7 +526,7 @@ class _Tensor(ctypes.Structure):
 
 
 _Deleter = ctypes.CFUNCTYPE(None, c_void_p)
-_managed: dict[int, tuple] = {}  # what consumers hold, by the address that a consumer passes to the deleter
+_managed: dict[int, tuple] = {}  # the tensors that consumers hold; each key is the address for the deleter
 
 
 class _Managed(ctypes.Structure):
@@ -578,7 +578,7 @@ def _capsule(array: DeviceArray, versioned: bool):
 
 
 class compute:
-    """Work like that of a framework's kernels. It is late: code that does not wait for the stream sees old values."""
+    """Enqueues what a framework's kernels would do. Code that does not wait for the stream sees old values."""
 
     @staticmethod
     def sleep(seconds: float, device: int = 0) -> None:

@@ -18,11 +18,12 @@ namespace fake {
 using Address = uint64_t;
 using Handle = uint64_t;
 using Uuid = std::array<unsigned char, 16>;
-using Deadline = std::optional<std::chrono::steady_clock::time_point>;  // none: wait for ever, as the real libraries do
+using Deadline = std::optional<std::chrono::steady_clock::time_point>;  // no value: wait for ever, as the real libraries do
 
 enum class Where { host, device };
 
-// An argument of work in a queue. It notes which memory the address means at the time when the caller enqueues the work.
+// Memory that enqueued work uses. find() fills it in when the caller enqueues the work, so it names the allocation that has the
+// address at that time.
 struct Buffer {
   Address address = 0;
   size_t bytes = 0;
@@ -63,14 +64,14 @@ class Engine {
   virtual int devices() const = 0;
   virtual Uuid uuid(int device) const = 0;
 
-  // The current device of this thread, or -1. The vendor's runtime sets it.
+  // The current device of the calling thread, or -1 if there is none. The vendor's runtime library sets it.
   virtual int current() const = 0;
   virtual void set_current(int device) = 0;
 
   // Returns 0 if no memory is left. The host can read and write only managed memory. The memory is not zero.
   virtual Address allocate(int device, size_t bytes, bool managed = false) = 0;
   virtual bool release(Address address) = 0;
-  // Returns the buffer that begins at this address, which may be any address inside an allocation.
+  // Returns the buffer that begins at this address. The address need not be the start of an allocation.
   virtual Buffer find(Address address, size_t bytes) const = 0;
   // Returns the bytes of a buffer, for work that runs now. If the buffer is not memory of this device, or was released after the
   // work was enqueued, returns nullptr and marks the device as broken. of_any: the memory may belong to any device, as for a

@@ -62,11 +62,11 @@ def assign(out: DeviceArray, made: DeviceArray) -> None:
     out.copy_(made if made.dtype == out.dtype else from_host(out, on_host(made).astype(out.dtype)))
 
 
-users: list[tuple[int, int]] = []  # the calls of used(): an address, and the stream that uses it
+users: list[tuple[int, int]] = []  # for each call of used(): an address, and the stream that uses it
 
 
 def used(x: DeviceArray) -> None:
-    """Only note the call in `users`. It does not change when memory is freed: in the order of its first stream."""
+    """Note the call in `users`, and do nothing else: memory is still freed in the order of its first stream."""
     users.append((x.ptr, device_array.current_stream()))
 
 

@@ -50,14 +50,14 @@ def device() -> int:
 
 
 def settle() -> None:
-    """Wait until the device has done all work that the current stream has now."""
+    """Wait until the device has done all work on the current stream."""
     device_array.synchronize(device())
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     count = int(np.prod(shape, dtype=np.int64))
     if not count:
-        return torch.empty(shape, dtype=dtype)  # without an address, nobody could tell that it is managed
+        return torch.empty(shape, dtype=dtype)  # an empty tensor has no address, so it cannot be recognised as managed
     return torch.from_numpy(np.asarray(_Managed(count * dtype.itemsize))).view(dtype).reshape(shape)
 
 

@@ -55,8 +55,8 @@ struct Card {
 
 class Meeting {
  public:
-  // Each wait calls `stopped` again and again, and ends if it returns true. `lost` is called at most once, when a peer is found
-  // dead or gone, and only with FAKE_REMOTE_ERROR=1. Without that setting, the stand-in does not look for dead peers.
+  // Each wait calls `stopped` again and again, and ends if `stopped` returns true. With FAKE_REMOTE_ERROR=1, `lost` is called
+  // once if a peer is found dead or gone. Without that setting, the stand-in does not look for dead peers.
   struct Watch {
     std::function<bool()> stopped;
     std::function<void(int peer)> lost;
@@ -101,7 +101,7 @@ class Meeting {
   char* memory_ = nullptr;
   bool seated_ = false;
   uint64_t calls_ = 0, rounds_ = 0;
-  std::vector<uint64_t> sent_, received_;  // how many messages, by peer
+  std::vector<uint64_t> sent_, received_;  // how many messages this rank has sent to, and received from, each peer
   std::atomic<bool> told_{false};
 };
 

@@ -183,8 +183,8 @@ inline void fold_into(Type type, Fold fold, char* into, const char* with, size_t
   });
 }
 
-// Multiplies all numbers by `factor`, which has the same type. Used only for floats: to get an average, they are scaled before
-// the sum.
+// Multiplies all numbers by `factor`, which has the same type. Used only for averages of floats, which are scaled before they
+// are summed.
 inline void scale(Type type, char* data, size_t bytes, const void* factor) {
   with_type(type, [&]<typename T>(T) {
     T by;

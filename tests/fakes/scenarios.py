@@ -291,7 +291,7 @@ def mismatches(r: Rank):
 
 @scenario
 def dies(r: Rank):
-    """Run on while FAKE_DIE kills rank 1. Return what the other ranks see."""
+    """Call all_reduce twice. FAKE_DIE kills rank 1 meanwhile. Return what the other ranks see."""
     comm = r.init()
     x = r.array(np.ones(8, np.float32))
     r.all_reduce(x, comm)
@@ -406,7 +406,7 @@ def groups(r: Rank):
     nccl.GroupEnd()
     found["joined"] = float(out.to_numpy()[0]) == n * (n + 1) / 2 + 10 * n
     da.synchronize(r.device, other)
-    # The error of one call is the error of the whole group, and then no call of the group runs.
+    # If one call of a group returns an error, GroupEnd returns this error, too, and no call of the group runs.
     nccl.GroupStart()
     found["member"] = nccl.code("AllReduce", x.ptr, out.ptr, 8, 99, 0, comm, s)
     nccl.AllReduce(x.ptr, out.ptr, 8, f, 0, comm, s)

@@ -232,6 +232,6 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(rank: int, group: No
     take(mscomm.all_reduce(x))
     if rank == 0:
         y = mscomm.all_reduce(x, timeout=3)
-        take(y)  # returns when the abort has ended the call on the device
+        take(y)  # take() returns when the abort has ended the call on the device
     error = ends(lambda: mscomm.barrier(timeout=120))
     assert isinstance(error, (mscomm.CollectiveTimeout, mscomm.Mismatch)), error

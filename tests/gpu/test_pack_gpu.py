@@ -153,7 +153,7 @@ def test_error_feedback_adds_up(rank: int, group: None) -> None:
         for step in range(20):
             whole = (rng.normal(size=count) * 0.01).astype(np.float32)
             if step == 0:
-                whole[5::1000] = 3 * largest  # more than one step can send
+                whole[5::1000] = 3 * largest  # one step can send at most a third of each of these numbers
             parts = [Given(x) for x in np.split(whole, np.cumsum(SIZES)[:-1])]
             pack(bucket, parts, residual=residual.memory, largest=largest)
             total, here = whole + owed, bucket.take()
@@ -165,7 +165,7 @@ def test_error_feedback_adds_up(rank: int, group: None) -> None:
             given, sent = given + whole, sent + here.astype(np.float64)
         usual = np.ones(count, bool)
         usual[5::1000] = False
-        assert (np.abs(sent + owed - given)[usual] <= 20 * 2**-24).all()  # 20 steps, each of which rounds
+        assert (np.abs(sent + owed - given)[usual] <= 20 * 2**-24).all()  # there are 20 steps, and each one rounds
         assert np.allclose((sent + owed)[~usual], given[~usual], rtol=1e-5)
 
 
