@@ -25,7 +25,7 @@ def each(table: dict[str, Any]) -> Any:
 
 
 def in_a_forked_child(body: Any) -> str:
-    """Run body in a forked child. Returns the text of the error that it raises there."""
+    """Run body in a forked child. Returns the text of the error that body raises."""
     readable, writable = os.pipe()
     child = os.fork()
     if child == 0:

@@ -42,8 +42,8 @@ TOLD = "RANKS_TOLD"  # the variable that names a folder: ranks signal each other
 
 
 class Job:
-    """n rank processes, and their hub in this process. The ranks are started as by `mscomm run`. The test controls
-    them.
+    """n rank processes, and their hub in this process. Job starts the ranks as `mscomm run` does, and the test
+    controls them.
     """
 
     def __init__(

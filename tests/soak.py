@@ -82,7 +82,7 @@ def plan(seed: int, index: int) -> dict[str, Any]:
 
 
 def neighbour(job: dict[str, Any]) -> dict[str, Any]:
-    """The second job: two ranks on the same host or hosts, with the same transport and no fault but a pause."""
+    """The second job: two ranks on the same host or hosts, with the same transport. Its only fault is a pause."""
     calm = {"fault": "slow", "victim": 0, "work": "calls"}
     return {**job, **calm, "seed": f"{job['seed']}:beside", "size": 2, "hosts": job["hosts"][:2]}
 

@@ -43,7 +43,7 @@ def test_a_forked_child_that_ends_takes_nobody_with_it(rank, group):
 
 @ranks(2)
 def test_a_forked_child_ends_though_threads_of_the_parent_wait(rank, group):
-    """The child must not wait for threads that only its parent has: the group's worker, and one in Work.wait."""
+    """The child must not wait for threads that only its parent has: the group's worker and a thread in Work.wait()."""
     x = np.float32([rank])
     assert mscomm.all_reduce(x, async_op=True).wait()[0] == 1
     if rank == 1:

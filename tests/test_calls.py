@@ -203,7 +203,7 @@ def test_what_only_pytorch_knows_of_its_tensors(alone):
     assert torch.Tensor in arrays.plain_types
     conjugated = torch.tensor([1 + 2j]).conj()
     assert conjugated.is_conj() and mscomm.all_reduce(conjugated).tolist() == [1 - 2j]
-    negated = torch.tensor([1 + 2j]).conj().imag  # a single element, so PyTorch says that the tensor is contiguous
+    negated = torch.tensor([1 + 2j]).conj().imag  # it has one element, so PyTorch calls it contiguous
     assert negated.is_neg() and negated.is_contiguous() and mscomm.all_reduce(negated).tolist() == [-2]
     for view, kind, says in (
         (torch.ones(1).expand(4), TypeError, "out is read-only"),

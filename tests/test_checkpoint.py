@@ -465,7 +465,7 @@ class Halving(mscomm.Callback):
     epoch_end = step_end
 
 
-@pytest.mark.parametrize(("steps", "kept"), [(1, 6), (3, 3)])  # resumes at the end of an epoch, or in the middle of one
+@pytest.mark.parametrize(("steps", "kept"), [(1, 6), (3, 3)])  # resume at an epoch's end, or in its middle
 def test_callbacks_go_on_too(tmp_path, steps, kept):
     config = CheckpointConfig(steps)
     first, second = Halving(), Halving()

@@ -59,7 +59,7 @@ def test_all_images_of_an_origin_are_written_once(origin, tmp_path):
     rows = list(ds.Cifar10Dataset(out, shuffle=False))
     assert sorted((int(label), image[:, :, 0].tobytes()) for image, label in rows) == want
     assert all((image == image[:, :, :1]).all() for image, _ in rows)
-    for usage in ("train", "test"):  # each label has its share in the training set and in the test set
+    for usage in ("train", "test"):  # each label has about a tenth of the training set and of the test set
         counts = np.bincount([int(label) for _, label in ds.Cifar10Dataset(out, usage)], minlength=10)
         assert counts.min() > 0.7 * counts.mean()
     first = [int(label) for _, label in ds.Cifar10Dataset(out, "train", shuffle=False)][:100]

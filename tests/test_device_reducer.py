@@ -353,7 +353,7 @@ def test_a_dtype_that_the_library_does_not_add_up_is_told(rank: int, group: None
 @pytest.mark.parametrize("why", ["no kernels", "no memory"])
 @devices(2)
 def test_what_one_rank_alone_cannot_do_is_told_to_all(rank: int, group: None, why: str) -> None:
-    if why == "no kernels":  # here rank 1's array library lacks bfloat16, too
+    if why == "no kernels":  # on rank 1, the array library has no bfloat16 either
         if rank == 1:
             del device_array.namespace.bfloat16
         with pytest.raises(TypeError, match=r"DeviceArray has no bfloat16, and mscomm no kernels .*, on rank 1 of"):

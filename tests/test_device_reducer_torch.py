@@ -72,7 +72,7 @@ def test_the_weights_are_those_of_one_process_with_the_whole_batch(
     for mine, theirs in zip(model.parameters(), trained_alone(steps, rows).parameters(), strict=True):
         assert ((mine - theirs).norm() <= 1e-4 * theirs.norm()).all()
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    assert (mscomm.all_gather(flat[None]) == flat).all()  # equal on all ranks, to the bit
+    assert (mscomm.all_gather(flat[None]) == flat).all()  # the gradients are equal on all ranks, to the bit
     assert violations() == []
 
 

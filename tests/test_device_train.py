@@ -263,7 +263,7 @@ def test_two_ranks_train_the_model_that_one_trains_with_the_whole_batch(
         mine = arrays.on_host(x, name, "test")
         assert isinstance(arrays.memory_anywhere(x, name, "test"), OnDevice)
         assert (bits(mine) == bits(arrays.on_host(weights_again()[name], name, "test"))).all(), name
-        assert (mscomm.all_gather(mine[None]) == mine).all()  # equal on all ranks
+        assert (mscomm.all_gather(mine[None]) == mine).all()  # the weights are equal on all ranks
         assert by_name[name].shape == mine.shape
     assert losses.local[0] != losses.mean[0] == mscomm.all_reduce(np.array(losses.local[0]), "avg")
     assert violations() == []

@@ -59,7 +59,7 @@ def test_every_variable_that_the_code_names_has_a_row() -> None:
 
 @each_row
 def test_the_readers_of_a_row_are_those_of_the_code(row: environment.Variable) -> None:
-    """If the code that reads a variable is deleted, its row must be deleted too."""
+    """If the code that reads a variable is deleted, the row of the variable must be deleted, too."""
     assert row.readers
     assert set(row.readers) <= IN_CODE.get(row.name, set())
 

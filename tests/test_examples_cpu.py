@@ -30,7 +30,7 @@ STEPS = 10  # 6 x 54 images make 10 batches of 16 on each of 2 ranks
 
 @pytest.fixture(scope="module")
 def two_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The zeros and ones of the digits, in CIFAR-10's files; learning all ten digits would take a hundred steps."""
+    """A folder like CIFAR-10's with images of two digits only. Learning all ten digits would take a hundred steps."""
     out = tmp_path_factory.mktemp("digits") / "cifar-10-batches-bin"
     done = invoke(data.command, "make", "--from", "digits", "--out", out)
     assert done.exit_code == 0, done.output

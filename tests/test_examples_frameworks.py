@@ -12,7 +12,7 @@ import pytest
 from sessions import MSCOMM, clean_environment, run
 from test_launchers import EXAMPLES
 
-STEPS = 3 * 23  # 3 epochs of 23 batches: 32 images each, from a rank's half of the 1,498
+STEPS = 3 * 23  # 3 epochs of 23 batches: a rank has 749 images, and a batch has 32
 
 TIMEOUT_S = 240
 

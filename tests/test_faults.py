@@ -64,7 +64,7 @@ RAISES_WITHIN_S = 5  # a generous bound; the measured figures are in docs/perfor
 
 
 def later(seconds: float, what: signal.Signals) -> None:
-    """Send this process the signal after this many seconds, when it is probably in one of its next calls."""
+    """Send this process the signal after this many seconds. By then, the process is probably in another call."""
     threading.Timer(seconds, os.kill, (os.getpid(), what)).start()
 
 

@@ -112,7 +112,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(port: int) -> Iterator[Start]:
-    """start(role, script, **env) starts one process of an MS_* job on `port`; all are ended afterwards."""
+    """start(role, script, **env) starts one process of an MS_* job on `port`. After the test, all are ended."""
     processes: list[subprocess.Popen[str]] = []
 
     def begin(role: str, script: Path = ALLGATHER, workers: int = 2, **env: str) -> subprocess.Popen[str]:
@@ -285,7 +285,7 @@ def test_mpi4py_works_with_a_pmix_server_that_is_late(openmpi: Environment, orde
     subprocess.run([compiler, "-shared", "-fPIC", "-D_GNU_SOURCE", source, "-o", library, "-ldl"], check=True)
     done = openmpi.start(4, script, order, LD_PRELOAD=str(library))
     assert (done.returncode, done.stdout) == (0, "ok\n" * 4), done.stderr
-    # 4 ranks, and for each of them two helpers and one MPI_Finalize.
+    # At least 12 answers must be late: for each of the 4 ranks, those to two helpers and to one MPI_Finalize.
     assert done.stderr.count("late\n") >= 12, done.stderr
 
 
@@ -624,7 +624,7 @@ def alone() -> list[float]:
 
 
 def assert_all_ranks_print(alone: list[float], outputs: list[str]) -> None:
-    """Check that every rank prints the same losses, to the bit, and those of a single process within 1e-6."""
+    """Check that all ranks print equal losses, to the bit. They may differ by 1e-6 from those of a single process."""
     first = losses(outputs[0])
     assert all(losses(output) == first for output in outputs)
     assert first == pytest.approx(alone, rel=0, abs=1e-6)

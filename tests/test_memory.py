@@ -26,7 +26,7 @@ SIZES = [16 << 10, (64 << 10) + 3, 300_001, 1 << 20, (3 << 20) + 7]  # in bytes:
 
 
 def may_read_each_other() -> bool:
-    """Whether a process may read the memory of another that is not its child (Yama's ptrace_scope)."""
+    """Whether a process may read the memory of a process that is not its child (see ptrace_scope of Yama)."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     said = scope.read_text().strip() if scope.exists() else "0"
     return said == "0" or (os.geteuid() == 0 and said != "3")
@@ -97,7 +97,7 @@ def test_long_sums_of_two_ranks_have_the_same_bits(rank, group, memory, in_place
 
 
 def forbid_reading_me() -> None:
-    """Keep processes from reading this one's memory, unless they may trace any process (prctl(2), PR_SET_DUMPABLE)."""
+    """Only processes that may trace any process can read the memory of this one afterwards (PR_SET_DUMPABLE)."""
     set_dumpable = 4
     assert ctypes.CDLL(None, use_errno=True).prctl(set_dumpable, 0, 0, 0, 0) == 0
 

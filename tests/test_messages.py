@@ -31,7 +31,7 @@ def value(source: int, destination: int, size: int) -> np.ndarray:
 
 
 def in_threads(*bodies) -> None:
-    """Run the bodies at the same time, each in a thread. If one raises an error, it is raised here."""
+    """Run the bodies at the same time, each in a thread. If a body raises an error, raise it here."""
     errors: list[BaseException] = []
 
     def run(body):
@@ -219,7 +219,7 @@ def test_any_source_and_tag_take_what_comes_and_say_what_it_was(rank, group, hos
                 assert mscomm.recv(out, mscomm.ANY_SOURCE, mscomm.ANY_TAG, status=status) is out
                 assert np.array_equal(out, value(status.source, status.tag, size)) and status.count == size
                 seen[status.source].append(status.tag)
-            # Messages of one source come in the order in which it sent them.
+            # The messages of one source arrive in the order in which the source sent them.
             assert seen == {source: [source, 10, 2**31 - 1] for source in (1, 2)}
         mscomm.barrier()
 
@@ -694,7 +694,7 @@ def until_in_a_message(thread: threading.Thread) -> None:
 
 
 def interrupt_in_a_message() -> None:
-    """Press Ctrl-C once the main thread waits in a message."""
+    """Send SIGINT, as Ctrl-C does, once the main thread waits in send or recv."""
     until_in_a_message(threading.main_thread())
     os.kill(os.getpid(), signal.SIGINT)
 

@@ -110,7 +110,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return same([*a], [*b]) and same([*a.values()], [*b.values()])  # the keys must be in the same order
     if isinstance(a, (set, frozenset)):
-        left = list(b)  # a list, because `in` does not find NaN
+        left = list(b)  # searched with same(), because `in` does not find NaN
         for item in a:
             match = next((i for i, other in enumerate(left) if same(item, other)), None)
             if match is None:

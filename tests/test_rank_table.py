@@ -89,7 +89,7 @@ def refused(content: bytes, path: str = "table.json") -> InvalidTable:
 
 
 def put(*path: Any, to: Any) -> Change:
-    """A change of the value at this path. If the path ends with a new key, the change adds the key."""
+    """Returns a change that sets the value at this path. If the path ends with a new key, the change adds the key."""
 
     def change(found: Any) -> None:
         for step in path[:-1]:
@@ -389,7 +389,7 @@ def test_super_pods_are_read() -> None:
 
 
 def test_the_table_of_the_tutorial_is_taken_as_it_stands() -> None:
-    """The address of a single server is not used, and the tutorial leaves it to the reader."""
+    """If there is only one server, its address is not used. The tutorial has a placeholder for the address."""
     content = changed(put(*SERVER, "server_id", to="10.*.*.*"), lambda: table(1, 8))
     found = parse(content, "table.json")
     assert [seat.device for seat in found.seats] == list(range(8))

@@ -168,7 +168,8 @@ def test_parameters_that_differ_are_an_error_on_all_ranks(rank, group):
 @ranks(2)
 def test_what_compression_takes_away_is_added_later(rank, group, compression):
     reducer = GradientReducer([np.zeros(1000, np.float32)], compression=compression)
-    odd = np.full(1000, 1 + 2.0 ** (-9 if compression == "bf16" else -12), np.float32)  # between two 16-bit numbers
+    # A number a quarter of the way between two neighbouring 16-bit numbers.
+    odd = np.full(1000, 1 + 2.0 ** (-9 if compression == "bf16" else -12), np.float32)
     got = sum(reducer.reduce([odd])[0].astype(np.float64) for _ in range(64))
     # Without the residual, each step would lose at least a quarter of a unit. With it, all 64 steps together lose at
     # most one unit.
@@ -393,7 +394,7 @@ def test_the_weights_are_those_of_one_process_with_the_whole_batch(rank, group, 
     assert_same_weights(model, trained_alone(steps, rows), 1e-9)
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     everybodys = mscomm.all_gather(flat[None])
-    assert (everybodys == flat).all()  # equal on all ranks, to the bit
+    assert (everybodys == flat).all()  # the gradients are equal on all ranks, to the bit
 
 
 def convolutions() -> Any:
@@ -449,7 +450,7 @@ def test_batch_norm_gives_what_distributed_data_parallel_gives(rank, group, n):
     ours = trained_on_shards(by_mscomm, rank, n)
     theirs = trained_on_shards(by_ddp, rank, n)
     torch.distributed.destroy_process_group()
-    if n == 2:  # exactly equal, because two numbers have only one order, and halving is exact
+    if n == 2:  # exactly equal, because a sum of two numbers has only one order, and halving is exact
         assert all(torch.equal(mine, its) for mine, its in zip(ours.parameters(), theirs.parameters(), strict=True))
     assert_same_weights(ours, theirs, 1e-3)
     if rank == 0:  # on the other ranks, DistributedDataParallel replaces the running means by rank 0's

@@ -112,7 +112,7 @@ def assert_went_on(done, lost: set[int]):
     for rank in lost:
         back_s = [word["back_after"] for word in words[rank] if "back_after" in word][-1]
         print(f"rank {rank} was back in the group {back_s:.3f} s after it called init")
-        assert back_s < 5  # a generous bound: it takes less than 1 s on an idle machine
+        assert back_s < 5  # a generous bound: on an idle machine, the rank is back in less than 1 s
     return words
 
 
@@ -320,7 +320,7 @@ assert mscomm.all_reduce(np.ones(1))[0] == 3
 
 
 def test_a_program_that_knows_no_rejoin_is_started_anew_as_a_whole(tmp_path):
-    """As under torchrun, all ranks end and meet again. This needs one restart for each rank."""
+    """As under torchrun, all ranks end, are started again, and join again. Each rank needs one restart for this."""
     body = """
 import os, signal
 import numpy as np, mscomm

@@ -47,7 +47,7 @@ def test_a_lost_rank_is_admitted_again_and_all_begin_a_new_epoch():
             welcome = wait.ended().result
             assert (welcome.rank, welcome.size, welcome.epoch) == (rank, 3, 1), wait.error
             assert [fact["colour"] for fact in welcome.facts] == [0, "new", 2]
-        # All ranks join the world group of the new epoch, and then hear of its failures.
+        # All ranks join the world group of the new epoch. From then on, they hear of failures in this group.
         for member in (members[0], members[2], job.members[-1]):
             member.attach(world_id(1), Communicator(), undialled)
         ready = [Waits(member.ready, soon()) for member in (members[0], members[2], job.members[-1])]
@@ -313,7 +313,7 @@ def test_a_launcher_speaks_for_its_own_ranks_alone():
         there.hears()
         there.ended(0, "exit code 7")
         assert there.hears() is None
-        # The hub closes the launcher's link before the launcher's ranks have joined, which ends the job.
+        # The hub closes the launcher's link. This ends the job, because the launcher's ranks have not joined yet.
         eventually(lambda: job.hub.over)
         assert job.hub.over.ranks == (2,)
 

@@ -146,7 +146,7 @@ def test_an_ssh_that_fails_is_shown_with_its_host(start, sshd, tmp_path, wrong):
 
 def test_a_host_without_mscomm_or_without_the_script_is_named(start, sshd, tmp_path):
     (tmp_path / "script.py").write_text(GATHER)
-    elsewhere = tmp_path / "ssh"  # this ssh starts a Python that does not exist
+    elsewhere = tmp_path / "ssh"  # an ssh that runs Python from a path that does not exist
     elsewhere.write_text(f"#!/bin/sh\nexec {sshd.command()} 127.0.0.2 /nowhere/python\n")
     elsewhere.chmod(0o755)
     process = start("--hosts", "127.0.0.1:1,127.0.0.2:1", "script.py", MSCOMM_SSH=str(elsewhere))

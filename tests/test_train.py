@@ -205,7 +205,7 @@ def test_two_ranks_train_the_model_that_one_trains_with_the_whole_batch(rank, gr
         again.train(2, Batches(rank, 2))
     for name, x in weights().items():
         assert (bits(np.array(x)) == bits(np.array(weights_again()[name]))).all(), name
-        assert (mscomm.all_gather(np.array(x)[None]) == x).all()  # equal on all ranks
+        assert (mscomm.all_gather(np.array(x)[None]) == x).all()  # the weights are equal on all ranks
 
     lines = [f"epoch: {e} step: {s}, loss is {losses.mean[i]!s}" for e, s, i in ((1, 4, 3), (2, 2, 7), (2, 6, 11))]
     lines.insert(2, f"epoch: 2 step: 5, loss is {losses.local[10]!s}")

@@ -19,7 +19,7 @@ from mscomm.dataset.sampler import Listed
 
 def dealt_by_hand(order: list[int], shards: int, offset: int) -> list[list[int]]:
     """Deal the rows like cards: one to each rank in turn, beginning with rank `offset`. If the offset is negative,
-    begin with rank 0. Then, in the end, deal the first rows once more until all ranks have the same number of rows."""
+    begin with rank 0, and at the end deal the first rows once more until all ranks have equally many rows."""
     hands: list[list[int]] = [[] for _ in range(shards)]
     for place, row in enumerate(order):
         hands[(place + max(offset, 0)) % shards].append(row)

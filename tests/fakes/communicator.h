@@ -75,7 +75,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Meeting meeting_;
   const int fault_, lost_;
   std::atomic<bool> stopped_{false};
-  std::mutex issuing_;  // makes the numbers of launches have the order of their places in the stream
+  std::mutex issuing_;  // keeps the numbers of launches in the order of their places in the stream
   // Protects the members below.
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -88,8 +88,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 // the process when it runs. Returns an error code if the operation must fail at once, otherwise 0.
 int inject(Operation& operation, int rank);
 
-// Returns the engine of the vendor's runtime, or nullptr if no runtime is found. The runtime may be loaded already under one of
-// these names. Otherwise it is looked for beside this library, and then by the loader.
+// Returns the engine of the vendor's runtime, or nullptr if no runtime is found. If the process has loaded a library with
+// one of these names, that is the runtime. Otherwise the runtime is searched beside this library, and then by the loader.
 Engine* find_engine(std::initializer_list<const char*> sonames, const void* inside_this_library);
 
 }  // namespace fake

@@ -24,7 +24,7 @@ def _swapped(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 class DeviceNumbers(DeviceArray):
-    __array_ufunc__ = None  # so that NumPy's scalars leave operations to this class
+    __array_ufunc__ = None  # makes operators with a NumPy scalar on the left use this class
 
     __add__, __radd__ = _on_the_host(operator.add), _on_the_host(_swapped(operator.add))
     __sub__, __rsub__ = _on_the_host(operator.sub), _on_the_host(_swapped(operator.sub))

@@ -25,8 +25,8 @@ def launch(
     codes: dict | None = None,
     clean: bool = True,
 ) -> dict:
-    """Run the ranks. Return their values by rank. A rank in `codes` must end with the exit status given there, and has
-    no value.
+    """Run the ranks. Return their values by rank. A rank in `codes` must end with the status that
+    `codes` has for it. Such a rank has no value.
 
     clean: check that no handle, violation or file is left. If false, each value comes with the counters instead.
     """

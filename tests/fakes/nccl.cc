@@ -130,7 +130,7 @@ class Comm : public Communicator {
     if (result) error.compare_exchange_strong(none, result);
     --background;
   }
-  // Returns success if the next call is allowed: only after polling has returned success.
+  // Returns success if the next call is allowed. It is allowed only after polling has returned success.
   Result state() {
     if (error) return error;
     return background || polls > 0 ? in_progress : success;
@@ -387,7 +387,7 @@ Result read_config(const Config* given, Config& config) {
   return success;
 }
 
-// Meets the other ranks, and checks whether all ranks fit together.
+// Meets the other ranks. Fails if two ranks have different versions of NCCL, or the same device where that is not allowed.
 Result connect(Comm& comm) {
   Card card;
   card.device = cuda()->uuid(comm.device);

@@ -424,7 +424,7 @@ def groups(r: Rank):
 
 @scenario
 def exchange_without_group(r: Rank):
-    """Send first on both ranks, so that neither rank gets to its receive."""
+    """Send first on both ranks, so that neither rank reaches its receive."""
     comm = r.init()
     x, out = r.array(np.ones(8, np.float32)), r.empty(8)
     r.nccl.Send(x.ptr, 8, 7, 1 - r.rank, comm, r.stream)
@@ -478,7 +478,7 @@ def configurations(r: Rank):
 
 @scenario
 def two_communicators(r: Rank):
-    """Call two communicators on two streams, on rank 1 in the opposite order. Return whether both calls end."""
+    """Make a call on each of two communicators. Rank 1 makes the calls in the other order. Return whether both end."""
     comms, streams = [r.init(0), r.init(1)], [r.stream, da.new_stream(r.device)]
     x = r.array(np.ones(8, np.float32))
     da.synchronize(r.device)
@@ -496,7 +496,7 @@ def two_communicators(r: Rank):
 
 @scenario
 def grouped_communicators(r: Rank):
-    """Call several communicators in one group, on one stream. On all ranks they run in the order of the calls."""
+    """Make calls on several communicators in one group, on one stream. All ranks run them in the order of the calls."""
     comms = [r.init(i, config(blocking=0)) for i in range(3)]
     for comm in comms:
         r.nccl.wait(comm)
