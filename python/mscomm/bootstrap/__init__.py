@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from mscomm.bootstrap.invitation import Found, Launcher
 
-# A launcher comes before all launchers that may have started it, because it knows more about the ranks than they do.
+# If one launcher can start another, the one that is started comes first, because it knows more about the ranks.
 LAUNCHERS = (
     "launcher",
     "ms_cluster",
@@ -28,7 +28,10 @@ LAUNCHERS = (
 def find(
     env: Mapping[str, str], init_method: Any = None, rank: int | None = None, world_size: int | None = None
 ) -> Launcher | None:
-    """The launcher that init's arguments describe, else the launcher of this process; None for a job of one rank."""
+    """Return the launcher that init's arguments describe, else the one that started this process.
+
+    None for a job of one rank.
+    """
     if init_method not in (None, "env://") or rank is not None or world_size is not None:
         from mscomm.bootstrap import by_hand
 
@@ -45,7 +48,7 @@ def _detected(env: Mapping[str, str]) -> Found | None:
 
 
 class Announced(NamedTuple):
-    """What a launcher says about a process, which may not have joined yet. None: the launcher does not say."""
+    """What a launcher says about a process, even before the process joins. None: the launcher does not say."""
 
     launcher: str
     rank: int | None
@@ -53,7 +56,7 @@ class Announced(NamedTuple):
 
 
 def announced(env: Mapping[str, str]) -> Announced | None:
-    """What the environment variables alone say; None if no launcher started this process."""
+    """What the environment variables alone say about this process; None if no launcher started it."""
     launcher = _detected(env)
     if launcher is None:
         return None

@@ -1,4 +1,4 @@
-"""Joins by init(init_method=...): at tcp://host:port, where the ranks meet, or over an MPI communicator.
+"""Joins the job that init(init_method=...) names: at tcp://host:port, where the ranks meet, or by an MPI communicator.
 
 Any object with rank, size, Bcast and Allgather of plain buffers, as in mpi4py, counts as a communicator. This module
 does not import MPI.
@@ -22,7 +22,10 @@ _PUBLISHED_BYTES = 256
 
 
 def launcher(init_method: Any, rank: int | None, world_size: int | None) -> Launcher | None:
-    """The launcher that init's arguments describe; None for a job of one. TypeError or ValueError if they are wrong."""
+    """Return the launcher that init's arguments describe; None for a job of one rank.
+
+    TypeError or ValueError if an argument is wrong.
+    """
     if all(hasattr(init_method, name) for name in ("rank", "size", "Bcast", "Allgather")):
         for name, given, own in (("rank", rank, init_method.rank), ("world_size", world_size, init_method.size)):
             if given not in (None, own):
@@ -54,7 +57,7 @@ class _Tcp:
 
     def __init__(self, host: str, port: int, rank: int, size: int) -> None:
         if (host, port) in self._used:
-            # The previous job's hub may still serve other ranks of that job, and would take us for one of these.
+            # The hub of the previous job may still serve there, and would take this process for a rank of that job.
             raise ValueError(f"init: this process has joined a job at {host}, port {port} before; use another port")
         self._used.add((host, port))
         self._place = Seat(rank, size, None, one_host=False)
@@ -69,7 +72,7 @@ class _Tcp:
 
 
 class _Communicator:
-    """Rank 0 sends its address by Bcast, which has no timeout. Every rank of the communicator must call init()."""
+    """Rank 0 sends the hub's address by Bcast, which has no timeout. All ranks of the communicator must come."""
 
     NAME = "MPI communicator"
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Invitation:
     """A way into the job: a socket connected to the hub, the job's key, and what the launcher says about this rank.
 
-    `greeted`: the hello is done, or the socket is inherited and needs none. `hub`: the hub's process, if this rank
-    started it.
+    `greeted`: the socket needs no hello any more, because the hello is done or the socket is inherited. `hub`: the
+    hub's process, if this rank started it.
     """
 
     sock: socket.socket

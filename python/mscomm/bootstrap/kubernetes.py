@@ -1,6 +1,6 @@
 """A Kubernetes indexed job with one rank per pod: JOB_COMPLETION_INDEX is the rank, WORLD_SIZE the number of ranks.
 
-MASTER_ADDR names pod 0. If it is not set, pod 0's name is our own with -0 at the end, in the domain of the job's
+MASTER_ADDR names pod 0. If it is not set, pod 0's name is this pod's name with the index 0, in the domain of the job's
 headless service. The name resolves only some time after pod 0 has started, so the other ranks retry until the deadline.
 """
 

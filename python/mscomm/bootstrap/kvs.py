@@ -41,14 +41,17 @@ class Names(NamedTuple):
 
 
 class Store(NamedTuple):
-    """One entry of the launcher's store. Rank 0 calls `publish`, the others call `fetch`; both stop at the deadline."""
+    """One entry of the launcher's key-value store. Rank 0 calls `publish`, the others call `fetch`.
+
+    Both stop at the deadline.
+    """
 
     publish: Callable[[str, Deadline], object]
     fetch: Callable[[Deadline], str]
 
 
 def place(env: Mapping[str, str], names: Names, launcher: str) -> Seat:
-    """This process's place in the job, which the variables give; BackendUnavailable if they are invalid."""
+    """Read this process's place in the job from the variables; BackendUnavailable if they are invalid."""
     rank, size, local_rank, local_size = (_first(env, group) for group in names)
     if rank is None or size is None or not 0 <= rank < size:
         said = ", ".join(f"{name}={env.get(name)}" for group in names[:2] for name in group)
@@ -89,8 +92,9 @@ def join(
 def _host(
     launcher: str, seat: Seat, store: Store, env: Mapping[str, str], deadline: Deadline, permit_plain: bool
 ) -> Invitation:
-    """Rank 0's part. The others may get the address before the hub's process runs. Until it runs, their connections
-    wait in the listener's backlog.
+    """Rank 0's part of join(): start the hub, publish its address and connect to it.
+
+    The other ranks may connect before the hub's process runs. Until then, connections wait in the listener's backlog.
     """
     try:
         process, address, key, text = _open(launcher, seat, env, deadline, permit_plain)
@@ -109,7 +113,7 @@ def _host(
 def _open(
     launcher: str, seat: Seat, env: Mapping[str, str], deadline: Deadline, permit_plain: bool
 ) -> tuple[subprocess.Popen[bytes], links.Address, bytes, str]:
-    """A new hub, its address, the job's key, and what to publish."""
+    """Start a hub. Returns its process, its address, the job's key, and the text to publish."""
     with _listen(launcher, seat, env) as listener:
         address: links.Address = listener.getsockname()
         if isinstance(address, tuple):

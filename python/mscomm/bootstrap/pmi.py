@@ -1,10 +1,14 @@
 """Joins under MPICH's Hydra and Intel MPI: speaks their PMI-1 text protocol over PMI_FD (or PMI_PORT).
 
 An MPI library in this process may speak PMI-1 over the same descriptor, before us or after us. So we leave the
-descriptor open with its flags unchanged, and read only the answers to our own questions. We send `finalize` only at
-exit, because a later MPI_Init would fail with a broken pipe. At exit, MPI or we must send it, because Hydra kills the
-other ranks if a rank that spoke to it ends without `finalize`. With PMI_PORT (`mpirun -pmi-port`), we open a new
-connection instead. Hydra then forgets MPI's connection, so PMI_PORT works only for processes without MPI.
+descriptor open with its flags unchanged, and read only the answers to our own questions.
+
+On that descriptor, `finalize` is sent only at exit, because MPI_Init fails with a broken pipe after a `finalize`. The
+MPI library sends it, or else we do: if a rank that spoke to Hydra ends without `finalize`, Hydra kills the other
+ranks.
+
+With PMI_PORT (`mpirun -pmi-port`), no descriptor is inherited, and we open a connection. Hydra then forgets the
+connection of an MPI library, so PMI_PORT works only for processes without MPI.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ _NAMES = kvs.Names(
     local_size=("MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE"),
 )
 PLACE = (_NAMES.rank, _NAMES.size)
-_ANSWER_BYTES = 4096  # no answer is longer; the value that we store has less than 200 bytes
+_ANSWER_BYTES = 4096  # no answer is longer, because the value that we store has fewer than 200 bytes
 _GOODBYE_S = 2.0
 _calls = itertools.count()  # a process that joins again, after release(), uses a new key
 _farewells: set[int] = set()  # inherited descriptors for which an exit handler is registered
@@ -84,9 +88,10 @@ def _store(fd: int, size: int, deadline: Deadline) -> kvs.Store:
 
 
 def _ask(fd: int, question: str, answer: str, deadline: Deadline, lines: int = 1) -> dict[str, str]:
-    """Ask mpirun for something, and return the fields of its answer.
+    """Send mpirun a question, and return the fields of mpirun's answer.
 
-    Raises BackendUnavailable if the answer is not the expected one, CollectiveTimeout if none comes.
+    answer: the name that the answer must have. BackendUnavailable if mpirun sends another answer or an error;
+    CollectiveTimeout if mpirun sends nothing.
     """
     asked = question.partition(" ")[0]
     try:
@@ -106,7 +111,7 @@ def _ask(fd: int, question: str, answer: str, deadline: Deadline, lines: int = 1
 
 
 def _read(fd: int, lines: int, deadline: Deadline) -> str:
-    """Read that many lines of printable ASCII; OSError if the other end closes or sends anything else."""
+    """Read `lines` lines of printable ASCII; OSError if the other end closes or sends anything else."""
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     text = b""
@@ -127,9 +132,9 @@ def _read(fd: int, lines: int, deadline: Deadline) -> str:
 
 @contextmanager
 def _process_manager(env: Mapping[str, str], deadline: Deadline) -> Iterator[tuple[int, Mapping[str, str]]]:
-    """The descriptor that leads to mpirun, and env with PMI_RANK and PMI_SIZE.
+    """Yield a descriptor that leads to mpirun, and a copy of `env` that has PMI_RANK and PMI_SIZE.
 
-    For PMI_FD, `finalize` is sent when the process exits; for PMI_PORT, at the end of the with block.
+    With PMI_FD, `finalize` is sent when the process exits; with PMI_PORT, at the end of the with block.
     """
     if "PMI_FD" in env:
         fd = _inherited(env["PMI_FD"])
@@ -150,7 +155,10 @@ def _process_manager(env: Mapping[str, str], deadline: Deadline) -> Iterator[tup
 
 
 def _inherited(text: str) -> int:
-    """The descriptor in PMI_FD. Checks it, because a child of a rank may have inherited only the variable."""
+    """Return the descriptor in PMI_FD. BackendUnavailable if it is no socket.
+
+    A child of a rank may have inherited the variable without the descriptor.
+    """
     try:
         fd = int(text)
         if stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -175,7 +183,7 @@ def _dial(address: str, deadline: Deadline) -> socket.socket:
 
 
 def _finalize_unless_mpi(fd: int, inode: int, pid: int) -> None:
-    """At exit: send `finalize` on the inherited descriptor, if it is still open and no MPI library here sends it."""
+    """At exit, send `finalize` on the inherited descriptor, if it is still open and MPI does not send `finalize`."""
     try:
         if os.getpid() == pid and os.fstat(fd).st_ino == inode and not _mpi_initialized():
             _ask(fd, "cmd=finalize", "finalize_ack", Deadline(_GOODBYE_S))
@@ -184,7 +192,7 @@ def _finalize_unless_mpi(fd: int, inode: int, pid: int) -> None:
 
 
 def _mpi_initialized() -> bool:
-    """Whether an MPI library in this process was initialised. If so, it sends `finalize` itself, or has sent it."""
+    """Whether an MPI library in this process was initialised. Then the library sends `finalize`, or has sent it."""
     with open("/proc/self/maps") as maps:
         loaded = {line.split(maxsplit=5)[5].strip() for line in maps if re.search(r"/libmpi(ch)?\.so", line)}
     answer = ctypes.c_int(0)

@@ -57,7 +57,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
 
 
 def _run_helper(env: Mapping[str, str], what: str, key: str, text: str, deadline: Deadline) -> str:
-    """Run the helper and return what it prints. It gets the text through stdin, because everybody can read its argv."""
+    """Run the helper and return what it prints. The text goes through stdin, because every user can read argv."""
     timeout_s = max(1, math.ceil(deadline.left()))
     command = [_HELPER, what, key, str(timeout_s), *libraries(env)]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

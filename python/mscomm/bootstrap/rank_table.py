@@ -24,9 +24,11 @@ _calls = itertools.count()
 
 
 def detect(env: Mapping[str, str]) -> bool:
-    """Whether the variables name a rank table, or require one. If they require one and name none, accept() raises.
+    """Whether a variable names a rank table, or RANK_ID and RANK_SIZE require one.
 
-    RANK_ID=0 and RANK_SIZE=1 need no table, because MindSpore's scripts for one device set them for a job of one.
+    If a table is required and no variable names it, accept() raises ValueError.
+
+    RANK_ID=0 and RANK_SIZE=1 need no table, because MindSpore's scripts for one device set them for a job of one rank.
     """
     return bool(_path(env)[1]) or (bool(_text(env, "RANK_ID")) and _text(env, "RANK_SIZE") not in ("", "1"))
 

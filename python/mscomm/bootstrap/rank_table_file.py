@@ -2,8 +2,8 @@
 
 Reading is strict on every backend. Contradictions are errors, and so are values that HCCL's documents do not allow; the
 message gives the place. Examples are a field that is missing or has another type, a number out of range, and a rank,
-device or address that occurs twice. Some things that HCCL refuses only lead to a remark, for example a wrong order of
-the servers or missing addresses of network cards, because the CPU core needs neither.
+device or address that occurs twice. Some errors that HCCL refuses do not matter to the CPU core, for example a
+wrong order of the servers or missing addresses of network cards. They only lead to a remark.
 `unfit_for_910` finds what HCCL allows but Atlas 910 servers cannot run. Unknown fields are ignored.
 
     >>> from mscomm.bootstrap.rank_table_file import Server, make, parse
@@ -30,7 +30,7 @@ LARGEST_BYTES = 16 << 20  # enough for about 100,000 ranks
 LONGEST_SERVER_ID = 63  # characters
 MOST_DEVICES = 1024  # on one server
 VERSIONS = ("1.0", "1.2")
-MOST_PROBLEMS = 100  # the most errors reported for a table; a file that is no rank table may have one per line
+MOST_PROBLEMS = 100  # report at most this many errors; a file that is no rank table may have one in every line
 # HCCL's other kinds of tables, recognised by the key that holds their servers.
 _OTHER_KINDS = {
     "group_list": "this is the older template, with group_list",
@@ -63,7 +63,7 @@ class Table(NamedTuple):
 
     version: str
     seats: list[Seat]  # in the order of the ranks
-    remarks: list[Problem]  # what HCCL would refuse
+    remarks: list[Problem]  # what HCCL refuses and mscomm accepts
     digest: str
 
     @property
@@ -119,7 +119,7 @@ def _content(path: str) -> bytes:
 
 
 class _Object(dict[str, Any]):
-    """A JSON object that knows its duplicate keys. Python's JSON parser silently keeps only the last value of each."""
+    """A JSON object that knows its duplicate keys. Python's JSON parser keeps only the last value of such a key."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -178,7 +178,7 @@ class _EnoughError(Exception):
 
 
 class _Walk:
-    """One pass over a table. It collects the ranks, and the errors in the order in which the file has them."""
+    """One pass over a table. It collects the ranks and, in the order of the file, the errors."""
 
     def __init__(self) -> None:
         self.errors: list[Problem] = []
@@ -328,14 +328,14 @@ class _Walk:
         if key not in holder:
             there = ", ".join(_shown(other) for other in list(holder)[:8])
             self.error(where, f"it is missing{f' (there is {there})' if there else ''}; expected {expected}")
-        elif type(holder[key]) not in kinds:  # not isinstance, to which a bool is an int
+        elif type(holder[key]) not in kinds:  # not isinstance(), because a bool is an instance of int
             self.error(where, f"it is {_shown(holder[key])}; expected {expected}")
         else:
             return holder[key]
         return None
 
     def _number(self, holder: _Object, at: str, key: str, low: int, high: int, what: str, why: str = "") -> int | None:
-        """The number in the field, which should be in quotes; without quotes it is accepted, with a remark."""
+        """The number in the field; None after an error. A number that is not in quotes is accepted with a remark."""
         expected = f"{what} from {low} to {high}, as text{why}"
         value = self._get(holder, at, key, (str, int), expected)
         if value is None:
@@ -365,7 +365,7 @@ class _Walk:
         return None
 
     def _once(self, kind: str, value: Any, where: str, name: str) -> bool:
-        """Whether this value has not occurred before among those of its kind. If it has, notes an error."""
+        """Whether this is the first place of the value among the values of its kind. If it is not, notes an error."""
         first = self._places.setdefault((kind, value), where)
         if first != where:
             self.error(where, f"{name} is there twice; it is at {first}, too")

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     import psutil
 
 _RETRY_S = (0.02, 0.2)  # the first pause between attempts to connect, and the longest
-_ATTEMPT_S = 5.0  # for each of several addresses: one behind a firewall could otherwise use up all the time
+_ATTEMPT_S = 5.0  # the limit of one attempt if there are several addresses, because a firewall may let an attempt hang
 _SAYS_WAITING_AFTER_S = 10.0
-_LAST_JOB_S = 5.0  # how long to retry to listen, because the previous job's hub may hold the address for a moment
+_LAST_JOB_S = 5.0  # how long rank 0 tries to listen, because the hub of the previous job may still hold the address
 _HIGH_PORTS = range(61440, 1 << 16)  # above Linux's ephemeral ports, 32768 to 60999
-_TELL_S = 2.0  # how long to try to reach the hub at a taken address, which may not listen yet
-_SILENCES = 3  # give up after this many connections without an answer; the hub of the last job may cause one
+_TELL_S = 2.0  # how long to try to reach the hub at a taken address, because the hub may not listen yet
+_SILENCES = 3  # give up after this many connections without an answer; the hub of the previous job may cause one
 
 
 class Seat(NamedTuple):
@@ -50,7 +50,7 @@ class Seat(NamedTuple):
 
 
 class Spot(NamedTuple):
-    """Where the ranks meet. `job` must differ from that of every other job that might use the same address."""
+    """Where the ranks meet. `job`: a text that no other job has that may use the same address."""
 
     job: str
     host: str = ""  # the name or address of rank 0's host
@@ -104,7 +104,7 @@ def number(launcher: str, env: Mapping[str, str], name: str, low: int, high: int
 
 
 def ports_after(port: int, env: Mapping[str, str]) -> Sequence[int]:
-    """The ports for the hub if `port` is another program's: eight of MSCOMM_PORTS, else the eight after `port`."""
+    """The ports for the hub if another program uses `port`: eight of MSCOMM_PORTS, else eight ports after `port`."""
     if allowed := environment.read("MSCOMM_PORTS", env):
         return _eight_of(allowed, str(port))
     return range(port + 1, port + 9) if port + 8 < 1 << 16 else range(port - 8, port)
@@ -145,7 +145,7 @@ def reach(
     once, unless the listener closed without an answer.
     """
     started, pause_s, said, silences = time.monotonic(), _RETRY_S[0], False, 0
-    heard: dict[links.Address, str] = {}  # by target: why its last hello failed; the target may not listen any more
+    heard: dict[links.Address, str] = {}  # by target: why the last hello failed; later connects may fail
     while True:
         problems = {}
         for target in targets:
@@ -197,7 +197,7 @@ def words(error: OSError) -> str:
 
 
 def _summary(problems: Mapping[links.Address, str]) -> str:
-    """Each different problem once, as text. If there are several problems, each is shown with its ports."""
+    """The problems as text, each text once. If there are several texts, each is shown with its ports."""
     different = list(dict.fromkeys(problems.values()))
     if len(different) == 1:
         return different[0]
@@ -273,7 +273,7 @@ def _bind(seat: Seat, spot: Spot, port: int, env: Mapping[str, str]) -> socket.s
 
 
 def own_address(host: str, env: Mapping[str, str]) -> str:
-    """The numeric address at which other hosts reach this host, which they call `host`."""
+    """The numeric address at which other hosts reach this host. `host`: the name or address that they use for it."""
     address = str(_resolve(host, 0)[1][0])
     if security.is_loopback(address) and not is_loopback_name(host):
         # /etc/hosts often maps a host's own name to a loopback address, which the other hosts cannot reach.
@@ -314,11 +314,11 @@ def is_loopback_name(host: str) -> bool:
 
 
 def contend(host: str, port: int, key: Callable[[], bytes], env: Mapping[str, str]) -> str:
-    """Call this if the address is taken. If a hub listens there, tells that hub that another job wanted the address.
-    Returns text for messages about the process that listens.
+    """Find out who listens at an address that is taken. If it is a hub, tell it that another job wanted the address.
 
-    Ranks of both jobs may have joined that hub, which cannot tell them apart. key: returns the hub's key; called once
-    the hub listens.
+    Returns text about the process that listens, for messages. The hub must know of the other job, because ranks of
+    both jobs may have joined it, and it cannot tell them apart. key: a function that returns the hub's key; it is
+    called when the hub listens.
     """
     import psutil
 
@@ -330,14 +330,14 @@ def contend(host: str, port: int, key: Callable[[], bytes], env: Mapping[str, st
         links.greet(sock, key(), links.LAUNCHER, links.newcomer(env), deadline)
 
     words = {"t": "rival", "who": who, "seconds": max(0.0, time.time() - me.create_time())}
-    # An error means that no hub listens, or that the hub refuses our ranks as well. Then nobody need be told.
+    # An error means that no hub listens, or that the hub refuses our ranks too. In both cases, no hub must be told.
     with contextlib.suppress(Error, OSError), reach([(host, port)], deadline, admit, "", "") as sock:
         Frames(sock).send(words, deadline)
     return _holder(host, port)
 
 
 def _holder(host: str, port: int) -> str:
-    """The process that listens there, as " by pid 7 (python train.py)"; "" if this user cannot see it."""
+    """The process that listens at the address, as " by pid 7 (python train.py)"; "" if this user cannot see it."""
     import psutil
 
     with contextlib.suppress(psutil.Error, OSError):
@@ -352,7 +352,7 @@ def _holder(host: str, port: int) -> str:
 
 
 def _words_of(process: psutil.Process) -> str:
-    words = " ".join(" ".join(process.cmdline()).split())  # a script of python -c may have several lines
+    words = " ".join(" ".join(process.cmdline()).split())  # the text after python -c may have several lines
     return f"pid {process.pid} ({words if len(words) < 100 else words[:97] + '...'})"
 
 
@@ -360,7 +360,7 @@ def _words_of(process: psutil.Process) -> str:
 
 
 def _new_key(spot: Spot, address: links.Address, env: Mapping[str, str], permit_plain: bool) -> bytes:
-    """Rank 0's key: the user's, else a new one in a file, else, if permitted, one that everybody can compute."""
+    """Rank 0's key: the user's key, else a new key in a file, else, if permitted, a key that anybody can compute."""
     path = _path(spot, address)
     if users := environment.read("MSCOMM_JOB_KEY_FILE", env):
         key = security.read_key(users)

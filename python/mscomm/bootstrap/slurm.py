@@ -18,7 +18,7 @@ from mscomm.errors import BackendUnavailable
 
 NAME = "Slurm"
 PLACE = (("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
-_SPECIAL_STEPS = 0xFFFFFFF0  # from here on, steps are not of srun, but batch scripts, interactive shells and the like
+_SPECIAL_STEPS = 0xFFFFFFF0  # ids from here on are not srun's: they are batch scripts, interactive shells and the like
 _calls = itertools.count()
 
 

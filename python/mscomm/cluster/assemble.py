@@ -26,7 +26,7 @@ from mscomm.cluster.member import Member, Welcome
 from mscomm.errors import Error, PeerLost
 
 _HUGE_PAGE = 2 << 20
-_LARGE = 1 << 40  # bytes; all messages of at least this length use the same algorithm
+_LARGE = 1 << 40  # bytes; all calls with at least this much data use the same algorithm
 _ADDRESS_SPACE = 1 << 46  # bytes that the heaps may take in each process, whose address space has 2^47
 
 
@@ -91,13 +91,13 @@ def can_spin(members: Sequence[dict[str, Any]]) -> bool:
 
 
 def cpus_of(members: Sequence[dict[str, Any]]) -> float:
-    """How many CPUs these ranks of one host have together: the CPUs in their masks, at most the smallest quota."""
+    """How many CPUs these ranks of one host share: the CPUs in their affinity masks, at most the smallest quota."""
     cpus = {cpu for member in members for cpu in member["cpus"]}
     return float(min(len(cpus), *(member["quota"] for member in members)))
 
 
 def forced_algorithms(algo: str) -> list[str]:
-    """The algorithm that `algo` names for each collective, "" if it names none.
+    """For each collective, the name of the algorithm that `algo` asks for; "" if it asks for none.
 
     algo: for example "all_reduce=ring,broadcast=tree", or just "ring" for every collective that has an algorithm of
     this name. ValueError if an item names no algorithm.
@@ -137,7 +137,7 @@ def heap_bytes(ranks: int) -> int:
 
 
 def chosen(core: _core.Group) -> dict[str, str]:
-    """The algorithm of each collective: for example "direct", or "tree or ring" if large messages use another one."""
+    """The algorithm of each collective, such as "direct", or "tree or ring" if large arrays use another algorithm."""
     small, large = core.chosen(0), core.chosen(_LARGE)
     return {what: name if name == large[what] else f"{name} or {large[what]}" for what, name in small.items()}
 
@@ -191,10 +191,10 @@ class Epoch:
         all_came: Callable[[], None],
         forced: list[str],
     ) -> Founded:
-        """Make a group of these ranks, which include this rank. All of them must call this. group: its id at the hub.
+        """Make a group of these ranks, which include this rank. All these ranks must call this.
 
-        all_came: called when all ranks have come; from then on, no other group may use the id.
-        forced: see forced_algorithms.
+        group: the id of the group at the hub. all_came: called when all ranks have come; from then on, no other group
+        may use the id. forced: see forced_algorithms.
         """
         hosts = _numbered([self.hosts[rank] for rank in ranks])
         me = ranks.index(self.rank)
@@ -244,8 +244,8 @@ class Epoch:
         except BaseException as error:
             if control is not None and not met:
                 assert self.heap
-                # Unless the hub refused the meeting, it may have told the other ranks to use this memory. Then never
-                # use it for another group.
+                # If the hub did not refuse the meeting, it may have told the other ranks to use this memory. In that
+                # case, the memory must never serve another group.
                 if came and self.member and not self.member.was_refused(group):
                     self.heap.abandon_control(control, len(at_home))
                 else:
@@ -428,7 +428,7 @@ def _tell_hosts(rank: int, hosts: list[int], everyone: Sequence[dict[str, Any]])
 
 
 def _warn_of_threads(here: Sequence[dict[str, Any]]) -> None:
-    """Warn if the ranks of this host have more OpenMP threads than CPUs. Only the lowest of them calls this."""
+    """Warn if the ranks of this host have more OpenMP threads than CPUs. Only the lowest of these ranks calls this."""
     try:
         threads = environment.read("OMP_NUM_THREADS", os.environ)
     except ValueError as error:
@@ -461,7 +461,7 @@ def alone(asked: Asked) -> Epoch:
 
 
 def rank_names(everyone: Sequence[dict[str, Any]]) -> list[str]:
-    """How each rank is named in messages for the user."""
+    """The name of each rank in messages for the user."""
     return [f"rank {rank} (pid {fact['pid']} on host {fact['hostname']})" for rank, fact in enumerate(everyone)]
 
 
@@ -490,7 +490,7 @@ def _numbered(hosts: list[int]) -> list[int]:
 
 
 def _needed(hosts: list[int], me: int) -> list[bool]:
-    """Which listeners a rank needs for later ranks: True means one for its own host, False one for the other hosts."""
+    """Which listeners a rank needs for the ranks after it: True is one for its own host, False one for other hosts."""
     return sorted({host == hosts[me] for host in hosts[me + 1 :]})
 
 
@@ -511,9 +511,10 @@ def _exchange_memory(
     member: Member,
     closing: contextlib.ExitStack,
 ) -> list[int]:
-    """The descriptors of the heaps of all neighbours, in the same order.
+    """Return the descriptors of the neighbours' heaps, in the order of `neighbours`.
 
-    The first rank collects all descriptors and sends them to the others, so each of the others needs one connection.
+    The first neighbour collects all descriptors and sends them to the others, so each of the others needs only one
+    connection.
     """
     first, *others = neighbours
     if rank == first:
@@ -540,8 +541,9 @@ def _exchange_memory(
 
 
 def _pidfds(rank: int, neighbours: list[int], everyone: Sequence[dict[str, Any]], names: list[str]) -> list[int]:
-    """By rank, a descriptor that tells the core at once that the process of a rank of this host has ended. -1 for this
-    rank, for ranks of other hosts, and before Linux 5.3.
+    """Return for each rank a pidfd, which tells the core at once that the rank's process has ended.
+
+    There is -1 for this rank and for ranks of other hosts, and for all ranks before Linux 5.3.
     """
     fds = [-1] * len(everyone)
     with _closing_unless_done(fds):

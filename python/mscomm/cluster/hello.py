@@ -64,8 +64,8 @@ class Hello:
     """One end of a hello. Send what `feed(b"")` returns. Then, until `done`, read up to `needs` bytes, give them to
     `feed`, and send what it returns.
 
-    `feed` raises an Error that says what is wrong with the peer. An acceptor that refuses a peer must still tell the
-    peer so: `refusal` is then set when the hello is `done`, and the caller sends the answer before it closes the
+    `feed` raises an Error that says what is wrong with the peer. If an acceptor refuses a peer, the last answer tells
+    the peer. `refusal` is then set when the hello is `done`, and the caller sends this answer before it closes the
     connection.
     """
 
@@ -85,7 +85,8 @@ class Hello:
 
     @classmethod
     def acceptor(cls, key: bytes, purposes: Container[int], mine: Identity, ranks: Container[int]) -> Hello:
-        """The hello of the end that listens. The peer must send `mine`'s job, version and epoch, and one of `ranks`.
+        """The hello of the end that listens. The peer must send the job, version and epoch of `mine`,
+        and one of `ranks`.
 
         On a link to the hub, the peer may not know its rank yet, and the job comes from MSCOMM_JOB_ID (see `named`).
         """

@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 _TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0  # when, and then how often, to tell the user which ranks the job waits for
 _UNPROVEN_EVERY_S = 10.0
 _DISMISS_S = 1.0
-_CONTESTED_S = 5.0  # if two jobs use one port: for how long the hub tells every process that joins why it cannot join
+_CONTESTED_S = 5.0  # if two jobs use one port: how long the hub stays to tell processes why they cannot join
 
 
 class Outcome(NamedTuple):
@@ -50,7 +50,7 @@ class _Group:
         self.announced = False
         self.announcement = ""  # the text of the verdict that was sent to the group
         self.closed: set[int] = set()
-        self.rejoining: set[int] = set()  # those of `closed` that left because the world had failed
+        self.rejoining: set[int] = set()  # the ranks in `closed` that left because the world had failed
 
 
 class _Launcher(Line):
@@ -68,9 +68,9 @@ class Hub:
     process that ended whether it restarts the rank. `named`: the job's name, which every hello must carry
     (links.job_of). `log` gets short lines for people, and must not raise.
 
-    `nodes`: the ranks of each of the other hosts, whose launchers will connect, by the host's name in messages.
-    `layout`: the options that give each launcher its ranks, equal on all hosts. `tell` gets lines for a user who is
-    waiting.
+    `nodes`: by the name of another host in messages, the ranks of that host. The launchers of these hosts connect to
+    the hub. `layout`: the options that give each launcher its ranks, as text; all hosts must have the same. `tell` gets
+    lines for a user who is waiting.
     """
 
     def __init__(
@@ -103,15 +103,15 @@ class Hub:
         self._layout = layout
         self._tell = tell or (lambda text: None)
         self._tell_at: float | None = None  # when to tell the user next which hosts and ranks the job waits for
-        self._turned_away = ""  # text about the last connection that was turned away, until the user has been told
+        self._turned_away = ""  # the last connection that was turned away, as text; "" if the user knows of it
         self._unproven = 0  # how many connections without the job's key have come since the user was last told of them
         self._unproven_at = 0.0  # when the user may next be told of them
         self._listening = False
-        self._own: set[int] = set()  # ranks that this host's launcher started, and whose links were adopted
+        self._own: set[int] = set()  # ranks that the launcher of this host started; the hub adopted their links
         self._attended: set[int] = set()  # ranks of other hosts whose launcher has connected
-        self._absent: dict[int, str] = {}  # by rank: how its process ended, if that was before any rank joined
+        self._absent: dict[int, str] = {}  # by rank: how it was lost, if no rank had joined by then
         self._starter_gone = False
-        self._ended_well: set[int] = set()  # ranks whose process ended with status 0 and, if it joined, said bye before
+        self._ended_well: set[int] = set()  # ranks whose process ended with status 0, and after bye if it had joined
         self._ended_badly: dict[int, str] = {}  # by rank: how its process ended, if it failed and is not restarted
         self._started_again: set[int] = set()  # ranks that were lost in this epoch and are restarted
         self._over: Verdict | None = None
@@ -183,16 +183,16 @@ class Hub:
 
     @property
     def over(self) -> Verdict | None:
-        """Why the job cannot go on, which makes launchers end their ranks; None if it can. Any thread may read this."""
+        """Why the job cannot go on and launchers must end their ranks; None if it can. Any thread may read this."""
         return self._over
 
     @property
     def attended(self) -> int:
-        """How many ranks belong to launchers of other hosts that have connected. Any thread may read this."""
+        """The number of ranks on other hosts whose launcher has connected. Any thread may read this."""
         return len(self._attended)
 
     def attends(self, ranks: range) -> bool:
-        """Whether the launcher of these ranks of another host has connected. Any thread may call this."""
+        """Whether the launcher of these ranks, which are on another host, has connected. Any thread may call this."""
         return self._attended.issuperset(ranks)
 
     @property
@@ -201,7 +201,7 @@ class Hub:
         left = self._welcomed and self._ended_well
         return not (left or self._over or self._never_began or self._stopped)
 
-    # -- the loop
+    # -- the loop of the hub's thread
 
     def serve(self) -> Outcome:
         """Serve until every member has left or was lost, or until too few joined in time. Call it once."""
@@ -311,7 +311,7 @@ class Hub:
         return verdict if verdict and verdict.kind == "PeerLost" and not self._restarts else None
 
     def _explained(self, verdict: Verdict, group: _Group) -> Verdict:
-        """The verdict, with the failure of another group added if that may be why a rank of this group left.
+        """The verdict, with the failure of another group added if that failure may be why a rank left this group.
 
         If a rank left this group to wait for the next epoch, the verdict is the world's instead.
         """
@@ -415,13 +415,13 @@ class Hub:
         ]
 
     def _close_group(self, link: Link, name: str, number: int) -> None:
-        """A rank has destroyed the group. This is a failure only if another rank waits for it in that group."""
+        """A rank has destroyed the group. This is a failure only if another rank of the group waits for that rank."""
         group = self._groups.get(name)
         if group is None or group is self._world or link.number not in group.ranks:
             return
         group.closed.add(link.number)
         if self._restarts and self._world.judge.verdict:
-            group.rejoining.add(link.number)  # before its rejoin comes, another rank may say that it waits for this one
+            group.rejoining.add(link.number)  # another rank may report this rank as lost before its rejoin comes
         staying = self._members(group)
         if not staying:
             del self._groups[name]
@@ -477,7 +477,7 @@ class Hub:
     def _abort_epoch(self, verdict: Verdict) -> None:
         """Abort all groups of this epoch, including groups that are still to be made."""
         if self._aborted is None:
-            # Do not wait for _look() to do this: if a link ended before that, the meetings would end with PeerLost.
+            # End the meetings now, not in _look(): if a link ended in between, they would end with PeerLost.
             self._aborted = verdict
             self._answer(self._meetings.clear(verdict.kind, verdict.text, verdict.ranks))
 
@@ -550,11 +550,11 @@ class Hub:
         self._close_group(link, _field(frame, "group", str), _field(frame, "number", int))
 
     def _handle_rejoin(self, link: Link, frame: Frame) -> None:
-        """A survivor waits for the next epoch, and takes no part in this one any more."""
+        """A survivor waits for the next epoch, and takes no part in the current epoch any more."""
         link.facts = _field(frame, "facts", dict)
         link.rejoin_key = _field(frame, "key", str)
         link.waits = True
-        if len(self._ready) < self._roster.size:  # others still wait for this rank in their set-up: make it fail
+        if len(self._ready) < self._roster.size:  # others wait for this rank in their set-up: make the set-up fail
             text = f"{link} gave up its set-up, and waits for the next epoch"
             now = time.monotonic()
             self._world.judge.failed(link.number, "PeerLost", [link.number], text, 0, self._members(self._world), now)
@@ -587,7 +587,7 @@ class Hub:
             return
         verdict = self._world.judge.verdict
         if self._restarts and not self._watched and verdict and link.number in verdict.ranks:
-            self._board.end(link, "left after its failure")  # lost, because no launcher will say how its process ended
+            self._board.end(link, "left after its failure")  # lost: no launcher will say how the process ended
             return
         link.left, link.waits = True, False
         numbers = _field(frame, "numbers", dict)
@@ -830,8 +830,10 @@ class Hub:
                 self._process_ended(rank, why, badly=True, again=False)
 
     def _dismiss_launchers(self) -> None:
-        """Tell the launchers that the job is over, and wait until they have closed their links. If the hub
-        closed first, with unread data, the kernel could reset the link, and the launcher would miss the message.
+        """Tell the launchers that the job is over, and wait until they have closed their links.
+
+        If the hub closed a link first, with unread data in it, the kernel could reset the link, and the launcher would
+        miss the message.
         """
         for launcher in list(self._launchers.lines):
             self._launchers.write(launcher, encode({"t": "end"}, FROM_HUB_BYTES))

@@ -16,7 +16,7 @@ import msgpack
 from mscomm.cluster.hello import UNKNOWN_JOB, package_version
 from mscomm.cluster.hub import Hub
 
-_spawned: list[subprocess.Popen[bytes]] = []  # our hubs; the next spawn() reaps those that have ended
+_spawned: list[subprocess.Popen[bytes]] = []  # the hubs that we started; the next spawn() reaps those that have ended
 
 
 class _Detached(subprocess.Popen[bytes]):

@@ -31,7 +31,7 @@ class Interface(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """One item of a variable's list."""
+    """One item of the list in a variable such as MSCOMM_SOCKET_IFNAME."""
 
     excludes: bool
     matches: Callable[[Interface], bool]
@@ -42,7 +42,7 @@ def listen_address(control: socket.socket, env: Mapping[str, str] = os.environ) 
     of this rank's end of the link to the hub.
 
     If the hub is on loopback or at a unix socket, all ranks are on this host. Then the result is a loopback address,
-    unless MSCOMM_SOCKET_IFNAME chooses another. ValueError if a variable matches no interface.
+    unless MSCOMM_SOCKET_IFNAME chooses another address. ValueError if a variable matches no interface.
     """
     own = "127.0.0.1"
     if control.family in (socket.AF_INET, socket.AF_INET6):
@@ -82,7 +82,7 @@ def host_address(env: Mapping[str, str] = os.environ) -> str:
 
 
 def name_of(address: str) -> str | None:
-    """The interface that has the address; None if no interface has it, for example behind NAT."""
+    """The name of the interface that has the address; None if no interface has it, for example behind NAT."""
     return next((one.name for one in interfaces() if one.address.partition("%")[0] == address.partition("%")[0]), None)
 
 
@@ -131,7 +131,9 @@ def _chosen(env: Mapping[str, str], variables: Iterable[str], own: str) -> str |
 
 
 def _matching(env: Mapping[str, str], variables: Iterable[str], own: str) -> list[Interface] | None:
-    """The interfaces that the first set variable chooses. The items of its list are tried until one of them matches.
+    """The interfaces that the variables choose: those that match an item of the first variable that is set.
+
+    The items of that variable are tried in order; only the first item that matches any interface counts.
 
     None if no variable is set; ValueError if no item matches any interface.
     """

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from mscomm.errors import KINDS
 
-BELIEVED_AFTER_S = 0.2  # how long a symptom waits for a report of the rank that it names, before it becomes the verdict
+BELIEVED_AFTER_S = 0.2  # how long a symptom waits for a report from the rank that it names; then it becomes the verdict
 ANSWERS_WITHIN_S = 0.3  # after a timeout: how long the ranks may take to answer "where are you"
 REASON_WITHIN_S = 0.5  # how long the launcher may take to say how a process ended
-RESTARTED_WITHIN_S = 0.1  # the same if ranks are restarted: short, because the survivors wait for the verdict
-ASKED_EVERY_S = 1.0  # every stuck rank asks to compare its call; the least time between two comparisons
+RESTARTED_WITHIN_S = 0.1  # replaces REASON_WITHIN_S if ranks are restarted, because the survivors wait for the verdict
+ASKED_EVERY_S = 1.0  # the least time between two comparisons of the ranks' calls; every stuck rank asks for them
 _CALLS_KEPT = 16
 
 
@@ -104,7 +104,7 @@ class Judge:
                 # The rank said bye. Wait until the launcher says how its process ended.
                 self._symptoms.append(_Symptom(kind, rank, ranks, text, now + self._reason_s))
             elif not self._gone.keys() - {rank}:  # if another rank was lost before, look() reports that rank instead
-                # A timeout here is that of a message, which waited for `ranks`.
+                # A timeout that comes here is the timeout of a message, which waited for `ranks`.
                 waiting_for = ranks if kind == "CollectiveTimeout" else ()
                 self.verdict = Verdict(kind if kind in KINDS else "Error", ranks, waiting_for, text)
         self.look(now)
@@ -148,7 +148,7 @@ class Judge:
         return Verdict("Mismatch", tuple(rank for ranks in others for rank in ranks), (), text)
 
     def here(self, rank: int, progress: Progress, now: float) -> None:
-        """A rank answers where it is. Only its first answer counts; the rank whose call timed out gave it before."""
+        """A rank answers where it is. Only its first answer counts. The report of a timeout is such an answer."""
         if self._question and rank in self._question[3]:
             self._question[3].remove(rank)
             self._progress[rank] = progress
@@ -246,7 +246,7 @@ class Judge:
         for lost in ranks:
             if lost not in self._left:
                 continue
-            # Reports say this also if the rank only destroyed the group, because ranks cannot see the difference.
+            # A report says this even if the rank only destroyed the group, because a peer cannot see the difference.
             seen = f"{self._name(lost)} has left the job"
             words = f"{self._name(lost)} has destroyed the group" if lost in self._destroyed else seen
             text = text.replace(seen, words)

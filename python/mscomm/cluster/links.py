@@ -99,7 +99,7 @@ def tune(sock: socket.socket) -> None:
 
 
 def _limit_silence(sock: socket.socket) -> None:
-    """Make a TCP link of the hub also fail if the other host stays silent while it has bytes of ours to acknowledge.
+    """On TCP: let a link of the hub also fail if the other host does not acknowledge our data for MS_NODE_TIMEOUT.
 
     Links between ranks must not have this limit; the hub's verdict ends them. The limit would also end a link to a
     healthy rank that has not read for that long, for example because it computes while the next call's data waits.
@@ -179,9 +179,9 @@ def _name(sock: socket.socket) -> str:
 
 
 def listen(host: str, backlog: int, env: Mapping[str, str]) -> socket.socket:
-    """A TCP socket that listens at the address, at a free port of MSCOMM_PORTS, or at any if MSCOMM_PORTS is not set.
+    """A TCP socket that listens at the address, at a free port of MSCOMM_PORTS. OSError if no such port is free.
 
-    OSError if no port is free.
+    If MSCOMM_PORTS is not set, the kernel chooses the port.
     """
     allowed = environment.read("MSCOMM_PORTS", env)
     # A random order finds a free port sooner. Do not use Python's global generator, which the user may have seeded.
@@ -213,8 +213,8 @@ class Door:
     `enter(sock, peer, purpose)` is called for each connection whose hello succeeds, and `turned_away(address, why,
     unproven)` for each other connection. unproven: the peer speaks mscomm's protocol but has another key. A connection
     is dropped if it sends garbage, has a wrong key, or is too slow. At most 64 connections, or twice the number of
-    `ranks`, are in their hello at one time; if one more comes, the oldest is dropped. The data of each selector key is
-    a function to call when the socket is ready.
+    `ranks` if that is more, are in their hello at one time; if one more comes, the oldest is dropped. The data of each
+    selector key is a function to call when the socket is ready.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class Door:
             if is_shortage(error) and self._half_open:
                 self._drop(next(iter(self._half_open)), "its descriptor is needed for a newer connection")
             elif is_shortage(error):
-                # Pause the listener. The connection stays in its backlog, so the selector would report it at once.
+                # Pause the listener: the connection stays in its backlog, so the selector would report it at once.
                 self._selector.unregister(listener)
                 self._paused[listener] = time.monotonic() + _PAUSE_S
                 self._on_shortage(error)
@@ -359,10 +359,11 @@ def accept_all(
     log: Callable[[str], None] | None = None,
     check: Callable[[], None] | None = None,
 ) -> dict[int, socket.socket]:
-    """An authenticated connection, a blocking socket, from each wanted rank. CollectiveTimeout names the missing ranks.
+    """Accept one connection from each wanted rank. Returns them by rank, authenticated, as blocking sockets.
 
-    `check` is called at least every 100 ms and may raise to end the wait. OSError if this process has no descriptor
-    left for a connection, or at the deadline if its host lacked descriptors or memory.
+    CollectiveTimeout at the deadline; it names the missing ranks. OSError if this process has no descriptor left for a
+    connection, or at the deadline if its host lacked descriptors or memory. `check` is called at least every 100 ms and
+    may raise to end the wait.
     """
     missing = set(wanted)
     shortage: OSError | None = None

@@ -1,6 +1,7 @@
 """One rank's end of its control link: it joins the job, meets other ranks, reports failures, and hears of failures.
 
-From join() on, a daemon thread reads the link. That thread calls only the methods of `Communicator`, and `dialled`.
+From join() on, a daemon thread reads the link. Of a group, that thread calls only the methods of
+`Communicator`, and the function `dialled` (see attach).
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from mscomm.errors import CollectiveTimeout, Error, PeerLost, make
 SETTLE_S = 2.0  # how long a rank that reported a failure waits for the verdict
 LEAVE_S = 2.0
 _CALL_CHARACTERS = 1000
-_NUMBERS = 500  # a bye has the last call numbers of this many groups; the hub assumes call 0 for the others
-# The errors of a link whose other host, or the network to it, is down.
+_NUMBERS = 500  # a bye has the last call numbers of at most this many groups; the hub assumes call 0 for the others
+# The errors of a link if the host at the other end, or the network to that host, is down.
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 # kind, text, ranks, waiting_for, whether it is the verdict, the number of the call that failed (-1: no call)
@@ -38,7 +39,7 @@ Failure = tuple[str, str, list[int], list[int], bool, int]
 
 
 class Communicator(Protocol):
-    """What the member needs of a group's communicator. All methods return at once and may be called from any thread."""
+    """What the member needs from a group's communicator. All methods return at once, and any thread may call them."""
 
     def abort(self, kind: str, ranks: list[int], waiting_for: list[int], text: str) -> None: ...
 
@@ -92,8 +93,8 @@ class Member:
         self._node_id = node_id
         self._hub = hub
         self._hub_address = ""  # the address of the hub's host; "" if the hub is on this host
-        # Guards what the reading thread learns. Other threads wait for it, and must not hold it while they
-        # call a communicator.
+        # This condition guards what the reading thread learns, and other threads wait on it. A thread must not hold
+        # it while it calls a communicator.
         self._news = threading.Condition()
         self._communicators: dict[str, Communicator] = {}
         self._dialled: dict[str, Callable[[int, Any], None]] = {}
@@ -108,11 +109,11 @@ class Member:
         self._verdicts: dict[str, Error] = {}  # by group; "": for all groups of this epoch, including later ones
         self._ended: str | None = None  # why the link has ended; None if it has not
         self._departed: list[int] = []
-        self._closed: dict[str, list[int]] = {}  # for groups being founded: the ranks that have already destroyed it
+        self._closed: dict[str, list[int]] = {}  # by group that is being founded: the ranks that destroyed it
         self._leaving = False
         self._forked = False
-        # The core writes to this eventfd when it has a notice, when a call is stuck, and when a call fails for which
-        # nobody waits.
+        # The core writes to this eventfd when it has a notice, when a call is stuck, and when a call that nobody waits
+        # for fails.
         self.news_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._reader = threading.Thread(target=self._read, name="mscomm-member", daemon=True)
         _members.add(self)
@@ -120,7 +121,10 @@ class Member:
     # -- joining the job
 
     def join(self, facts: Mapping[str, Any], deadline: Deadline) -> Welcome:
-        """Register with the hub and wait until all ranks have joined. Raises the verdict, or why the hub refused."""
+        """Register with the hub and wait until all ranks have joined.
+
+        Raises the verdict if the job fails before, and an Error with the reason if the hub refuses this rank.
+        """
         self._hub_address = _address(self._frames.sock.getpeername())
         known = {**self._known(), **facts}
         self._say({"t": "join", "rank": self._rank, "node_id": self._node_id, "facts": known}, deadline)
@@ -182,10 +186,11 @@ class Member:
         founds: bool = False,
         survivors: bool = False,
     ) -> Met:
-        """Wait until all these ranks have sent the same key. Returns the facts of all. name: the name of the
-        meeting in messages.
+        """Wait until all these ranks have sent the same key. Returns the ranks that met, and their facts.
 
-        founds: the meeting founds a group, and key is the group's id. survivors: do not wait for lost ranks.
+        name: the name of the meeting in messages. founds: the meeting founds a group, and key is the group's id.
+        survivors: do not wait for lost ranks.
+
         Raises Mismatch if the ranks give different lists of ranks; PeerLost if one is lost; Aborted if one gives up;
         CollectiveTimeout at the deadline.
         """
@@ -213,7 +218,7 @@ class Member:
         return met
 
     def was_refused(self, key: str) -> bool:
-        """Whether meet() raised for this key because the hub refused the meeting. If so, no rank has met."""
+        """Whether meet() raised for this key because the hub refused the meeting. If so, no rank got the facts."""
         return self._refused == key
 
     def refuse(self, key: str, name: str, ranks: Sequence[int], error: BaseException) -> None:
@@ -236,7 +241,7 @@ class Member:
     def attach(self, group: str, communicator: Communicator, dialled: Callable[[int, Any], None]) -> None:
         """Pass the group's events to the communicator from now on. Events that came earlier are passed on at once.
 
-        dialled(rank, address) is called when that rank asks us to connect to the address; it must return at once.
+        dialled(rank, address) is called when the rank asks this rank to connect to the address; it must return at once.
         """
         with self._news:
             self._told.discard(group)  # an earlier attempt to found the group may have failed
@@ -303,7 +308,7 @@ class Member:
         return error
 
     def report(self, kind: str, text: str, ranks: Sequence[int], group: str = "") -> None:
-        """Tell the hub of a failure outside calls, such as abort() or an uncaught exception. Returns once that is sent.
+        """Tell the hub of a failure outside calls, such as abort() or an uncaught exception. Returns when it is sent.
 
         group: "" means all groups of the job.
         """

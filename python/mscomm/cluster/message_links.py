@@ -1,7 +1,7 @@
-"""The links for a group's messages. A rank makes a link to each peer to which it sends, at the first message.
+"""The links for a group's messages. A rank makes the link to a peer when it sends its first message to that peer.
 
 The sender listens and asks the receiver, through the hub, to connect. The receiver's program need not be in any call,
-because the thread that reads its control link receives the request and starts a thread that connects.
+because the thread that reads the receiver's control link gets the request, and starts another thread that connects.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MessageLinks:
         self.linked = {ranks.index(epoch.rank)}  # peers that have a link; a message to oneself needs none
 
     def reach(self, peer: int, what: str, deadline: Deadline) -> None:
-        """Make the link to that rank of the group, unless there is one. A failure breaks the group."""
+        """Make the link to the peer, unless there is one already. A failure breaks the group."""
         core, rank = self._core, self._ranks[peer]
         try:
             while not self._dialling[peer].acquire(timeout=min(deadline.left(), 0.1)):
@@ -58,7 +58,7 @@ class MessageLinks:
             raise
 
     def dialled(self, rank: int, addresses: Any) -> None:
-        """Answer a request: that rank of the job wants to send to this rank. Returns at once."""
+        """Answer the request of a rank of the job that wants to send to this rank: connect to it. Returns at once."""
         peer = self._ranks.index(rank)
         # The thread that reads the control link runs this. Expect the link before that thread reads on, because the
         # sender may say bye as soon as it has sent its message.

@@ -12,7 +12,7 @@ Facts = Mapping[str, Any]
 
 
 class Arrival(NamedTuple):
-    """What a worker tells when it registers: the id that its user gave it (MS_NODE_ID), or None, and its host."""
+    """What a worker says when it registers: the id that the user gave it (MS_NODE_ID, or None), and its host."""
 
     node_id: str | None
     host: str

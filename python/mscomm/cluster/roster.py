@@ -74,7 +74,7 @@ class Roster:
         return refusal
 
     def _holder(self, link: Link, rank: Any) -> Link | None:
-        """The member that already has the rank, or the id, that the newcomer claims."""
+        """The member that already has the rank or the id that the newcomer claims; None if no member has it."""
         if self._ranks_known:
             return next((other for other in self._members if other.rank == rank), None)
         return next((other for other in self._members if link.node_id and other.node_id == link.node_id), None)
@@ -89,7 +89,7 @@ class Roster:
         return f"{link} has left the job" if link.left else f"{link} ended without release"
 
     def at(self, number: int) -> Link | None:
-        """The member with that Link.number."""
+        """The member that has this Link.number; None if there is none."""
         return next((link for link in self._members if link.number == number), None)
 
     def forget(self, link: Link) -> None:
@@ -140,7 +140,7 @@ class Roster:
         return [link.facts for link in sorted(self._members, key=lambda link: link.number)]
 
     def name(self, number: int) -> str:
-        """The name, in messages, of the member with that Link.number."""
+        """The name in messages of the member that has this Link.number."""
         return str(self.at(number) or f"rank {number}")
 
     def too_few(self, timeout_s: float) -> str:

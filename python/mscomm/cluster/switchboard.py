@@ -33,7 +33,7 @@ L = TypeVar("L", bound=Line)
 class Switchboard(Generic[L]):
     """Calls `handle(line, frame)` for each control frame, and `ended(line, how)` once when a line ends.
 
-    `how` is "" if the other end closed the line or ended.
+    `how` says why the line ended; it is "" if the other end closed the line, or its process ended.
     """
 
     def __init__(

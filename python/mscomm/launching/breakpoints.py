@@ -1,4 +1,4 @@
-"""breakpoint() in a rank that has no terminal."""
+"""What breakpoint() does in a rank that has no terminal."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Part(Protocol):
     look_s: float | None
 
     def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
-        """Prepare this part before any rank is started: listen, or connect to the launcher that listens. This may wait.
+        """Prepare this part before any rank is started: listen, or connect to the launcher that listens. May wait.
 
         log: writes a line to the scheduler's log; tell: writes a line for the user.
         """
@@ -201,7 +201,7 @@ class Node0(_WithHub):
         self._thread = _serve(self._hub, stack)
 
     def needed(self, well: bool) -> bool:
-        """Whether other nodes' ranks have not left yet or, after a failure, still need time to learn of it."""
+        """Whether ranks of other nodes are still in the job or, after a failure, still need time to hear of it."""
         if self._job_began is None:  # ask only once, because the kernel reports a reset only once
             self._job_began = any(_was_read(ours) for ours in self._keys)
         if not self._job_began:  # no local rank called init(), so there is no job to wait for
@@ -231,7 +231,7 @@ class OtherNode(_OneHost):
         topo_timeout_s: float,
         key: bytes = b"",
     ) -> None:
-        """name: of this node, in messages; layout: equal on all nodes; key: the job's, if it is known already."""
+        """name: this node's name in messages. layout: what layout() returns. key: the job's key, if it is known yet."""
         self.size = size
         self.first = ranks.start
         self._ranks = ranks
@@ -398,7 +398,10 @@ def _key_link(key: bytes, where: str) -> tuple[socket.socket, socket.socket, dic
 
 
 def _was_read(ours: socket.socket) -> bool:
-    """Whether the rank that had the other end, and has ended, read its key. If not, the kernel reports a reset."""
+    """Whether the rank at the other end read its key. Call this when the rank has ended.
+
+    If the rank did not read the key, the kernel reports a reset of the connection.
+    """
     try:
         return ours.recv(1, socket.MSG_DONTWAIT) == b""
     except ConnectionResetError:

@@ -33,7 +33,7 @@ FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 PIPE_CLOSED = 128 + signal.SIGPIPE  # our exit status when nobody reads our output any more
 _LOOK_S = 0.05  # how often to look for ranks that ended, if this process cannot handle SIGCHLD
 _NOBODY_READ = f"nobody read {{}} for {STALLED_S:g} s"
-KILL_AT_SIGNAL = 3  # from this signal on, for example the third Ctrl-C, a signal kills the ranks at once
+KILL_AT_SIGNAL = 3  # this signal and all later ones, for example the third Ctrl-C, kill the ranks at once
 
 
 _PR_SET_PDEATHSIG = 1
@@ -52,9 +52,9 @@ class Launch:
     """One run of `command` as `size` ranks on this host. If it runs in the main thread, it also handles the signals.
 
     max_restarts: the number of restarts of failed processes, for all ranks together. stdin_rank: the local rank that
-    inherits our stdin. outputs: makes our stdout and stderr, given a function that wakes the launcher. call_fds: by
-    local rank, descriptors that the ranks inherit; their numbers are appended to the commands. timeout_s: after
-    what time to end the ranks.
+    inherits our stdin. outputs: a function that makes our stdout and stderr; its argument is a function that wakes the
+    launcher. call_fds: by local rank, descriptors that the ranks inherit; their numbers are appended to the commands.
+    timeout_s: the ranks are ended after this time.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Launch:
         try:
             return self._run()
         finally:
-            # A writing thread that does not end may call wake() later. Then leave the descriptor of wake() open.
+            # A writing thread that has not ended may still call wake(), and then the descriptor of wake() must be open.
             if self._stdout.close(DRAIN_S) and self._stderr.close(DRAIN_S):
                 self._streams.release()
 
@@ -114,7 +114,7 @@ class Launch:
                 self._scheduler_log = self._open_log("scheduler.log", logs)
             with ExitStack() as stack:
                 stack.callback(self._selector.close)
-                self._part.open(stack, self._note, self._say)  # this may wait, and Ctrl-C ends this process meanwhile
+                self._part.open(stack, self._note, self._say)  # this may wait; during the wait, Ctrl-C ends us
                 self._take_signals(stack)
                 stack.callback(self._end_all)
                 self._start_ranks(stack, logs)
@@ -304,7 +304,7 @@ class Launch:
         count = f"restart {len(self._restarts)} of {self._max_restarts}"
         self._say(f"rank {end.rank} is started again ({count}): {end.how} after {end.after_s:.1f} s")
         process = self._processes[local_rank]
-        os.killpg(process.pid, signal.SIGKILL)  # also ends what the rank started; before wait(), its pid is not reused
+        os.killpg(process.pid, signal.SIGKILL)  # also ends what the rank started; no pid is reused before wait()
         process.wait()
         self._processes[local_rank] = self._start_rank(local_rank)
 
@@ -392,7 +392,7 @@ class Launch:
         return first.status if first else int(bool(elsewhere or dropped))
 
     def _flush(self) -> bool:
-        """Write all output that is left, and say how much is dropped for lack of a reader. Returns whether any is."""
+        """Write all output that is left, and say how much is dropped if nobody reads it. Returns whether any is."""
         dropped = self._stdout.flush(STALLED_S)
         if dropped:
             self._say(f"{dropped} bytes of the ranks' output were dropped: {_NOBODY_READ.format('stdout')}")

@@ -80,13 +80,13 @@ class Tracebacks:
         self._output.write(self.release())
 
     def interrupt(self) -> None:
-        """The ranks are about to get Ctrl-C. The first time, show what is held: Ctrl-C did not cause it."""
+        """The ranks are about to get Ctrl-C. At the first one, show the held lines, because it did not cause them."""
         if not self._interrupted:
             self.show()
         self._interrupted = True
 
     def release(self, last: int | None = None) -> bytes:
-        """Return all held lines, and hold them no longer. Equal texts appear once; rank `last`'s text comes last."""
+        """Return all held lines, and stop holding them. Equal texts appear once; the text of rank `last` comes last."""
         by_text: dict[bytes, list[int]] = {}
         for rank, lines in self._held.items():
             words = last_words(lines, self._began_s[rank])
@@ -119,7 +119,7 @@ def _without_tracebacks(lines: Iterable[bytes]) -> list[bytes]:
     inside = False
     for line in lines:
         if _FIRST_LINE.match(line):
-            inside = not line.startswith(b"KeyboardInterrupt")  # this line has no traceback after it
+            inside = not line.startswith(b"KeyboardInterrupt")  # no traceback follows such a line
         elif inside:  # a traceback ends with the exception's line, the first line that is not indented
             inside = not line[:1].strip(b" |+")
         elif not _BETWEEN.match(line):
