@@ -1,5 +1,5 @@
-"""How this process finds out its rank and its job. There is one module per launcher; the first that recognises the
-environment is used.
+"""Finds out the job of this process, and its rank. There is one module per launcher; mscomm takes the first launcher
+that recognises the environment.
 """
 
 from __future__ import annotations

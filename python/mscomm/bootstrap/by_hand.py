@@ -72,7 +72,10 @@ class _Tcp:
 
 
 class _Communicator:
-    """Rank 0 sends the hub's address by Bcast, which has no timeout. All ranks of the communicator must come."""
+    """Rank 0 sends the hub's address by Bcast.
+
+    Bcast has no timeout, so all ranks of the communicator must call init().
+    """
 
     NAME = "MPI communicator"
 

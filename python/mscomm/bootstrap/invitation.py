@@ -43,7 +43,7 @@ class Launcher(Protocol):
         """Whether this launcher started the process. It looks only at `env`."""
 
     def accept(self, env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-        """Connect to the job. Raises an Error that says what was tried if that fails."""
+        """Connect to the job. If no connection succeeds, raises an Error that says what was tried."""
 
 
 class Found(Launcher, Protocol):

@@ -60,7 +60,7 @@ def place(env: Mapping[str, str], names: Names, launcher: str) -> Seat:
 
 
 def _first(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    """The value of the first of these variables that is set; None if it is not a number, or none is set."""
+    """The value of the first of these variables that is set; None if no variable is set, or the value is no number."""
     text = next((env[name] for name in names if name in env), "")
     return int(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else None
 

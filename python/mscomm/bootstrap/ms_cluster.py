@@ -186,7 +186,7 @@ def _where(settings: Settings) -> str:
 
 
 def _log(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # the job must not end because nobody reads our output any more
+    with contextlib.suppress(OSError, ValueError):  # if nobody reads our output any more, the job must still go on
         print(f"mscomm scheduler: {text}", flush=True)
 
 

@@ -145,7 +145,7 @@ def reach(
     once, unless the listener closed without an answer.
     """
     started, pause_s, said, silences = time.monotonic(), _RETRY_S[0], False, 0
-    heard: dict[links.Address, str] = {}  # by target: why the last hello failed; later connects may fail
+    heard: dict[links.Address, str] = {}  # by target: why the last hello failed
     while True:
         problems = {}
         for target in targets:

@@ -490,7 +490,10 @@ def _numbered(hosts: list[int]) -> list[int]:
 
 
 def _needed(hosts: list[int], me: int) -> list[bool]:
-    """Which listeners a rank needs for the ranks after it: True is one for its own host, False one for other hosts."""
+    """Which listeners a rank needs, so that the ranks after it can connect.
+
+    True means a listener for the rank's own host, False a listener for the other hosts.
+    """
     return sorted({host == hosts[me] for host in hosts[me + 1 :]})
 
 

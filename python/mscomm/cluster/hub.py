@@ -104,8 +104,8 @@ class Hub:
         self._tell = tell or (lambda text: None)
         self._tell_at: float | None = None  # when to tell the user next which hosts and ranks the job waits for
         self._turned_away = ""  # the last connection that was turned away, as text; "" if the user knows of it
-        self._unproven = 0  # how many connections without the job's key have come since the user was last told of them
-        self._unproven_at = 0.0  # when the user may next be told of them
+        self._unproven = 0  # how many connections without the job's key have come since the user was last told of any
+        self._unproven_at = 0.0  # when the user may next be told of such connections
         self._listening = False
         self._own: set[int] = set()  # ranks that the launcher of this host started; the hub adopted their links
         self._attended: set[int] = set()  # ranks of other hosts whose launcher has connected
@@ -532,7 +532,7 @@ class Hub:
             self._answer(self._meetings.refuse(link.number, key, name, ranks, why))
 
     def _handle_dial(self, link: Link, frame: Frame) -> None:
-        """One rank of a group asks another to connect to it."""
+        """A rank asks another rank of its group to open a connection to the asking rank."""
         to, name = _field(frame, "to", int), _field(frame, "group", str)
         group = self._groups.get(name)
         if group is None or to not in group.ranks or link.number not in group.ranks:
@@ -562,7 +562,7 @@ class Hub:
         self._answer(self._meetings.look())  # other ranks may wait for this rank in a meeting of this epoch
 
     def _handle_unrejoin(self, link: Link, frame: Frame) -> None:
-        """A rank's wait for the next epoch has timed out, unless that epoch has begun in the meantime."""
+        """A rank's wait for the next epoch has timed out. Does nothing if that epoch has begun in the meantime."""
         if not link.waits:
             return
         absent = [rank for rank in range(self._roster.size) if not self._waits(rank)]

@@ -178,7 +178,8 @@ class Judge:
     def process_ended(self, rank: int, how: str, badly: bool, now: float) -> None:
         """The launcher says how the rank's process ended.
 
-        While the rank's link is open, this decides nothing. After bye, a bad end gives the verdict at once.
+        While the rank's link is open, the end of the process decides nothing. After bye, a bad end gives the verdict
+        at once.
         """
         self._ends[rank] = how
         if rank in self._left and badly and not self.verdict:

@@ -440,7 +440,7 @@ def send_fds(sock: socket.socket, fds: list[int], deadline: Deadline) -> None:
 
 
 def recv_fds(sock: socket.socket, count: int, deadline: Deadline) -> list[int]:
-    """Exactly `count` descriptors, close-on-exec, from a process of our own user."""
+    """Receive exactly `count` descriptors from a process of our own user. They are close-on-exec."""
     require_same_user(sock)
     fds: list[int] = []
     try:

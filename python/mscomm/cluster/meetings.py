@@ -92,7 +92,7 @@ class Meetings:
         return self._cancel(key, "CollectiveTimeout", why, missing)
 
     def refuse(self, rank: int, key: str, name: str, ranks: list[int], why: str) -> Iterable[Answer]:
-        """A rank gives up the meeting, perhaps before it came. The other ranks learn why, now or when they come."""
+        """A rank gives up a meeting, before or after it came. The other ranks learn why, now or when they come."""
         meeting = self._open.setdefault(key, _Meeting(name, ranks, False))
         meeting.facts.pop(rank, None)
         answer = unmet(meeting.here, key, "Aborted", why, [rank])

@@ -232,7 +232,7 @@ class Member:
             self._met.pop(key, None)
 
     def check(self, group: str) -> None:
-        """Raise the failure of the group, if there is one. Use this in waits before attach()."""
+        """Raise the failure of the group, if there is one. Use this while a group is set up, before attach()."""
         with self._news:
             failure = self._verdict(group) or self._failure
         if failure:
@@ -387,7 +387,7 @@ class Member:
         except (Error, OSError, KeyError, TypeError, ValueError) as error:
             silent = isinstance(error, OSError) and error.errno in _SILENT
             self._end(f"the link to it failed: {error}", self._beside_the_hub() if silent else [])
-        except BaseException as error:  # unexpected. End the link, because nobody watches the job without this thread
+        except BaseException as error:  # a bug: end the link, because nobody watches the job without this thread
             self._end(f"this rank does not hear it any more: {type(error).__name__}: {error}")
             raise
 

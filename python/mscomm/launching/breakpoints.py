@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, NoReturn
 
-HOOK = f"{__name__}.no_terminal"  # the value of PYTHONBREAKPOINT in such a rank
+HOOK = f"{__name__}.no_terminal"  # the value of PYTHONBREAKPOINT in a rank that has no terminal
 
 
 def no_terminal(*_: Any, **__: Any) -> NoReturn:

@@ -50,10 +50,11 @@ def launch(function: Callable[..., Any], n: int, *args: Any, timeout: float | ti
 
     timeout: seconds or a timedelta for the whole launch; None for no limit.
 
-    Raises the exception of the first rank that failed, or an Error with its text if it cannot be pickled. Its __cause__
-    has the tracebacks of all ranks, and the first failed rank as `.rank`. Raises PeerLost if that rank ended without an
-    exception, and CollectiveTimeout after the timeout, whose waiting_for has the ranks that had not returned. In all
-    these cases, and after KeyboardInterrupt, the other ranks are ended. TypeError if function or args cannot be
+    If a rank fails, launch() raises the exception of the first rank that failed; an Error with the text of that
+    exception if the exception cannot be pickled; PeerLost if that rank ended without an exception. After the timeout,
+    it raises CollectiveTimeout, whose waiting_for has the ranks that had not returned. The __cause__ of all these has
+    the tracebacks of all ranks as text, and the first failed rank as `.rank`. In all these cases, and after
+    KeyboardInterrupt, the other ranks are ended. TypeError if function or args cannot be
     pickled; ValueError for n < 1; BrokenPipeError if the ranks print and sys.stdout, or sys.stderr, is closed.
 
     >>> def total(x):
@@ -155,7 +156,7 @@ def _results(job: _Calls, outcomes: list[_Outcome | None], what: str, timeout_s:
     else:
         how = job.first.how if job.first else "it ended the process itself"
         error = PeerLost(f"{what}: rank {rank} did not end well: {how}", [rank])
-    if hasattr(error, "add_note"):  # Python 3.11
+    if hasattr(error, "add_note"):  # Python 3.11 or later
         error.add_note(f"in rank {rank} of {len(outcomes)}")
     raise error from RankTraceback(rank, text)
 

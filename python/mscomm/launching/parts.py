@@ -215,7 +215,7 @@ class Node0(_WithHub):
 
 
 class OtherNode(_OneHost):
-    """Connects to node 0's hub before it starts its ranks, and reports how they end. The hub tells it when to stop."""
+    """Connects to node 0's hub before any rank is started, and reports how the ranks end. The hub says when to stop."""
 
     look_s: float | None = LOOK_S
 
@@ -351,7 +351,7 @@ class OtherNode(_OneHost):
         if link is None:
             return
         deadline = Deadline(_TELL_S)
-        with contextlib.suppress(Error, OSError):  # node 0 has already ended
+        with contextlib.suppress(Error, OSError):  # node 0 may have ended already
             link.sock.shutdown(socket.SHUT_WR)
             while link.receive(deadline) is not None:
                 continue
