@@ -107,7 +107,7 @@ class Cell:
         return ratio(self._rounds[theirs], self._rounds[ours])
 
     def share(self, ours: str) -> float | None:
-        """NumPy's time for the same bytes divided by the time of `ours`; None if not measured or for small sizes."""
+        """NumPy's time for the same bytes divided by the time of `ours`. None for small sizes, or if not measured."""
         return self.us(MEMORY) / self.us(ours) if self.has(MEMORY) and self.size >= MEMORY_FROM else None
 
 

@@ -56,8 +56,8 @@ class Ranks:
         case = case_of(name)
         rounds, iterations = (50, 20) if size <= 64 << 10 else (20, 1)
         # All ranks must make the same number of calls. pytest-benchmark's pedantic mode makes one warm-up round and
-        # then `rounds` rounds. If a round has several calls, it makes one more call to get a result. If timing is off
-        # (--benchmark-disable), it makes one call.
+        # then `rounds` rounds. If a round has several calls, pytest-benchmark makes one more call at the end, to get a
+        # result. If timing is off (--benchmark-disable), it makes only one call.
         calls = (1 + rounds) * iterations + (iterations > 1) if benchmark.enabled else 1
         mscomm.broadcast(np.array([ROWS.index(name), size, shared, calls]))
         buffers = buffers_of(case, size, shared)

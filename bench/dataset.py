@@ -108,7 +108,9 @@ def write(folder: Path) -> None:
 
 
 Make = Callable[[Path, int, int, int], Iterable[Any]]
-SIDES: dict[str, tuple[Make, dict[int, int]]] = {  # the dict: the table's number of workers -> how many to start
+# For each side: the function that makes its pipeline; and for each number of processes in the table, how many worker
+# processes to start. With 0 workers, PyTorch's DataLoader works in the main process.
+SIDES: dict[str, tuple[Make, dict[int, int]]] = {
     "mscomm": (by_mscomm, {1: 1, 2: 2}),
     "torch": (by_torch, {1: 0, 2: 2}),
 }

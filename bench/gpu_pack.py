@@ -44,7 +44,7 @@ def sizes_of(kind: str, count: int) -> list[int]:
 
 
 def times_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """The device's time for a call of each kind in ms: the median over rounds in which the kinds take turns."""
+    """For each kind of call, the device's time for one call in ms: the median over rounds. The kinds take turns."""
     stream = cupy.cuda.get_current_stream()
     graphs = {}
     for name, call in calls.items():
@@ -79,7 +79,7 @@ def host_us(call: Callable[[], Any], calls: int = 50) -> float:
 
 
 def measure(kind: str, total: int) -> dict[str, float]:
-    """For each kind of call its rate in GB/s; under "host us" the host's time for a call of pack in microseconds."""
+    """For each kind of call, the rate in GB/s; and as "host us", the host's time for a call of pack in microseconds."""
     core, stream = resolve(None).core, cupy.cuda.get_current_stream()
     count = total // 4
     arrays = [cupy.ones(size, np.float32) for size in sizes_of(kind, count)]

@@ -107,7 +107,7 @@ class Series:
         return float(row["results"][name]["in_place"]["sent_bytes"] / row["least_bytes"])
 
     def beside_the_wire(self) -> Iterator[str]:
-        """Lines about bytes that did not go through the hosts' interfaces."""
+        """Lines about contenders whose bytes did not all go through the hosts' interfaces."""
         for size in self._rows:
             for name in self.environment["contenders"]:
                 if (sent := self.sent(name, size)) < 1:
@@ -323,7 +323,8 @@ def _job(rate: str, hosts: list[str], ranks: int, plan: Path, into: Path, variab
             stdout=out,
             stderr=subprocess.STDOUT,
             env=env | variables,
-            start_new_session=True,  # Ctrl-C must not end this process: it removes the hosts when terminated below
+            # Ctrl-C must not reach tests/hosts.py, which removes the hosts when terminate() below ends it.
+            start_new_session=True,
         )
     try:
         status = process.wait(SERIES_S)

@@ -165,7 +165,7 @@ class Ring:
 
 
 def _moved(move: Callable[[memoryview], int], bytes_: memoryview) -> int | None:
-    """Send or receive once, by `move`. Returns the number of bytes moved; None if the socket is not ready."""
+    """Call `move`, a socket's send or recv_into, once. Returns the number of bytes; None if the socket is not ready."""
     try:
         return move(bytes_) if bytes_ else 0
     except BlockingIOError:

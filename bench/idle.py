@@ -1,7 +1,7 @@
 """A CUDA driver and an NCCL that do nothing (idle.cc), and arrays on a device of this driver.
 
-They serve to measure the cost of mscomm itself. enqueue.py and tests/test_cost.py use this file. An array is just an
-address, a shape and a dtype.
+With them, enqueue.py and tests/test_cost.py measure the time that mscomm itself takes. An array is just an address, a
+shape and a dtype.
 
     python bench/idle.py     # compiles the library, and prints its path
 """

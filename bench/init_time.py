@@ -17,7 +17,7 @@ import psutil
 
 import mscomm
 
-IMPORTED_AFTER_S = 3  # time since the parent's start; by then every rank has done its imports, even on two cores
+IMPORTED_AFTER_S = 3  # seconds after the parent's start, when every rank has done its imports, even on two cores
 
 init = mscomm.init
 time.sleep(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-ENOUGH_ROUNDS = 11  # with fewer rounds, the bootstrap has few distinct medians, and the interval is about their range
+# With fewer rounds, a bootstrap has only few distinct medians, and the interval is nearly the range of all ratios.
+ENOUGH_ROUNDS = 11
 
 
 class Ratio(NamedTuple):
@@ -25,5 +26,5 @@ def ratio(theirs: Any, ours: Any) -> Ratio:
 
 
 def interval(rounds: int) -> str:
-    """The name of the interval: "95 %" if there are enough rounds, else "range". "95 %" assumes independent rounds."""
+    """What to call the interval: "95 %" if there are enough rounds, otherwise "range". Assumes independent rounds."""
     return "95 %" if rounds >= ENOUGH_ROUNDS else "range"

@@ -5,8 +5,8 @@
 >>> mscomm.all_reduce(np.ones(3))
 array([1., 1., 1.])
 
-Names are imported when they are first used, so that `import mscomm`, the command line and the scheduler start quickly.
-Type checkers read __init__.pyi.
+A name is imported only when it is first used. This makes `import mscomm`, the command line and the scheduler fast.
+Type checkers cannot follow such imports; they read the names from __init__.pyi.
 """
 
 from __future__ import annotations

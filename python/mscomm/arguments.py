@@ -21,7 +21,7 @@ def check_apart(arrays: Sequence[Any], out: Sequence[Any]) -> None:
     ):
         others = {id(x): i for i, x in enumerate(arrays)}
         if all(others.get(id(y), i) == i for y, _, i in named) and len(others) == len(arrays):
-            return  # each array has memory of its own
+            return  # the usual case: different arrays, and none is a view, so no two share memory
     spans = [(*_bounds(array), name, i, array) for array, name, i in named]
     spans += [(*_bounds(x), f"arrays[{i}]", i, x) for i, x in enumerate(arrays)]
     spans.sort(key=operator.itemgetter(0))
@@ -51,7 +51,8 @@ def checked_counts(
 ) -> list[int]:
     """Return `counts`, a row count for each rank, as a list of ints. Raises TypeError or ValueError if they are wrong.
 
-    shape: the shape of x, or None. If it is given, the counts must add up to the rows of x.
+    shape: the shape of the array x that is divided by these counts, or None. With a shape, the counts must add up to
+    the number of rows of x.
     """
     try:
         rows = [operator.index(count) for count in counts]

@@ -29,11 +29,12 @@ _OF_TLS = {"config_file_path", "client_password", "server_password"}
 
 
 def set_context(**options: Any) -> None:
-    """Set mode, device_target, device_id, save_graphs and save_graphs_path, as the tutorials' scripts do.
+    """Set mode, device_target, device_id, save_graphs and save_graphs_path, as the scripts of MindSpore's tutorials do.
 
-    device_target ("CPU", "GPU" or "Ascend") decides the backend if init() is called without one. device_id is this
-    rank's device. Both must be set before init(). The other options have no effect; a warning says so for a value that
-    is not the default, such as PYNATIVE_MODE or save_graphs=True.
+    device_target ("CPU", "GPU" or "Ascend") decides the backend if init() is called without one. device_id is the
+    number of the device that this rank uses. Both must be set before init(). The other options have no effect: if one
+    of them is set to a value that is not the default, such as mode=PYNATIVE_MODE or save_graphs=True, there is a
+    warning.
 
     Raises ValueError for an unknown option, mode or device_target, and TypeError or ValueError for a wrong device_id.
     After such an error, nothing is set.
@@ -136,7 +137,7 @@ _FUSIONS = ("allreduce", "allgather", "reducescatter", "openstate")
 
 
 def _fusion(value: Any) -> None:
-    """Check a value of comm_fusion. Its form is MindSpore's: {"allreduce": {"mode": "size", "config": 32}}."""
+    """Check a value of comm_fusion, which has MindSpore's form: {"allreduce": {"mode": "size", "config": 32}}."""
     if not isinstance(value, dict) or not value.keys() <= set(_FUSIONS):
         raise ValueError(f'{value!r}; expected {{"allreduce": {{"mode": "auto" or "size", "config": MiB or None}}}}')
     said = value.get("allreduce", {"mode": "auto"})
@@ -159,7 +160,7 @@ def _only(*values: Any) -> Callable[[Any], None]:
 
 
 def _anything(value: Any) -> None:
-    """Accept any value: the option means nothing in data parallel training, and notices.py has a warning for it."""
+    """Accept any value, because the option means nothing in data parallel training. notices.py warns of the option."""
 
 
 class _Option(NamedTuple):
@@ -206,9 +207,10 @@ def set_auto_parallel_context(**options: Any) -> None:
     * comm_fusion: {"allreduce": {"mode": "size", "config": 32}} sets the size of a fusion bucket in MiB; with mode
       "auto" mscomm chooses the size.
 
-    MindSpore's other options are accepted if they mean nothing in data parallel training. For each of them whose value
-    is not the default, there is one warning in the job. Raises ValueError for an unknown name, ValueError or TypeError
-    for a wrong value, and NotImplementedError for a value that this release lacks. After such an error, nothing is set.
+    MindSpore's other options are accepted if they mean nothing in data parallel training. If such an option is set to
+    a value that is not the default, one rank of the job writes a warning. Raises ValueError for an unknown name,
+    ValueError or TypeError for a wrong value, and NotImplementedError for a value that this release does not support.
+    After such an error, nothing is set.
 
     >>> mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)
     """

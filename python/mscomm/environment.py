@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-# The kinds of variables: a kind says who sets the variable. The kinds are the headings of docs/env.md, in this order.
+# The kinds of variables, by who sets the variable. The kinds are the headings of docs/env.md, in this order.
 YOURS, CLUSTER, RUN, LAUNCHER = (
     "Yours to set",
     "A scheduler and workers",
@@ -100,7 +100,7 @@ def ports(text: str) -> range:
 
 
 def threads(text: str) -> int:
-    """Parse the first number of the text. OpenMP allows a list, with one number for each level of nesting."""
+    """The first number of OMP_NUM_THREADS. OpenMP also allows a list, with a number for each level of nesting."""
     return number(1, 1 << 20, "a number of threads, 1 or more")(text.partition(",")[0].strip())
 
 
@@ -113,7 +113,7 @@ LEVELS = ("VERSION", "WARN", "INFO", "TRACE")
 
 
 def _given(name: str, *readers: str, meaning: str, set_by: str = LAUNCHER) -> Variable:
-    """A row for a variable that a launcher sets. read() returns the text unchecked; the launcher's module checks it."""
+    """A row for a variable that a launcher sets. read() returns the text unchecked; the modules `readers` check it."""
     return Variable(name, None, words, f"{meaning[0].upper()}{meaning[1:]}.", readers, set_by)
 
 
@@ -488,7 +488,7 @@ def read(name: str, env: Mapping[str, str]) -> Any:
 def given(env: Mapping[str, str], *set_by: str) -> dict[str, str]:
     """The names and texts of the variables that are set in `env`. set_by: the kinds to return, by default all.
 
-    No variable of the table holds a secret.
+    The texts may be shown, because no variable of the table holds a secret.
     """
     return {row.name: env[row.name] for row in VARIABLES if env.get(row.name) and row.set_by in (set_by or ABOUT)}
 

@@ -1,8 +1,8 @@
 """The errors that a failed collective call raises.
 
 Every error says which rank and host failed, in which operation and call number, what was expected and what to do. A
-failed call breaks the group on all its members: each later call on the group raises the same error again. Wrong
-arguments raise TypeError or ValueError instead. Then nothing was sent, and the group can still be used.
+failed call breaks the group on all its members: each later call on the group raises the same error again. A call with
+wrong arguments raises TypeError or ValueError instead. It sends nothing, and the group can still be used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Error(RuntimeError):
 
 
 class PeerLost(Error):
-    """A rank ended, or its host went silent, while others needed it. `.ranks` has the lost ranks."""
+    """A rank ended, or its host went silent, while other ranks still needed that rank. `.ranks` has the lost ranks."""
 
 
 class CollectiveTimeout(Error, TimeoutError):
@@ -28,7 +28,7 @@ class CollectiveTimeout(Error, TimeoutError):
 
 
 class Mismatch(Error, ValueError):
-    """Ranks made different calls under one call number; the text names the calls.
+    """Ranks made different calls under one call number. The error's text names the calls.
 
     `.ranks` has the ranks whose call differs from rank 0's.
     """

@@ -21,8 +21,8 @@ _watching = False
 def watch(release: Callable[[], None], tell: Callable[[BaseException, str], bool]) -> None:
     """Make the process call `release` and `tell` when it ends. Only the first call of watch() has an effect.
 
-    release() leaves the job. tell(error, words) tells the other ranks of the exception that ends this rank, and returns
-    whether there are other ranks.
+    release() leaves the job. tell(error, words) is called if an uncaught exception ends this rank. It tells the other
+    ranks of the exception, and returns whether there are other ranks. words: the exception and its place, as text.
     """
     global _watching
     full = environment.read("MSCOMM_TRACEBACK", os.environ) == "FULL"

@@ -1,4 +1,6 @@
-"""Writes log lines about what mscomm does, which help to find faults. MSCOMM_DEBUG and MSCOMM_DEBUG_FILE control them.
+"""Writes a log of what mscomm does, to help find faults. MSCOMM_DEBUG and MSCOMM_DEBUG_FILE control it.
+
+A line of the log looks like this:
 
     mscomm node7:4711 [3] INFO mesh: 7 links by 10.0.0.7, algorithm of all_reduce: direct
 
@@ -20,7 +22,7 @@ from mscomm import environment
 
 VERSION, WARN, INFO, TRACE = range(1, 5)
 _NAMES = dict(zip((VERSION, WARN, INFO, TRACE), environment.LEVELS, strict=True))
-_HELD = 1000  # how many lines are kept until the rank is known, if the file's name contains %r
+_HELD = 1000  # If the name of the log file contains the rank (%r), so many texts are kept until the rank is known.
 _PIECE = select.PIPE_BUF  # a pipe that is ready for writing takes this many bytes without blocking
 
 
@@ -42,7 +44,7 @@ class Log:
         self.flush()
 
     def write(self, level: int, text: str) -> None:
-        """Write the lines of text. Output of other processes never comes between the parts of one line."""
+        """Write `text`, which may have several lines. Output of other processes never comes into the middle of a line."""
         place = "-" if self._rank is None else self._rank
         head = f"mscomm {self._host}:{os.getpid()} [{place}] {_NAMES[level]} "
         data = "".join(f"{head}{line}\n" for line in text.splitlines()).encode("utf-8", "backslashreplace")
@@ -55,7 +57,7 @@ class Log:
             self._put(data)
 
     def flush(self) -> None:
-        """Write the lines that were kept back. If the rank is still unknown, the file's name has `-` in its place."""
+        """Write the lines that were kept back. If the rank is still unknown, the file's name has `-` in place of %r."""
         if self._fd is None and self._held:
             self._fd = self._open()
             self._put(b"".join(self._held))

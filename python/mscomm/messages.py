@@ -4,9 +4,9 @@ Messages are matched by source and tag, in the order in which they were sent. Se
 receive at once, also while other threads make collective calls on the same group. Strided arrays are read and written
 in C order.
 
-Messages travel through the CPU. A device array that is sent is first copied to the host, after the work on its
-library's current stream. A message for a device array is received on the host, and then copied to the device. Either
-side may use a device of any backend.
+Messages travel through the CPU. To send a device array, mscomm waits for the work on the current stream of the array's
+library, and copies the array to the host. A message for a device array is received on the host, and then copied to the
+device. The sender and the receiver may use devices of different backends.
 
 All functions raise TypeError or ValueError for wrong arguments, before anything is sent. If the message fails, they
 raise PeerLost, CollectiveTimeout, Mismatch or Aborted (see mscomm.errors). Then the group is broken, as after a failed
@@ -81,7 +81,7 @@ def send(
     x: an array of any shape, also empty, of a dtype that collective calls take. dst: a rank in the group (in
     torch.distributed it is a rank in the world). dst may be this rank itself: the message is then copied, and kept
     until it is received. tag: an int from 0 to 2^31 - 1. group: None for all ranks, or a Group or its name. timeout:
-    seconds or a timedelta; None takes init's.
+    seconds or a timedelta; None means the timeout given to init().
 
     Returns None as soon as x may be used again. send may wait until dst has called recv, so two ranks that exchange
     arrays must use sendrecv or async_op. async_op=True: returns a Work at once; do not change x until the Work has
@@ -124,19 +124,19 @@ def recv(
     raise a Mismatch that names both sides. src: a rank in the group (in torch.distributed it is a rank in the world),
     or mscomm.ANY_SOURCE. tag: an int from 0 to 2^31 - 1, or mscomm.ANY_TAG. status: a mscomm.Status, to which recv
     writes the message's source, tag and count. group: None for all ranks, or a Group or its name. timeout: seconds or
-    a timedelta; None takes init's.
+    a timedelta; None means the timeout given to init().
 
     Messages of one source and tag are received in the order in which they were sent. A message with another tag or from
-    another source may be received earlier. Messages of several sources are received in the order in which they reach
-    this rank. If a message fits several recvs, the recv that was called first gets it. async_op=True: returns a Work,
-    whose wait() returns out and fills status; do not use `out` before that.
+    another source may overtake them. With ANY_SOURCE, messages are received in the order in which they reach this rank.
+    If a message fits several recvs, the recv that was called first gets it. async_op=True: returns a Work, whose wait()
+    returns out and fills status; do not use `out` before that.
 
     Raises CollectiveTimeout, whose `.waiting_for` is src, if no message came in time. Raises PeerLost if src ended or
     left without sending a message. With ANY_SOURCE, `.waiting_for` has all ranks that could have sent a message, and
-    PeerLost is raised when all of them have left. After 10 s of waiting, recv writes a line about it to stderr.
+    PeerLost is raised when all of them have left. After 10 s of waiting, recv writes a line to stderr.
 
-    Like MPI_Recv, which also takes a message that is shorter than the buffer; like torch.distributed.recv, which
-    returns the sender's rank.
+    Like MPI_Recv, but MPI_Recv also takes a message that is shorter than the buffer. Like torch.distributed.recv, but
+    that function returns the sender's rank.
 
     >>> out = mscomm.recv(np.empty(3), src=0)                              # on rank 1, while rank 0 sends
     """
@@ -182,7 +182,8 @@ def sendrecv(
     sending = _sending("sendrecv", x, dst, send_tag, "send_tag", group)
     receiving = _receiving("sendrecv", out, src, recv_tag, "recv_tag", status, group)
     ends = memory_anywhere(x, "x", "sendrecv"), memory_anywhere(out, "out", "sendrecv")
-    if not any(isinstance(end, OnDevice) for end in ends) and np.shares_memory(*ends):  # device arrays may overlap
+    # Device arrays may overlap: x is copied to the host before anything is received.
+    if not any(isinstance(end, OnDevice) for end in ends) and np.shares_memory(*ends):
         raise ValueError("sendrecv: x and out overlap; give out memory of its own, or a copy of x")
     return receiving.result(group.sendrecv(sending, receiving.message, group.seconds(timeout)))
 

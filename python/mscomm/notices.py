@@ -1,7 +1,7 @@
-"""Warnings that concern all ranks of a job but that only one rank writes; and the options that have no effect.
+"""Warnings that concern all ranks of a job, and that only one rank writes; and the options that have no effect.
 
-Options without effect are accepted because scripts written for MindSpore set them. Each has a row in WITHOUT_EFFECT,
-and setting it gives a warning.
+Options without effect are accepted because scripts written for MindSpore set them. Each such option has a row in
+WITHOUT_EFFECT. A script that sets the option gets a warning.
 
 Rank 0 writes the warnings. A process that has not joined a job yet takes its rank from its launcher's variables. If the
 launcher announces no rank, the warning waits until init() has found out the rank. A process without a launcher writes
@@ -53,11 +53,11 @@ def _speaks() -> bool | None:
     return None if place.rank is None else place.rank == 0
 
 
-# -- options without effect
+# -- the table of options without effect, and their warnings
 
 
 class Option(NamedTuple):
-    """An option without effect."""
+    """A row of WITHOUT_EFFECT."""
 
     silent: tuple[Any, ...]  # the values that give no warning, such as the default
     instead: str  # why the option has no effect, or what to do instead
@@ -125,7 +125,7 @@ WITHOUT_EFFECT: dict[tuple[str, str], Option] = {
 
 
 def tell_without_effect(function: str, **options: Any) -> None:
-    """Warn of each option that has a row, unless its value is one of the row's silent values."""
+    """Warn of each option that has a row in WITHOUT_EFFECT, unless its value is one of the row's silent values."""
     for name, value in options.items():
         row = WITHOUT_EFFECT.get((function, name))
         if row is not None and not any(value == quiet for quiet in row.silent):

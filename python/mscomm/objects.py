@@ -1,12 +1,12 @@
 """Python objects between ranks: collective calls, and messages from one rank to another.
 
-An object is None, a bool, int, float, complex, str, bytes, list, tuple, set, frozenset or dict of such; a NumPy array
-or a NumPy scalar; a date, time, datetime or timedelta, with a timezone or a ZoneInfo; a path of pathlib; an
-OrderedDict; a CPU tensor of PyTorch, JAX or MindSpore, which arrives as a tensor that needs no gradient; or an object
-of a class registered by register_object. Each keeps its type. For anything else, the call raises a TypeError that says
-where in the object the fault is. As for any wrong argument, the error is raised before anything is sent, and uses up no
-call number. This rank has then not made the call. The other ranks wait until this rank makes the call or ends, or until
-their timeout passes.
+These objects can be sent: None; a bool, int, float, complex, str or bytes; a NumPy array or a NumPy scalar; a date,
+time, datetime or timedelta, with a timezone or a ZoneInfo; a path of pathlib; a CPU tensor of PyTorch, JAX or
+MindSpore, which arrives as a tensor that needs no gradient; an object of a class registered by register_object; and a
+list, tuple, set, frozenset, dict or OrderedDict of such objects. Every object keeps its type. For anything else, the
+call raises a TypeError that says where in the object the fault is. As for any wrong argument, the error is raised
+before anything is sent, and uses up no call number. This rank has then not made the call. The other ranks wait until
+this rank makes the call or ends, or until their timeout passes.
 
 A rank that cannot read an object, for example because it has not registered the class, raises an Error, and the group
 stays usable. It raises TypeError if the object has a tensor of a library that is not installed on this rank.

@@ -1,9 +1,9 @@
 """MindSpore's communication operators as callables, with MindSpore's argument names: AllReduce(ReduceOp.SUM)(x).
 
-The operators call the functions of mscomm, take the same arrays and raise the same errors. The timeout is that of the
-group. An operator may be made before init(), because its group is looked up when it is called. A rank among the
-arguments is a rank in the group. Wrong arguments raise TypeError and ValueError as in MindSpore. A rank that has no
-result gets None, where MindSpore would give it a meaningless tensor.
+The operators call the functions of mscomm, take the same arrays and raise the same errors. The timeout of the group
+applies to them. An operator may be made before init(), because its group is looked up only when the operator is called.
+An argument such as dest_rank is a rank in the group. Wrong arguments raise TypeError and ValueError as in MindSpore. A
+rank that has no result gets None, where MindSpore would return a meaningless tensor.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class ReduceOp:
 
 
 class _Operator:
-    """The base class of the operators. When an operator is made, it raises an error for wrong arguments, as MindSpore
-    does, and warns of arguments without effect.
+    """The base class of the operators. The constructor raises an error for wrong arguments, as MindSpore does, and
+    warns of arguments without effect.
     """
 
     def __post_init__(self) -> None:

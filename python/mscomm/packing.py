@@ -3,7 +3,7 @@
 The bytes are one msgpack value. Nothing in them can name code: reading runs only decode functions that this process has
 registered (registry.py), and unpickles only if the call allows it. A value of a type that msgpack lacks is written as
 an array whose first item is an empty extension; the extension's code says what the other items are. Before the reader
-allocates memory for a container, it checks that the bytes that are left can hold so many items.
+allocates memory for a container of n items, it checks that the rest of the bytes is long enough for n items.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PICKLE_PROTOCOL = 5  # every supported version of Python has this protocol
 def pack(obj: Any, allow_pickle: bool = False, called: str = "obj") -> bytes:
     """Return obj as bytes. From these bytes, unpack makes an equal object of the same types.
 
-    But arrays come back in C order, and numpy.longlong comes back as numpy.int64, which is equal.
+    There are two exceptions: arrays come back in C order, and numpy.longlong comes back as numpy.int64, which is equal.
 
     allow_pickle: pickle what cannot be sent otherwise. called: the name of the object in error messages.
 
@@ -77,13 +77,13 @@ def unpack(data: Any, allow_pickle: bool = False) -> Any:
 
 
 class _Writer:
-    """Writes one object, and keeps track of the place in it."""
+    """Writes one object. Error messages say at which item of the object the writer was."""
 
     def __init__(self, allow_pickle: bool, called: str) -> None:
         self._allow_pickle = allow_pickle
         self._called = called
         self.packer = msgpack.Packer(autoreset=False, unicode_errors="surrogatepass")
-        self._path: list[tuple[str, Any]] = []  # for each container that is being written, the current item
+        self._path: list[tuple[str, Any]] = []  # for each container being written: its current item
         self._entered: dict[int, int] = {}  # id of each container that is being written -> its depth
 
     def write(self, obj: Any) -> None:
@@ -254,7 +254,7 @@ _WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
 
 
 class _Reader:
-    """Reads one object. A size in the data is compared with the number of bytes that are left, before it is used."""
+    """Reads one object. Before a size in the data is used, it is compared with the number of bytes that are left."""
 
     def __init__(self, data: bytes, allow_pickle: bool) -> None:
         self.data = data
@@ -264,7 +264,7 @@ class _Reader:
         self.at: Callable[[], int] = self._unpacker.tell
 
     def read(self, depth: int) -> Any:
-        """The next object, which is inside `depth` containers."""
+        """Read and return the next object, which is inside `depth` containers."""
         head = self._head()
         if head & 0xF0 == 0x90 or head in (0xDC, 0xDD):
             return self._array(depth + 1)
@@ -272,7 +272,7 @@ class _Reader:
             return self._dict(depth + 1)
         if 0xC7 <= head <= 0xC9 or 0xD4 <= head <= 0xD8:
             raise ValueError("an extension that does not begin an array")
-        return self._unpacker.unpack()  # a single value: all its bytes are there, or this raises OutOfData
+        return self._unpacker.unpack()  # a single value; raises OutOfData if bytes of it are missing
 
     def _head(self) -> int:
         """The byte that says what kind of value comes next."""
@@ -283,7 +283,7 @@ class _Reader:
     def _array(self, depth: int) -> Any:
         size = self._checked(self._unpacker.read_array_header(), depth)
         begin = self.data[self.at() : self.at() + 3]
-        if size == 0 or begin[:2] != b"\xc7\x00":  # a list, which has no empty extension at its beginning
+        if size == 0 or begin[:2] != b"\xc7\x00":  # without an empty extension, it is a list
             return [self.read(depth) for _ in range(size)]
         self._unpacker.skip()
         code = begin[2] if len(begin) == 3 else 0
@@ -376,13 +376,16 @@ class _Reader:
         left = len(self.data) - self.at()
         if size > left:  # each item has one byte at least
             raise ValueError(f"{size} items in the {left} bytes that are left")
-        if depth > DEEPEST + 2:  # 2 more for a NumPy array in the innermost container, and for its shape
+        if depth > DEEPEST + 2:  # 2 more: a NumPy array, and the shape in it, are containers here, too
             raise ValueError(f"containers are more than {DEEPEST} deep in each other")
         return size
 
     @staticmethod
     def _distinct(make: Callable[[list[Any]], _C], items: list[Any], hashed: list[Any], what: str) -> _C:
-        """Make a dict or set of the items. Raises ValueError if two of `hashed` are equal or one cannot be hashed."""
+        """Make a dict or set of the items. `hashed` has the keys of the dict, or the items of the set.
+
+        Raises ValueError if two elements of `hashed` are equal, or if an element cannot be hashed.
+        """
         for one in hashed:
             try:
                 hash(one)

@@ -1,7 +1,8 @@
 """The table of classes whose objects can be sent, besides plain types.
 
 An object is sent as a name and a value of a sendable type. On the receiving rank, the name only selects the row of this
-table that decodes the value. A name without a row there is an error, so nothing that another rank sends can name code.
+table that decodes the value. If the receiver's table has no row of that name, the call raises an error. So no rank can
+make another rank run code by sending the name of that code.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def register_object(
     Every rank that receives such objects must register the class, too. encode(obj) returns something that can be sent:
     plain values, arrays, or objects of other registered classes. decode(value) makes the object from this value. If
     encode and decode are not given, cls must be a dataclass or an Enum. An object of a dataclass is sent as its fields;
-    the receiver does not run __init__ and __post_init__. A member of an enum is sent as its name. If the fields or
-    members of sender and receiver differ, the receiver raises an Error. Each subclass must be registered itself.
+    the receiver does not run __init__ and __post_init__. A member of an enum is sent as its name. If the class has not
+    the same fields or members on both ranks, the receiver raises an Error. Subclasses must be registered separately.
 
     name: the name by which the ranks know the class. The default is the module and the name of the class. Give a name
     if these differ between ranks. Registering a class again replaces its functions.

@@ -19,11 +19,11 @@ def create_group(group: str, rank_ids: list[int]) -> Group:
     """Create a group of some of the ranks. All of these ranks call it with the same name and the same list.
 
     rank_ids: ranks in the world; a rank's place in the list is its rank in the group. A rank that is not in the list
-    need not call create_group. If it does, nothing is sent, and it gets a Group that is False, so that it can test
-    `if group:`. Any other use of this Group, or of its name, raises RuntimeError. If a group with this name and the
-    same ranks exists already, it is returned. Groups may overlap, and two threads may use two groups at once. The call
-    returns when all ranks of the list have made it, so ranks that are in several groups must create them in the same
-    order.
+    need not call create_group. If such a rank calls it, nothing is sent, and the call returns a Group that is False, so
+    that the rank can test `if group:`. Any other use of this Group, or of its name, raises RuntimeError. If a group
+    with this name and the same ranks exists already, that group is returned. Groups may overlap, and two threads may
+    use two groups at once. create_group returns when all ranks of the list have called it. Therefore, ranks that are in
+    several groups must create these groups in the same order.
 
     Raises TypeError if group is not a str or rank_ids is not a list of ints. Raises ValueError if the list is empty,
     has a number that is no rank, or has a rank twice, or if the name belongs to a group of other ranks. Raises Mismatch
@@ -61,7 +61,7 @@ def create_group(group: str, rank_ids: list[int]) -> Group:
 
 
 def create_variant(group: str, algo: str) -> Group:
-    """Create one more group of all ranks, whose collectives use the algorithms `algo`, so that these can be measured.
+    """Create one more group of all ranks, whose collectives use the algorithms `algo`, to measure these algorithms.
 
     algo: a text in the form of MSCOMM_ALGO. Raises ValueError if algo is invalid; the other errors are those of
     create_group. All ranks call this. rejoin() does not create the group again.
@@ -107,7 +107,7 @@ def split(color: int | None, key: int = 0, *, group: Group | str | None = None) 
 
 
 def shrink(group: Group | str | None, name: str) -> Group:
-    """After PeerLost, create a new group of the group's ranks that are still there, in the same order.
+    """After PeerLost, create a new group of those ranks of the group that are not lost, in the same order.
 
     All of these ranks call shrink. The new group lasts until rejoin(). The errors are those of create_group.
     """
@@ -127,7 +127,7 @@ def shrink(group: Group | str | None, name: str) -> Group:
 
 
 def destroy_group(group: Group | str) -> None:
-    """Leave the group and free its memory. On a rank that is not in the group, only forget its name.
+    """Leave the group and free its memory. On a rank that is not in the group, only forget the group's name.
 
     Raises ValueError for the group of all ranks.
     """

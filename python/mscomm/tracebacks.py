@@ -17,8 +17,8 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 def shorten(error: BaseException) -> None:
     """Remove mscomm's own frames from the tracebacks of error and of the exceptions in its chain.
 
-    If an mscomm error was raised from another mscomm error, the other error is removed from the chain, because it is
-    only what this rank saw of the first cause. A traceback that has only frames of mscomm keeps them.
+    If the cause of an mscomm error is another mscomm error, the cause is removed from the chain, because it only says
+    what this rank noticed of the failure. A traceback that has only frames of mscomm keeps them.
     """
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()

@@ -4,8 +4,8 @@ A library module has
 
 * `is_array(x)`: whether mscomm takes x;
 * `memory(x)` -> a numpy.ndarray over x's memory, with any strides, read-only if x cannot be written. If mscomm cannot
-  reach x's memory, for example because no backend supports x's device, `memory` raises TypeError with a text that can
-  follow "x";
+  reach x's memory, for example because no backend supports x's device, `memory` raises TypeError. The error's text
+  continues a sentence that begins with "x", such as "x is on ...";
 * `new(x, shape)` -> C-contiguous memory for a result of x's type, dtype and device, and a function. The caller fills
   the memory and then calls the function, which returns the result;
 * `over(memory)`, if the library's arrays can be written -> an array over the memory of a C-contiguous numpy.ndarray;
@@ -31,8 +31,8 @@ To make calls on its arrays cheap, the module may also have these names, which s
 * `plain`: the type's `__dlpack_c_exchange_api__`, or a function: `plain(x)` -> (address, shape, the dtype's number,
   device, current stream), with device -1 for the CPU. The function returns None if x is not contiguous or cannot be
   written; then mscomm calls `memory`;
-* `pending`, if `plain` is an exchange API: for a dtype's number, functions of x that say whether an operation on x's
-  memory is still pending, such as a negation;
+* `pending`, if `plain` is an exchange API: a dict from a dtype's number to functions of x that say whether the library
+  has put off an operation on x, such as a negation, so that x's memory holds other values than x;
 * `empty(x, shape)` -> an array of x's type, dtype and device, in C order.
 """
 
@@ -64,9 +64,9 @@ _found: dict[type, ModuleType] = {}
 
 
 class Plain(NamedTuple):
-    """What makes calls on arrays of one type cheap: see the text at the top of this file.
+    """What makes calls on arrays of one type cheap: see the docstring of this module.
 
-    backend: the backend for such arrays on a device.
+    backend: the backend for arrays of this type on a device.
     """
 
     plain: Any
@@ -164,7 +164,7 @@ def packable(x: Any) -> str | None:
 
 
 def on_cpu(x: Any) -> np.ndarray[Any, Any]:
-    """The memory of a tensor on the CPU. For other tensors, raises TypeError with a text that can follow "x"."""
+    """The memory of a tensor on the CPU. For other tensors, raises the same kind of TypeError as `memory(x)`."""
     there = library(x, "x", "on_cpu").memory(x)
     if isinstance(there, OnDevice):
         raise TypeError(f"is on device {there.index}; copy it to the CPU first")

@@ -1,4 +1,4 @@
-"""Arrays with the CUDA array interface (version 3) whose library has no module here, such as Numba and PyCUDA.
+"""Arrays with the CUDA array interface (version 3) of libraries without a module of their own, such as Numba.
 
 Calls are enqueued on the stream that the interface of the array names; if it names none, on the legacy default stream.
 mscomm cannot make such arrays, so `out` must be given.

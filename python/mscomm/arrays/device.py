@@ -17,11 +17,12 @@ class OnDevice(np.ndarray[Any, Any]):
 
     The host cannot read or write this memory: an attempt raises TypeError. `backend` is the backend that reaches the
     memory, and `index` is the number of the device. Calls on the array are enqueued on `stream`, which is the vendor's
-    handle of a stream. `current()` returns the handle of the stream that is the library's current one at that moment.
+    handle of a stream. `current()` returns the handle of the stream that is the library's current stream at the time of
+    this call.
     """
 
     backend: str
-    index: int  # -1 if the library has not told the device
+    index: int  # -1 if the library does not say which device it is
     stream: int
     current: Callable[[], int]
 

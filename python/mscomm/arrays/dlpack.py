@@ -1,4 +1,4 @@
-"""Arrays on a device with DLPack's methods (`__dlpack__`, `__dlpack_device__`) whose library has no module here.
+"""Device arrays with DLPack's methods (`__dlpack__`, `__dlpack_device__`), of libraries without a module of their own.
 
 Calls are enqueued on the legacy default stream; `__dlpack__` makes the array ready for use on that stream. mscomm
 cannot make such arrays, so `out` must be given.

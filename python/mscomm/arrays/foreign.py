@@ -1,4 +1,4 @@
-"""Functions for arrays that mscomm knows only by a protocol. mscomm cannot make such arrays, so all raise TypeError."""
+"""Functions for arrays that mscomm knows only by a protocol. mscomm cannot make such arrays: each raises TypeError."""
 
 from __future__ import annotations
 

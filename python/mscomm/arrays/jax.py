@@ -38,7 +38,7 @@ def of_numpy(numbers: np.ndarray[Any, Any]) -> jax.Array:
 
 def new(x: jax.Array, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], Callable[[], jax.Array]]:
     filled = np.empty(shape, x.dtype)
-    if not getattr(x, "committed", True):  # x is not bound to a device: JAX may move it, and the result, too
+    if not getattr(x, "committed", True):  # JAX may move x to another device, so it may move the result, too
         return filled, lambda: jax.device_put(filled)
     where = x.sharding if shape == x.shape else next(iter(x.devices()))
     return filled, lambda: jax.device_put(filled, where)

@@ -24,7 +24,7 @@ _NUMBERS: dict[type, type[np.generic]] = {
     int: np.int64,
     float: np.float64,
     complex: np.complex128,
-}  # subclasses do not count: a member of an IntEnum, for example, is not taken as a number
+}  # Only these types count as numbers, not their subclasses: a member of an IntEnum, for example, is refused.
 
 
 def is_array(x: Any) -> bool:

@@ -63,7 +63,7 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _on_cpu(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The memory of a tensor on the CPU, by its address. After x.numpy(), PyTorch could not resize the storage."""
+    """The memory of a tensor on the CPU, by its address. x.numpy() would keep PyTorch from resizing the storage."""
     dtype = dtype_of(_code(x))
     try:
         address = x.data_ptr()
@@ -151,8 +151,8 @@ def _written(tensors: tuple[torch.Tensor]) -> None:
 
 
 # A function that tells autograd that tensors were written, as in-place operations do. A backward pass that needs the
-# old values then raises an error. From PyTorch 2.10 on, PyTorch's own function, which is not public, skips tensors of
-# inference mode, so it is used directly.
+# old values then raises an error. PyTorch's own function, which is not public, is used from PyTorch 2.10 on, because it
+# skips tensors of inference mode since that version.
 written: Callable[[tuple[torch.Tensor]], None] = (
     getattr(torch._C, "_increment_version", _written) if plain else _written
 )

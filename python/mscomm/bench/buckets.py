@@ -1,10 +1,10 @@
 """`mscomm bench buckets`: times the reduction of a network's gradients.
 
 The first part compares one fused call with one call for each gradient. The second part runs training steps with several
-sizes of the fusion bucket. In place of a backward pass, a step multiplies small matrices for each gradient, in
-proportion to the number of its elements. All these products together take as long as the communication alone. Without
-overlap, a step therefore takes twice as long as the backward pass. If computing hides all communication, a step takes
-as long as the backward pass.
+sizes of the fusion bucket. In place of a backward pass, a step multiplies small matrices. The number of products for a
+gradient is in proportion to the number of elements of the gradient. All products of a step together take as long as the
+communication alone. Without overlap, a step therefore takes twice as long as the backward pass. If computing hides all
+communication, a step takes as long as the backward pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mscomm.train.buckets import HostBucket
 from mscomm.train.step import Step
 
 _SMALL = 64 << 10
-BUCKETS_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 128.0)  # in MiB; 128 makes a small first bucket and one more
+BUCKETS_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 128.0)  # in MiB
 _MATRIX = np.full((48, 48), 1 / 48, np.float32)  # so small that BLAS uses only the calling thread
 
 
@@ -131,7 +131,7 @@ def _overlap(plan: Plan, dtype: np.dtype[Any]) -> list[dict[str, Any]]:
                 mscomm.barrier()
                 slowest = mscomm.all_reduce(times_ns(call, plan.iterations or 3), "max")
                 row["samples_us"][way] += [float(ns) / 1e3 for ns in slowest]
-            del step, call  # frees the buckets
+            del step, call  # free the buckets
     for row in rows:
         row["us"] = {way: statistics.median(samples) for way, samples in row["samples_us"].items()}
     return rows
@@ -147,7 +147,7 @@ def _ways(works: list[int], step: Step) -> dict[str, Callable[[], None]]:
 
 
 def _step(counts: list[int], dtype: np.dtype[Any], op: str, megabytes: float) -> Step:
-    """A Step for these gradients. It takes them one by one, while GradientReducer.reduce() takes all at once."""
+    """A Step, which takes the gradients one by one. (GradientReducer.reduce() would take all gradients at once.)"""
     return Step(
         [f"gradient {i}" for i in range(len(counts))],
         [(dtype, count) for count in counts],
@@ -161,7 +161,7 @@ def _step(counts: list[int], dtype: np.dtype[Any], op: str, megabytes: float) ->
 
 
 def _works(counts: list[int], step: Step) -> list[int]:
-    """The number of matrix products for each gradient. The times of the slowest rank decide it for all ranks."""
+    """For each gradient, the number of matrix products: the same on all ranks, from the times of the slowest rank."""
     product = min(_seconds(lambda: _compute(1000)) for _ in range(3)) / 1000
     communication = min(_seconds(lambda: _reduce([0] * len(counts), step)) for _ in range(3))
     slowest = mscomm.all_reduce(np.array([product, communication]), "max")
@@ -181,7 +181,7 @@ def _compute(products: int) -> None:
 
 
 def _backward(works: list[int], step: Step | None) -> None:
-    """Do the computing for each gradient, and report the gradient to the step if there is one."""
+    """Do the matrix products for each gradient. If there is a step, then report the gradient to the step as ready."""
     for index, products in enumerate(works):
         _compute(products)
         if step is not None:

@@ -130,7 +130,7 @@ def mscomm_call(case: Case, buffers: Buffers, group: Group | None = None) -> Cal
 
 
 def ourselves(case: Case, shared: bool, name: str = "mscomm") -> Contender:
-    """mscomm as a contender, on arrays of mscomm.empty (`shared`) or on ordinary ones."""
+    """mscomm as a contender. If `shared`, the arrays come from mscomm.empty; otherwise they are ordinary arrays."""
     from mscomm.job import resolve
 
     chosen = assemble.chosen(resolve(None).core).get(case.row.name, "not known")

@@ -37,8 +37,9 @@ def of_size(plan: Plan, case: Case, contenders: list[Contender], count: int) -> 
     for in_place in plan.modes(case):
         cells = {contender.name: contender.cell(count, in_place) for contender in contenders}
         rounds: dict[str, list[list[float]]] = {name: [] for name in cells}
-        # The times of a few calls of each contender, which decide the number of calls in a round. Only rank 0 has times
-        # of an MPI. The 1.0 of the other ranks has no effect, because rank 0 tells the MPI how many calls to make.
+        # For each contender, the times of a few calls, from which the number of calls in a round is computed. An MPI
+        # gives its times only to rank 0, and rank 0 tells the MPI how many calls to make. The other ranks therefore use
+        # 1.0 in place of an MPI's times, which has no effect.
         trials = {name: [1.0] for name in cells}
         if plan.warmup is None or plan.iterations is None:
             trials = {name: cell.measure(WARMUP_CALLS, WARMUP_CALLS) or [1.0] for name, cell in cells.items()}

@@ -24,10 +24,11 @@ import numpy as np
 mpi4py.rc.threads = "single" not in sys.argv[2:]
 from mpi4py import MPI  # noqa: E402 - the import reads mpi4py.rc
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # only now, so that numpy and mpi4py are the environment's own
+# This comes after the imports above, so that numpy and mpi4py come from the MPI's own environment.
+sys.path.insert(0, str(Path(__file__).parents[2]))
 table = importlib.import_module("mscomm.bench.table")
 
-# For each name, the operation for numbers and the operation for bool.
+# For each reduction of mscomm: the MPI operation for numbers, and the MPI operation for bool.
 OPS = {
     "sum": (MPI.SUM, MPI.LOR),
     "prod": (MPI.PROD, MPI.LAND),

@@ -228,7 +228,7 @@ def _openmpi_flags(ranks: int) -> list[str]:
     return [*root, "--oversubscribe", "--bind-to", "none"]
 
 
-SINGLE = "-single"  # suffix of a peer's name: mpi4py asks for MPI_THREAD_SINGLE instead of its default, MULTIPLE
+SINGLE = "-single"  # suffix of the peers whose mpi4py asks for MPI_THREAD_SINGLE, not for MPI_THREAD_MULTIPLE
 
 FLAVOURS = {
     "openmpi": Flavour("Open MPI", r"Open MPI|PRRTE|OpenRTE", "openmpi", _openmpi_flags),
@@ -244,7 +244,7 @@ class Installed(NamedTuple):
 
 
 def find_mpi(peer: str, prefix: Path | None) -> Installed:
-    """Find the MPI of `peer` in `prefix`; without a prefix, beside this Python or on PATH.
+    """Find the MPI of `peer`: in the folder `prefix` if it is given, otherwise beside this Python or on PATH.
 
     Raises Missing, which says what to install.
     """
@@ -341,7 +341,7 @@ class Mpi:
         self._all(_words_of(self._case))
 
     def _all(self, commands: list[dict[str, Any]] | dict[str, Any]) -> list[dict[str, Any]]:
-        """Send each MPI rank its command, and return all answers in rank order. One dict is the command for all."""
+        """Send each MPI rank its command, and return all answers in rank order. A dict is the command of every rank."""
         if isinstance(commands, dict):
             commands = [commands] * len(self._links)
         try:
@@ -444,8 +444,10 @@ def _words_of(case: Case) -> dict[str, Any]:
 
 
 def environment_for_mpirun(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` without the variables of the launcher that started this process. OMPI_MCA_* are settings of the user and
-    stay; but if an mpirun started this process, they may be that mpirun's, and are left out.
+    """`env` without the variables of the launcher that started this process.
+
+    Variables OMPI_MCA_* are kept, because they are settings of the user. But if an mpirun started this process, then
+    that mpirun may have set them, and they are left out, too.
     """
     launcher = r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE|HYDRA|HYDI|MPI|MPIR)_"
     inside_mpirun = "OMPI_COMM_WORLD_RANK" in env or "PMIX_RANK" in env

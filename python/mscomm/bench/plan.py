@@ -58,8 +58,8 @@ class Plan(NamedTuple):
     def calls(self, us: float) -> tuple[int, int]:
         """How many warm-up calls and timed calls a contender makes in one round. us: the time of a call.
 
-        A round must last longer than the after-effects of the previous contender: its data is still in the caches, and
-        ranks may share a CPU.
+        A round must be so long that it hardly matters how the previous contender has left the machine, for example what
+        is in the caches, and which ranks the kernel has put on the same CPU.
         """
         warmup = max(WARMUP_CALLS, int(_WARMUP_US / us)) if self.warmup is None else self.warmup
         iterations = min(1000, max(5, int(_ROUND_US / us))) if self.iterations is None else self.iterations
@@ -67,7 +67,7 @@ class Plan(NamedTuple):
 
     @property
     def least_warmup(self) -> int:
-        """The number of warm-up calls in a benchmark that does not derive this number from the time of a call."""
+        """The number of warm-up calls for code that does not use calls()."""
         return WARMUP_CALLS if self.warmup is None else self.warmup
 
     def modes(self, case: Case) -> tuple[bool, ...]:

@@ -33,7 +33,7 @@ _LINES = {
 }
 _GREY = "#666666"
 _X_TICKS = 4  # how many labels such as "64 KiB" fit below a panel
-_FEW_DECADES = 100.0  # if slowest / fastest time is below this, there are labels between the powers of ten
+_FEW_DECADES = 100.0  # if slowest / fastest time is below this, times between the powers of ten get labels, too
 
 Panel = dict[str, dict[int, float]]  # for each line, and then for each size, the time in microseconds
 

@@ -72,7 +72,7 @@ def say(text: str) -> None:
 
 
 def head(plan: Plan, case: Case, env: dict[str, Any]) -> None:
-    """Print the lines above the rows."""
+    """Print what stands above the rows: machine, versions, contenders, how times are computed, and column titles."""
     _head(plan, env)
     _how(plan)
     if plan.peers:

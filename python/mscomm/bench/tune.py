@@ -1,7 +1,7 @@
 """`mscomm bench tune`: measures each collective with each of its algorithms, and shows which algorithm init() chooses.
 
 The choice depends only on the ranks, the hosts and the size of the message, so that all ranks make the same choice
-without communication. This command shows how good the choice is on these hosts. MSCOMM_ALGO forces another.
+without communication. This command shows how good the choice is on these hosts. MSCOMM_ALGO forces another choice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mscomm.bench.plan import ROUNDS_WITH_PEERS, Plan, dtype_of
 from mscomm.bench.table import COLLECTIVES, Case
 from mscomm.group import Group
 
-_FASTER = 0.9  # an algorithm is faster if it takes less than this share of the chosen one's time in every round
+_FASTER = 0.9  # faster: takes less than this share of the chosen algorithm's time, in every round
 
 
 def algorithms(hosts: list[int]) -> dict[str, list[str]]:
@@ -87,7 +87,10 @@ def _of_collective(plan: Plan, case: Case, variants: dict[str, Group], core: _co
 
 
 def choice(core: _core.Group, what: str, sizes: list[int]) -> list[tuple[str, int]]:
-    """Pairs of an algorithm and the smallest size in bytes for which it is chosen, up to the last of `sizes`."""
+    """Which algorithm is chosen for which message sizes, up to the last of `sizes`.
+
+    Returns pairs in the order of the sizes: an algorithm, and the size in bytes from which on it is chosen.
+    """
 
     def chosen(size: int) -> str:
         return core.chosen(size)[what]
@@ -106,9 +109,9 @@ def choice(core: _core.Group, what: str, sizes: list[int]) -> list[tuple[str, in
 
 
 def faster(rows: list[dict[str, Any]]) -> list[tuple[str, int, str, str, float]]:
-    """The cases in which another algorithm was faster than the chosen one.
+    """The cases in which another algorithm was faster than the chosen algorithm.
 
-    Each is (collective, size, chosen, best, time of best / time of chosen).
+    Each case is a tuple (collective, size, chosen, best, time of best / time of chosen).
     """
     found = []
     for row in rows:
@@ -120,7 +123,7 @@ def faster(rows: list[dict[str, Any]]) -> list[tuple[str, int, str, str, float]]
 
 
 def _cell(row: dict[str, Any], name: str) -> dict[str, Any]:
-    """The algorithm's results in the one mode, in place or not, in which it was measured."""
+    """The results of the algorithm `name`, which was measured in only one mode: in place, or out of place."""
     (cell,) = row["results"][name].values()
     found: dict[str, Any] = cell
     return found

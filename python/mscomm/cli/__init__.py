@@ -21,7 +21,7 @@ COMMANDS = {
 
 
 class _Lazy(click.Group):
-    """Imports the module of a subcommand, which contains it as `command`, only when the subcommand is used."""
+    """Imports the module of a subcommand only when the subcommand is used. Each module has its subcommand as `command`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

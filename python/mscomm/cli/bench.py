@@ -67,7 +67,7 @@ def command(ranks: int | None, vs: str, **options: Any) -> None:
 
 
 def _plan(vs: str, **options: Any) -> Any:
-    """The options as a Plan, checked before any rank is started. ClickException if an option is invalid."""
+    """The options as a Plan, checked before any rank is started. Raises ClickException if an option is invalid."""
     from mscomm.bench import plan
     from mscomm.bench.contenders import available
     from mscomm.bench.peers import PEERS, SINGLE
@@ -145,8 +145,8 @@ def _check_peers(plan: Any) -> None:
 
 
 def _start(ranks: int) -> int:
-    """Run this command again under `mscomm run`, as so many ranks. Removes the rank prefix from the lines of rank 0.
-    Returns the exit status.
+    """Run this command again under `mscomm run -n RANKS`. Removes the rank prefix from the lines of rank 0. Returns the
+    exit status.
     """
     line = [sys.executable, "-m", "mscomm", "run", "-n", str(ranks), "-m", "mscomm", *sys.argv[1:]]
     launcher = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, errors="replace")

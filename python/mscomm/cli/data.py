@@ -133,7 +133,7 @@ def _read(origin: Origin) -> tuple[Array, Array]:
 
 
 def _write(folder: Path, images: Array, labels: Array, about: str) -> None:
-    """Write all files to the disk."""
+    """Write all files into `folder`, and wait until they are on the disk."""
     numbers = np.arange(len(labels))
     test = numbers % _TEST_OF == _TEST_OF - 1
     train = numbers[~test]
@@ -158,7 +158,7 @@ def _record(image: Array, label: int, tick: Callable[[], None]) -> bytes:
 
 
 def _progress(stack: contextlib.ExitStack, total: int) -> Callable[[], None]:
-    """A function that advances the progress bar, if there is one. Call it after each image."""
+    """A function to call after each image. It advances the progress bar; if no bar is shown, it does nothing."""
     if total < _SLOW or not sys.stderr.isatty():
         return lambda: None
     from rich.console import Console

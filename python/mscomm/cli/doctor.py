@@ -42,8 +42,8 @@ _LIBRARIES = {
     "hccl": ("MSCOMM_HCCL_LIBRARY", "MSCOMM_ACL_LIBRARY"),
 }
 
-# Both ranks of a self-test run this. It uses 7 elements, which 2 ranks cannot share equally. With "tcp", the ranks
-# count as two hosts.
+# Both ranks of a self-test run this script. It reduces 7 elements, which 2 ranks cannot share equally. With "tcp" as
+# argument, each rank says that it is on a host of its own, so that the ranks use TCP.
 SELF_TEST = """
 import os, statistics, sys, time
 import numpy as np
@@ -111,7 +111,7 @@ def command(ranks: int, verbose: bool, as_json: bool) -> None:
 
 
 def sections(ranks: int, env: Mapping[str, str], verbose: bool = False) -> dict[str, Callable[[], Iterator[Finding]]]:
-    """The parts of the report, in order; each is computed when it is called."""
+    """The parts of the report, in order: for each title, a function that computes the part."""
     return {
         "Versions": versions,
         "Machine": lambda: machine(ranks, env),
@@ -171,7 +171,7 @@ def version(package: str) -> Finding:
     try:
         importlib.import_module(package)
         return Finding(package, metadata.version(package))
-    except ImportError as error:  # metadata.PackageNotFoundError is one, too
+    except ImportError as error:  # this includes metadata.PackageNotFoundError
         return Finding(package, f"{error}. Run: pip install {package}", fault=True)
 
 
@@ -215,7 +215,7 @@ def accelerator(name: str) -> str:
 
 
 def kernels(runtime: _core.Runtime) -> str:
-    """Which kernels run on device 0, as text. Not known while another process has exclusive use of the device."""
+    """A text that says which kernels run on device 0, or why this is not known: another process may own the device."""
     from mscomm.errors import Error
 
     try:
@@ -238,7 +238,7 @@ def machine(ranks: int, env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def threads(ranks: int, cpus: float, omp_num_threads: str | None) -> str:
-    """A text that says whether OMP_NUM_THREADS fits the CPUs if this host runs that many ranks."""
+    """A text that says whether this host has enough CPUs for `ranks` ranks with OMP_NUM_THREADS threads each."""
     fitting = max(1, int(cpus // ranks))
     if omp_num_threads is None:
         return f"OMP_NUM_THREADS unset: `mscomm run -n {ranks}` sets {fitting}; under mpirun set it yourself"
@@ -252,8 +252,8 @@ def threads(ranks: int, cpus: float, omp_num_threads: str | None) -> str:
 
 
 def descriptors(ranks: int, soft: int, hard: int) -> Finding:
-    """Whether a process may open enough descriptors for its links to so many ranks."""
-    needed = 64 + 4 * ranks  # `mscomm run` and each rank need about 4 per rank: links, a pidfd, pipes or memory
+    """The finding that says whether a process may open enough file descriptors in a job of `ranks` ranks."""
+    needed = 64 + 4 * ranks  # about 4 descriptors for each rank: links, a pidfd, pipes or memory
     limit = "no limit" if soft == resource.RLIM_INFINITY else f"{soft}"
     if soft != resource.RLIM_INFINITY and soft < needed:
         allowed = "as root" if hard != resource.RLIM_INFINITY and hard < needed else "here"
@@ -283,7 +283,7 @@ def _read(path: str) -> str | None:
 
 
 def given(env: Mapping[str, str]) -> Iterator[Finding]:
-    """The variables that are set; an invalid one is a fault."""
+    """A finding for each variable that is set. An invalid value is a fault."""
     found = environment.given(env, environment.YOURS, environment.CLUSTER)
     for name, text in found.items():
         try:
@@ -332,7 +332,7 @@ def address(env: Mapping[str, str], interface_of: Mapping[str, str]) -> Finding:
 
 
 def route_to(host: str) -> str:
-    """The address of this host from which packets to that host would leave. No packet is sent."""
+    """The address of this host from which packets to `host` would leave. No packet is sent."""
     family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as sock:
         sock.connect(target)

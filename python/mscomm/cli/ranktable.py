@@ -116,7 +116,7 @@ def make_command(
 
 
 def _dealt(device_ips: Sequence[str], servers: int, devices: list[int]) -> list[dict[int, str]]:
-    """The given addresses by device, one dict for each server. The addresses go to servers and devices in order."""
+    """For each server, a dict from device number to address. Addresses go to servers and devices in the given order."""
     per = len(devices)
     if len(device_ips) != servers * per:
         raise click.UsageError(f"{len(device_ips)} times --device-ip for {servers * per} devices; give one for each")
@@ -252,7 +252,7 @@ def ranks_command(file: str, server: str | None, size: int | None) -> None:
 
 
 def here(table: Table, file: str, server: str | None = None) -> list[Seat]:
-    """The ranks of this host: of the given server, or of the only one, or of the server with this host's address."""
+    """The ranks of `server`. If it is None: the ranks of the only server, or of the server with this host's address."""
     found = [server] if server else table.servers
     if not server and len(found) > 1:
         own = {interface.address for interface in interfaces.interfaces()}

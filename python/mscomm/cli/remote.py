@@ -35,9 +35,9 @@ from mscomm.launching.output import Output, Stream
 from mscomm.launching.parts import Node0, Say
 from mscomm.launching.processes import DRAIN_S
 
-# The ranks of other hosts also get the variables of this host that have these prefixes.
+# The ranks of other hosts get the variables of their host and, of this host's variables, those with these prefixes.
 HANDED_OVER = ("MSCOMM_", "MS_", "OMP_", "NCCL_", "HCCL_", "GLOO_", "PYTHON")
-_OF_ONE_HOST = ("MSCOMM_HOST_ID", "MSCOMM_SSH", "MSCOMM_JOB_KEY_FILE")  # the exceptions: these belong to one host
+_OF_ONE_HOST = ("MSCOMM_HOST_ID", "MSCOMM_SSH", "MSCOMM_JOB_KEY_FILE")  # but not these: they belong to one host
 _ENDS_S = 10.0  # how long a launcher may take to end after its stdin is closed; it kills its ranks after 7 s
 LENGTH = struct.Struct("<I")  # the first bytes on a launcher's stdin: the length of what follows
 MOST_BYTES = 1 << 20
@@ -51,15 +51,18 @@ class Share(NamedTuple):
 
     @property
     def address(self) -> str:
-        """The name without the user, and without the brackets of an IPv6 address."""
+        """The host's name or address, without the user and without the brackets of an IPv6 address."""
         return self.name.rpartition("@")[2].strip("[]")
 
 
-# -- which hosts
+# -- the hosts of the job and their ranks
 
 
 def listed(text: str) -> list[tuple[str, int | None]]:
-    """The hosts of --hosts, such as a:4,b:4, each with its number of ranks. ClickException for an invalid host."""
+    """The hosts in the text of --hosts, such as a:4,b:4: for each host, its name and number of ranks (None: not given).
+
+    Raises ClickException for an invalid host.
+    """
     return [_host(item.strip(), f"--hosts {text}") for item in text.split(",")]
 
 
@@ -96,7 +99,7 @@ def _host(text: str, where: str) -> tuple[str, int | None]:
 
 
 def shares(hosts: Sequence[tuple[str, int | None]], each: int | None) -> list[Share]:
-    """The ranks that each host gets, in the list's order. each: the number of -n, for hosts listed without a number."""
+    """The ranks that each host gets, in the list's order. each: the number of -n, which hosts without a number get."""
     slots: dict[str, int] = {}
     for name, number in hosts:
         if number is None and each is None:
@@ -126,11 +129,11 @@ def _is_here(name: str) -> bool:
         return False
 
 
-# -- this host's part
+# -- what `mscomm run --hosts` does on this host
 
 
 class Hosts(Node0):
-    """This host's ranks and the hub, as on node 0, and in addition one ssh process for each other host."""
+    """Runs this host's ranks and the hub, as node 0 does, and in addition one ssh process for each other host."""
 
     def __init__(
         self,
@@ -170,7 +173,7 @@ class Hosts(Node0):
         self._tell = tell
 
     def _listener(self) -> socket.socket:
-        """A listener at the address that the list gives for this host, at the requested port or else at any port."""
+        """A listener at the address that the list gives for this host. Without a requested port: at any free port."""
         name, port = self._address
         host = rendezvous.own_address(name, os.environ)
         if port == 0:
@@ -229,7 +232,7 @@ class Hosts(Node0):
                 self._hub.process_ended(rank, why, badly=True)
 
     def needed(self, well: bool) -> bool:
-        """Whether to wait for the other hosts' launchers and their output. After a failure, only for a limited time."""
+        """Whether other hosts' launchers or their output must be waited for. After a failure, False after some time."""
         self.over()
         if not well or super().over():
             self._until = min(self._until, time.monotonic() + _ENDS_S)
@@ -242,7 +245,7 @@ class Hosts(Node0):
 
 
 class _Agent:
-    """The ssh process for one other host. told: whether we have noticed and handled its end."""
+    """The ssh process for one other host. told: whether the end of this process has been noticed and handled."""
 
     def __init__(self, ssh: Sequence[str], share: Share, task: Mapping[str, Any]) -> None:
         body = msgpack.packb(dict(task))
@@ -310,9 +313,9 @@ class _Passed(Stream):
         return line if re.match(rb"\[\d[\d,-]*\] ", line) else self._name + b": " + line
 
 
-# -- the other hosts' part
+# -- what the other hosts get
 
 
 def handed_over(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of this environment that the ranks of other hosts also get."""
+    """Those variables of `env`, the environment of this host, that the ranks of other hosts get, too."""
     return {name: text for name, text in env.items() if name.startswith(HANDED_OVER) and name not in _OF_ONE_HOST}

@@ -226,7 +226,7 @@ def _shares(
 def prepare(
     script: str, args: tuple[str, ...], module: bool, local: int, log_dir: Path | None
 ) -> tuple[list[str], dict[str, str]]:
-    """The command and the environment of each rank of this host; ClickException if the command cannot be started."""
+    """The command and the environment for the ranks of this host. Raises ClickException if the command cannot run."""
     line = command_line(script, args, module)
     if log_dir:
         try:
@@ -280,7 +280,7 @@ def _per_node(text: str | None) -> int | None:
 
 
 def _nnodes(text: str | None) -> int | None:
-    """The number of hosts. torchrun's form 2:2 is accepted, but not 1:4, which means a job that grows and shrinks."""
+    """The number of hosts. Of torchrun's forms, 2:2 is accepted; 1:4, a job that grows and shrinks, is refused."""
     if text is None:
         return None
     least, _, most = text.partition(":")
@@ -292,7 +292,10 @@ def _nnodes(text: str | None) -> int | None:
 def nodes_of(
     env: Mapping[str, str], count: int, node_rank: int | None, master_addr: str | None, master_port: int | None
 ) -> Nodes:
-    """The hosts, from the options, else from the PET_* variables; ClickException if a value is missing or wrong."""
+    """The Nodes of the job, from the options. A PET_* variable counts if its option is missing.
+
+    Raises ClickException if a value is missing or wrong.
+    """
     if count == 1:
         return Nodes(1, 0, "", 0)
     text = env.get("PET_NODE_RANK", "")
@@ -327,7 +330,7 @@ def _for_the_others(nodes: Nodes, local: int, rest: list[str]) -> str:
 
 
 def command_line(script: str, args: tuple[str, ...], module: bool) -> list[str]:
-    """The command that each rank runs; ClickException if it cannot be started."""
+    """The command that each rank runs. Raises ClickException if there is no such script or program."""
     if module:
         return [sys.executable, "-m", script, *args]
     if script == "pytest":

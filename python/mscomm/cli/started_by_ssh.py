@@ -45,7 +45,8 @@ def _run(task: Mapping[str, Any]) -> int:
             os.chdir(task["cwd"])
             line, env = run.prepare(task["script"], tuple(task["args"]), task["module"], len(ranks), log_dir)
         except (click.ClickException, OSError):
-            with ExitStack() as stack:  # open() connects to node 0; leaving the block tells node 0 the error
+            # Tell node 0 of the error: open() connects to node 0, and the end of the `with` block sends the error.
+            with ExitStack() as stack:
                 part.open(stack, lambda text: None, lambda text: None)
                 raise
         return Launch(line, len(ranks), env, part, log_dir, task["max_restarts"]).run()

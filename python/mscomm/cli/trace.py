@@ -35,7 +35,7 @@ class RecordedCall(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What one rank recorded. The rank writes one file for each group that failed; this has the calls of all."""
+    """What one rank recorded, with the calls of all groups. The rank writes one file for each group that failed."""
 
     rank: int
     size: int  # the number of ranks in the world; 0 if there is no record of the world group
@@ -148,7 +148,7 @@ def read(folder: Path) -> tuple[list[Record], list[str]]:
 
 
 def parse(data: bytes) -> Record:
-    """The record in a file's bytes. Raises a ValueError that says what is wrong with the file."""
+    """Parse the bytes of a file, and return the record. Raises a ValueError that says what is wrong with the file."""
     try:
         found = json.loads(data)
     except ValueError as error:
@@ -235,8 +235,8 @@ def _end(records: list[Record]) -> Iterator[str]:
 
 
 def lateness(records: list[Record]) -> list[Late]:
-    """Which rank came last to each call. Leaves out calls that only one record contains, and calls that a recorded rank
-    has not reached."""
+    """For each call, the rank that came last. Leaves out calls that only one record contains, and calls that some rank
+    with a record has not reached."""
     arrivals: dict[tuple[str, int], list[tuple[float, int, RecordedCall]]] = defaultdict(list)
     reached: dict[str, int] = {}  # by group: the last call number that all recorded ranks have reached
     for record in records:
@@ -255,7 +255,7 @@ def lateness(records: list[Record]) -> list[Late]:
 
 
 def _ranking(late: list[Late]) -> Iterator[str]:
-    """Lines that say, for each rank, how often and how long the other ranks waited for it, over all calls."""
+    """Lines that say, for each rank, how often it was the last rank, and how long the others waited for it in total."""
     yield "Who the others waited for, over all calls:"
     times = Counter(entry.rank for entry in late)
     waited_s: dict[int, float] = defaultdict(float)
