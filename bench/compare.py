@@ -285,7 +285,7 @@ def _goal(goal: Goal, collective: str, ranks: int, who: str, cells: list[tuple[C
 
 
 def _gaps(goal: Goal, collective: str, ranks: int, cells: list[Cell]) -> list[str]:
-    """The names of the goal's sizes that were not measured, and of the peers that were not measured at some size."""
+    """What the goal needs and was not measured, as texts: sizes, and peers that were not measured at every size."""
     case = Case(ROWS[collective], np.dtype(np.float32), "sum", 0, ranks, 0)
     wanted = [case.size(case.count(size)) for size in SIZES if goal.smallest <= size <= goal.largest]
     there = {cell.size for cell in cells}

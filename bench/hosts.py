@@ -102,7 +102,7 @@ class Series:
         return {**facts, **{name: about[name] for name in (*GLOO, WIRE)}}
 
     def sent(self, name: str, size: int) -> float:
-        """What the busiest host sent with contender `name`, divided by what every host must send."""
+        """The bytes that the busiest host sent with contender `name`, divided by the bytes that each host must send."""
         row = self._rows[size]
         return float(row["results"][name]["in_place"]["sent_bytes"] / row["least_bytes"])
 
@@ -290,7 +290,10 @@ def main(
 
 
 def _measure(plan: dict[str, Any], into: Path) -> list[str]:
-    """Run one job on new hosts. The job writes its measurements to `into`. Returns what failed: one text, or none."""
+    """Run one job on new hosts. The job writes its measurements to `into`.
+
+    Returns an empty list, or if the job failed, a list with one text.
+    """
     into.unlink(missing_ok=True)  # removes the file of an earlier run
     began = time.monotonic()
     hosts_count, ranks = map(int, plan["layout"].split("x"))

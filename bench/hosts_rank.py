@@ -74,7 +74,7 @@ def main(plan_file: str, result_file: str) -> None:
 
 
 class Job:
-    """The case to measure, this rank's place on the hosts, and the number of bytes that its host has sent."""
+    """The case to measure, the host of this rank, and the traffic of this host."""
 
     def __init__(self, case: Case, names: list[str], interface: str) -> None:
         self.case, self.names, self._interface = case, names, interface

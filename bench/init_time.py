@@ -17,7 +17,9 @@ import psutil
 
 import mscomm
 
-IMPORTED_AFTER_S = 3  # seconds after the parent's start, when every rank has done its imports, even on two cores
+# The ranks call init() this many seconds after their parent has started. By then, every rank has done its imports, even
+# on two cores.
+IMPORTED_AFTER_S = 3
 
 init = mscomm.init
 time.sleep(

@@ -44,7 +44,7 @@ class Log:
         self.flush()
 
     def write(self, level: int, text: str) -> None:
-        """Write `text`, which may have several lines. Output of other processes never comes into the middle of a line."""
+        """Write `text`, which may have several lines. Output of other processes never comes inside a line."""
         place = "-" if self._rank is None else self._rank
         head = f"mscomm {self._host}:{os.getpid()} [{place}] {_NAMES[level]} "
         data = "".join(f"{head}{line}\n" for line in text.splitlines()).encode("utf-8", "backslashreplace")

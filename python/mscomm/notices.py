@@ -23,7 +23,7 @@ _rank: int | None = None  # set by know_rank()
 def warn_once(text: str, rank: int | None = None) -> None:
     """Warn about the whole job, or about a group. Only rank 0 writes the text, and only once.
 
-    rank: for a warning about a group, this process's rank in it.
+    rank: for a warning about a group, the rank of this process in the group.
     """
     if text in _said:
         return

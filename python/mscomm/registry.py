@@ -114,7 +114,7 @@ def _full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-# -- dataclasses and enums
+# -- encode and decode for dataclasses and enums
 
 
 def _defaults(cls: type) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:

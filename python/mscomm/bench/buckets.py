@@ -123,7 +123,7 @@ def _overlap(plan: Plan, dtype: np.dtype[Any]) -> list[dict[str, Any]]:
         for megabytes in BUCKETS_MB
     ]
     for _ in range(max(plan.rounds, ROUNDS_WITH_PEERS)):
-        for row in rows:  # only one Step exists at a time: the next one can reuse its memory
+        for row in rows:  # only one Step exists at a time, so that each Step can reuse the memory of the Step before
             step = _step(counts, dtype, plan.op, row["bucket_mb"])
             row["buckets"] = step.bucket_count
             for way, call in _ways(works, step).items():

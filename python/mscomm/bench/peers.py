@@ -135,7 +135,7 @@ def _start_gloo(name: str, case: Case) -> Contender:
 def _end_gloo() -> None:
     import torch.distributed as dist
 
-    if dist.is_initialized():  # the first torch-gloo peer that is closed ends the torch job for all
+    if dist.is_initialized():  # the first torch-gloo peer that is closed ends the torch job of all torch-gloo peers
         dist.destroy_process_group()
 
 

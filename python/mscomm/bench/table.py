@@ -30,8 +30,8 @@ class Collective(NamedTuple):
     ]  # (contents, rank, count) -> the correct `out` of a rank that gets a result
     reduces: bool = False
     rooted: bool = False
-    out_at_root: bool = False  # only the root gets a result
-    in_place: bool = False  # there is a form with out=x
+    out_at_root: bool = False  # whether only the root gets a result
+    in_place: bool = False  # whether there is a form with out=x
 
 
 class Case(NamedTuple):

@@ -21,7 +21,7 @@ COMMANDS = {
 
 
 class _Lazy(click.Group):
-    """Imports the module of a subcommand only when the subcommand is used. Each module has its subcommand as `command`."""
+    """Imports the module of a subcommand only when the subcommand is used. The module has it as `command`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
