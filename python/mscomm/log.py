@@ -22,7 +22,8 @@ from mscomm import environment
 
 VERSION, WARN, INFO, TRACE = range(1, 5)
 _NAMES = dict(zip((VERSION, WARN, INFO, TRACE), environment.LEVELS, strict=True))
-_HELD = 1000  # If the name of the log file contains the rank (%r), so many texts are kept until the rank is known.
+# At most this many texts are kept until the rank is known, if the log file has the rank (%r) in its name.
+_HELD = 1000
 _PIECE = select.PIPE_BUF  # a pipe that is ready for writing takes this many bytes without blocking
 
 

@@ -33,7 +33,7 @@ def in_memory(
         "shape": shape,
         "typestr": f"|V{dtype.itemsize}",  # raw bytes, because NumPy has no typestr for bfloat16
         "strides": strides,
-        # An array without elements may have address 0. For address 0, NumPy would allocate new memory, so give another.
+        # An array without elements may have address 0, for which NumPy would allocate new memory. It gets address 4096.
         "data": (address or 1 << 12, not writable),
     }
     return np.asarray(_Described(owner, interface)).view(dtype)

@@ -35,7 +35,7 @@ from mscomm.launching.output import Output, Stream
 from mscomm.launching.parts import Node0, Say
 from mscomm.launching.processes import DRAIN_S
 
-# The ranks of other hosts get the variables of their host and, of this host's variables, those with these prefixes.
+# Variables of this host that have one of these prefixes are handed to the ranks of the other hosts.
 HANDED_OVER = ("MSCOMM_", "MS_", "OMP_", "NCCL_", "HCCL_", "GLOO_", "PYTHON")
 _OF_ONE_HOST = ("MSCOMM_HOST_ID", "MSCOMM_SSH", "MSCOMM_JOB_KEY_FILE")  # but not these: they belong to one host
 _ENDS_S = 10.0  # how long a launcher may take to end after its stdin is closed; it kills its ranks after 7 s
@@ -317,5 +317,5 @@ class _Passed(Stream):
 
 
 def handed_over(env: Mapping[str, str]) -> dict[str, str]:
-    """Those variables of `env`, the environment of this host, that the ranks of other hosts get, too."""
+    """The variables of `env`, this host's environment, that are handed to the ranks of the other hosts."""
     return {name: text for name, text in env.items() if name.startswith(HANDED_OVER) and name not in _OF_ONE_HOST}

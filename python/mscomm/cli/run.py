@@ -1,4 +1,4 @@
-"""`mscomm run`: starts and watches the ranks of a job: all of them, or on several hosts those of this host."""
+"""`mscomm run`: starts and watches all ranks of a job, or the ranks of this host in a job on several hosts."""
 
 from __future__ import annotations
 
