@@ -24,7 +24,7 @@ def main() -> None:
     row = mscomm.split(color=i, key=j)
     column = mscomm.split(color=j, key=i)
 
-    # Here every rank makes the whole matrix, so that the rank can check the result at the end.
+    # Every rank makes the whole matrix, only to check the result at the end.
     generator = np.random.default_rng(7)
     matrix = generator.standard_normal((rows * BLOCK, columns * BLOCK))
     x = generator.standard_normal(columns * BLOCK)

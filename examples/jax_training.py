@@ -4,9 +4,8 @@
     mscomm run -n 2 jax_training.py digits
     mpirun -n 2 python jax_training.py digits
 
-mscomm.Model compiles the function that computes the loss and its gradient, jax.jit(jax.value_and_grad(loss)), and
-combines the ranks' gradients outside of the compiled code. To train on CIFAR-10, give the folder of its binary files
-instead.
+mscomm.Model compiles the computation of the loss and its gradient, with jax.jit(jax.value_and_grad(loss)). It combines
+the ranks' gradients outside of the compiled code. To train on CIFAR-10, give the folder of its binary files instead.
 """
 
 import math
@@ -57,26 +56,26 @@ def initial(seed: int) -> Parameters:
 
 
 def convolution(parameters: Parameters, name: str, x: jax.Array) -> jax.Array:
-    """A convolution with ReLU that halves height and width."""
+    """Return the result of a convolution and a ReLU. The convolution halves height and width."""
     kernel = parameters[f"{name}.weight"]
     x = jax.lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     return jax.nn.relu(x + parameters[f"{name}.bias"])
 
 
 def scores(parameters: Parameters, images: jax.Array) -> jax.Array:
-    """Compute scores for ten classes from images of 32 x 32 x 3, with two convolutions and a dense layer."""
+    """Return scores for ten classes, by two convolutions and a dense layer. images: an array of 32 x 32 x 3 images."""
     x = convolution(parameters, "convolution2", convolution(parameters, "convolution1", images))
     return x.reshape(len(x), -1) @ parameters["dense.weight"] + parameters["dense.bias"]
 
 
 def loss(parameters: Parameters, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """The mean cross entropy of a batch."""
+    """Return the mean cross entropy of a batch."""
     logarithms = jax.nn.log_softmax(scores(parameters, images))
     return -jnp.take_along_axis(logarithms, labels[:, None], axis=1).mean()
 
 
 def accuracy(parameters: Parameters, path: str) -> float:
-    """The share of the test images that the network classifies correctly."""
+    """Return the share of the test images that the network classifies correctly."""
     predict = jax.jit(scores)
     right, seen = 0, 0
     for images, labels in create_dataset(path, "test", 0, 1, drop_remainder=False):

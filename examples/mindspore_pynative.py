@@ -4,8 +4,8 @@
     mscomm run -n 2 mindspore_pynative.py digits
     mpirun -n 2 python mindspore_pynative.py digits
 
-In PyNative mode, a cell runs line by line as Python code. mscomm.Model combines the gradients outside of the cell.
-MindSpore's own communication is not used. ms.GRAPH_MODE also works, and is faster. To train on CIFAR-10, give the
+In PyNative mode, a cell runs line by line as Python code. mscomm.Model combines the ranks' gradients outside of the
+cell. MindSpore's own communication is not used. ms.GRAPH_MODE also works, and is faster. To train on CIFAR-10, give the
 folder of its binary files instead.
 """
 
@@ -62,7 +62,7 @@ class Net(nn.Cell):
 
 
 def accuracy(net: nn.Cell, path: str) -> float:
-    """The share of the test images that the network classifies correctly."""
+    """Return the share of the test images that the network classifies correctly."""
     net.set_train(False)
     right, seen = 0, 0
     for images, labels in create_dataset(path, "test", 0, 1, drop_remainder=False):

@@ -1,4 +1,4 @@
-"""Gathers results of different lengths: each rank finds primes in its share of the numbers, rank 0 gathers them.
+"""Gathers results of different lengths: each rank finds primes in its share of the numbers, and rank 0 gathers them.
 
     mscomm run -n 4 uneven_gather.py
 

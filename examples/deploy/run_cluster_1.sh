@@ -14,9 +14,9 @@ export MS_SCHED_HOST=${MS_SCHED_HOST:?"machine 1's address"}
 export MS_SCHED_PORT=${MS_SCHED_PORT:-8117}
 HERE=$((MS_WORKER_NUM / 2))
 
-# Whenever this script exits, end the processes that it has started, and wait for them. Bash starts each child as a copy of
-# itself, and this copy ignores the signal until it executes its command. Until then, the child has the same command line as
-# this script, so wait until the command lines differ.
+# When this script exits, end the processes that it has started, and wait for them. Bash starts each process as a copy of
+# itself. Until this copy executes its command, it ignores the signal of kill, and has the same command line as this script.
+# So wait until the two command lines differ.
 trap 'for pid in $(jobs -p); do
     while cmp -s /proc/$$/cmdline /proc/$pid/cmdline; do sleep 0.01; done
     kill $pid 2>/dev/null

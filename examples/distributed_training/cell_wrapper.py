@@ -10,7 +10,7 @@ from mscomm.train import GradientReducer
 class TrainAccuStepsWithLossCell:
     """A training step that sums the gradients of all micro-batches and combines them over the ranks once.
 
-    It needs only the memory of one micro-batch. Up to rounding, the gradients are those of one large batch if all
+    The step needs only the memory of one micro-batch. Up to rounding, the gradients are those of one large batch if all
     micro-batches have the same size and the network treats each image independently. A network with BatchNorm does not
     treat images independently, because the means in BatchNorm are taken over a micro-batch.
     """
@@ -29,7 +29,7 @@ class TrainAccuStepsWithLossCell:
         *first, last = micro_batches
         loss_so_far = 0.0
         self.reducer.zero_grad()
-        with self.reducer.no_sync():  # inside, backward() only adds to this rank's own gradients
+        with self.reducer.no_sync():  # in this context, backward() only adds to this rank's gradients
             for micro_batch in first:
                 loss = self._share_of_loss(micro_batch, len(micro_batches))
                 loss.backward()

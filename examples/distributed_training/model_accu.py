@@ -10,7 +10,7 @@ from mscomm.train import broadcast_parameters
 
 
 class Model_ACCU:
-    """Like mscomm.Model, but each step takes mini_steps batches. The last step of an epoch takes the remaining ones."""
+    """Like mscomm.Model, but each step takes mini_steps batches. The last step of an epoch takes the rest."""
 
     def __init__(self, network, loss_fn, optimizer, mini_steps):
         broadcast_parameters(network.state_dict())  # all ranks begin with rank 0's weights

@@ -5,16 +5,16 @@ PYTHON=$(realpath -s "$(command -v "${PYTHON:-python3}")")
 [ -n "$MSCOMM_JOB_KEY_FILE" ] && MSCOMM_JOB_KEY_FILE=$(realpath -ms "$MSCOMM_JOB_KEY_FILE")
 pids=()
 
-# Whenever this script exits, end the processes that it has started, and wait for them. Bash starts each child as a copy of
-# itself, and this copy ignores the signal until it executes its command. Until then, the child has the same command line as
-# this script, so wait until the command lines differ.
+# When this script exits, end the processes that it has started, and wait for them. Bash starts each process as a copy of
+# itself. Until this copy executes its command, it ignores the signal of kill, and has the same command line as this script.
+# So wait until the two command lines differ.
 trap 'for pid in $(jobs -p); do
     while cmp -s /proc/$$/cmdline /proc/$pid/cmdline; do sleep 0.01; done
     kill $pid 2>/dev/null
 done; wait' EXIT
 trap 'exit 130' INT  # without this trap, bash ignores Ctrl-C if the command for which bash waits succeeds
 
-# data_path DATA_PATH: exports DATA_PATH as an absolute path, which is valid in every folder
+# data_path DATA_PATH: exports DATA_PATH as an absolute path, because the scripts change folders
 data_path() {
     if [ ! -d "$1" ]; then
         echo "$(basename "$0"): DATA_PATH='$1' is no folder; give cifar-10-batches-bin, or make a small set of images:" \
@@ -44,8 +44,8 @@ begin() {
     pids+=($!)
 }
 
-# finish LOGS: waits for all commands; returns 0 if all succeeded, the status of a command that failed, or 2 if no command
-# was started. LOGS names the logs for the message about a failure.
+# finish LOGS: waits for all commands that `begin` has started. Returns 0 if all succeeded, the status of a command that
+# failed, or 2 if no command was started. LOGS: the log files to name in the message about a failure.
 finish() {
     local pid status=0
     if [ ${#pids[@]} -eq 0 ]; then
@@ -63,12 +63,13 @@ finish() {
     return $status
 }
 
-# train_by_mpirun SCRIPT: starts DEVICE_NUM ranks (default 8) on this machine; the log is in ./device
+# train_by_mpirun SCRIPT: runs SCRIPT in DEVICE_NUM ranks (default 8) on this machine; the log is ./device/train.log
 train_by_mpirun() {
     local ranks=${DEVICE_NUM:-8} flags=()
     need_mpirun "mscomm run -n $ranks pytest -s -v $1"
-    # These flags are for Open MPI only. It binds each of two ranks to one core, where PyTorch would use one thread
-    # (--bind-to none). It does not start more ranks than cores (--oversubscribe), or as root (--allow-run-as-root).
+    # Only Open MPI knows these flags. Without --bind-to none, it binds each of two ranks to one core, where PyTorch would
+    # use one thread. Without --oversubscribe, it starts no more ranks than there are cores. As root, it starts ranks only
+    # with --allow-run-as-root.
     if mpirun --version 2>&1 | grep -q "Open MPI"; then
         flags+=(--bind-to none --oversubscribe)
         [ "$(id -u)" -eq 0 ] && flags+=(--allow-run-as-root)

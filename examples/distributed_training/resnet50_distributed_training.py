@@ -61,7 +61,7 @@ def test_load_checkpoint():
     """
     net = resnet50()
     param_dict = load_checkpoint(ckpt_path)
-    assert load_param_into_net(net, param_dict) == ([], [])  # the same names in both
+    assert load_param_into_net(net, param_dict) == ([], [])  # the network and the file have the same names
 
     net.eval()
     counts = torch.zeros(2)  # how many images were classified correctly, and how many there are

@@ -1,8 +1,9 @@
 #!/bin/bash
-# Trains with a rank table: starts a process for each rank of this server, and sets its RANK_ID and DEVICE_ID. Each process
-# has a folder ./device<rank> for its log and its checkpoints. RESUME=1 keeps the folders, and training continues after the
-# newest checkpoint. If the table has several servers, start the script on each. SERVER_ID is the server_id of this machine
-# in the table. If SERVER_ID is not set, the script takes the server_id that is an address or the name of this machine.
+# Trains with a rank table: starts a process for each rank of this server, with its RANK_ID and DEVICE_ID. Each process
+# has a folder ./device<rank> for its log and its checkpoints. With RESUME=1, the folders are kept, and training continues
+# after the newest checkpoint. If the table has several servers, start the script on each server. SERVER_ID is the server_id
+# of this machine in the table. If SERVER_ID is not set, the script takes the server_id that is an address or the name of
+# this machine.
 
 echo "=============================================================================================================="
 echo "Please run the script as: "

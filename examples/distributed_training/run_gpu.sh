@@ -1,5 +1,5 @@
 #!/bin/bash
-# Trains with mpirun in DEVICE_NUM processes (default 8). The output is ./device/train.log. Exits with the status of mpirun.
+# Trains with mpirun in DEVICE_NUM processes (default 8). The log is ./device/train.log. Exits with the status of mpirun.
 
 echo "=============================================================================================================="
 echo "Please run the script as: "

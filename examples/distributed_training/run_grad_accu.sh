@@ -1,6 +1,6 @@
 #!/bin/bash
 # Trains with mpirun and gradient accumulation in DEVICE_NUM processes (default 8). Each step takes MINI_STEPS batches
-# (default 4). The output is in ./device/train.log. Exits with the status of mpirun.
+# (default 4). The log is ./device/train.log. Exits with the status of mpirun.
 
 echo "=============================================================================================================="
 echo "Please run the script as: "

@@ -1,8 +1,9 @@
 """ResNet-50 (He et al., Deep Residual Learning for Image Recognition, 2015) in plain torch.nn.
 
-In the first block of a stage, the 3x3 convolution has the stride, as in most frameworks today ("v1.5"). In the paper,
-the 1x1 convolution before it has the stride. The input is (batch, 3, height, width) with at least 32 x 32 pixels. The
-network makes height and width 32 times smaller, and then takes the mean over the pixels that are left.
+In the first block of each stage but the first, the 3x3 convolution has a stride of 2, as in most frameworks today
+("v1.5"). In the paper, the 1x1 convolution before it has this stride. The input is (batch, 3, height, width) with at
+least 32 x 32 pixels. The network makes height and width 32 times smaller, and then takes the mean over the pixels that
+are left.
 """
 
 from collections.abc import Callable
@@ -45,7 +46,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem, stages of bottlenecks, and a linear layer. blocks: the number of bottlenecks in each stage.
+    """A first convolution, stages of bottlenecks, and a linear layer. blocks: the number of bottlenecks in each stage.
 
     From one stage to the next, the number of channels doubles, and the height and width of the image are halved.
     """
@@ -75,8 +76,8 @@ class ResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        # Let each residual begin as 0 (Goyal et al., 2017). Otherwise the loss doubles in the first steps on small
-        # images.
+        # Let each block begin as the identity: its last normalization has the factor 0 (Goyal et al., 2017). Otherwise
+        # the loss doubles in the first steps on small images.
         for block in self.stages:
             if hasattr(block.residual[-1], "weight"):
                 nn.init.zeros_(block.residual[-1].weight)
@@ -86,5 +87,5 @@ class ResNet(nn.Module):
 
 
 def resnet50(num_classes: int = 10, norm: Norm = nn.BatchNorm2d) -> ResNet:
-    """A new ResNet-50. Its weights depend on torch.manual_seed: ranks with the same seed get the same weights."""
+    """Return a new ResNet-50. The weights depend on torch.manual_seed, so set the same seed on every rank."""
     return ResNet((3, 4, 6, 3), num_classes, norm)

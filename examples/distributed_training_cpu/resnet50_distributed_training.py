@@ -67,7 +67,7 @@ class SoftmaxCrossEntropyExpand(nn.Module):
         self.sparse = sparse
 
     def forward(self, logit: Tensor, label: Tensor) -> Tensor:
-        logit = logit - logit.amax(-1, keepdim=True)  # exp cannot overflow now, and the softmax is the same
+        logit = logit - logit.amax(-1, keepdim=True)  # so that exp cannot overflow; the softmax stays the same
         # Compute log(exp / sum) as a difference, because the logarithm of the quotient is infinite if exp is 0.
         softmax_result_log = logit - logit.exp().sum(-1, keepdim=True).log()
         if self.sparse:

@@ -20,7 +20,7 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 
 def get_dataset(batch_size: int, in_dim: int, out_dim: int, step_per_epoch: int) -> Callable[[], Iterator[Batch]]:
-    """Return a function that iterates over an epoch's batches: the same random batch in every step."""
+    """Return a function that iterates over the batches of an epoch. All steps have the same random batch."""
     np.random.seed(1)
     input_data = np.random.rand(batch_size, in_dim).astype(np.float32)
     label_data = np.random.rand(batch_size, out_dim).astype(np.float32)
@@ -44,7 +44,7 @@ class Net:
         return [self.weight, self.weight2]
 
     def loss_and_gradients(self, x: np.ndarray, label: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-        """The mean squared error and its derivatives with respect to the parameters."""
+        """Return the mean squared error, and its derivatives with respect to the parameters."""
         hidden = np.maximum(x @ self.weight, 0)
         error = hidden @ self.weight2 - label
         by_out = error * np.float32(2 / error.size)
@@ -69,7 +69,7 @@ class Momentum:
 
 
 def shard(batch: Batch, rank: int, size: int) -> Batch:
-    """This rank's rows of the global batch."""
+    """Return this rank's rows of the global batch."""
     x, label = batch
     if len(x) % size:
         raise SystemExit(f"net.py: the batch of {len(x)} rows does not divide over {size} ranks; use 1, 2, 4, 8 or 16")

@@ -12,13 +12,13 @@ PYTHON=${PYTHON:-python3}
 
 export MS_WORKER_NUM=${MS_WORKER_NUM:-8}
 export MS_SCHED_HOST=${MS_SCHED_HOST:-127.0.0.1}
-# Use a free port, and a name of this job's own, so that two jobs on one machine do not mix.
+# Use a free port and a unique name for this job, so that the ranks of two jobs on one machine do not mix.
 export MS_SCHED_PORT=${MS_SCHED_PORT:-$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')}
 export MSCOMM_JOB_ID=${MSCOMM_JOB_ID:-$HOSTNAME-$$}
 
-# Whenever this script exits, end the processes that it has started, and wait for them. Bash starts each child as a copy of
-# itself, and this copy ignores the signal until it executes its command. Until then, the child has the same command line as
-# this script, so wait until the command lines differ.
+# When this script exits, end the processes that it has started, and wait for them. Bash starts each process as a copy of
+# itself. Until this copy executes its command, it ignores the signal of kill, and has the same command line as this script.
+# So wait until the two command lines differ.
 trap 'for pid in $(jobs -p); do
     while cmp -s /proc/$$/cmdline /proc/$pid/cmdline; do sleep 0.01; done
     kill $pid 2>/dev/null

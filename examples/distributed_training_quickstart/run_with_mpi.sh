@@ -1,5 +1,5 @@
 #!/bin/bash
-# Trains net.py with mpirun in RANKS processes (default 8). The output is ./device/train.log. Exits with the status of
+# Trains net.py with mpirun in RANKS processes (default 8). The log is ./device/train.log. Exits with the status of
 # mpirun.
 
 cd "$(dirname "$0")" || exit 1

@@ -1,11 +1,12 @@
 """Finds the accelerators that this process can use, and chooses one for the job. There is one module per backend.
 
-A backend's module has three functions: `load(env)` opens its libraries or raises BackendUnavailable if one is missing.
-For `shares_devices(env)` and `settings(interface)`, see shares_devices() and set_up() below. No library is opened
-before it is needed, because a library that is loaded early may be the wrong one for a framework that is imported later.
+The module of a backend has three functions. `load(env)` opens the backend's libraries, or raises BackendUnavailable if
+a library is missing. `shares_devices(env)` and `settings(interface)` are described in shares_devices() and set_up()
+below. No library is opened before it is needed, because a library that is loaded early may be the wrong one for a
+framework that is imported later.
 
-When a rank joins, it tells the other ranks what it found. The backend and each rank's device are then a pure function
-of what all ranks reported, so all ranks get the same result or the same error.
+When a rank joins, it tells the other ranks what it found. Each rank then computes the backend and all devices only from
+what all ranks reported, so all ranks get the same result or the same error.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Facts = Mapping[str, Any]
 
 
 class Opened(NamedTuple):
-    """The libraries of one accelerator, which this process has opened."""
+    """The libraries that this process has opened for one accelerator: the vendor's collectives, and the runtime."""
 
     vendor: _core.Vendor
     runtime: _core.Runtime
@@ -50,13 +51,13 @@ class Chosen(NamedTuple):
 
 @functools.cache
 def opened(name: str) -> Opened:
-    """Open the accelerator's libraries once, and return them. A BackendUnavailable says which places were tried."""
+    """Open the accelerator's libraries once, and return them. BackendUnavailable says which places were tried."""
     found: Opened = importlib.import_module(f"{__name__}.{name}").load(os.environ)
     return found
 
 
 def wanted(asked: str) -> tuple[str, ...]:
-    """Return the accelerators that a rank looks for if the user asked for the backend `asked`: for "auto", all."""
+    """Return the accelerators that a rank looks for if the user asked for `asked`. For "auto", these are all."""
     return NAMES if asked == "auto" else (asked,) if asked in NAMES else ()
 
 
@@ -88,7 +89,7 @@ def set_up(name: str, interface: str | None, env: MutableMapping[str, str]) -> d
 
 
 def shares_devices(name: str, env: Mapping[str, str]) -> str:
-    """Return the text of a variable that the user can set. Ranks with different texts may share a device."""
+    """Return the value of a variable that the user can set. Ranks with different values may share a device."""
     module = importlib.import_module(f"{__name__}.{name}")
     return str(module.shares_devices(env))
 
@@ -96,9 +97,9 @@ def shares_devices(name: str, env: Mapping[str, str]) -> str:
 def choose(asked: str, everyone: Sequence[Facts], hosts: Sequence[int], names: Sequence[str]) -> Chosen:
     """Choose the backend and the devices of a job whose ranks all asked for the backend `asked`.
 
-    names: how messages call the ranks. If the ranks asked for a backend by name and cannot use it, choose() raises
-    BackendUnavailable (a library or a device is missing, or two ranks would share a device) or Mismatch (the ranks have
-    different versions of the library).
+    names: the ranks' names in error messages. If the ranks asked for a backend by name and cannot use it, choose()
+    raises BackendUnavailable (a library or a device is missing, or two ranks would share a device) or Mismatch (the
+    ranks have different versions of the library).
     """
     none = [-1] * len(everyone)
     if asked == CPU:
@@ -159,7 +160,7 @@ def _device(rank: int, everyone: Sequence[Facts], told: Facts, hosts: Sequence[i
 
 
 def _of_ranks(what: str, words: Mapping[int, str], names: Sequence[str]) -> str:
-    """Return a message with the text of each rank in `words`. Ranks with the same text are named together."""
+    """Return an error message: `what`, and each rank's text from `words`. Equal texts appear only once."""
     alike: dict[str, list[int]] = {}
     for rank, text in words.items():
         alike.setdefault(text, []).append(rank)

@@ -1,5 +1,5 @@
-"""Ascend NPUs, with HCCL and AscendCL. They were not tested on hardware; docs/guide.md says with what they were
-tested."""
+"""Ascend NPUs, with HCCL and AscendCL. This module was not tested on hardware. docs/guide.md says how it was tested
+instead."""
 
 from __future__ import annotations
 

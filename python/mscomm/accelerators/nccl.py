@@ -32,7 +32,7 @@ def vendor(env: Mapping[str, str]) -> _core.Vendor:
 
 
 def load(env: Mapping[str, str]) -> Opened:
-    """Open NCCL and the CUDA driver. A BackendUnavailable says what is missing."""
+    """Open NCCL and the CUDA driver. BackendUnavailable says which libraries are missing."""
     opened: list[Any] = []
     missing = []
     for open_one in (lambda: vendor(env), lambda: _core.open_cuda(cuda_places(env))):
@@ -62,5 +62,6 @@ def settings(interface: str | None) -> dict[str, str]:
 
 
 def shares_devices(env: Mapping[str, str]) -> str:
-    """Return NCCL_HOSTID. NCCL lets ranks with different values share a GPU, as if they were on different hosts."""
+    """Return the value of NCCL_HOSTID. NCCL treats ranks with different values like ranks on different hosts, so they
+    may share a GPU."""
     return env.get("NCCL_HOSTID", "")

@@ -1,8 +1,9 @@
 """The places where a vendor's library may be, in the order in which they are tried.
 
 If the user gives a path, no other place is tried. Otherwise the first place is the process itself, because it may
-already have loaded the library, and two copies of a library do not know each other's handles. Then come the package of
-the Python environment, the loader's path, and known folders, such as conda's and the vendor's own.
+already have loaded the library, and two copies of a library do not know each other's handles. The next places are the
+library's Python package, the search path of the dynamic loader, and known folders, such as those of conda and of the
+vendor.
 """
 
 from __future__ import annotations
@@ -32,5 +33,5 @@ def places(
 
 
 def homes(env: Mapping[str, str], *variables: str, below: Sequence[str] = ("lib64", "lib")) -> list[tuple[str, str]]:
-    """Return (variable, folder) for each subfolder in `below` of the folders that the variables name."""
+    """Return pairs (variable, folder): for each variable that is set, one pair for each subfolder in `below`."""
     return [(name, os.path.join(env[name], folder)) for name in variables if env.get(name) for folder in below]

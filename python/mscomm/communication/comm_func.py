@@ -31,7 +31,7 @@ def all_gather_into_tensor(tensor: Any, group: Group | str | None = _WORLD) -> A
 
 
 def reduce_scatter_tensor(tensor: Any, op: str = "sum", group: Group | str | None = _WORLD) -> Any:
-    """Like mscomm.reduce_scatter: axis 0 of the result is divided among the ranks."""
+    """Like mscomm.reduce_scatter: reduce the arrays, and divide the result among the ranks along axis 0."""
     return collectives.reduce_scatter(tensor, op, group=group)
 
 
@@ -76,7 +76,7 @@ def recv(tensor: Any, src: int = 0, group: Group | str | None = _WORLD, tag: int
 
 
 def _rank_in(group: Group | str | None, function: str, argument: str, world_rank: Any) -> int:
-    """Convert a rank in the world to the rank in the group."""
+    """Return the rank in the group for a rank in the world. function, argument: names for error messages."""
     members = resolve(group)
     try:
         return members.ranks.index(operator.index(world_rank))

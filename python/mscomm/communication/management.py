@@ -36,6 +36,6 @@ class _State(type):
 
 
 class GlobalComm(metaclass=_State):
-    """What MindSpore's scripts ask about the job: WORLD_COMM_GROUP, INITED and BACKEND. None of them can be set."""
+    """What MindSpore scripts read about the job: WORLD_COMM_GROUP, INITED and BACKEND. Scripts do not set them."""
 
     WORLD_COMM_GROUP = HCCL_WORLD_COMM_GROUP

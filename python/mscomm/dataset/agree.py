@@ -1,4 +1,4 @@
-"""Compares a dataset between the ranks before they begin to use it, because all ranks must have the same data."""
+"""Checks that all ranks have the same dataset, before they begin to use it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ _CURES = {
 def compare(source: str, num_shards: int, facts: dict[str, Any], where: str, problem: Exception | None) -> None:
     """Raise ValueError on every rank if the ranks' facts differ, or if a rank has a problem.
 
-    problem: an exception on this rank, or None. A rank with a problem raises that exception instead. If no job was
-    joined, or if num_shards is not the job's size, the ranks compare nothing, and only ranks with a problem raise.
+    source, where: the names of the dataset and of this rank's data in messages. problem: the exception that this rank
+    got when it read its data, or None. A rank with a problem raises its own exception instead. If no job was joined, or
+    if num_shards is not the job's size, the ranks compare nothing, and only ranks with a problem raise an error.
     """
     alone = not job.is_initialized() or num_shards < 2 or num_shards != job.get_group_size()
     if not alone:
@@ -47,7 +48,7 @@ def compare(source: str, num_shards: int, facts: dict[str, Any], where: str, pro
 
 
 def _tell(source: str, ranks: list[Any], differing: list[str]) -> str:
-    kinds: list[tuple[Any, list[int]]] = []  # for each set of facts: the first message with it, and the ranks
+    kinds: list[tuple[Any, list[int]]] = []  # each set of facts: its first message, and all ranks that sent it
     for rank, theirs in enumerate(ranks):
         for first, members in kinds:
             if first["facts"] == theirs["facts"]:

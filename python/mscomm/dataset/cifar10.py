@@ -29,12 +29,12 @@ RECORD_BYTES = 1 + CHANNELS * SIDE * SIDE
 TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST = "test_batch.bin"
 _USAGES = ("train", "test", "all")
-_PIECE = 2048  # how many records are hashed and checked at once: 6 MiB
+_PIECE = 2048  # how many records are hashed and checked at once; they take 6 MiB
 _GET_IT = (
     "Take cifar-10-binary.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html, or make a small set of real images"
     " by `mscomm data make --from digits --out DIR`"
 )
-# First bytes that show that a file is of another kind, with the words of the error message.
+# The first bytes of files of other kinds, and what the error message says about such a file.
 _FOREIGN = {
     b"\x1f\x8b": "is compressed by gzip; unpack it",
     b"PK\x03\x04": "is a zip file; unpack it",
@@ -52,9 +52,9 @@ class Cifar10Dataset(Source):
     usage: "train" reads data_batch_1.bin to data_batch_5.bin, of which the last ones may be missing; "test" reads
     test_batch.bin; "all" or None reads all these files, which in CIFAR-10 have 60,000 rows. num_shards, shard_id: this
     rank's part, as in DistributedSampler. shuffle: with None or True, each pass has another order; with False, rows
-    have the order of the files. num_samples: the largest number of rows for this rank. sampler: a DistributedSampler,
-    or row numbers, instead of num_shards, shard_id, shuffle and num_samples. num_parallel_workers: as in Dataset.map;
-    with None, any number of threads may read.
+    come in the order of the files. num_samples: the largest number of rows for this rank. sampler: a
+    DistributedSampler, or row numbers, instead of num_shards, shard_id, shuffle and num_samples. num_parallel_workers:
+    as in Dataset.map; with None, any number of threads may read.
 
     The constructor checks the files' names and sizes. Before the first pass, each rank reads all files once to check
     the labels. If num_shards is the number of ranks in the job, the ranks then compare what they have read, and all
@@ -86,7 +86,7 @@ class Cifar10Dataset(Source):
         self._names = _find(self._folder, usage or "all")
         self._ends = list(itertools.accumulate(_records(self._folder / name) for name in self._names))
         self._rows = self._ends[-1]
-        self._files: list[int] = []  # descriptors, open from the first pass on
+        self._files: list[int] = []  # file descriptors, which the first pass opens
 
     def compare(self, facts: Callable[[], dict[str, Any]]) -> None:
         problem: Exception | None = None
@@ -145,7 +145,7 @@ def _close(files: list[int]) -> None:
 
 
 def _find(folder: Path, usage: str) -> list[str]:
-    """Return the names of the files to read. ValueError if one is missing."""
+    """Return the names of the files to read. ValueError if a file is missing that must be there."""
     try:
         there = set(os.listdir(folder))
     except OSError as error:
@@ -199,7 +199,7 @@ def _records(path: Path) -> int:
 
 
 def _read(fd: int, into: memoryview, at: int) -> int:
-    """Fill `into` with bytes from position `at`, or up to the end of the file. Return how many bytes were read."""
+    """Read bytes from position `at` until `into` is full or the file ends. Return how many bytes were read."""
     got = 0
     while got < len(into) and (more := os.preadv(fd, [into[got:]], at + got)):
         got += more

@@ -1,4 +1,4 @@
-"""Settings of all pipelines of this process: the seed, and how many batches are made ahead."""
+"""Settings for all pipelines in this process: the seed, and how many batches are made in advance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def get_seed() -> int:
 
 
 def set_prefetch_size(size: int) -> None:
-    """Set how many batches each iterator makes ahead, in a thread of its own. The default is 2.
+    """Set how many batches each iterator makes in advance, in a thread of its own. The default is 2.
 
     With 0 there is no thread, and each batch is made when the program asks for it. The maximum is 1024. TypeError if
     size is not an int, ValueError if it is out of range.
@@ -36,7 +36,7 @@ def set_prefetch_size(size: int) -> None:
 
 
 def get_prefetch_size() -> int:
-    """Return how many batches each iterator makes ahead."""
+    """Return how many batches each iterator makes in advance."""
     return _prefetch_size
 
 

@@ -1,4 +1,5 @@
-"""Random numbers without a state: each is a function of its purpose, a sequence of numbers such as seed and sample.
+"""Random numbers without a state. Each is a function of its purpose, which is a sequence of integers: for example, the
+seed and the number of the sample.
 
 The generator is SplitMix64 (Steele, Lea and Flood, 2014), with one step for each number of the purpose. It gives the
 same bits on every machine and in every version. NumPy's generators do not promise this. The random number for sample
@@ -18,7 +19,7 @@ Bits = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def bits(*purpose: Any) -> Bits:
-    """Return 64 random bits for a purpose: numbers of 0 or more. With arrays of numbers, return an array of bits.
+    """Return 64 random bits for a purpose: integers of 0 or more. If some are arrays, return an array of bits.
 
     >>> bits(5489, 0, [7, 8]).shape
     (2,)
@@ -33,15 +34,15 @@ def bits(*purpose: Any) -> Bits:
 
 
 def permutation(n: int, *purpose: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the numbers 0 to n-1 in the random order for this purpose."""
+    """Return the numbers 0 to n-1 in a random order, which only the purpose determines."""
     return np.argsort(bits(*purpose, np.arange(n)), kind="stable").astype(np.int64)
 
 
 def below(n: int, draw: int) -> int:
-    """Return a number from 0 to n-1 from 32 random bits of `draw`. The bias, n / 2**32, is negligible for pixels."""
+    """Compute an integer from 0 to n-1 from 32 bits of `draw`. The bias, n / 2**32, is negligible for small n."""
     return (draw & 0xFFFFFFFF) * n >> 32
 
 
 def unit(draw: int) -> float:
-    """Return a number from 0 up to, but not including, 1 from the 64 random bits of `draw`."""
+    """Compute a number x with 0 <= x < 1 from the 64 random bits of `draw`."""
     return float((draw >> 11) * 2.0**-53)

@@ -25,8 +25,8 @@ class GeneratorDataset(Source):
     access. With random access, rows are shuffled unless shuffle=False, as in MindSpore. num_samples: the largest number
     of rows for this rank. num_parallel_workers: as in Dataset.map, but None means 1, as in MindSpore. Only one thread
     reads a source without random access. ValueError if source is an iterator, because it can be read only once. The
-    source may run in another thread than the caller's. If the source raises an exception, or if a row is invalid, a
-    RuntimeError names the row.
+    source may be called in a thread other than the caller's. If the source raises an exception, or if a row is invalid,
+    a RuntimeError names the row.
 
     >>> data = GeneratorDataset(lambda: iter([(1, 2.0), (3, 4.0)]), ["input", "label"])
     >>> [(x.item(), y.item()) for x, y in data]
@@ -85,7 +85,7 @@ class GeneratorDataset(Source):
         problem: Exception | None = None
         try:
             mine = {"rows": len(self._source), **facts()}
-        except Exception as error:  # the user's __len__ may raise any exception, and all ranks must learn of it
+        except Exception as error:  # the user's __len__ may raise anything; compare() tells the other ranks
             problem = error
         agree.compare("GeneratorDataset", self._sampler.num_shards, mine, type(self._source).__name__, problem)
 

@@ -37,7 +37,7 @@ def row_of(column: Any, which: int) -> Any:
 
 
 class DatasetIterator:
-    """The iterator of create_dict_iterator and create_tuple_iterator. Each pass over it is the pipeline's next epoch.
+    """The iterator that create_dict_iterator and create_tuple_iterator return. Each pass is the pipeline's next epoch.
 
     After the end of a pass, the next `for` begins another pass, up to num_epochs passes (-1: any number). If the
     program leaves a pass by `break`, the next `for` over the same iterator continues the pass. The iterator's thread
@@ -73,7 +73,7 @@ class DatasetIterator:
             row = next(self._rows)
         except StopIteration:
             self._rows = None
-            if 0 < self._batch == self._first:  # resumed after the last batch: begin the next pass
+            if 0 < self._batch == self._first:  # resumed at the end of a pass: begin the next one
                 return next(self)
             self._left -= self._left > 0
             self._dataset.position = (self._epoch + 1, 0)
@@ -107,7 +107,7 @@ class DatasetIterator:
 
 
 def _rows(dataset: Pipeline, seed: int, epoch: int, skip: int) -> Generator[Any, None, None]:
-    """Yield the rows or batches of one pass, without the first `skip` of them, which are not made."""
+    """Yield the rows or batches of one pass. The first `skip` of them are left out, and are not made."""
     tickets = dataset.tickets(seed, epoch)
 
     def make(turn: Turn, ticket: Any) -> tuple[Any, ...]:

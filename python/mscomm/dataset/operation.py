@@ -1,4 +1,4 @@
-"""The base classes of mscomm's operations for `map`. They can change many rows in one call.
+"""The base classes of mscomm's operations for `map`. These operations can change many rows in one call.
 
 For other functions, `map` makes one call per row.
 """
@@ -72,7 +72,7 @@ def image_of(x: Any, operation: object) -> Array:
 
 
 def images_of(rows: Array, operation: object) -> Array:
-    """Return rows if they are images, stacked along axis 0. Otherwise raise TypeError or ValueError."""
+    """Return `rows` if it is a stack of images along axis 0. Otherwise raise TypeError or ValueError."""
     image_of(rows[0, ...], operation)
     return rows
 

@@ -25,15 +25,15 @@ from mscomm.dataset.workers import Turn
 
 Column = Array | list[Any]  # a column of several rows: an array whose first axis counts rows, or a list
 _VERSION = 1  # the version of the format of state_dict()
-_PIECE_BYTES = 1 << 20  # how much data a map's operations change at once, so that the data stay in the cache
+_PIECE_BYTES = 1 << 20  # how many bytes map's operations change at once; these bytes stay in the cache
 
 
 class Ticket(NamedTuple):
     """Stands for a row or a batch that has not been made yet."""
 
-    epoch: int  # the number of the pass over the source; with repeat, a pass over the pipeline has several of them
-    sample: int  # the row's number in the source, on every rank the same; for a batch, the number of its first row
-    held: Any = None  # for a batch: its rows' tickets; if the source is only read in order: the row
+    epoch: int  # the number of the pass over the source; with repeat, one pass over the pipeline has several
+    sample: int  # the row's number in the source, the same on every rank; for a batch, that of its first row
+    held: Any = None  # for a batch, its rows' tickets; for a row of a source without random access, the row
 
 
 Tickets = Generator[Ticket, None, None]
@@ -49,7 +49,7 @@ class Dataset(ABC):
     columns: tuple[str, ...]
 
     def __init__(self, place: int, workers: int | None) -> None:
-        self._place = place  # how many steps come before this one
+        self._place = place  # the place in the pipeline; the source has place 0
         self._workers = workers  # num_parallel_workers
         self._seed: int | None = None
         self._next = (0, 0)  # where the next pass begins: (epoch, batch)
@@ -65,7 +65,7 @@ class Dataset(ABC):
         output_columns: str | Sequence[str] | None = None,
         num_parallel_workers: int | None = None,
     ) -> Dataset:
-        """Apply operations to columns of each row, one operation after the other.
+        """Apply operations to some columns of each row, one operation after the other.
 
         operations: one callable or several. The first is called with the arrays of the input columns, and each later
         operation with what the previous operation returned: an array, or a tuple of arrays. A function of your own gets
@@ -109,7 +109,7 @@ class Dataset(ABC):
         return _Batch(self, batch_size, drop_remainder, workers.checked("batch", num_parallel_workers))
 
     def repeat(self, count: int | None = None) -> Dataset:
-        """Make one pass of `count` passes, each with an order of its own. None or -1 repeats without end.
+        """Combine `count` passes into one. Each of them has an order of its own. None or -1 repeats without end.
 
         TypeError if count is not an int, ValueError if it is 0 or below -1.
 
@@ -141,7 +141,7 @@ class Dataset(ABC):
         output_numpy: bool = False,
         do_copy: bool = False,
     ) -> DatasetIterator:
-        """Return an iterator over tuples of arrays. columns: which columns; None means all, as in get_col_names().
+        """Return an iterator over tuples of arrays. columns: the names of the columns; None means all.
 
         The other arguments are those of create_dict_iterator. ValueError for an unknown column.
 
@@ -151,7 +151,7 @@ class Dataset(ABC):
         return DatasetIterator(self, self.columns if columns is None else columns, False, num_epochs)
 
     def __iter__(self) -> DatasetIterator:
-        """Iterate over one pass, in tuples of arrays: for image, label in data."""
+        """Return an iterator over one pass, which yields tuples of arrays, as in `for image, label in data`."""
         return DatasetIterator(self, self.columns, False, 1)
 
     def get_dataset_size(self) -> int:
@@ -162,7 +162,7 @@ class Dataset(ABC):
         return self._size()
 
     def get_col_names(self) -> list[str]:
-        """Return the names of the columns, in the order that their arrays have in tuples."""
+        """Return the names of the columns, in the order in which their arrays come in a tuple."""
         return list(self.columns)
 
     def get_batch_size(self) -> int:
@@ -176,10 +176,10 @@ class Dataset(ABC):
     # -- resuming a pass -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the newest pass, for a checkpoint. It is the same on every rank.
+        """Return the position in the newest pass, for a checkpoint. The position is the same on every rank.
 
-        A batch counts as soon as the program has taken it. Batches that were only made ahead do not count. The values
-        are ints, strings and lists.
+        A batch counts as soon as the program has taken it. Batches that were only made in advance do not count. The
+        values are ints, strings and lists.
 
         >>> state = data.batch(32).state_dict()
         >>> state["epoch"], state["batch"], state["pipeline"]
@@ -192,7 +192,7 @@ class Dataset(ABC):
         return {"version": _VERSION, "seed": seed, "epoch": epoch, "batch": batch, "pipeline": self._described()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`, which a pipeline like this one has returned: the next pass begins at that position.
+        """Continue from `state`, which state_dict() has returned: the next pass begins at the position in the state.
 
         The batches of that pass have the same bits as in the first run. If the source has random access, the order up
         to that position is computed again without reading or changing rows. ValueError if the state belongs to another
@@ -218,7 +218,7 @@ class Dataset(ABC):
         self._seed, self._next, self.position, self._agreed = seed, (epoch, batch), (epoch, batch), False
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass have the number `epoch`, counted from 0, which determines its order and random changes.
+        """Give the next pass the number `epoch`, counted from 0. The number determines order and random changes.
 
         Without this call, each pass gets the next number. Model.train makes this call for its initial_epoch. TypeError
         if epoch is not an int, ValueError if it is outside 0..2**32-1.
@@ -255,10 +255,10 @@ class Dataset(ABC):
 
     @abstractmethod
     def load(self, turn: Turn, tickets: Sequence[Ticket]) -> list[Column]:
-        """Make the rows of these tickets and return them by columns. Several threads may call it at once."""
+        """Make the rows of these tickets and return them by columns. Several threads may call load() at once."""
 
     def widths(self) -> dict[int, int]:
-        """Return how many threads may be in a step at once, by the step's place. Steps without a limit are left out."""
+        """Return {place of a step: how many threads may work in it at once}. Steps without a limit are left out."""
         width = self._width()
         return {} if width is None else {self._place: width}
 
@@ -278,7 +278,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def _described(self) -> list[str]:
-        """Describe, for state_dict, everything that determines the order of the rows: one text for each step."""
+        """Return one text per step, for state_dict. The texts describe everything that determines the order of rows."""
 
 
 class Source(Dataset):
@@ -293,7 +293,7 @@ class Source(Dataset):
 
     @abstractmethod
     def compare(self, facts: Callable[[], dict[str, Any]]) -> None:
-        """Prepare for a pass: compare facts(), and what this rank reads, with the other ranks."""
+        """Prepare for the first pass: compare facts() and this rank's data with those of the other ranks."""
 
 
 class _Step(Dataset):
@@ -365,7 +365,7 @@ class _Map(_Step):
         else:
             self.columns = (*self._outputs, *others)
         self._ours = all(isinstance(operation, Operation) for operation in self._operations)
-        self._row_bytes = [1] * len(self._operations)  # for each operation: bytes per row of its latest result
+        self._row_bytes = [1] * len(self._operations)  # for each operation: the bytes in a row of its latest result
 
     def _width(self) -> int | None:
         return self._workers or (None if self._ours else 1)
@@ -383,7 +383,7 @@ class _Map(_Step):
         return [columns[name] for name in self.columns]
 
     def _draws(self, seed: int, tickets: Sequence[Ticket]) -> list[list[int]]:
-        """Return one list per operation: the random bits of the rows, or no bits if the operation takes none."""
+        """Return one list per operation: random bits for each row. The list is empty if the operation takes no bits."""
         epochs, samples = [ticket.epoch for ticket in tickets], [ticket.sample for ticket in tickets]
         return [
             draws.bits(seed, self._place, number, epochs, samples).tolist()
@@ -393,8 +393,8 @@ class _Map(_Step):
         ]
 
     def _by_pieces(self, rows: Array, drawn: list[list[int]], tickets: Sequence[Ticket]) -> Column:
-        """Run the first operations, whose results are small, on all rows at once, and the others on a few rows at a
-        time."""
+        """Run the operations on all rows at once, up to the first operation with a large result. Run this operation and
+        the following ones on a few rows at a time."""
         large = [len(rows) * size > _PIECE_BYTES for size in self._row_bytes]
         first = large.index(True) if True in large else len(large)
         step = max(1, _PIECE_BYTES // max(self._row_bytes))
@@ -410,7 +410,7 @@ class _Map(_Step):
                     result = np.empty((len(rows), *piece.shape[1:]), piece.dtype)
                 result[some] = piece
         except Exception:
-            return self._by_rows([rows], drawn, tickets)[0]  # raises an error that names the row
+            return self._by_rows([rows], drawn, tickets)[0]  # this raises the error again, with the row's number
         assert result is not None
         return result
 
@@ -526,7 +526,7 @@ class _Repeat(_Step):
         if self._count > 0:
             passes: Any = range(epoch * self._count, (epoch + 1) * self._count)
         else:
-            passes = itertools.count(epoch << 32)  # so that each endless pass has orders of its own
+            passes = itertools.count(epoch << 32)  # so no two endless passes have the same orders
         for number in passes:
             some = False
             for ticket in self._before.tickets(seed, number):

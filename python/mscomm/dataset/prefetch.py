@@ -1,4 +1,4 @@
-"""Makes items ahead in a thread, with a bounded queue between the thread and the consumer.
+"""Makes items in advance, in a thread, with a bounded queue between the thread and the consumer.
 
 The thread references the queue and the generator that makes the items, but not the consumer's Prefetch object. So the
 Prefetch object can be garbage-collected, and this ends the thread.
@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
-_LOOK_S = 1.0  # how often a waiting consumer checks that the thread is alive; a new item wakes it at once
-_EXIT_S = 5.0  # how long the end of the process waits until the threads have finished their items
+_LOOK_S = 1.0  # the interval at which a waiting consumer checks that the thread is alive; an item wakes it at once
+_EXIT_S = 5.0  # how long the process, when it ends, waits for the threads to finish their current items
 IN_A_CHILD = "this iterator belongs to the process that was forked, whose thread fills it; make a new one here"
 
 
@@ -27,8 +27,8 @@ class _Queue:
     def __init__(self, room: int) -> None:
         self.pid = os.getpid()
         self.room = room
-        # Guards the fields below. The thread and the consumer wait on it. Its lock is reentrant, because the garbage
-        # collector may run `stop` in a thread that holds the lock.
+        # This condition guards the fields below, and both the thread and the consumer wait on it. The lock is
+        # reentrant, because the garbage collector may run `stop` in a thread that holds the lock.
         self.news = threading.Condition()
         self.items: deque[Any] = deque()
         self.ended = False
@@ -46,7 +46,7 @@ class _Queue:
 
 
 class Prefetch:
-    """An iterator over the items of `source`. A thread makes up to `room` items ahead.
+    """An iterator over the items of `source`. A thread makes up to `room` items in advance.
 
     If source raises an exception, the iterator raises this exception in place of the item, and ends. close() ends the
     thread and waits until the thread has finished its current item. The same happens at the end of the process, but
@@ -60,7 +60,7 @@ class Prefetch:
         ended_at_exit(self._thread, self._queue.stop)
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._queue.stop)
-        self._finalizer.atexit = False  # at exit, _end_all calls stop
+        self._finalizer.atexit = False  # when the process ends, _end_all calls stop
 
     def __iter__(self) -> Prefetch:
         return self
@@ -82,11 +82,11 @@ class Prefetch:
             try:
                 raise error
             finally:
-                del error  # the error's traceback references this frame
+                del error  # avoid a reference cycle: the error's traceback references this frame
         raise StopIteration
 
     def close(self) -> None:
-        """End the thread. A program may call close() twice, but source must not call it."""
+        """End the thread. Calling close() twice is allowed. The generator `source` must not call it."""
         self._finalizer()
         if self._queue.pid == os.getpid():
             self._thread.join()
@@ -97,7 +97,7 @@ os.register_at_fork(after_in_child=_running.clear)
 
 
 def ended_at_exit(thread: threading.Thread, stop: Callable[[], None]) -> None:
-    """Register a thread: the end of the process calls stop, and waits at most a few seconds until the thread ends."""
+    """Register a thread. When the process ends, it calls stop and waits at most a few seconds for the thread to end."""
     _running[thread] = stop
 
 

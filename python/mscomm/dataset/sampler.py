@@ -76,11 +76,12 @@ class DistributedSampler:
 
     @property
     def _first(self) -> int:
-        """The first turn in which this rank gets a row. The ranks before `offset` get none in turn 0."""
+        """Return the first turn in which this rank gets a row. In each turn, each rank gets one row, but in turn 0 the
+        ranks before `offset` get none."""
         return -(-max(max(self.offset, 0) - self.shard_id, 0) // self.num_shards)
 
     def _until(self, rows: int) -> int:
-        """The first turn in which no row is left for this rank."""
+        """Return the first turn in which no row is left for this rank."""
         return max(-(-(rows + self.offset - self.shard_id) // self.num_shards), self._first)
 
     def __str__(self) -> str:
@@ -122,7 +123,7 @@ def choose(
     num_shards: int | None,
     shard_id: int | None,
 ) -> Sampler:
-    """Return the sampler that a source's arguments describe. shuffle=None means True. The errors are MindSpore's."""
+    """Return the sampler that a source's arguments describe. shuffle=None means True. Raises MindSpore's errors."""
     if sampler is not None:
         for name, value in (("shuffle", shuffle), ("num_shards", num_shards), ("num_samples", num_samples)):
             if value is not None:

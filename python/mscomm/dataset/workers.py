@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from mscomm.dataset.prefetch import IN_A_CHILD, ended_at_exit
 
-_LOOK_S = 1.0  # how often a reader that waits for a batch checks that the threads are alive
+_LOOK_S = 1.0  # the interval at which a reader that waits for a batch checks that the threads are alive
 
 
 def checked(step: str, number: Any) -> int | None:
@@ -38,14 +38,14 @@ class Gate:
     """Lets at most `width` batches into a step at once. With width 1, they enter in order. Each batch enters once.
 
     So with width 1, a function that keeps a state sees the rows in the same order with any number of threads. Batch k
-    may enter when all batches before batch k - width + 1 have left. Threads have already begun those batches, so there
-    is no deadlock.
+    may enter when all batches before batch k - width + 1 have left. The threads begin batches in order, so they have
+    already begun the batches for which batch k waits. So there is no deadlock.
     """
 
     def __init__(self, width: int) -> None:
         self._width = width
         self._news = threading.Condition()  # guards the fields below
-        self._left: set[int] = set()  # batches that have left although an earlier batch has not
+        self._left: set[int] = set()  # batches that have left before an earlier batch has left
         self._first = 0  # all batches before this one have left
 
     def enter(self, number: int) -> None:
@@ -95,10 +95,10 @@ def in_order(
 ) -> Generator[Any, None, None]:
     """Call make(turn, ticket) for each ticket, in several threads, and yield the results in the order of the tickets.
 
-    Only the caller's thread reads tickets, at most threads + 1 ahead. If make raises an exception, the generator raises
-    it in place of the result. With threads=1, make runs in the caller's thread. widths: how many batches may be in a
-    step at once, by the place of the step. When the generator is closed, it waits until each thread has finished its
-    current batch.
+    Only the caller's thread reads tickets, and at most threads + 1 of them in advance. If make raises an exception, the
+    generator raises it in place of the result. With threads=1, make runs in the caller's thread. widths: how many
+    batches may be in a step at once, by the place of the step. When the generator is closed, it waits until each thread
+    has finished its current batch.
     """
     if threads == 1:
         for ticket in tickets:
@@ -167,4 +167,4 @@ def _work(make: Callable[[Turn, Any], Any], tasks: SimpleQueue[tuple[Future[Any]
             task.set_exception(error)
         finally:
             turn.over()
-        del job, task, turn, ticket  # they reference a batch, whose memory must be released while the thread waits
+        del job, task, turn, ticket  # release the batch before waiting for the next task

@@ -47,6 +47,6 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        if name == "DistributedDataParallel":  # imported only here, because it needs PyTorch
+        if name == "DistributedDataParallel":  # import the class only when it is used, because it needs PyTorch
             return importlib.import_module("mscomm.train.ddp").DistributedDataParallel
         raise AttributeError(f"module 'mscomm.train' has no attribute {name!r}")

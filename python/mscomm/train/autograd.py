@@ -27,10 +27,10 @@ _alive: weakref.WeakSet[Autograd] = weakref.WeakSet()
 class Autograd:
     """Keeps the gradients of the parameters in the step's buffers.
 
-    others: parameters that are not reduced; zero() sets their gradients to zero. Backward passes are reduced while
-    `syncing` is True. If autograd made a gradient outside its buffer, a CPU gradient is copied into the buffer at once.
-    A device gradient stays where it is until its bucket is started, because the start copies all such gradients in one
-    go.
+    others: parameters that are not reduced; zero() sets their gradients to zero. The gradients of a backward pass are
+    reduced if `syncing` is True. If autograd made a gradient outside its buffer, a CPU gradient is copied into the
+    buffer at once. A device gradient is copied only when its bucket is started, because one launch then copies all such
+    gradients of the bucket.
     """
 
     def __init__(self, step: Step, names: list[str], parameters: list[Any], others: Iterable[Any]) -> None:
@@ -42,17 +42,17 @@ class Autograd:
         self._elsewhere: set[int] = set()  # on a device: gradients of this step that lie outside their buffers
         self._stream: Any = None  # the stream of the previous gradient
         self.syncing = True  # False inside no_sync()
-        self._seen: dict[int, tuple[Any, int]] = {}  # between backward() and wait(): the gradients with their versions
-        self._end_of_pass: Any = lambda: None  # weak reference to the callback that the current pass has queued
+        self._seen: dict[int, tuple[Any, int]] = {}  # from backward() to wait(): the gradients and their versions
+        self._end_of_pass: Any = lambda: None  # weak reference to the callback queued in this pass
         self._optimizers: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
-        self._within = False  # whether the step is finished inside the backward pass
+        self._within = False  # whether the backward pass itself finishes the step
         self._as_views = True  # whether gradients lie in the buffers
-        self._opaque = False  # whether the last forward pass returned no tensor to which a hook can be attached
+        self._opaque = False  # whether the output of the last forward pass has no tensor that can take a hook
         self.accumulating = False  # whether the last forward pass ran inside no_sync()
         self._told = self._told_of_state = False
-        self._taken_over = ""  # a parameter that a later reducer took over; this object then does nothing
+        self._taken_over = ""  # the parameter that a later reducer took over; if not "", this object does nothing
         mine = {id(parameter) for parameter in parameters}
-        for earlier in list(_alive):  # end earlier reducers of these parameters: only one may write a gradient
+        for earlier in list(_alive):  # only one reducer may write a gradient, so end earlier ones
             common = [name for name, p in zip(earlier._names, earlier._parameters, strict=True) if id(p) in mine]
             if common:
                 earlier._taken_over = common[0]
@@ -82,7 +82,7 @@ class Autograd:
         self._strides = [view.stride() for view in self._views]
 
     def accumulated(self, index: int) -> None:
-        """A hook calls this when the backward pass has accumulated this gradient."""
+        """Handle a gradient that the backward pass has just accumulated. A hook calls this method."""
         if self.syncing or self._opaque:
             self._watch_pass()
             self._put(index)
@@ -105,14 +105,14 @@ class Autograd:
             torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def ended(self) -> None:
-        """autograd calls this when the backward pass has ended without an exception."""
+        """Handle the end of a backward pass that raised no exception. autograd calls this method."""
         if not self._within:
             self._remember()
         elif self._step.begun:
             self.finish()
 
     def _remember(self) -> None:
-        """After a backward pass, note the gradients with their versions, which in-place operations increment."""
+        """After a backward pass, note each gradient and its version. In-place operations increment the version."""
         for index, parameter in enumerate(self._parameters):
             gradient = parameter.grad
             if gradient is not None:
@@ -130,7 +130,7 @@ class Autograd:
         self._seen.clear()
 
     def finish(self) -> None:
-        """End the step: reduce the remaining gradients, and wait for all of them."""
+        """End the step: reduce the remaining gradients, and wait for all reductions."""
         self._check_unchanged()
         with self._step.owed():
             missing = self._gather()
@@ -149,7 +149,7 @@ class Autograd:
 
     def check_before_forward(self) -> None:
         """Raise RuntimeError if the last backward pass failed in the middle of a step."""
-        if torch._C._current_graph_task_id() != -1:  # in a backward pass, checkpointing recomputes layers
+        if torch._C._current_graph_task_id() != -1:  # inside a backward pass: checkpointing recomputes layers
             return
         self._end_of_pass = lambda: None
         if self._step.begun:
@@ -171,9 +171,9 @@ class Autograd:
     def expect(self, output: Any) -> None:
         """Reduce the backward pass that will begin at this output of the module.
 
-        When that pass begins, a hook on the output calls reached(), before any gradient is ready. So the watched pass
-        is the outermost one. Inside it, layers under torch.utils.checkpoint(use_reentrant=True) run backward passes of
-        their own, which must not end the step.
+        When that pass begins, a hook on the output calls reached(), before any gradient is ready. So only the end of
+        this outermost pass ends the step. Layers under torch.utils.checkpoint(use_reentrant=True) run backward passes
+        of their own inside the outermost pass, and these must not end the step.
         """
         self.syncing, self.accumulating = True, False
         reached = functools.partial(_reached, weakref.ref(self))
@@ -188,14 +188,14 @@ class Autograd:
         self.syncing, self._opaque, self.accumulating = False, False, True
 
     def reached(self) -> None:
-        """A hook calls this when a backward pass begins at the output of a forward pass."""
+        """Handle the begin of a backward pass at the output of a forward pass. A hook calls this method."""
         self.syncing = True
         self._watch_pass()
 
     # -- optimizers
 
     def steps_by(self, optimizer: Any) -> bool:
-        """Whether the optimizer changes any of our parameters."""
+        """Whether the optimizer changes any parameter of this object."""
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._optimizers.get(optimizer)
         if known is None or known[0] != size:
@@ -212,7 +212,10 @@ class Autograd:
             )
 
     def warn_of_optimizers(self, given: list[Any]) -> None:
-        """After a join() with unequal steps, warn of optimizers whose state is current only on ranks that left last."""
+        """After a join() with unequal steps, warn of optimizers whose state is outdated on ranks that left early.
+
+        given: the objects for which the program has asked join() to send the state.
+        """
         for optimizer, (_, ours) in self._optimizers.items():
             if not ours or any(one is optimizer for one in given) or self._told_of_state:
                 continue
@@ -227,8 +230,8 @@ class Autograd:
     # -- gradients: to the buckets, and back to the program
 
     def _put(self, index: int) -> None:
-        """If the parameter has a gradient, note that it is ready. If autograd made a new tensor for the gradient, copy
-        it to its buffer, now or when the bucket starts."""
+        """If the parameter has a gradient, note that the gradient is ready. If the gradient lies outside its buffer,
+        copy it there, now or when the bucket is started."""
         parameter = self._parameters[index]
         gradient = parameter.grad
         if gradient is None:  # an earlier hook removed the gradient
@@ -271,7 +274,7 @@ class Autograd:
         self._stream = stream
 
     def _take_over(self, indices: Iterable[int]) -> None:
-        """These gradients have been copied to their buffers, so release the tensors that autograd made for them."""
+        """Release the tensors that autograd made for these gradients, which have been copied to their buffers."""
         for index in self._elsewhere.intersection(indices):
             parameter = self._parameters[index]
             if parameter.grad is not None:
@@ -281,7 +284,7 @@ class Autograd:
             self._elsewhere.remove(index)
 
     def _gather(self) -> list[int]:
-        """Mark as ready the gradients that earlier backward passes made and this pass did not change. Return the
+        """Mark gradients as ready that earlier backward passes made and the last pass did not change. Return the
         indices of the gradients that this rank does not have."""
         self._follow(self._views[0])
         for index in self._step.missing():
@@ -301,9 +304,9 @@ class Autograd:
             self._parameters[index].grad = self._views[index].detach()
 
     def _copy_out(self, here: list[int], new: list[int]) -> None:
-        """Copy gradients from the buckets into memory of their own.
+        """Copy gradients from the buckets into tensors outside the buckets.
 
-        here: indices of parameters that already have a gradient; new: of parameters that get their first one.
+        here: the indices of parameters that already have a gradient. new: those of parameters that have none yet.
         """
         for index in [*here, *new]:
             parameter = self._parameters[index]
@@ -343,11 +346,12 @@ def tensors_in(x: Any) -> list[torch.Tensor]:
 
 
 def loader(optimizer: Any) -> Callable[[Any], None]:
-    """Return a load_state_dict for the optimizer that accepts a state with NumPy arrays or CPU tensors."""
+    """Return a function that works like the optimizer's load_state_dict, and also accepts NumPy arrays and CPU
+    tensors."""
 
     def load(state: Any) -> None:
         loaded = with_arrays(state, arrays.over)
-        # PyTorch moves moments to the device of their parameter, but does not move a learning rate that is a tensor.
+        # PyTorch moves moments to the devices of the parameters. It does not move a learning rate that is a tensor.
         for mine, theirs in zip(optimizer.param_groups, loaded["param_groups"], strict=False):
             for name, x in theirs.items():
                 if isinstance(x, torch.Tensor) and isinstance(mine.get(name), torch.Tensor):

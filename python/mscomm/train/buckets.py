@@ -4,7 +4,7 @@ This file has the layout of buckets, and CPU buckets, which lie in memory that t
 device buckets. A bucket has one mark per gradient, which is 1 if this rank has the gradient. The marks are summed like
 the gradients, so every rank learns which gradients no rank has. In a CPU bucket, the marks follow the gradients, in the
 same dtype, and after the marks comes a carried number (see Step.carry). If the marks were in device memory, a rank
-would have to wait for the device to read them, so Step sends the marks of device buckets in a separate call.
+would have to wait for the device to read them, so the marks of device buckets are sent in a separate call (see Step).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LARGEST = {"bfloat16": float.fromhex("0x1.fep127"), "float16": 65504.0}
 
 
 def largest(dtype: np.dtype[Any], ranks: int) -> float:
-    """Return the largest value that a rank may send if the sum over the ranks must fit into dtype despite rounding."""
+    """Return the largest value that a rank may send, so that the sum over the ranks still fits into dtype."""
     limit = LARGEST[dtype.name] / ranks
     given = np.array(limit, dtype)
     return float(given if float(given) <= limit else np.nextafter(given, np.zeros((), dtype)))
@@ -61,9 +61,9 @@ def layouts(
 
     kinds: the dtype and the size of each gradient. order: the gradients' indices in the order in which the gradients
     become ready. The result depends only on values that are equal on all ranks. A bucket holds up to bucket_bytes, but
-    the first bucket of each dtype only up to first_bytes. A gradient that is larger gets a bucket of its own.
+    the first bucket of each dtype only up to first_bytes. A gradient that is larger than this gets a bucket of its own.
     """
-    made: list[tuple[int, list[int]]] = []  # for each bucket: the turn in which it becomes full, and its gradients
+    made: list[tuple[int, list[int]]] = []  # each bucket: the position in `order` where it gets full, its gradients
     filling: dict[np.dtype[Any], tuple[list[int], int]] = {}
     limits: dict[np.dtype[Any], int] = {}
     for turn, index in enumerate(order):
@@ -125,7 +125,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def memory_of(self, turn: int) -> np.ndarray[Any, Any]:
-        """Return one gradient's part of the memory, one-dimensional. turn: the gradient's place in the layout."""
+        """Return one gradient's part of the memory, as a one-dimensional array. turn: its position in the layout."""
 
     @property
     @abstractmethod
@@ -134,12 +134,13 @@ class Bucket(ABC):
 
     @abstractmethod
     def array_of(self, turn: int, shape: tuple[int, ...]) -> Any:
-        """Return one gradient as an array: of NumPy on the CPU, of the parameters' library on a device."""
+        """Return one gradient as an array: a NumPy array on the CPU, an array of the parameters' library on a
+        device."""
 
     @abstractmethod
     def put(self, turn: int, source: np.ndarray[Any, Any]) -> None:
-        """Copy this step's gradient from source, which is in C order. A device bucket makes the copy only when it is
-        started."""
+        """Copy this step's gradient from source, which is in C order. A device bucket makes the copy only when the
+        bucket is started."""
 
     @abstractmethod
     def take(self, turn: int, other: Any, its_turn: int) -> None:
@@ -151,8 +152,8 @@ class Bucket(ABC):
 
     @abstractmethod
     def start(self, async_op: bool) -> None:
-        """Begin to reduce the bucket in place, with zeros for missing gradients. Without async_op, return only when the
-        all_reduce has ended."""
+        """Begin to reduce the bucket in place, with zeros for gradients that this rank does not have. If async_op is
+        False, return only when the all_reduce has ended."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -258,11 +259,11 @@ class HostBucket(Bucket):
         """Round the gradients to the dtype in which they are sent, and carry the error into the next step.
 
         This is error feedback (Seide et al., "1-bit stochastic gradient descent", 2014). A value outside the range of
-        the narrow dtype is clipped, and the error includes the rest of the value. Infinities and NaN are sent as they
-        are, because programs look for them. In this case, no gradient of the bucket carries an error into the next step
-        (on a device, only this element carries none). If this rank does not have a gradient, the residual stays here
-        until the rank has the gradient again. If the residual were sent and no rank had the gradient, the result would
-        not be used, and the residual would be lost.
+        the narrow dtype is clipped, and the clipped part counts as error. Infinities and NaN are sent as they are,
+        because programs look for them. If a CPU bucket has such an element, none of its elements carries an error into
+        the next step. On a device, only this element carries none. If this rank does not have a gradient, the residual
+        stays here until the rank has the gradient again. If the residual were sent and no rank had the gradient, the
+        result would not be used, and the residual would be lost.
         """
         end = self.layout.marks
         gradients, wire = self._memory[:end], self._wire[:end]

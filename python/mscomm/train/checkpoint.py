@@ -113,7 +113,8 @@ class ModelCheckpoint(Callback):
         self._given_prefix = self._prefix = prefix
         self._directory = Path(directory or os.curdir)
         self._config = config or CheckpointConfig()
-        # The files of this series, each with the time when it was written, in the order in which they will be deleted.
+        # The files of this series in the order in which they will be deleted. Each comes with the time when it was
+        # written.
         self._kept: list[tuple[Path, float]] = []
         self._has_saved = False  # whether this training has saved a file
         self._is_due_at_epoch_end = False
@@ -123,7 +124,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def latest_ckpt_file_name(self) -> str:
-        """The path of the newest file; "" if there is none yet."""
+        """The path of the newest file, or "" if there is no file yet."""
         return str(self._kept[-1][0]) if self._kept else ""
 
     def writes_to(self) -> list[str]:
@@ -133,14 +134,15 @@ class ModelCheckpoint(Callback):
         now = run_context.original_args()
         self._directory.mkdir(parents=True, exist_ok=True)
         for left in self._directory.glob(f".*{serialization.SUFFIX}.*{tensorfile.PARTIAL}"):
-            left.unlink()  # left behind by a process that was killed
+            left.unlink()  # a process that was killed has left this file behind
         there = serialization.named_like_one(self._directory)
         self._kept = []
         resumed = now.resumed_from
         if resumed is not None and self._is_of_series(resumed.prefix) and self._is_here(resumed.path):
             self._prefix = resumed.prefix
             mine = sorted((epoch, step, path) for path, prefix, epoch, step in there if prefix == resumed.prefix)
-            # Delete later files first: they are damaged or missing on some ranks, and training repeats their steps.
+            # Files later than the resumed one will be deleted first: they are damaged or missing on some ranks, and
+            # training repeats their steps.
             later = [path for epoch, step, path in mine if (epoch, step) > (resumed.epoch, resumed.step)]
             others = [path for _, _, path in mine if path not in later]
             self._kept = [(path, path.stat().st_mtime) for path in (*later, *others)]
@@ -154,8 +156,8 @@ class ModelCheckpoint(Callback):
         now = run_context.original_args()
         self._delete_surplus()
         due = self._is_due(now)
-        # A training that resumes after the last step of an epoch begins with the next epoch, and does not repeat
-        # epoch_end. So save the last step only after the other callbacks' epoch_end.
+        # A training that resumes after the last step of an epoch begins with the next epoch, and does not call
+        # epoch_end again. So save the last step only when the other callbacks' epoch_end has run.
         self._is_due_at_epoch_end = due and now.cur_step_num % now.batch_num == 0
         if due and not self._is_due_at_epoch_end:
             self._save(now)

@@ -110,7 +110,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass."""
         self._autograd.check_before_forward()
-        again = torch._C._current_graph_task_id() != -1  # in a backward pass, checkpointing recomputes layers
+        again = torch._C._current_graph_task_id() != -1  # inside a backward pass: checkpointing recomputes layers
         if torch.is_grad_enabled() and self._syncing:
             self._autograd.check_not_taken_over()
             self._check_parameters()
@@ -130,7 +130,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context for forward passes whose gradients only add up on this rank, until a later pass is reduced.
+        """A context for forward passes whose gradients are added up on this rank only, until a later pass is reduced.
 
         >>> with model.no_sync():
         ...     for images, labels in micro_batches[:-1]:
@@ -151,14 +151,15 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         *,
         sync: Iterable[Any] | None = None,
     ) -> contextlib.AbstractContextManager[None]:
-        """A context for loops with fewer steps on some ranks: a rank that has left sends zeros until all have left.
+        """A context for loops with fewer steps on some ranks. A rank without batches sends zeros until no rank has
+        batches.
 
-        At the end, all ranks take the parameters of the last rank: the highest of the ranks that left last. With
-        broadcast_buffers, they also take its buffers. sync: other objects whose state all ranks take from the last
-        rank, such as [optimizer, scheduler]; without sync, a rank that left early keeps its older state.
-        divide_by_initial_world_size: True takes the mean over all ranks, False over the ranks that still have batches.
-        enable: with False, join() does nothing. throw_on_early_termination: with True, all ranks raise RuntimeError as
-        soon as one rank has no batches left.
+        At the end, all ranks take the parameters of the last rank: the highest of the ranks that ran out of batches
+        last. With broadcast_buffers, they also take the last rank's buffers. sync: other objects whose state all ranks
+        take from the last rank, such as [optimizer, scheduler]; without sync, a rank that ran out early keeps its older
+        state. divide_by_initial_world_size: True takes the mean over all ranks, False over the ranks that still have
+        batches. enable: with False, join() does nothing. throw_on_early_termination: with True, all ranks raise
+        RuntimeError as soon as one rank has no batches left.
 
         The loop must make no other calls on the group. Inside join(), the ranks take the buffers before a forward pass
         not from rank 0, but from the highest rank that still has batches. If the loop of a rank raises an exception,
@@ -196,7 +197,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
                 yield
         finally:
             self._refuses_uneven = False
-            self._buffers_due = True  # set on all ranks, so that all make the same calls from now on
+            self._buffers_due = True  # the same on all ranks, so that all make the same calls from now on
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Like torch.nn.Module's load_state_dict. The names in state_dict may have the prefix "module.", but need not.
@@ -303,7 +304,7 @@ def _moved(x: Any, device: torch.device) -> Any:
 
 
 def _check_layers(module: torch.nn.Module) -> None:
-    """Raise ValueError for layers that this wrapper cannot train. Call this before anything is sent."""
+    """Raise ValueError for layers that this wrapper cannot train. Call it before anything is sent."""
     for name, layer in module.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm) and not torch.distributed.is_initialized():
             raise ValueError(
@@ -321,8 +322,8 @@ def _check_layers(module: torch.nn.Module) -> None:
 
 
 def _places(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """Return the module's dict entries that hold parameters, or layers with parameters, as (the dict, the key, the
-    value)."""
+    """Return the entries of the dicts in the module that hold parameters, or layers with parameters. An entry is (the
+    dict, the key, the value)."""
     places: list[tuple[dict[str, Any], str, Any]] = []
     for layer in module.modules():
         places += [(layer._parameters, last, p) for last, p in layer._parameters.items() if p is not None]

@@ -42,7 +42,7 @@ def why_not(group: Group, dtype: np.dtype[Any], compression: str | None, model: 
 
 
 class DeviceBucket(Bucket):
-    """A bucket that is an array of model's library on the device. Make one only if why_not() returns ""."""
+    """A bucket that is an array of model's library on the device. Make a DeviceBucket only if why_not() returns ""."""
 
     def __init__(self, layout: Layout, op: str, compression: str | None, group: Group, model: Any) -> None:
         super().__init__(layout)
@@ -53,7 +53,7 @@ class DeviceBucket(Bucket):
         self._made: list[Any] = []
         self._array, self._memory = self._new(model, layout.marks)
         self._parts: list[OnDevice] = [self._memory[place.span] for place in layout.places]
-        self._sources: list[OnDevice | None] = [None] * len(layout.places)  # None: the gradient lies in the bucket
+        self._sources: list[OnDevice | None] = [None] * len(layout.places)  # None if the gradient lies in the bucket
         self._wire_array, self._wire, self._limit = self._array, self._memory, np.inf
         self._residual_array: Any = None
         self._residual: OnDevice | None = None
@@ -84,8 +84,8 @@ class DeviceBucket(Bucket):
         return self._made[-1], memory
 
     def _stream(self) -> int:
-        """Return the current stream. When a stream is used for the first time, tell the array library, which may have
-        allocated the memory on another stream."""
+        """Return the current stream. If the bucket has not used this stream before, tell the array library about it,
+        because the library may have allocated the memory on another stream."""
         stream = self._memory.current()
         if stream not in self._streams:
             self._streams.add(stream)
@@ -146,7 +146,7 @@ class DeviceBucket(Bucket):
         self._work = started if async_op else None
 
     def _pack(self, bucket: OnDevice, stream: int) -> None:
-        """Copy the gradients into `bucket`, with zeros for gradients that this rank does not have."""
+        """Copy the gradients into `bucket`, and write zeros for gradients that this rank does not have."""
         if not any(self.there):
             self._group.core.clear(bucket, stream)
             return
@@ -196,8 +196,8 @@ class DeviceBucket(Bucket):
         self._array[...] = self._wire_array
 
     def _narrow(self) -> None:
-        """Round the gradients like HostBucket._narrow, by the array library. The results have the same bits as those of
-        the kernels."""
+        """Round the gradients like HostBucket._narrow. The array library does this, with the same bits as the
+        kernels."""
         use = self._arrays.namespace
         spans = [place.span for place, there in zip(self.layout.places, self.there, strict=True) if there]
         if len(spans) == len(self.there):

@@ -1,10 +1,11 @@
-"""Tells the number of the epoch to datasets and samplers whose order depends on this number.
+"""Tells datasets and samplers the number of the epoch, if their order depends on it.
 
-Before each epoch, Epochs calls set_epoch() of the dataset and of the samplers of a PyTorch DataLoader, if they have
-this method, as torch.utils.data.DistributedSampler has. Numbers begin at 0. Without these calls, DistributedSampler
-gives every epoch the same order. A script may call set_epoch() itself, before train() or in a callback. Then this
-number takes effect, and the numbers of later epochs continue from it. A second train() continues the numbers of the
-first. A dataset with state_dict and load_state_dict, such as mscomm's, counts its passes itself.
+Before each epoch, Epochs calls set_epoch() of the dataset and of the samplers of a PyTorch DataLoader. It leaves out
+objects without this method. torch.utils.data.DistributedSampler has the method. Numbers begin at 0. Without these
+calls, DistributedSampler gives every epoch the same order. A script may call set_epoch() itself, before train() or in a
+callback. Then the script's number takes effect, and the numbers of later epochs continue from it. The numbers of a
+second train() continue those of the first. A dataset with state_dict and load_state_dict, such as mscomm's, counts its
+passes itself.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Epochs:
         result of numbers() in the checkpoint from which training resumes, {} in a checkpoint of an earlier version, or
         None without a checkpoint."""
         self._found: dict[str, Any] = {}
-        self._next: dict[str, int] = {}  # an object's next number, unless it follows from the previous one
+        self._next: dict[str, int] = {}  # next numbers of objects, where they do not follow from the previous number
         self._told: dict[str, int] = {}
         for place in _PLACES:
             one = dataset
@@ -54,12 +55,12 @@ class Epochs:
             number = self._next.pop(place) if place in self._next else self._after(place)
             one.set_epoch(number)
             self._told[place] = number
-            with contextlib.suppress(TypeError):  # the object does not support weak references
+            with contextlib.suppress(TypeError):  # for objects without weak references
                 _last[one] = number
 
     def numbers(self, ended: bool) -> dict[str, int]:
-        """Return the objects' numbers for a checkpoint: of the next epoch if the current epoch has ended, else of this
-        one."""
+        """Return the objects' numbers for a checkpoint: their numbers for the next epoch if the current epoch has
+        ended, otherwise those for the current epoch."""
         return {place: self._after(place) if ended else self._there(place, 0) for place in self._found}
 
     def _after(self, place: str) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class RunContext:
-    """The argument of all callbacks. It describes the state of the training, and can end the training."""
+    """The argument of all callbacks, which describes the state of the training and can end the training."""
 
     def __init__(self, arguments: SimpleNamespace) -> None:
         self._arguments = arguments
@@ -63,8 +63,8 @@ class Callback:
         pass
 
     def writes_to(self) -> list[str]:
-        """Return the folders that only this rank may write to. It is an error if two ranks of a host name the same
-        folder."""
+        """Return the folders that only this rank may write to. If two ranks of a host return the same folder, train()
+        raises an error."""
         return []
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -75,7 +75,8 @@ class Callback:
         return None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Called before begin when training resumes, with the result of state_dict(). Its arrays are NumPy arrays."""
+        """Called before begin when training resumes. state: the result of state_dict(), in which arrays are NumPy
+        arrays."""
 
     def begin(self, run_context: RunContext) -> None:
         """Called before the first step."""

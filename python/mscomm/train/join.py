@@ -1,8 +1,8 @@
 """join(): lets some ranks train fewer steps than others, and gives all ranks the same model at the end.
 
-Before each step, all ranks meet in an all_gather, in which each rank says what it does next. A rank without batches has
-left. It makes the same calls as the others, with zeros, until all ranks have left. Then the last rank, the highest of
-the ranks that left last, sends its model and its states to all ranks.
+Before each step, all ranks meet in an all_gather, in which each rank says what it does next. A rank that has no batches
+any more "has left". It makes the same calls as the other ranks, with zeros, until all ranks have left. Then the last
+rank sends its model and its states to all ranks. The last rank is the highest of the ranks that left last.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _open: set[str] = set()  # the names of the groups on which this rank is inside 
 
 
 class OutOfBatches(RuntimeError):
-    """If the program has asked for it, all ranks raise this error when one rank has no batches left. The group stays
+    """Raised on all ranks when one rank has no batches left, if the program has asked for this error. The group stays
     usable."""
 
 
@@ -45,14 +45,14 @@ def join(
 ) -> Iterator[None]:
     """A context for the training loop of this rank.
 
-    sync: as in GradientReducer.join. by_all: the mean divides by the number of all ranks, not only of those that have
-    not left. on_forward(root): called on a rank that has left, to receive the buffers that rank root sends before a
-    forward pass. at_end(root, uneven): makes the models equal; uneven says whether some ranks left before others.
+    sync: as in GradientReducer.join. by_all: True divides sums by the number of all ranks, False by the number of ranks
+    that have not left. on_forward(root): called on a rank that has left, to receive the buffers that rank root sends
+    before a forward pass. at_end(root, uneven): makes the models equal; uneven: whether some ranks left before others.
     throw: raise OutOfBatches on all ranks as soon as one rank has left. own: parameters that each rank keeps for
     itself.
     """
     step.check_between("join")
-    if group.name in _open:  # the ranks would mix up the meetings of the two loops
+    if group.name in _open:  # ranks would confuse the meetings of the two loops
         raise RuntimeError(
             f"join: a join() on group {group.name} is open already; put the modules that are trained together into one"
             " wrapper or reducer"
@@ -149,7 +149,7 @@ def _take_over(one: Any, root: int, group: Group, own: Iterable[Any]) -> None:
 
 
 def broadcast_all(arrays: Iterable[tuple[str, Any]], root: int, group: Group) -> list[Any]:
-    """Broadcast the arrays of rank root and return the results. Writable arrays are written in place."""
+    """Give all ranks the arrays of rank root, and return the results. Writable arrays are written in place."""
     works = []
     for name, x in arrays:
         writable = memory_anywhere(x, name, "broadcast_parameters").flags.writeable
@@ -158,8 +158,8 @@ def broadcast_all(arrays: Iterable[tuple[str, Any]], root: int, group: Group) ->
 
 
 def _broadcast_state(state: Any, root: int, group: Group) -> Any:
-    """Return the state of rank root on all ranks. It is sent as JSON and CPU arrays. If it has PyTorch tensors, all its
-    arrays become tensors on the other ranks, otherwise NumPy arrays."""
+    """Return the state of rank root on all ranks. The state is sent as JSON and CPU arrays. On the other ranks, all its
+    arrays are PyTorch tensors if the state has PyTorch tensors, otherwise NumPy arrays."""
     head: Any = None
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     if root == group.rank:

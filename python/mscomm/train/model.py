@@ -24,7 +24,7 @@ from mscomm.train.hooks import RunContext
 from mscomm.train.reducer import GradientReducer, broadcast_parameters
 
 BATCHES = "batches in an epoch"
-# The line of code that warnings recommend, to train one model on all ranks.
+# The line of code that makes all ranks train one model. Warnings recommend it.
 ONE_MODEL = "mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)"
 
 
@@ -70,7 +70,7 @@ class Model:
         self._network = networks.adapt(network, loss_fn, optimizer)
         self._compression = compression
         self._group = group
-        self._resumed: tuple[serialization.Saved, dict[str, Any]] | None = None  # the checkpoint from resume()
+        self._resumed: tuple[serialization.Saved, dict[str, Any]] | None = None  # what resume() has loaded
 
     def train(
         self,
@@ -104,7 +104,7 @@ class Model:
         those of all_reduce.
         """
         listed = hooks.checked(callbacks)
-        listed.sort(key=lambda one: isinstance(one, ModelCheckpoint))  # last: it saves the others' states
+        listed.sort(key=lambda one: isinstance(one, ModelCheckpoint))  # last, because it saves the others' states
         batches = _checked(epoch, train_dataset, sink_size, initial_epoch)
         notices.tell_without_effect("Model.train", dataset_sink_mode=dataset_sink_mode, sink_size=sink_size)
         if self._given["optimizer"] is None:
@@ -120,7 +120,7 @@ class Model:
             own = self._network.own()
             shared = {name: x for name, x in self._network.weights().items() if name not in own}
             sent = broadcast_parameters(shared, group=group)
-            new = {name: x for name, x in sent.items() if x is not shared[name]}  # arrays not written in place
+            new = {name: x for name, x in sent.items() if x is not shared[name]}  # not written in place
             self._network.load({name: on_host(x, name, "Model.train") for name, x in new.items()})
         _check_same_start(
             group,
@@ -204,10 +204,10 @@ class Model:
         return chosen.epoch, chosen.step
 
     def _optimizer_entries(self) -> dict[str, Any]:
-        """Return the optimizer's state as {path: entry}, without entries that each rank keeps for itself."""
+        """Return the optimizer's state as {path: entry}. Entries that each rank keeps for itself are left out."""
         optimizer = self._given["optimizer"]
         if not hasattr(optimizer, "state_dict") and not hasattr(optimizer, "get_parameters"):
-            return {}  # the user's own optimizer, whose state a checkpoint cannot hold
+            return {}  # an optimizer of the user's, whose state cannot be saved
         own = self._network.own()
         entries = states.entries(self._network.optimizer_state())
         return {"".join(f"[{key!r}]" for key in path): x for path, x in entries if own.isdisjoint(path)}
@@ -258,7 +258,8 @@ class Model:
         self._resumed = (chosen, state)
 
     def _training_group(self, function: str) -> Group | None:
-        """Return the group that trains together, or None if this rank trains alone."""
+        """Return the group whose ranks train one model, or None if this rank trains alone. function: for error
+        messages."""
         if context.get_auto_parallel_context("parallel_mode") != ParallelMode.DATA_PARALLEL:
             if not context.auto_parallel_was_set("parallel_mode"):
                 _tell_if_one_of_several(self._group)
@@ -340,8 +341,8 @@ class Model:
                 dataset.load_state_dict(state["dataset"])
             else:
                 taken = 0
-            # If batches are read again, restore the random states of the beginning of the epoch, because the order of
-            # the dataset may depend on them.
+            # If batches are read again, restore the random states that the program had when the epoch began, because
+            # the order of the dataset may depend on these states.
             randomness.restore(state["epoch_random"] if taken < first and state["epoch_random"] else state["random"])
         now.epoch_random = None if knows_its_place(dataset) else randomness.states()
         batches = iter(dataset)
@@ -405,8 +406,7 @@ def _checked(epoch: Any, train_dataset: Any, sink_size: Any, initial_epoch: Any)
 
 
 def _load_callbacks(callbacks: list[hooks.Callback], states: list[Any]) -> None:
-    """Give each callback's state in a checkpoint to the next callback of the same class. The other callbacks get no
-    state."""
+    """Give each state to the first callback of its class that has no state yet. states: (name of the class, state)."""
     left = list(callbacks)
     for name, state in states:
         one = next((one for one in left if type(one).__name__ == name), None)
@@ -431,8 +431,8 @@ def _place(group: Group | None) -> list[int]:
 
 
 def _agree(group: Group | None, facts: dict[str, Any], folders: list[str]) -> tuple[bool, str]:
-    """Return whether all ranks write checkpoints, and a random name for this call of train(), the same on all ranks.
-    All ranks raise ValueError if the facts differ, or if two ranks of a host write into the same folder."""
+    """Return whether all ranks write checkpoints, and a random name for this train(), which all ranks share. All ranks
+    raise ValueError if the facts differ, or if two ranks of a host write into the same folder."""
     part = secrets.token_hex(8)
     if group is None:
         return False, part
@@ -469,7 +469,7 @@ def _check_same_start(group: Group | None, what: str, mine: dict[str, Any], advi
     first = everybodys[0]
     for rank, theirs in enumerate(everybodys):
         if what == "weights" and theirs.keys() != first.keys():
-            continue  # later, GradientReducer raises an error that says more
+            continue  # GradientReducer will raise an error that says more
         name = next((name for name in {**first, **theirs} if theirs.get(name) != first.get(name)), None)
         if name is not None:
             raise ValueError(
@@ -478,8 +478,8 @@ def _check_same_start(group: Group | None, what: str, mine: dict[str, Any], advi
 
 
 def _tell_if_one_of_several(group: Group | str | None) -> None:
-    """Warn if there are several processes and each trains alone. This is the default, as in MindSpore, but rarely what
-    the user wants."""
+    """Warn if there are several processes and each trains alone. This is the default, as in MindSpore, but users rarely
+    want it."""
     if is_initialized():
         size = resolve(group).size
         if size > 1:

@@ -11,12 +11,12 @@ import numpy as np
 from mscomm import notices
 from mscomm.train.hooks import Callback, RunContext
 
-_EVERY_S = 5.0  # how often ProgressBar prints a line if there is no terminal
+_EVERY_S = 5.0  # the interval at which ProgressBar prints lines if there is no terminal
 
 
 def _say(line: str) -> None:
-    """Print the line by one write. print() writes the newline separately, and other ranks may write to the same
-    pipe."""
+    """Print a line by a single write, because other ranks may write to the same pipe. print() writes the newline
+    separately."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
@@ -78,8 +78,8 @@ class TimeMonitor(Callback):
 class ProgressBar(Callback):
     """Shows the epoch, the steps, the loss, the speed and the share of communication on rank 0's terminal.
 
-    The speed is in data rows per second over all ranks. The share of communication is the fraction of the time in which
-    rank 0 waits for communication and does not compute.
+    The speed is in data rows per second over all ranks. The share of communication is the part of the time that rank 0
+    spends waiting for communication.
 
     console: a rich.console.Console; by default it is on stderr. If the console is not a terminal, as under `mscomm
     run`, ProgressBar prints a line every 5 seconds and one at the end.
@@ -90,7 +90,7 @@ class ProgressBar(Callback):
     def __init__(self, console: Any = None) -> None:
         self._console = console
         self._active = False  # True on rank 0 during training
-        self._state = ""  # without a terminal: the line of the last step, or "" if it is printed
+        self._state = ""  # without a terminal: the last step's line, or "" if this line has been printed
         self._printed = 0.0
         self._bar: Any = None
         self._task: Any = None
@@ -141,7 +141,7 @@ class ProgressBar(Callback):
             self._print()
 
     def _print(self) -> None:
-        """Print the line of the last step, unless it has been printed."""
+        """Print the line of the last step, unless it was printed before."""
         if self._state:
             self._console.print(self._state, highlight=False, soft_wrap=True)
         self._state, self._printed = "", time.monotonic()

@@ -44,7 +44,7 @@ class _Optimizer:
                 gradient = gradient + self.weight_decay * parameter
             if self.momentum:
                 if first:
-                    self._velocities.append(gradient + 0)  # copy: the next step overwrites gradients
+                    self._velocities.append(gradient + 0)  # a copy, because the next step overwrites gradients
                 else:
                     self._velocities[i] = self._next(self._velocities[i], gradient)
                 gradient = self._direction(gradient, self._velocities[i])
@@ -78,9 +78,9 @@ class _Optimizer:
 class Momentum(_Optimizer):
     """Gradient descent with momentum: v = momentum v + g; p = p - learning_rate v.
 
-    params: arrays in a list, a tuple or a dict, possibly nested. use_nesterov: with True, p = p - learning_rate (g +
-    momentum v). weight_decay: weight_decay p is added to g. TypeError for an argument that is not a number, ValueError
-    for a negative one.
+    params: arrays in a list, a tuple or a dict, possibly nested. g is the gradient. use_nesterov: with True, p = p -
+    learning_rate (g + momentum v). weight_decay: weight_decay p is added to g. TypeError for an argument that is not a
+    number, ValueError for a negative one.
 
     >>> optimizer = mscomm.train.Momentum({"w": np.zeros((10, 3))}, 0.01, 0.9)
     >>> optimizer.step({"w": np.ones((10, 3))})

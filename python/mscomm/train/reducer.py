@@ -23,7 +23,7 @@ from mscomm.train.device_buckets import DeviceBucket, why_not
 from mscomm.train.states import checksum
 from mscomm.train.step import Step
 
-BUCKET_MB = 4.0  # between ranks on one host, larger buckets are not faster: see docs/performance.md
+BUCKET_MB = 4.0  # larger buckets are not faster between ranks on one host: see docs/performance.md
 # The libraries that report when each gradient is ready. With other libraries, the program calls reduce().
 _AUTOGRAD = {"torch": "mscomm.train.autograd"}
 
@@ -74,10 +74,11 @@ class GradientReducer:
     lie outside their bucket into the bucket, and compresses them on the way. Without kernels, the gradients are copied
     first, and the array library compresses them.
 
-    Parameters without requires_grad are not reduced. The reducer works as long as the program holds a reference to it.
-    On the CPU, the results have the same bits as one all_reduce per gradient, with any buckets. On a device, the
-    vendor's library may add in another order if a call has more elements. The errors are those of all_reduce. After an
-    error the group is broken and the gradients are undefined. After rejoin() each rank must make a new reducer.
+    Parameters without requires_grad are not reduced. The reducer works only while the program holds a reference to it.
+    On the CPU, the results have the same bits as one all_reduce per gradient, with any buckets. On a device, the order
+    in which the vendor's library adds may depend on the number of elements in the call. The errors are those of
+    all_reduce. After an error the group is broken and the gradients are undefined. After rejoin() each rank must make a
+    new reducer.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class GradientReducer:
 
     @property
     def buffers(self) -> list[Any]:
-        """One array per parameter, in the parameter's shape: the memory in which the gradient is reduced.
+        """One array per parameter, with the parameter's shape. In this memory, the gradient is reduced.
 
         These are NumPy arrays on the CPU, and arrays of the parameters' library on a device.
         """
@@ -177,13 +178,13 @@ class GradientReducer:
 
     @property
     def carried(self) -> float:
-        """The mean over the ranks of the numbers given to carry() in the last step, with 0 for a rank that gave no
-        number."""
+        """The mean of the numbers that the ranks gave to carry() in the last step. A rank that gave none counts as
+        0."""
         return self._step.carried
 
     @property
     def waited_s(self) -> float:
-        """The seconds that this rank has spent waiting for reductions at the ends of all steps so far.
+        """How many seconds this rank has waited for reductions so far, added up over the ends of all steps.
 
         On the CPU, this is the time of the communication that did not overlap with computation. On a device, it is only
         the time in which the program waited for other ranks to make their calls.
@@ -196,16 +197,17 @@ class GradientReducer:
             self._autograd.end()
 
     def join(self, sync: Iterable[Any] | None = None) -> contextlib.AbstractContextManager[None]:
-        """A context for loops with fewer steps on some ranks: a rank that has left sends zeros until all have left.
+        """A context for loops with fewer steps on some ranks. A rank without batches sends zeros until no rank has
+        batches.
 
         The mean is over the ranks that still have batches. Every rank runs its loop inside join(), reduces once in each
         step, and makes no other calls on the group. If the loop of a rank raises an exception, the other ranks raise
         Aborted.
 
-        At the end, all ranks take the parameters of `last_rank`, the highest of the ranks that left last. sync: other
-        objects whose state all ranks take from last_rank: optimizers, schedulers, and PyTorch modules with their
-        buffers. All ranks must give them in the same order. TypeError for an item without state_dict() and
-        load_state_dict(). Without sync, a rank that left early keeps its older momentum.
+        At the end, all ranks take the parameters of `last_rank`, the highest of the ranks that ran out of batches last.
+        sync: other objects whose state all ranks take from last_rank: optimizers, schedulers, and PyTorch modules with
+        their buffers. All ranks must give them in the same order. TypeError for an item without state_dict() and
+        load_state_dict(). Without sync, a rank that ran out early keeps its older momentum.
 
         >>> with reducer.join(sync=[model, optimizer]):
         ...     for images, labels in batches:
@@ -222,7 +224,7 @@ class GradientReducer:
 
         def at_end(root: int, uneven: bool) -> None:
             self.last_rank = root
-            join.broadcast_all(self._named(), root, self._group)  # JAX arrays cannot be written: they stay unchanged
+            join.broadcast_all(self._named(), root, self._group)  # leaves JAX arrays unchanged
             if not uneven or root != self._group.rank:
                 return
             if self._autograd is not None:
@@ -382,7 +384,7 @@ class GradientReducer:
             at = self._step.where_is(source)
             if at is None:
                 elsewhere.append(source)
-            else:  # copy a gradient that lies in another gradient's place, where it would be overwritten too early
+            else:  # a gradient in the buffer of another one would be overwritten too early, so copy it
                 elsewhere.append(None if at == index else self._copy(source, given[index]))
         with self._step.owed():
             for index in self._step.order:
@@ -408,7 +410,7 @@ class GradientReducer:
         return [gradients[name] for name in self._names]
 
     def _source(self, x: Any, name: str) -> np.ndarray[Any, Any]:
-        """Return a gradient's memory in C order."""
+        """Return the memory of a gradient in C order. A gradient in another order is copied."""
         there = self._memory(x, name, "reduce")
         if isinstance(there, OnDevice) != self._on_device:
             where = "the CPU's, the parameter a device's" if self._on_device else "a device's, the parameter the CPU's"
@@ -458,8 +460,8 @@ def _named(parameters: Any) -> list[tuple[str, Any]]:
 
 
 def _chosen(parameters: Any, exclude: list[Any]) -> tuple[list[str], list[Any], dict[str, Any], dict[str, Any]]:
-    """Return the names of the parameters to reduce, these parameters, a dict of the excluded parameters, and a dict of
-    the parameters that need no gradient."""
+    """Return the names of the parameters to reduce, the parameters themselves, a dict of the excluded parameters, and a
+    dict of the parameters that need no gradient."""
     entries = _named(parameters)
     unknown = [one for one in exclude if isinstance(one, str) and one not in dict(entries)]
     if unknown:
@@ -484,8 +486,8 @@ def _check_alike(
     why_not: str,
     group: Group,
 ) -> None:
-    """Raise ValueError on all ranks if a rank's parameters or options differ from rank 0's, and TypeError if why_not is
-    not empty on a rank."""
+    """Raise ValueError on all ranks if a rank's parameters or options differ from those of rank 0. Raise TypeError on
+    all ranks if why_not is not empty on some rank."""
     mine = [[name, dtype.name, list(shape)] for name, (dtype, _), shape in zip(names, kinds, shapes, strict=True)]
     everybodys = objects.all_gather_object([options, mine, why_not], group=group)
     (options_of_0, parameters_of_0, _), *_ = everybodys

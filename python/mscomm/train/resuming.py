@@ -17,7 +17,7 @@ Weights = dict[str, np.ndarray[Any, Any]]
 
 
 def agree_on(path: Path, group: Group | None) -> tuple[Saved, Weights, dict[str, Any]] | None:
-    """Return the checkpoint to resume from, its weights and its state; None if training begins at the start.
+    """Return the checkpoint to resume from, its weights and its state. Return None if training begins at the start.
 
     All ranks of the group must call this, each with its directory or its file. If path is a file, the checkpoint gets
     the prefix "", so that training begins a new series of files. The arrays of a file are read only after the ranks
@@ -32,7 +32,7 @@ def agree_on(path: Path, group: Group | None) -> tuple[Saved, Weights, dict[str,
     except (OSError, ValueError) as error:
         problem = str(error)
     newest = serialization.newest_prefix(found)
-    found = [one for one in found if one.run or one.prefix == newest]  # earlier versions wrote files without a run
+    found = [one for one in found if one.run or one.prefix == newest]  # files of earlier versions have no run
     while True:
         files = [(*one.place, one.time, one.first) for one in found]
         offers = _gathered([files, problem, os.path.realpath(path)], group)
@@ -64,7 +64,7 @@ def _gathered(mine: Any, group: Group | None) -> list[Any]:
 
 
 class _File(NamedTuple):
-    """The fields of Saved that ranks tell each other about a checkpoint."""
+    """What ranks tell each other about a checkpoint. The fields are those of Saved."""
 
     run: str
     epoch: int
@@ -79,7 +79,7 @@ class _File(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """The checkpoints that a rank could resume from."""
+    """The checkpoints from which a rank could resume, or its problem, and its path."""
 
     files: list[_File]
     problem: str
@@ -87,7 +87,7 @@ class _Offer(NamedTuple):
 
 
 def _newest_of_all(offers: list[_Offer]) -> tuple[tuple[str, int, int, str] | None, str]:
-    """Return (place, warning): the place of the newest checkpoint that all ranks have, or None; and a warning, or "".
+    """Return (place, warning). place: of the newest checkpoint that all ranks have, or None. The warning may be "".
 
     Only checkpoints of the training that wrote last count. ValueError if a rank has a problem, or if training has got
     beyond its first checkpoint but there is no checkpoint that all ranks have.

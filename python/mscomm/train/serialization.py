@@ -36,11 +36,12 @@ class Saved(NamedTuple):
     # resumed training may write the same step again.
     run: str
     part: str
-    first: bool  # whether it was the training's first file
+    first: bool  # whether this is the first file of the training
 
     @property
     def place(self) -> tuple[str, int, int, str]:
-        """Identifies the checkpoint. It is the same on all ranks, but different for any two checkpoints of one rank."""
+        """Identifies the checkpoint. The value is the same on all ranks, and two checkpoints of a rank have different
+        ones."""
         return self.run, self.epoch, self.step, self.part
 
 
@@ -86,7 +87,7 @@ def load_checkpoint(
     are truncated, damaged or no checkpoint are left out, and a line on stderr names each of them. net: if given, the
     weights are also loaded into this network, as by load_param_into_net. filter_prefix: weights are left out if their
     names begin with this text, or with one of these texts. The result also has the entries of save_checkpoint's
-    append_dict. It does not have the state of the training; Model.resume loads that.
+    append_dict. It does not have the state of the training, which Model.resume loads.
 
     FileNotFoundError if there is no such file or checkpoint. ValueError for a truncated or damaged file.
 
@@ -116,7 +117,8 @@ def load_checkpoint(
 def load_param_into_net(
     net: Any, parameter_dict: dict[str, Any], strict_load: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Load weights into a network by name. Returns (names that only the network has, names that only the dict has).
+    """Load weights into a network by name. Returns two lists of names: those that only the network has, and those that
+    only the dict has.
 
     net: a network as for Model, except a JAX function, which has no weights of its own. parameter_dict: what
     load_checkpoint returned, or arrays of any known library by name. strict_load: with True, dtypes must be the same as
@@ -168,7 +170,7 @@ def load_training(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str
 
 
 def saved(path: Path) -> Saved:
-    """Return the description of a checkpoint file. ValueError if it is not a complete checkpoint of a training."""
+    """Return the description of a checkpoint file. ValueError if the file is no complete checkpoint of a training."""
     metadata = tensorfile.read_metadata(path)
     name = _NAME.fullmatch(path.name)
     try:
@@ -180,7 +182,7 @@ def saved(path: Path) -> Saved:
 
 
 def named_like_one(directory: Path) -> list[tuple[Path, str, int, int]]:
-    """Return the files that are named like checkpoints, as (path, prefix, epoch, step)."""
+    """Return (path, prefix, epoch, step) for each file that has the name of a checkpoint."""
     found = ((path, _NAME.fullmatch(path.name)) for path in sorted(directory.iterdir()))
     return [(path, name["prefix"], int(name["epoch"]), int(name["step"])) for path, name in found if name]
 

@@ -20,7 +20,7 @@ def to_text(state: Any) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
     """Convert a state to (text, arrays): JSON that refers to arrays by name, and a dict of these arrays.
 
     A state may contain None, bool, int, float, str, list, tuple, dict, arrays of a known library, and NumPy scalars,
-    which from_text returns as arrays. For any other object, a TypeError says where in the state it is.
+    which from_text returns as arrays. For any other object, a TypeError says where the object is in the state.
     """
     arrays: dict[str, np.ndarray[Any, Any]] = {}
 
@@ -33,7 +33,7 @@ def to_text(state: Any) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
             return [write(one, f"{where}[{i}]") for i, one in enumerate(x)]
         if isinstance(x, tuple):
             return {"tuple": [write(one, f"{where}[{i}]") for i, one in enumerate(x)]}
-        if isinstance(x, Mapping):  # keys need not be strings: PyTorch uses indices of parameters
+        if isinstance(x, Mapping):  # not all keys are strings: PyTorch uses indices of parameters
             return {"dict": [[write(key, f"a key of {where}"), write(x[key], f"{where}[{key!r}]")] for key in x]}
         if next(names(x), None) is not None:
             name = f"{PREFIX}{len(arrays)}"
@@ -68,8 +68,8 @@ def from_text(text: str, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Any:
 
 
 def entries(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield (path, item) for each item of a nested state that is no container. path: the keys and indices of the
-    item."""
+    """Yield (path, item) for each item of a nested state, except containers. path: the keys and indices that lead to
+    the item."""
     if isinstance(state, Mapping):
         for key in state:
             yield from entries(state[key], (*path, key))

@@ -19,7 +19,7 @@ LEFT, FORWARD, REDUCES = 0, 1, 2
 
 
 class Step:
-    """The buckets and the state of the current step. Between two steps nothing is being reduced.
+    """The buckets and the state of the current step. Between two steps, no reduction is running.
 
     names, kinds, shapes: for each gradient its name, its (dtype, number of elements) and its shape. op: how the ranks
     of the group combine gradients, "avg" or "sum". make: makes a bucket with a given layout. in_order: True if
@@ -47,14 +47,14 @@ class Step:
         self._make = make
         self._bucket_bytes = bucket_bytes
         self._order_is_final = in_order
-        self.order_of_rank_0: list[int] | None = None  # None until it is known
+        self.order_of_rank_0: list[int] | None = None  # None until the first step has shown it
         self._order: list[int] = []  # the order in which this step's gradients became ready
         self._started = 0  # how many buckets of this step have been started; buckets start in order
         self._failed = False
         self.joining = False
         self.by_all = False  # inside join(): whether the mean also counts ranks that have left
-        self._meeting: Work | None = None  # inside join(): the all_gather of what each rank does next, until read
-        # Inside join(): what each rank announced at the last meeting at which some rank had not left.
+        self._meeting: Work | None = None  # inside join(): an all_gather that is running, of what each rank does next
+        # Inside join(): what each rank does next, from the latest meeting with at least one rank that had not left.
         self.last_met: np.ndarray[Any, Any] = np.zeros(group.size, np.int64)
         self._carry = 0.0
         self.carried = 0.0
@@ -63,7 +63,7 @@ class Step:
 
     @property
     def begun(self) -> bool:
-        """Whether some gradients of this step are ready. Their reduction may already have begun."""
+        """Whether at least one gradient of this step is ready. Its reduction may already have begun."""
         return bool(self._order)
 
     def check_between(self, function: str) -> None:
@@ -80,8 +80,8 @@ class Step:
 
     @contextlib.contextmanager
     def owed(self) -> Iterator[None]:
-        """A context for work that other ranks wait for. If the work raises an exception, the other ranks learn of it,
-        and this object becomes unusable."""
+        """A context for work for which other ranks wait. If the work raises an exception, the other ranks are told, and
+        this object becomes unusable."""
         self._check_usable()
         try:
             with self._group.committed("a step of GradientReducer"):
@@ -93,7 +93,8 @@ class Step:
     # -- single gradients
 
     def ready(self, index: int, source: np.ndarray[Any, Any] | None = None) -> list[int]:
-        """Note that the gradient is ready, in its buffer or in source. Start the buckets that are now full, in order.
+        """Note that the gradient is ready: in its buffer, or in source. Then start full buckets, in the order of
+        buckets.
 
         Returns the indices of the gradients in the buckets that were started; these gradients now lie in their buffers.
         The last bucket is not started here, but by finish(), so that the calling thread reduces it without a switch of
@@ -147,8 +148,8 @@ class Step:
     def where_is(self, gradient: np.ndarray[Any, Any]) -> int | None:
         """Return the index of the gradient whose buffer is this memory.
 
-        -1 if the memory is another part of the buckets, None if it is outside the buckets. The memory must be in C
-        order.
+        Return -1 if the memory is another part of the buckets, None if it is outside the buckets. The memory must be in
+        C order.
         """
         begin, end = span = _span(gradient)
         if not any(begin < last and first < end for first, last in self._spans):
@@ -174,7 +175,7 @@ class Step:
         self.joining, self._meeting = False, None
 
     def meet(self, kind: int) -> np.ndarray[Any, Any]:
-        """Tell the other ranks what this rank does next, and return what each rank does next."""
+        """Tell the other ranks `kind`, which is what this rank does next. Return what each rank does next."""
         self._announce(kind)
         assert self._meeting is not None
         kinds = self._meeting.wait()
@@ -239,8 +240,8 @@ class Step:
         self._bucket_of = {
             place.number: (bucket, turn) for bucket in self._buckets for turn, place in enumerate(bucket.layout.places)
         }
-        # The last bucket whose dtype is precise enough for a loss carries the number of carry(). If there is no such
-        # bucket, a separate call sends the number.
+        # The number that carry() was given is sent with the last bucket whose dtype is precise enough for a loss. If
+        # there is no such bucket, a separate call sends the number.
         carrying = [bucket for bucket in self._buckets if bucket.carries]
         self._carrier = carrying[-1] if carrying else None
         places = [self._bucket_of[index] for index in range(len(self._kinds))]
@@ -253,8 +254,8 @@ class Step:
     # -- state for checkpoints: order and residuals
 
     def take_order(self, order: list[int]) -> None:
-        """Rebuild the buckets in `order`, in which rank 0's gradients became ready, and move the gradients into the new
-        buckets."""
+        """Rebuild the buckets, and move the gradients into the new buckets. order: the order in which the gradients of
+        rank 0 became ready."""
         before = self._bucket_of
         self._lay_out(order)
         self._order_is_final, self.order_of_rank_0 = True, order

@@ -23,15 +23,15 @@ from mscomm.arrays.numpy import DTYPES
 
 Array = np.ndarray[Any, Any]
 
-HELD = tuple(name for name in DTYPES if name != "complex128")  # the dtypes of the format
-CHECKSUM = "mscomm.checksum"  # the metadata's key for two checksums: of the other metadata, and of the arrays
+HELD = tuple(name for name in DTYPES if name != "complex128")  # the dtypes that a file can have
+CHECKSUM = "mscomm.checksum"  # the key in the metadata for two checksums: one of the other metadata, one of the arrays
 PARTIAL = ".partial"  # the suffix of a file that is still being written
 
 
 def write(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
-    """Write a file as a whole or not at all: it gets its name only when its whole content is on the disk.
+    """Write a file as a whole or not at all. The file gets its name only when its whole content is on the disk.
 
-    The arrays may have any strides. An older file with the same name is replaced; after an OSError it is unchanged.
+    The arrays may have any strides. An older file with the same name is replaced. After an OSError, it is unchanged.
     TypeError for complex128, which the format does not have.
     """
     for name, x in arrays.items():
@@ -78,14 +78,14 @@ def read(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a file after a check of their checksum. The arrays are not checked. ValueError if the file
-    is truncated or the metadata are damaged."""
+    """Check and return the metadata of a file. The arrays are not checked. ValueError if the file is truncated or the
+    metadata are damaged."""
     with _opened(path) as file:
         return _checked_metadata(path, file)[0]
 
 
 def _checked_metadata(path: Path, file: Any) -> tuple[dict[str, str], str | None]:
-    """Return the metadata, and the checksum of the arrays, or None if the file has no checksums."""
+    """Check and return the metadata, and return the checksum of the arrays, or None if the file has no checksums."""
     metadata: dict[str, str] = file.metadata() or {}
     if CHECKSUM not in metadata:
         return metadata, None

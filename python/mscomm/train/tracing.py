@@ -1,4 +1,4 @@
-"""StepTrace: records for `mscomm trace` when a rank computed, read data and communicated."""
+"""StepTrace: records when a rank computed, read data and communicated. `mscomm trace` reads the records."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StepTrace(Callback):
         self._calls: list[dict[str, Any]] = []
         self._ended = self._began = 0.0  # when the previous step ended, and when the current step began
         self._steps = 0  # how many steps of this training have begun
-        self._number = 0  # the number of the group's last call that was recorded
+        self._number = 0  # the number of the latest recorded call of the group
         self._who: tuple[int, int] | None = None
 
     def begin(self, run_context: RunContext) -> None:

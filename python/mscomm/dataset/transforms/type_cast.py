@@ -23,7 +23,7 @@ class TypeCast(Operation):
 
     def __init__(self, output_type: Any) -> None:
         try:
-            if output_type is None:  # for NumPy, None means float64
+            if output_type is None:  # NumPy would take None for float64
                 raise TypeError
             self._dtype = dtype_named(output_type)
         except TypeError:

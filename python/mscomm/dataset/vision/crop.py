@@ -25,13 +25,13 @@ class RandomCrop(RandomOperation):
     """Cuts out a part of the image at a random place. Every place is equally likely.
 
     size: (height, width) of the result, or one int for both. padding: how many pixels are first added around the image:
-    one int for all sides, (left and right, top and bottom), or (left, top, right, bottom). pad_if_needed: if the image
-    is too low or too narrow for size, True pads it at top and bottom or at left and right, as torchvision does.
-    fill_value: the value of a constant border, from 0 to 255: an int for all channels, or one for each. padding_mode:
-    Border.CONSTANT, EDGE, REFLECT or SYMMETRIC.
+    one int for all sides, (left and right, top and bottom), or (left, top, right, bottom). pad_if_needed: with True, an
+    image that is too low for size is padded at top and bottom, and one that is too narrow at left and right, as in
+    torchvision. fill_value: the value of a constant border, from 0 to 255: an int for all channels, or one for each.
+    padding_mode: Border.CONSTANT, EDGE, REFLECT or SYMMETRIC.
 
-    It takes images of shape (height, width, channels) or (height, width) and any dtype, and keeps the dtype. TypeError
-    and ValueError for wrong arguments. ValueError for an image that is smaller than size after padding.
+    The operation takes images of shape (height, width, channels) or (height, width) and any dtype, and keeps the dtype.
+    TypeError and ValueError for wrong arguments. ValueError for an image that is smaller than size after padding.
 
     >>> RandomCrop((32, 32), (4, 4, 4, 4))(np.zeros((32, 32, 3), np.uint8)).shape
     (32, 32, 3)

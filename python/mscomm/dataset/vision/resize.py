@@ -27,12 +27,13 @@ class Resize(Operation):
     Inter.LINEAR, NEAREST or CUBIC.
 
     The pixels are computed as in Pillow: the centres of pixels have half-integer coordinates. When an image shrinks,
-    each new pixel depends on all old pixels in its place (antialiasing), as in torchvision. When an image grows,
+    each new pixel depends on all old pixels that it replaces (antialiasing), as in torchvision. When an image grows,
     antialiasing has no effect. The result then is the same as in MindSpore, which uses OpenCV, except for the rounding
     to uint8.
 
-    It takes images of uint8 or float32 and shape (height, width, channels) or (height, width), and keeps the dtype.
-    TypeError for another dtype. ImportError without Pillow. TypeError and ValueError for wrong arguments.
+    The operation takes images of uint8 or float32 and shape (height, width, channels) or (height, width), and keeps the
+    dtype. TypeError for another dtype. ImportError if Pillow is not installed. TypeError and ValueError for wrong
+    arguments.
 
     >>> Resize((224, 224))(np.zeros((32, 32, 3), np.uint8)).shape
     (224, 224, 3)
@@ -107,7 +108,7 @@ def _enlarged(rows: Array, height: int, width: int) -> Array:
 
 
 def _weighed(lines: Array, result: Array) -> None:
-    """Fill result along axis 0: each of its lines is the weighted sum of the two nearest lines in `lines`.
+    """Resize `lines` along axis 0: each line of `result` is the weighted sum of the two nearest lines in `lines`.
 
     The two weights add up to 1, so the sum is the first line plus a fraction of the difference between the two.
     """
@@ -119,7 +120,7 @@ def _weighed(lines: Array, result: Array) -> None:
     numbers = lines.reshape(old, -1).astype(np.int32)
     ways = np.diff(numbers, axis=0, append=numbers[-1:])
     numbers <<= _FRACTION_BITS
-    numbers += 1 << (_FRACTION_BITS - 1)  # one half, so that cutting off the fraction rounds to the nearest number
+    numbers += 1 << (_FRACTION_BITS - 1)  # add one half, so that cutting off the fraction rounds to the nearest number
     step = max(1, _BLOCK_BYTES // max(numbers[0].nbytes, 1))
     for begin in range(0, new, step):
         block = slice(begin, begin + step)
@@ -132,14 +133,14 @@ def _weighed(lines: Array, result: Array) -> None:
 
 @lru_cache(maxsize=64)
 def _neighbours(old: int, new: int) -> tuple[Array, Array]:
-    """For each new line, return the number of the first of its two old lines, and the weight of the second. The weights
-    have the shape (new, 1)."""
+    """Each new line is made from two neighbouring old lines. For each new line, return the number of the first old
+    line, and the weight of the second. The weights have the shape (new, 1)."""
     centres = (np.arange(new) + 0.5) * (old / new)
     first = np.maximum((centres - 1.0 + 0.5).astype(np.int64), 0)
     end = np.minimum((centres + 1.0 + 0.5).astype(np.int64), old)
     lines = first + np.arange(2)[:, None]
     weights = np.maximum(0.0, 1.0 - abs(lines - centres + 0.5)) * (lines < end)
     weights /= weights.sum(axis=0)
-    # The two weights of a new line add up to 1 if there are fewer than 2**22 lines.
+    # Even after rounding, the two weights of a new line add up to 1 if there are fewer than 2**22 lines.
     whole = (weights * (1 << _FRACTION_BITS) + 0.5).astype(np.int32)
     return first, whole[1, :, None]

@@ -10,7 +10,7 @@ import numpy as np
 
 from mscomm.dataset.operation import Array, Operation
 
-_RUN = 512  # elements; if runs have at least this length, NumPy's cost per run is negligible
+_RUN = 512  # elements in a run; in longer runs, NumPy's cost per run is negligible
 
 
 class Rescale(Operation):
@@ -45,8 +45,9 @@ class Normalize(Operation):
 
     mean, std: a tuple with one number for each channel, or with one for all. A mean is from 0 to 255, a std is above 0
     and at most 255. is_hwc: True if the channels are the last axis, False if they are the third axis from the end, as
-    after HWC2CHW. It takes images of shape (height, width, channels), or a batch of them, of any real dtype. TypeError
-    and ValueError for wrong arguments. ValueError if an image has another number of channels.
+    after HWC2CHW. The operation takes images of shape (height, width, channels), or a batch of them, of any real dtype.
+    TypeError and ValueError for wrong arguments. ValueError if an image has another number of channels than mean and
+    std.
 
     >>> Normalize((0.5,), (0.25,))(np.ones((1, 1, 3), np.float32))
     array([[[2., 2., 2.]]], dtype=float32)
@@ -88,9 +89,9 @@ class Normalize(Operation):
         lines = x.transpose(order)
         if math.prod(lines.shape[inside + 1 :]) >= _RUN or not lines.flags.c_contiguous or not x.size:
             return _divided(np.subtract(x, mean, dtype=np.float32), std)
-        # NumPy makes a separate loop for each run of elements with the same mean, so short runs make it up to seven
-        # times slower. Instead, repeat mean and std over a longer line of memory, and compute line by line. The results
-        # have the same bits.
+        # NumPy makes a separate loop for each run of elements with the same mean, so it is up to seven times slower if
+        # the runs are short. Instead, repeat mean and std over a longer line of memory, and compute line by line. The
+        # results have the same bits.
         begin = inside
         while begin and math.prod(lines.shape[begin:]) < _RUN:
             begin -= 1

@@ -19,7 +19,7 @@ class Network(Protocol):
     """A network with its loss function and its optimizer."""
 
     def trained(self) -> dict[str, Any]:
-        """Return the weights to give to GradientReducer, by name, in the same order on every rank."""
+        """Return the weights that GradientReducer gets, by name. Their order is the same on every rank."""
 
     def weights(self) -> dict[str, Any]:
         """Return the arrays to save: the trained weights, and other arrays that training changes, such as running
@@ -32,10 +32,10 @@ class Network(Protocol):
         """Write the given weights into the network. Names, shapes and dtypes must be those of weights()."""
 
     def begin(self) -> None:
-        """Model.train calls this before the first step."""
+        """Prepare for the first step. Model.train calls this method."""
 
     def step(self, batch: tuple[Any, ...], reducer: GradientReducer | None) -> np.generic:
-        """Train with one batch, of NumPy arrays or arrays of the network's library. Return the loss on this rank.
+        """Train with one batch, which has NumPy arrays or arrays of the network's library. Return this rank's loss.
 
         The loss is sent along with the gradients (reducer.carry).
         """
@@ -63,7 +63,7 @@ def adapt(network: Any, loss_fn: Any = None, optimizer: Any = None) -> Network:
 
 
 def write_over(weights: dict[str, Any], given: dict[str, np.ndarray[Any, Any]]) -> None:
-    """Write the given arrays into the weights with these names. ValueError if a shape or the kind of dtype differs."""
+    """Write the given arrays into the weights with these names. ValueError if a shape or a kind of dtype differs."""
     for name, x in given.items():
         there = memory_anywhere(weights[name], name, "load")
         if there.shape != x.shape:

@@ -25,7 +25,7 @@ class Network:
         self._device = torch.device("cpu")
 
     def trained(self) -> dict[str, Any]:
-        return dict(self._module.named_parameters())  # including frozen weights: ranks compare them, too
+        return dict(self._module.named_parameters())  # including frozen weights, which the ranks compare
 
     def weights(self) -> dict[str, Any]:
         return dict(self._module.state_dict())
@@ -46,7 +46,7 @@ class Network:
         else:
             reducer.zero_grad()
         loss = self._loss(tuple(self._there(x) for x in batch))
-        late = self._device.type != "cpu"  # reading the loss waits for the device, so enqueue the backward pass first
+        late = self._device.type != "cpu"  # reading the loss waits for the device: do it after the backward pass
         if late:
             loss.backward()
         result: Any = on_host(loss.detach(), "the loss", "Model.train")[()]
