@@ -76,8 +76,8 @@ class ResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        # Let each block begin as the identity: its last normalization has the factor 0 (Goyal et al., 2017). Otherwise
-        # the loss doubles in the first steps on small images.
+        # Let the convolutions of each block add 0 at the beginning (Goyal et al., 2017). Otherwise the loss doubles in
+        # the first steps on small images.
         for block in self.stages:
             if hasattr(block.residual[-1], "weight"):
                 nn.init.zeros_(block.residual[-1].weight)

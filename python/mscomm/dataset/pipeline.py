@@ -31,7 +31,7 @@ _PIECE_BYTES = 1 << 20  # how many bytes map's operations change at once; these 
 class Ticket(NamedTuple):
     """Stands for a row or a batch that has not been made yet."""
 
-    epoch: int  # the number of the pass over the source; with repeat, one pass over the pipeline has several
+    epoch: int  # the number of the pass over the source; with repeat, a pass over the pipeline has several of them
     sample: int  # the row's number in the source, the same on every rank; for a batch, that of its first row
     held: Any = None  # for a batch, its rows' tickets; for a row of a source without random access, the row
 

@@ -284,8 +284,8 @@ class Autograd:
             self._elsewhere.remove(index)
 
     def _gather(self) -> list[int]:
-        """Mark gradients as ready that earlier backward passes made and the last pass did not change. Return the
-        indices of the gradients that this rank does not have."""
+        """Mark gradients of earlier backward passes as ready, if the last pass did not change them. Return the indices
+        of the gradients that this rank does not have."""
         self._follow(self._views[0])
         for index in self._step.missing():
             self._put(index)

@@ -27,9 +27,9 @@ class CheckpointConfig:
     save_checkpoint_steps: the number of steps from one file to the next. save_checkpoint_seconds: the time from one
     file to the next, by the clock of rank 0; used if save_checkpoint_steps is 0 or None. keep_checkpoint_max: how many
     files to keep; the oldest are deleted. keep_checkpoint_per_n_minutes: used if keep_checkpoint_max is 0 or None; then
-    the newest file is kept, and of the older files one per that time. integrated_save, async_save: have no effect,
-    because a file always holds whole weights and is complete when the step ends; values other than the defaults print a
-    warning. crc_check: has no effect, because files always have a checksum.
+    the newest file is kept, and one of the older files for each period of so many minutes. integrated_save, async_save:
+    have no effect, because a file always holds whole weights and is complete when the step ends; values other than the
+    defaults print a warning. crc_check: has no effect, because files always have a checksum.
 
     TypeError for a value that is not a number. ValueError for a number below 0, or if all four numbers are 0 or None.
     NotImplementedError for MindSpore's other options.

@@ -38,7 +38,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
     output_device: None, or the module's GPU. broadcast_buffers: all ranks take rank 0's buffers (such as BatchNorm's
     running means) when the module is wrapped and before the first forward pass of each step. forward_sync_buffers: if
     given, it replaces broadcast_buffers for the forward passes; the buffers are still sent when the module is wrapped.
-    init_sync: with True, all ranks take rank 0's parameters when the module is wrapped. With False, the ranks then only
+    init_sync: with True, all ranks take rank 0's parameters when the module is wrapped. With False, the ranks only
     compare their parameters; if there is a difference, all ranks raise ValueError. process_group: a Group of mscomm or
     its name; None means all ranks. bucket_cap_mb: the size of a bucket in MiB (default 4). gradient_as_bucket_view:
     True leaves the gradients in the buckets. This saves two copies, but the next step overwrites gradient tensors that
@@ -197,7 +197,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
                 yield
         finally:
             self._refuses_uneven = False
-            self._buffers_due = True  # the same on all ranks, so that all make the same calls from now on
+            self._buffers_due = True  # True on all ranks, so that all make the same calls
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Like torch.nn.Module's load_state_dict. The names in state_dict may have the prefix "module.", but need not.

@@ -1,11 +1,10 @@
-"""Tells datasets and samplers the number of the epoch, if their order depends on it.
+"""Tells datasets and samplers the number of each epoch, because their order may depend on this number.
 
-Before each epoch, Epochs calls set_epoch() of the dataset and of the samplers of a PyTorch DataLoader. It leaves out
-objects without this method. torch.utils.data.DistributedSampler has the method. Numbers begin at 0. Without these
-calls, DistributedSampler gives every epoch the same order. A script may call set_epoch() itself, before train() or in a
-callback. Then the script's number takes effect, and the numbers of later epochs continue from it. The numbers of a
-second train() continue those of the first. A dataset with state_dict and load_state_dict, such as mscomm's, counts its
-passes itself.
+Before each epoch, Epochs calls set_epoch() of the dataset and of the samplers of a PyTorch DataLoader, unless they do
+not have this method. Numbers begin at 0. Without these calls, for example, torch.utils.data.DistributedSampler would
+give every epoch the same order. A script may call set_epoch() itself, before train() or in a callback. Then the
+script's number takes effect, and the numbers of later epochs continue from it. The numbers of a second train() continue
+those of the first. A dataset with state_dict and load_state_dict, such as mscomm's, counts its passes itself.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Epochs:
             with contextlib.suppress(TypeError):
                 last = _last.get(self._found[place], -1)
         there = self._there(place, last)
-        return last + 1 if there == last else there  # if they differ, the script has set the number
+        return last + 1 if there == last else there  # if the numbers differ, the script has set the new one
 
     def _there(self, place: str, otherwise: int) -> int:
         """Return the number that the object has now. If it cannot be read, return the number that begin() has set, or

@@ -79,7 +79,7 @@ class _File(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """The checkpoints from which a rank could resume, or its problem, and its path."""
+    """What a rank tells the other ranks: its checkpoints, its problem (or ""), and its path."""
 
     files: list[_File]
     problem: str

@@ -85,7 +85,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def _checked_metadata(path: Path, file: Any) -> tuple[dict[str, str], str | None]:
-    """Check and return the metadata, and return the checksum of the arrays, or None if the file has no checksums."""
+    """Return the metadata, after a check, and the checksum of the arrays. The checksum is None if the file has none."""
     metadata: dict[str, str] = file.metadata() or {}
     if CHECKSUM not in metadata:
         return metadata, None

@@ -47,7 +47,7 @@ class Network(Protocol):
 
 def adapt(network: Any, loss_fn: Any = None, optimizer: Any = None) -> Network:
     """Return the network in the form that Model uses. TypeError for a network of an unknown kind."""
-    name = next((name for name in names(network) if name != "numpy"), None)  # NumPy itself has no networks
+    name = next((name for name in names(network) if name != "numpy"), None)  # NumPy has no networks of its own
     if name is None:
         if hasattr(network, "loss_and_gradients"):
             name = "numpy"
@@ -63,7 +63,8 @@ def adapt(network: Any, loss_fn: Any = None, optimizer: Any = None) -> Network:
 
 
 def write_over(weights: dict[str, Any], given: dict[str, np.ndarray[Any, Any]]) -> None:
-    """Write the given arrays into the weights with these names. ValueError if a shape or a kind of dtype differs."""
+    """Write the given arrays into the weights with these names. ValueError if a shape differs, or the kind of a
+    dtype."""
     for name, x in given.items():
         there = memory_anywhere(weights[name], name, "load")
         if there.shape != x.shape:

@@ -46,7 +46,7 @@ class Network:
         else:
             reducer.zero_grad()
         loss = self._loss(tuple(self._there(x) for x in batch))
-        late = self._device.type != "cpu"  # reading the loss waits for the device: do it after the backward pass
+        late = self._device.type != "cpu"  # read the loss after the backward pass, because reading waits for the device
         if late:
             loss.backward()
         result: Any = on_host(loss.detach(), "the loss", "Model.train")[()]
