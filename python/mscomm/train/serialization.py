@@ -117,8 +117,9 @@ def load_checkpoint(
 def load_param_into_net(
     net: Any, parameter_dict: dict[str, Any], strict_load: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Load weights into a network by name. Returns two lists of names: those that only the network has, and those that
-    only the dict has.
+    """Load weights into a network by name.
+
+    Returns two lists of names: those that only the network has, and those that only the dict has.
 
     net: a network as for Model, except a JAX function, which has no weights of its own. parameter_dict: what
     load_checkpoint returned, or arrays of any known library by name. strict_load: with True, dtypes must be the same as
