@@ -228,14 +228,15 @@ def test_a_broken_group_and_a_released_one_say_the_same(rank: int, group: None, 
     known()
     mscomm.all_reduce(x)
     everybody_is_here()
-    call, what = resolve(None).call, FUNCTION["all_reduce"]
+    group = resolve(None)
+    call = group.core.prepare(FUNCTION["all_reduce"], x, op="sum")
     mscomm.abort("enough")
     for options in ({}, {"timeout": 60}):
         with pytest.raises(mscomm.Aborted, match="enough"):
             mscomm.all_reduce(x, **options)
     mscomm.release()
     with pytest.raises((RuntimeError, mscomm.Aborted)):
-        call(what, x, None, "sum", None, None, False, None)
+        group.run(call, 60.0)
 
 
 @devices(2, env={"FAKE_FAIL": "all_reduce:2:2@1"})
