@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from control import KEY, Job, raised, soon
+from control import KEY, Job, eventually, raised, soon
 
 from mscomm import errors
 from mscomm.bootstrap import rendezvous
@@ -116,6 +116,7 @@ def test_a_surplus_worker_reads_that_another_job_may_have_the_port() -> None:
 def test_a_process_is_named_in_one_line() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time\n\ntime.sleep(60)"]) as process:
         try:
+            eventually(psutil.Process(process.pid).cmdline)  # it is empty for a moment after exec
             assert rendezvous._words_of(psutil.Process(process.pid)).endswith("-c import time time.sleep(60))")
         finally:
             process.kill()
