@@ -88,6 +88,11 @@ class Host:
         for network in range(len(self.addresses)):
             _ip("-n", self.space, "link", "set", f"net{network}", "down")
 
+    def lose(self, other: Host) -> None:
+        """Drop everything that this host sends to the other: its frames go to a station that does not exist."""
+        nowhere = ["lladdr", "02:00:00:00:00:99", "dev", "net0", "nud", "permanent"]
+        _ip("-n", self.space, "neigh", "replace", other.addresses[0], *nowhere)
+
     def pids(self) -> list[int]:
         return [int(pid) for pid in _ip("netns", "pids", self.space).split()]
 

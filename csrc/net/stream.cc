@@ -9,7 +9,9 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 
 #include "base/error.h"
@@ -19,7 +21,15 @@ namespace mscomm {
 namespace {
 constexpr int unsent_bytes = 128 << 10;
 
+constexpr std::chrono::seconds ask_every{1}, same_wait{3};
+
 bool later(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
+
+int option(int fd, int level, int name) {
+  int value = 0;
+  socklen_t length = sizeof value;
+  return getsockopt(fd, level, name, &value, &length) == 0 ? value : 0;
+}
 }  // namespace
 
 Stream::Stream(int fd, std::string peer) : fd_(fd), peer_(std::move(peer)) {
@@ -61,12 +71,28 @@ bool Stream::waits_for_reader() const {
   return unsent > 0 && unacknowledged == unsent;
 }
 
+void Stream::check_silence() {
+  const auto now = Clock::now(), before = asked_;
+  if (now - before < ask_every) return;
+  asked_ = now;
+  tcp_info info{};
+  socklen_t length = sizeof info;
+  if (!option(fd_, SOL_SOCKET, SO_KEEPALIVE) || getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &length) < 0) return;
+  // If nobody has asked for a while, a new wait has begun, and what was heard before says nothing about it. tcpi_probes: the peer
+  // does not read, so the kernel asks the peer's host whether it may send again; these probes are acknowledged, too.
+  const bool data_waits = info.tcpi_unacked > 0 || info.tcpi_probes > 0;
+  const auto acknowledged = now - std::chrono::milliseconds(info.tcpi_last_ack_recv);
+  heard_ = now - before > same_wait || !data_waits ? now : std::max(heard_, acknowledged);
+  const std::chrono::seconds limit(option(fd_, IPPROTO_TCP, TCP_KEEPIDLE) +
+                                   option(fd_, IPPROTO_TCP, TCP_KEEPINTVL) * option(fd_, IPPROTO_TCP, TCP_KEEPCNT));
+  if (now - heard_ > limit)
+    throw Broken{"its host has acknowledged nothing for " + std::to_string(limit.count()) + " s (MS_NODE_TIMEOUT)"};
+}
+
 void Stream::deliver(const Deadline& deadline) {
   // On a unix socket, sent data is already in the receiver's queue, so there is nothing to wait for. The loop below would wait
   // for the receiver itself, because on a unix socket the kernel counts data as unsent until the receiver has read it.
-  int domain = 0;
-  socklen_t length = sizeof domain;
-  if (getsockopt(fd_, SOL_SOCKET, SO_DOMAIN, &domain, &length) == 0 && domain == AF_UNIX) return;
+  if (option(fd_, SOL_SOCKET, SO_DOMAIN) == AF_UNIX) return;
   // If we closed the socket while it holds unread bytes from the peer, the kernel would drop the bytes that we have sent and that
   // it has not delivered yet. So read until the peer's kernel has all of our data.
   char scrap[4096];

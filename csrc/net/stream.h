@@ -15,7 +15,8 @@ class Stream {
   // Takes ownership of the descriptor. peer: the name of the other end in error messages, such as "rank 3 (10.0.0.7:41022)".
   Stream(int fd, std::string peer);
   ~Stream();
-  Stream(Stream&& other) noexcept : fd_(std::exchange(other.fd_, -1)), peer_(std::move(other.peer_)) {}
+  Stream(Stream&& other) noexcept
+      : fd_(std::exchange(other.fd_, -1)), peer_(std::move(other.peer_)), asked_(other.asked_), heard_(other.heard_) {}
   Stream& operator=(Stream&&) = delete;
 
   int fd() const { return fd_; }
@@ -28,6 +29,11 @@ class Stream {
   // Whether the kernel holds unsent bytes only because the peer does not read, so that no bytes are on the wire. Always true on a
   // unix socket, which has no wire.
   bool waits_for_reader() const;
+  // Throws Broken if the peer's host has acknowledged nothing for as long as the socket's keepalive allows, although sent data
+  // waits for that. The kernel applies keepalive only while no data waits, and otherwise tries for 15 minutes and more. It has a
+  // time limit for data, TCP_USER_TIMEOUT, which would also end the link to a healthy peer that does not read. A rank that waits
+  // for the peer calls this often; the kernel is asked once a second.
+  void check_silence();
   // Waits until the peer's kernel has received all bytes that were sent, so that closing the socket loses none of them. Stops
   // earlier if the link ends or the deadline passes. Drops all bytes that come from the peer meanwhile. Before this call, the
   // sending side of the socket must be shut down.
@@ -42,6 +48,7 @@ class Stream {
  private:
   int fd_;
   std::string peer_;
+  Clock::time_point asked_{}, heard_{};  // for check_silence(): when it last asked the kernel, and last heard of the peer's host
 };
 
 }  // namespace mscomm

@@ -360,6 +360,7 @@ bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
     lock.lock();
     return true;
   }
+  if (end_silent_links()) return true;
   std::vector<pollfd> polled{{wake_fd_, POLLIN, 0}};
   const auto add = [&](const auto& link, bool reads) {
     const int events = (reads ? POLLIN : 0) | (link.writes() ? POLLOUT : 0);
@@ -375,6 +376,25 @@ bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
   uint64_t wakes;
   if (ready > 0 && (polled[0].revents & POLLIN) && read(wake_fd_, &wakes, sizeof wakes) < 0) return true;
   return ready > 0;
+}
+
+// Ends the links that transfers use and whose peer's host is silent. Returns whether there were any.
+bool Mailbox::end_silent_links() {
+  bool ended = false;
+  const auto check = [&](auto& link, bool used, const auto& end) {
+    if (!used) return;
+    try {
+      link.stream->check_silence();
+    } catch (const Stream::Broken& broken) {
+      end({"PeerLost", broken.why});
+      ended = true;
+    }
+  };
+  for (int peer = 0; static_cast<size_t>(peer) < ranks_.size(); peer++) {
+    check(outgoing_[peer], outgoing_[peer].reads(), [&](const Ending& why) { end_outgoing(peer, why); });
+    check(incoming_[peer], reads(incoming_[peer]), [&](const Ending& why) { end_incoming(peer, why); });
+  }
+  return ended;
 }
 
 // Waits while another thread is the driver. Returns false if changed_ is not notified within longest_sleep_ms.

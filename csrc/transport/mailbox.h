@@ -211,6 +211,7 @@ class Mailbox {
   void wake_driver() const;
   void tell_finished();
   bool turn(std::unique_lock<std::mutex>& lock);
+  bool end_silent_links();
   bool await_change(std::unique_lock<std::mutex>& lock);
   std::vector<int> missing(const Transfer& transfer) const;
   void serve();

@@ -240,6 +240,13 @@ bool Mesh::compare_inbox(int peer) {
 
 void Mesh::look(const Wait& wait) {
   wait.look({[this] { return missing(); }, false});
+  for (int peer : missing()) {
+    try {
+      links_[peer].stream->check_silence();
+    } catch (const Stream::Broken& broken) {
+      throw lost(peer, broken);
+    }
+  }
   looked_ = Clock::now();
 }
 
