@@ -24,20 +24,12 @@
 #include "backend/vendor.h"
 #include "comm/communicator.h"
 #include "src/calls.h"
+#include "src/errors.h"
 #include "transport/arena.h"
 
 namespace mscomm {
 
 namespace py = pybind11;
-
-inline void raise(const Error& error) {
-  if (error.kind == "ValueError") return PyErr_SetString(PyExc_ValueError, error.what());
-  if (error.kind == "RuntimeError") return PyErr_SetString(PyExc_RuntimeError, error.what());
-  if (error.kind == "MemoryError") return PyErr_SetString(PyExc_MemoryError, error.what());
-  const py::object made =
-      py::module_::import("mscomm.errors").attr("make")(error.kind, error.what(), error.ranks, error.waiting_for);
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
-}
 
 inline bool python_is_ending() {
 #if PY_VERSION_HEX >= 0x030D0000

@@ -152,13 +152,6 @@ void clear(Group& group, py::array memory, uintptr_t stream) {
   unlocked([&] { group.communicator->clear(begin, bytes, reinterpret_cast<StreamHandle>(stream)); });
 }
 
-py::object failure(const Group& group) {
-  const auto failure = group.communicator->failure();
-  if (!failure) return py::none();
-  const Error& error = failure->error;
-  return py::make_tuple(error.kind, std::string(error.what()), error.ranks, error.waiting_for, failure->verdict, failure->number);
-}
-
 std::vector<py::dict> calls(const Group& group, uint64_t after) {
   static constexpr const char* states[] = {"inside", "done", "failed"};
   std::vector<py::dict> list;
@@ -290,8 +283,14 @@ PYBIND11_MODULE(_core, module) {
     return rows;
   });
   module.attr("functions") = as_strings(functions);
+  module.def("mismatch", &mismatch);
   module.def("make_heap", &make_heap);
   module.def("describe_memory", &describe_memory);
+
+  py::class_<Failure>(module, "Failure")
+      .def_property_readonly("error", [](const Failure& failure) { return failure.error; })
+      .def_readonly("is_verdict", &Failure::is_verdict)
+      .def_readonly("number", &Failure::number);
 
   py::class_<Heap, std::shared_ptr<Heap>>(module, "Heap")
       .def("allocate", &allocate)
@@ -457,16 +456,8 @@ waits as long as the call takes.)")
       .def("add_incoming", [](Group& group, int peer, int fd) { group.communicator->add_incoming(peer, fd); })
       .def("expect_incoming", [](Group& group, int peer) { group.communicator->expect_incoming(peer); })
       .def("check", [](const Group& group, int peer) { group.communicator->check_peer(peer); })
-      .def("abort",
-           [](Group& group, const std::string& kind, std::vector<int> ranks, std::vector<int> waiting_for,
-              const std::string& text) {
-             unlocked([&] { group.communicator->abort({Error(kind, text, std::move(ranks), std::move(waiting_for)), true}); });
-           })
-      .def("fail",
-           [](Group& group, const std::string& kind, std::vector<int> ranks, std::vector<int> waiting_for,
-              const std::string& text) {
-             unlocked([&] { group.communicator->abort({Error(kind, text, std::move(ranks), std::move(waiting_for)), false}); });
-           })
+      .def("abort", [](Group& group, const Error& verdict) { unlocked([&] { group.communicator->abort({verdict, true}); }); })
+      .def("fail", [](Group& group, const Error& symptom) { unlocked([&] { group.communicator->abort({symptom, false}); }); })
       .def("left", [](Group& group, int rank) { group.communicator->left(rank); })
       .def("where",
            [](const Group& group) {
@@ -479,7 +470,7 @@ waits as long as the call takes.)")
              return record ? record->signature.text() : std::string();
            })
       .def("stuck", [](Group& group) { return group.communicator->stuck(); })
-      .def("failure", &failure)
+      .def("failure", [](const Group& group) { return group.communicator->failure(); })
       .def("notices",
            [](Group& group) {
              const std::lock_guard lock(group.notices_mutex);

@@ -58,12 +58,12 @@ class Communicator:
     """Stands in for the core's communicator. It has only the methods that a member calls."""
 
     def __init__(self, place=(0, False, "")):
-        self.aborts: list[tuple] = []
+        self.aborts: list[errors.Error] = []
         self.departed: list[int] = []
         self.place = place
 
-    def abort(self, kind, ranks, waiting_for, text):
-        self.aborts.append((kind, ranks, waiting_for, text))
+    def abort(self, verdict):
+        self.aborts.append(verdict)
 
     def left(self, rank):
         self.departed.append(rank)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -772,34 +773,71 @@ except mscomm.Error as error:
 """
 
 
-def test_a_link_that_breaks_is_noticed_on_both_sides(tmp_path: Path) -> None:
-    """The cable is unplugged, so the kernel does not report that connections have ended."""
-    key, script, silence_s = tmp_path / "job.key", tmp_path / "cut.py", 4
+@contextlib.contextmanager
+def on_hosts(count: int, each: int, folder: Path, text: str, *args: str, silence_s: float) -> Iterator[Hosts]:
+    """A job on `count` hosts with `each` ranks, which is killed at the end. All ranks have joined at its start."""
+    key, script = folder / "job.key", folder / "cut.py"
     key.write_bytes(os.urandom(32))
     key.chmod(0o600)
-    script.write_text(CUT)
-    with Hosts(2, tmp_path) as hosts:
-        words = ["--nnodes", "2", "--master-addr", hosts[0].address, "-n", "2", "--node-rank"]
+    script.write_text(text)
+    with Hosts(count, folder) as hosts:
+        words = ["--nnodes", str(count), "--master-addr", hosts[0].address, "-n", str(each), "--node-rank"]
         env = {"MSCOMM_JOB_KEY_FILE": str(key), "MS_NODE_TIMEOUT": str(silence_s)}
         nodes = [
-            host.start([sys.executable, "-m", "mscomm", "run", *words, str(i), str(script), str(tmp_path)], env)
+            host.start([sys.executable, "-m", "mscomm", "run", *words, str(i), str(script), str(folder), *args], env)
             for i, host in enumerate(hosts)
         ]
         try:
-            appear([tmp_path / f"up.{rank}" for rank in range(4)], 60)
+            appear([folder / f"up.{rank}" for rank in range(count * each)], 60)
             time.sleep(0.3)  # by then the ranks are in a call
-            cut = time.time()
-            hosts[1].unplug()
-            appear([tmp_path / f"saw.{rank}" for rank in range(4)], 10 * silence_s)
+            yield hosts
         finally:
             for node in nodes:
                 node.kill()
-            output = [node.communicate() for node in nodes]
+            for node in nodes:
+                print(*node.communicate())
+
+
+PARTED = CUT.replace(
+    """    while True:
+        mscomm.all_reduce(x)
+""",
+    """    while True:
+        if sys.argv[2] == "call" or rank == 0:
+            mscomm.all_reduce(x)
+        elif rank == 1:
+            mscomm.send(x, 2)
+        else:
+            mscomm.recv(x, 1)
+""",
+)
+
+
+def test_a_link_that_breaks_is_noticed_on_both_sides(tmp_path: Path) -> None:
+    """The cable is unplugged, so the kernel does not report that connections have ended."""
+    with on_hosts(2, 2, tmp_path, CUT, silence_s=4) as hosts:
+        cut = time.time()
+        hosts[1].unplug()
+        appear([tmp_path / f"saw.{rank}" for rank in range(4)], 40)
     for rank in range(4):
         saw = json.loads((tmp_path / f"saw.{rank}").read_text())
         others = {0, 1} if rank >= 2 else {2, 3}
-        assert saw["kind"] == "PeerLost" and set(saw["ranks"]) & others, (rank, saw, output)
+        assert saw["kind"] == "PeerLost" and set(saw["ranks"]) & others, (rank, saw)
         print(f"rank {rank} raised {saw['at'] - cut:.1f} s after the cable was out: {saw['text']}")
+
+
+@pytest.mark.parametrize("how", ["call", "message"])
+def test_two_hosts_that_lose_each_other_are_found_out_by_themselves(tmp_path: Path, how: str) -> None:
+    """The hub is on a third host. Data that was sent waits for an acknowledgement, or no data comes."""
+    with on_hosts(3, 1, tmp_path, PARTED, how, silence_s=4) as hosts:
+        cut = time.time()
+        hosts[1].lose(hosts[2])
+        hosts[2].lose(hosts[1])
+        appear([tmp_path / f"saw.{rank}" for rank in range(3)], 60)
+    for rank in range(3):
+        saw = json.loads((tmp_path / f"saw.{rank}").read_text())
+        assert saw["kind"] == "PeerLost" and set(saw["ranks"]) <= {1, 2} and saw["ranks"], (rank, saw)
+        print(f"rank {rank} raised {saw['at'] - cut:.1f} s after the hosts lost each other: {saw['text']}")
 
 
 def appear(paths: list[Path], within_s: float) -> None:

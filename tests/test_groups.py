@@ -7,6 +7,7 @@ import functools
 import gc
 import inspect
 import os
+import re
 import resource
 import signal
 import sys
@@ -577,3 +578,18 @@ def test_a_rank_without_descriptors_is_the_one_that_is_named(rank, group):
     with pytest.raises(mscomm.Aborted, match=r"rank 1: .*Too many open files"):
         mscomm.barrier(group=mscomm.create_group("all", [0, 1, 2]))  # rank 0 may succeed in create_group
     tell(f"rank {rank}")
+
+
+@ranks(3, timeout_s=40)
+def _waits_to_found(rank, group):
+    mscomm.barrier()
+    if rank == 2:
+        time.sleep(11.5)
+    mscomm.create_group("late", [0, 1, 2])
+
+
+def test_a_long_wait_in_create_group_says_once_whom_it_waits_for(tmp_path):
+    _waits_to_found(tmp_path=tmp_path)
+    logs = "".join((tmp_path / f"rank_{rank}.log").read_text() for rank in range(3))
+    (line,) = [line for line in logs.splitlines() if "has waited" in line]
+    assert re.search(r"rank 0: create_group\('late'\) has waited 10 s for rank 2 \(pid \d+ on host ", line)

@@ -142,10 +142,10 @@ def test_the_end_of_a_control_link_is_a_lost_rank_with_the_launchers_reason():
         members[1][0].close()
         job.hub.process_ended(1, "killed by SIGKILL")
         eventually(lambda: members[0][1].aborts and members[2][1].aborts)
-        kind, ranks, waiting_for, text = members[0][1].aborts[0]
-        assert (kind, ranks, waiting_for) == ("PeerLost", [1], [])
-        assert text.startswith(f"rank 1 (pid {os.getpid()} on host ")
-        assert text.endswith("ended without release: killed by SIGKILL")
+        lost = members[0][1].aborts[0]
+        assert (lost.kind, lost.ranks, lost.waiting_for) == ("PeerLost", (1,), ())
+        assert str(lost).startswith(f"rank 1 (pid {os.getpid()} on host ")
+        assert str(lost).endswith("ended without release: killed by SIGKILL")
 
 
 def test_a_process_that_ended_is_lost_though_a_child_of_its_holds_the_link():
@@ -153,7 +153,7 @@ def test_a_process_that_ended_is_lost_though_a_child_of_its_holds_the_link():
         members = job.joined()
         job.hub.process_ended(1, "exit code 3")
         eventually(lambda: members[0][1].aborts)
-        assert "exit code 3" in members[0][1].aborts[0][3]
+        assert "exit code 3" in str(members[0][1].aborts[0])
 
 
 def test_a_process_that_ends_badly_after_bye_is_the_first_cause():
@@ -190,7 +190,7 @@ def test_a_member_that_does_not_read_does_not_stop_the_hub():
             thread.start()
         for thread in threads:
             thread.join()
-        others[0].report("Aborted", "enough", [0])
+        others[0].report(errors.Aborted("enough", [0]))
         communicator = Communicator()
         others[1].attach(WORLD, communicator, undialled)
         eventually(lambda: communicator.aborts)
@@ -205,8 +205,8 @@ def test_nonsense_on_a_control_link_loses_that_rank_only(nonsense):
         members = job.joined()
         members[1][0]._frames.sock.send(nonsense)
         eventually(lambda: members[0][1].aborts)
-        assert members[0][1].aborts[0][:2] == ("PeerLost", [1])
-        assert "nonsense" in members[0][1].aborts[0][3]
+        assert (members[0][1].aborts[0].kind, members[0][1].aborts[0].ranks) == ("PeerLost", (1,))
+        assert "nonsense" in str(members[0][1].aborts[0])
 
 
 @pytest.mark.parametrize("topo_timeout_s", [5.0, float("inf")])

@@ -3,56 +3,61 @@
 from __future__ import annotations
 
 from mscomm.cluster.judge import Judge, Progress
+from mscomm.errors import make
 
 
 def judge(watched=False):
     return Judge(lambda rank: f"rank {rank}", watched)
 
 
+def same(error, kind, ranks, text):
+    return error.fields() == {"kind": kind, "ranks": ranks, "waiting_for": (), "text": text}
+
+
 def test_an_explicit_cause_counts_at_once_and_only_the_first():
     court = judge()
-    court.failed(1, "Mismatch", [1], "they differ", 4, range(3), now=0)
-    court.failed(2, "Aborted", [2], "later", 4, range(3), now=0)
-    assert court.verdict == ("Mismatch", (1,), (), "they differ")
+    court.failed(1, make("Mismatch", "they differ", [1]), 4, range(3), now=0)
+    court.failed(2, make("Aborted", "later", [2]), 4, range(3), now=0)
+    assert same(court.verdict, "Mismatch", (1,), "they differ")
 
 
 def test_a_symptom_waits_for_what_the_lost_rank_says():
     court = judge()
-    court.failed(0, "PeerLost", [2], "link to rank 2 ended", 4, range(3), now=0)
+    court.failed(0, make("PeerLost", "link to rank 2 ended", [2]), 4, range(3), now=0)
     assert court.verdict is None
-    court.failed(2, "Aborted", [2], "ValueError in rank 2", 4, range(3), now=0.1)
-    assert court.verdict.text == "ValueError in rank 2"
+    court.failed(2, make("Aborted", "ValueError in rank 2", [2]), 4, range(3), now=0.1)
+    assert str(court.verdict) == "ValueError in rank 2"
 
 
 def test_a_symptom_is_believed_after_200_ms():
     court = judge()
-    court.failed(0, "PeerLost", [2], "link to rank 2 ended", 4, range(3), now=0)
+    court.failed(0, make("PeerLost", "link to rank 2 ended", [2]), 4, range(3), now=0)
     court.look(0.19)
     assert court.verdict is None
     court.look(court.due())
-    assert court.verdict == ("PeerLost", (2,), (), "link to rank 2 ended")
+    assert same(court.verdict, "PeerLost", (2,), "link to rank 2 ended")
 
 
 def test_the_end_of_a_control_link_settles_a_symptom():
     court = judge()
-    court.failed(0, "PeerLost", [2], "link to rank 2 ended", 4, range(3), now=0)
+    court.failed(0, make("PeerLost", "link to rank 2 ended", [2]), 4, range(3), now=0)
     court.gone(2, "ended without release", now=0.01)
-    assert court.verdict == ("PeerLost", (2,), (), "rank 2 ended without release")
+    assert same(court.verdict, "PeerLost", (2,), "rank 2 ended without release")
 
 
 def test_an_explicit_cause_after_a_loss_is_its_consequence():
     court = judge(watched=True)
     court.gone(1, "ended without release", now=0)
-    court.failed(2, "Aborted", [2], "PeerLost in rank 2, which nobody caught", -1, range(3), now=0.01)
+    court.failed(2, make("Aborted", "PeerLost in rank 2, which nobody caught", [2]), -1, range(3), now=0.01)
     assert court.verdict is None
     court.process_ended(1, "killed by SIGKILL", True, now=0.02)
-    assert court.verdict == ("PeerLost", (1,), (), "rank 1 ended without release: killed by SIGKILL")
+    assert same(court.verdict, "PeerLost", (1,), "rank 1 ended without release: killed by SIGKILL")
 
 
 def test_a_chain_of_symptoms_ends_at_the_rank_that_was_silent():
     court = judge()
-    court.failed(0, "PeerLost", [1], "link to rank 1 ended", 4, range(3), now=0)
-    court.failed(1, "PeerLost", [2], "link to rank 2 ended", 4, range(3), now=0.01)
+    court.failed(0, make("PeerLost", "link to rank 1 ended", [1]), 4, range(3), now=0)
+    court.failed(1, make("PeerLost", "link to rank 2 ended", [2]), 4, range(3), now=0.01)
     court.gone(1, "ended without release", now=0.02)  # rank 1 reported before it ended, so it is not the cause
     court.look(0.21)
     assert court.verdict.ranks == (2,)
@@ -60,33 +65,34 @@ def test_a_chain_of_symptoms_ends_at_the_rank_that_was_silent():
 
 def test_two_that_lost_each_other_do_not_wait():
     court = judge()
-    court.failed(0, "PeerLost", [1], "link to rank 1 ended", 4, range(2), now=0)
-    court.failed(1, "PeerLost", [0], "link to rank 0 ended", 4, range(2), now=0.01)
+    court.failed(0, make("PeerLost", "link to rank 1 ended", [1]), 4, range(2), now=0)
+    court.failed(1, make("PeerLost", "link to rank 0 ended", [0]), 4, range(2), now=0.01)
     assert court.verdict.ranks == (1,)
 
 
 def test_needing_a_rank_that_left_is_no_symptom():
     court = judge()
     court.left(2, 3, now=0)
-    court.failed(0, "PeerLost", [2], "rank 2 left", 4, range(2), now=0)
-    assert court.verdict.text.endswith("rank 2 left")
+    court.failed(0, make("PeerLost", "rank 2 left", [2]), 4, range(2), now=0)
+    assert str(court.verdict).endswith("rank 2 left")
 
 
 def test_a_deadline_names_who_is_silent_or_behind_and_not_who_waits_too():
     court = judge()
     court.left(4, 6, now=0)
-    court.failed(0, "CollectiveTimeout", [], "all_reduce #7 took over 5 s", 7, range(4), now=0)
+    court.failed(0, make("CollectiveTimeout", "all_reduce #7 took over 5 s", []), 7, (0, 1, 2, 3, 5), now=0)
     assert court.asking
     court.here(
         0, Progress(7, False, "after it failed"), now=0.01
     )  # the judge ignores this answer, because rank 0 itself has timed out
     court.here(1, Progress(7, True, ""), now=0.01)
-    court.here(2, Progress(7, False, "computes"), now=0.01)
+    court.here(2, Progress(6, False, "computes"), now=0.01)
+    court.here(5, Progress(7, False, "has ended it"), now=0.01)
     assert court.verdict is None
     court.look(0.3)
     assert court.verdict.kind == "CollectiveTimeout"
     assert court.verdict.waiting_for == (2, 3, 4)
-    assert court.verdict.text == (
+    assert str(court.verdict) == (
         "all_reduce #7 took over 5 s. Waiting for: rank 2: computes; rank 3: gave no sign of life within 0.3 s; "
         "rank 4: ended well after call #6"
     )
@@ -94,9 +100,9 @@ def test_a_deadline_names_who_is_silent_or_behind_and_not_who_waits_too():
 
 def test_a_deadline_is_decided_when_all_have_answered():
     court = judge()
-    court.failed(0, "CollectiveTimeout", [], "late", 7, range(3), now=0)
+    court.failed(0, make("CollectiveTimeout", "late", []), 7, range(3), now=0)
     court.here(1, Progress(6, True, ""), now=0.01)
-    court.failed(2, "CollectiveTimeout", [], "late too", 7, range(3), now=0.02)
+    court.failed(2, make("CollectiveTimeout", "late too", []), 7, range(3), now=0.02)
     assert court.verdict.waiting_for == (1,)
 
 
@@ -105,26 +111,26 @@ def test_the_launcher_has_half_a_second_to_say_how_a_process_ended():
     court.gone(1, "ended without release", now=0)
     assert court.verdict is None
     court.process_ended(1, "killed by SIGKILL", badly=True, now=0.4)
-    assert court.verdict.text == "rank 1 ended without release: killed by SIGKILL"
+    assert str(court.verdict) == "rank 1 ended without release: killed by SIGKILL"
     court = judge(watched=True)
     court.gone(1, "ended without release", now=0)
     court.look(0.5)
-    assert court.verdict.text == "rank 1 ended without release"
+    assert str(court.verdict) == "rank 1 ended without release"
 
 
 def test_a_rank_that_destroyed_the_group_is_said_to_have_done_so():
     court = judge(watched=True)
     court.left(2, 3, now=0, destroyed=True)
-    court.failed(0, "PeerLost", [2], "rank 2 has left the job, but barrier #4 waits for it", 4, range(2), now=0)
-    assert court.verdict.text == "rank 2 has destroyed the group, but barrier #4 waits for it"
+    court.failed(0, make("PeerLost", "rank 2 has left the job, but barrier #4 waits for it", [2]), 4, range(2), now=0)
+    assert str(court.verdict) == "rank 2 has destroyed the group, but barrier #4 waits for it"
     court = judge()
-    court.failed(0, "PeerLost", [2], "link to rank 2 ended", 4, range(2), now=0)
+    court.failed(0, make("PeerLost", "link to rank 2 ended", [2]), 4, range(2), now=0)
     court.left(2, 3, now=0, destroyed=True)
-    assert court.verdict.text == "rank 2 has destroyed the group; link to rank 2 ended"
+    assert str(court.verdict) == "rank 2 has destroyed the group; link to rank 2 ended"
     court = judge()
     court.left(2, 3, now=0, destroyed=True)
-    court.failed(0, "CollectiveTimeout", [], "late", 4, [0], now=0)
-    assert (court.verdict.waiting_for, court.verdict.text) == (
+    court.failed(0, make("CollectiveTimeout", "late", []), 4, [0], now=0)
+    assert (court.verdict.waiting_for, str(court.verdict)) == (
         (2,),
         "late. Waiting for: rank 2: destroyed the group after call #3",
     )
@@ -133,17 +139,17 @@ def test_a_rank_that_destroyed_the_group_is_said_to_have_done_so():
 def test_a_loss_without_a_name_waits_for_one_that_has():
     """NCCL reports that some rank is lost, but not which one."""
     court = judge()
-    court.failed(0, "PeerLost", [], "rank 0: nccl: remote process exited", 4, range(3), now=0)
+    court.failed(0, make("PeerLost", "rank 0: nccl: remote process exited", []), 4, range(3), now=0)
     assert court.verdict is None
     court.gone(2, "ended without release", now=0.01)
-    assert court.verdict == ("PeerLost", (2,), (), "rank 2 ended without release")
+    assert same(court.verdict, "PeerLost", (2,), "rank 2 ended without release")
 
 
 def test_a_loss_without_a_name_is_believed_after_200_ms():
     court = judge()
-    court.failed(0, "PeerLost", [], "rank 0: nccl: remote process exited", 4, range(3), now=0)
+    court.failed(0, make("PeerLost", "rank 0: nccl: remote process exited", []), 4, range(3), now=0)
     court.look(court.due())
-    assert court.verdict == ("PeerLost", (), (), "rank 0: nccl: remote process exited")
+    assert same(court.verdict, "PeerLost", (), "rank 0: nccl: remote process exited")
 
 
 def test_a_rank_that_is_stuck_makes_all_tell_their_calls():
@@ -159,8 +165,8 @@ def test_a_rank_that_is_stuck_makes_all_tell_their_calls():
     court.compare(2, 5, "all_reduce #5", now=2)
     assert court.asking  # the hub asks again, because rank 1 may have come to the call by now
     court.called(1, 5, "all_gather #5", now=2)
-    assert court.verdict[:3] == ("Mismatch", (1,), ())
-    assert "ranks 0, 2 called all_reduce #5; rank 1 called all_gather #5" in court.verdict.text
+    assert court.verdict.kind == "Mismatch" and court.verdict.ranks == (1,)
+    assert "ranks 0, 2 called all_reduce #5; rank 1 called all_gather #5" in str(court.verdict)
 
 
 def test_calls_of_different_numbers_are_not_compared():

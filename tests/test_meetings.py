@@ -17,14 +17,18 @@ class Table:
 
     def __init__(self):
         self.gone: dict[int, str] = {}
-        self.meetings = Meetings(self.gone.get, lambda rank: f"rank {rank}")
+        self.verdict: errors.Error | None = None
+        self.meetings = Meetings(self.gone.get, lambda rank: f"rank {rank}", lambda: self.verdict)
 
     def come(self, rank, ranks, key="k", name="init", survivors=False, **facts):
         return list(self.meetings.come(rank, key, name, ranks, facts, survivors))
 
 
 def unmet(answers):
-    return [(ranks, message["kind"], message["text"], message["ranks"]) for ranks, message in answers]
+    return [
+        (ranks, message["kind"], message["text"], list(message["waiting_for"] or message["ranks"]))
+        for ranks, message in answers
+    ]
 
 
 def test_nobody_hears_anything_before_the_last_has_come():
@@ -94,6 +98,15 @@ def test_who_comes_and_is_lost_ends_the_meeting_too():
     assert unmet(table.meetings.look()) == [((1, 0), "PeerLost", "init: rank 1 ended without release", [1])]
 
 
+def test_a_meeting_without_a_lost_rank_tells_the_first_failure_of_the_job():
+    table = Table()
+    table.verdict = errors.PeerLost("rank 1 ended without release: killed by SIGKILL", [1])
+    table.gone[1], table.gone[2] = "rank 1 ended without release", "rank 2 has left the job"
+    assert unmet(table.come(0, [0, 1])) == [((0,), "PeerLost", f"init: {table.verdict}", [1])]
+    why = f"init: rank 2 has left the job; before that, the job failed: {table.verdict}"
+    assert unmet(table.come(0, [0, 2])) == [((0,), "PeerLost", why, [2])]
+
+
 def test_survivors_do_not_wait_for_the_lost():
     table = Table()
     table.come(1, [0, 1, 2, 3], survivors=True)
@@ -137,7 +150,7 @@ def test_all_meetings_end_with_their_epoch():
     table = Table()
     table.come(0, [0, 1], key="a")
     table.come(2, [2, 3], key="b")
-    over = list(table.meetings.clear("PeerLost", "another epoch has begun"))
+    over = list(table.meetings.clear(errors.PeerLost("another epoch has begun")))
     assert [ranks for ranks, *_ in unmet(over)] == [(0,), (2,)]
     assert table.meetings.look() == []
 
@@ -224,7 +237,7 @@ def test_a_failure_of_a_group_is_no_failure_of_the_others():
         members = job.joined()
         for meeting in [Meeting(members, rank, [0, 1], key="0:g:1") for rank in (0, 1)]:
             assert meeting.ended().result
-        members[0][0].report("Aborted", "rank 0 gave the pair up", [0], "0:g:1")
+        members[0][0].report(errors.Aborted("rank 0 gave the pair up", [0]), "0:g:1")
         with pytest.raises(errors.Aborted, match="gave the pair up"):
             eventually(lambda: members[1][0].check("0:g:1"))
         assert not members[1][1].aborts and not members[2][1].aborts
@@ -236,8 +249,8 @@ def test_a_list_that_makes_no_sense_loses_the_rank_that_sent_it(ranks):
         members = job.joined()
         meeting = Meeting(members, 0, ranks)
         eventually(lambda: members[2][1].aborts)
-        assert members[2][1].aborts[0][:2] == ("PeerLost", [0])
-        assert "sent nonsense" in members[2][1].aborts[0][3]
+        assert (members[2][1].aborts[0].kind, members[2][1].aborts[0].ranks) == ("PeerLost", (0,))
+        assert "sent nonsense" in str(members[2][1].aborts[0])
         assert isinstance(meeting.ended().error, errors.Error)
 
 
@@ -255,7 +268,7 @@ def test_an_abort_ends_the_meetings_and_those_that_come():
         members = job.joined()
         waiting = Meeting(members, 1, [0, 1, 2])
         eventually(lambda: job.hub._meetings._open)
-        members[0][0].report("Aborted", "rank 0: KeyError: 'a'", [0])
+        members[0][0].report(errors.Aborted("rank 0: KeyError: 'a'", [0]))
         members[0][0].leave(0)  # this message may arrive at the hub together with the report
         later = Meeting(members, 2, [0, 1, 2], key="0:shrink", survivors=True)
         for meeting in (waiting, later):

@@ -16,6 +16,7 @@ from mscomm.cluster import hub as hub_module
 from mscomm.cluster import links
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.hello import Identity
+from mscomm.launching.parts import OtherNode
 
 MSCOMM = [sys.executable, "-m", "mscomm"]
 HERE = f"node 1 on host {socket.gethostname()}"
@@ -112,7 +113,19 @@ def test_node_0_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         frames = Frames(sock)
         job.links.append(frames)
         frames.send({"t": "attend", "first": 2, "end": 4, "name": "node 1", "layout": ""}, soon())
-        assert frames.receive(soon()) == {"t": "state", "over": None}
+        assert frames.receive(soon()) == {"t": "state", "over": None, "goes_on": False}
         member = job.member(0)
         member._say({"t": "join", "rank": 0, "node_id": None, "facts": {"size": 4}}, soon())
         eventually(lambda: any("waiting for ranks 1 to 3 to call mscomm.init()" in text for text in told))
+
+
+@pytest.mark.parametrize("left", [1, 0])
+def test_a_link_to_node_0_that_fails_is_a_failure_only_while_ranks_are_left(left: int) -> None:
+    ours, theirs = socket.socketpair()
+    node = OtherNode(4, range(2, 4), HERE, "", "node-0", 1, False, 5.0)
+    node._link, node._where = Frames(ours, 1 << 16), "node-0:1"
+    theirs.close()
+    for rank in range(2, 4 - left):
+        node.ended(rank, "exit code 0", badly=False, again=False)
+    over = node.over()
+    assert (over is None) if left == 0 else (over is not None and "the launcher of node 0 has ended" in str(over))

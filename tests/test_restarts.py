@@ -40,7 +40,7 @@ def test_a_lost_rank_is_admitted_again_and_all_begin_a_new_epoch():
         members = by_rank(job)
         lose(job, 1, again=True)
         eventually(lambda: communicators[0].aborts and communicators[2].aborts)
-        assert communicators[0].aborts[0][:2] == ("PeerLost", [1])
+        assert (communicators[0].aborts[0].kind, communicators[0].aborts[0].ranks) == ("PeerLost", (1,))
         waiting = [Waits(members[rank].rejoin, facts(3, colour=rank), soon()) for rank in (0, 2)]
         new = Waits(job.again(1).join, facts(3, colour="new"), soon())
         for rank, wait in zip((0, 2, 1), (*waiting, new), strict=True):
@@ -52,7 +52,7 @@ def test_a_lost_rank_is_admitted_again_and_all_begin_a_new_epoch():
             member.attach(world_id(1), Communicator(), undialled)
         ready = [Waits(member.ready, soon()) for member in (members[0], members[2], job.members[-1])]
         assert [wait.ended().error for wait in ready] == [None] * 3
-        members[0].report("Aborted", "enough", [0], world_id(1))
+        members[0].report(errors.Aborted("enough", [0]), world_id(1))
         with pytest.raises(errors.Aborted, match="enough"):
             eventually(lambda: job.members[-1].check(world_id(1)))
         assert job.hub.over is None
@@ -66,7 +66,7 @@ def test_a_newcomer_hears_nothing_of_the_epoch_before_its_own():
         new = Waits(job.again(1).join, facts(3), soon())
         eventually(lambda: any("joined, 3 of 3" in line for line in job.log[-3:]))
         # A report for all groups; so far, only the world has a verdict.
-        members[0].report("Aborted", "of the old epoch", [0])
+        members[0].report(errors.Aborted("of the old epoch", [0]))
         waiting = [Waits(members[rank].rejoin, facts(3), soon()) for rank in (0, 2)]
         assert [wait.ended().result.epoch for wait in (new, *waiting)] == [1, 1, 1]
 
@@ -251,7 +251,7 @@ class Launcher:
 def test_a_launcher_names_how_its_ranks_ended_and_hears_that_the_job_is_over():
     with Job(4, tcp=True, watched=True) as job:
         here, there = Launcher(job, range(2)), Launcher(job, range(2, 4))
-        assert here.hears() == there.hears() == {"t": "state", "over": None}
+        assert here.hears() == there.hears() == {"t": "state", "over": None, "goes_on": False}
         communicators = [communicator for _, communicator in job.joined()]
         by_rank(job)[3].close()
         there.ended(3, "exit code 7")
@@ -259,9 +259,26 @@ def test_a_launcher_names_how_its_ranks_ended_and_hears_that_the_job_is_over():
         assert (over["kind"], over["ranks"]) == ("PeerLost", [3])
         assert over["text"].endswith("ended without release: exit code 7")
         eventually(lambda: communicators[0].aborts)
-        assert communicators[0].aborts[0][3] == over["text"]
+        assert communicators[0].aborts[0].fields() == errors.of_fields(over).fields()
         late = Launcher(job, range(2, 4))
         assert late.hears()["over"] == over
+
+
+def test_ranks_that_said_bye_have_ended_well_though_their_launcher_is_cut_off():
+    with Job(4, tcp=True, watched=True, restarts=True) as job:
+        here, there = Launcher(job, range(2)), Launcher(job, range(2, 4))
+        here.hears()
+        there.hears()
+        job.joined()
+        members = by_rank(job)
+        for rank in (2, 3):
+            members[rank].leave(0)
+        there.frames.close()
+        for rank in (0, 1):
+            members[rank].leave(0)
+            here.ended(rank, "exit code 0", badly=False)
+        job.thread.join(10)
+        assert job.outcome.ok and job.hub.over is None, job.outcome
 
 
 @pytest.mark.parametrize("ranks", [range(1, 3), range(3, 5), range(2, 2), range(-1, 1), range(2, 4)], ids=str)

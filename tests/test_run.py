@@ -179,6 +179,34 @@ def test_a_rank_that_goes_on_after_a_failure_gets_sigterm_then_sigkill(script):
     assert 6 < time.monotonic() - started < 15
 
 
+def test_a_stopped_rank_that_is_all_that_is_left_is_ended(script):
+    done = mscomm_run("-n", 2, script("if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)"))
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "killed rank 1: stopped (SIGSTOP or SIGTSTP) though all other ranks had ended" in done.stderr
+
+
+SHRINKS = """
+import numpy as np, mscomm
+mscomm.init()
+mscomm.barrier()
+if rank == mscomm.get_group_size() - 1: os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True: mscomm.barrier()
+except mscomm.PeerLost:
+    left = mscomm.shrink(None, "left")
+for i in range(8):  # longer than the launcher waits for ranks that only report
+    time.sleep(1)
+    assert mscomm.all_reduce(np.ones(1), group=left)[0] == left.size
+print("went on")
+"""
+
+
+def test_ranks_that_shrink_go_on_and_the_status_tells_the_loss(script):
+    done = mscomm_run("-n", 3, script(SHRINKS))
+    assert done.returncode == 128 + signal.SIGKILL and done.stdout.count("went on") == 2, done.stderr
+    assert "rank 2 failed first: killed by SIGKILL" in done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_signals_are_forwarded_to_all_ranks(script, tmp_path, number):
     body = (
@@ -348,6 +376,12 @@ def nodes(script, port):
         return [(started[rank].returncode, *said[rank]) for rank in (0, 1)]
 
     return run_both
+
+
+def test_ranks_of_all_nodes_go_on_when_they_shrink(nodes):
+    (code_0, out_0, err_0), (code_1, out_1, err_1) = nodes(SHRINKS)
+    assert out_0.count("went on") == 2 and out_1.count("went on") == 1, err_0 + err_1
+    assert code_0 == 1 and code_1 == 128 + signal.SIGKILL, err_0 + err_1
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -159,6 +159,22 @@ std::string Signature::text() const {
   return text + (device ? ", on the device)" : ")");
 }
 
+Error mismatch(const std::string& who, const std::vector<std::pair<std::string, std::vector<int>>>& callers) {
+  std::string text;
+  std::vector<int> others;
+  for (size_t i = 0; i < callers.size(); i++) {
+    const auto& [call, ranks] = callers[i];
+    text += (i ? "; " : "") + std::string(ranks.size() > 1 ? "ranks " : "rank ");
+    for (size_t k = 0; k < ranks.size(); k++) text += (k ? ", " : "") + std::to_string(ranks[k]);
+    text += " called " + call;
+    if (i) others.insert(others.end(), ranks.begin(), ranks.end());
+  }
+  return {"Mismatch",
+          who + " made different calls: " + text +
+              ". Every rank must make the same calls in the same order, with the same shapes, types and options",
+          others};
+}
+
 std::string in_units(uint64_t bytes) {
   static constexpr const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
   double value = static_cast<double>(bytes);

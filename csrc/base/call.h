@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
 #include "base/types.h"
 
 namespace mscomm {
@@ -79,6 +80,10 @@ void check(const Call& call, int rank, int size);
 struct Differs {
   std::vector<std::pair<int, Signature>> calls;
 };
+
+// The error for ranks that made different calls. who: "the ranks of group pair". callers: each call as text, and the ranks that
+// made it, the lowest rank first.
+Error mismatch(const std::string& who, const std::vector<std::pair<std::string, std::vector<int>>>& callers);
 
 // A number of bytes as text: "4 MiB", "7 B".
 std::string in_units(uint64_t bytes);

@@ -219,12 +219,12 @@ void Communicator::ended(uint64_t number) {
 
 void Communicator::failed(const Signature& call, const Error& error) {
   recorder_.end(call.number, Record::State::failed);
-  abort({of_device(call, error), false, static_cast<int64_t>(call.number)});
+  abort({in_call(call, error), false, static_cast<int64_t>(call.number)});
   if (hooks_.failed) hooks_.failed();
 }
 
-// Adds the names of the rank and the call to an error of the device's backend, because the vendor's library knows neither.
-Error Communicator::of_device(const Signature& call, const Error& error) const {
+// Adds the names of the rank and the call to an error that has neither, such as an error of the system or of a vendor's library.
+Error Communicator::in_call(const Signature& call, const Error& error) const {
   return {error.kind, name_of(rank_) + ": " + brief(call) + ": " + error.what(), error.ranks, error.waiting_for};
 }
 
@@ -291,7 +291,8 @@ void Communicator::execute(const Call& call, const Deadline& deadline, bool its_
   } catch (const Differs& differs) {
     fail(call, differing(differs));
   } catch (const Error& error) {
-    fail(call, call.stream ? of_device(call.signature, error) : error);
+    const bool is_local = error.kind == "Error";  // a failed system call, for example
+    fail(call, call.stream || is_local ? in_call(call.signature, error) : error);
   } catch (const std::bad_alloc&) {
     fail(call, Error("MemoryError", current() + ": out of memory on rank " + std::to_string(in_job(rank_))));
   } catch (const Interrupted& interrupted) {
@@ -302,7 +303,7 @@ void Communicator::execute(const Call& call, const Deadline& deadline, bool its_
     }
     std::rethrow_exception(interrupted.cause);
   } catch (const std::exception& error) {
-    fail(call, Error("Error", current() + " on " + name_of(rank_) + ": " + error.what()));
+    fail(call, in_call(call.signature, Error("Error", error.what())));
   }
   if (!call.stream) recorder_.end(number, Record::State::done);
 }
@@ -351,7 +352,7 @@ void Communicator::throw_failure() const {
 
 void Communicator::abort(Failure failure) {
   const std::lock_guard lock(state_mutex_);
-  if (closed_ || (failure_ && (failure_->verdict || !failure.verdict))) return;
+  if (closed_ || (failure_ && (failure_->is_verdict || !failure.is_verdict))) return;
   failure_.emplace(std::move(failure));
   broken_ = true;
   backend_->shut_down();
@@ -486,27 +487,17 @@ void Communicator::say_waiting(double waited_s, const std::vector<int>& missing,
 }
 
 Error Communicator::differing(const Differs& differs) const {
-  // Group the ranks by their calls, for a text like "ranks 0, 2 called all_reduce #5 (...); rank 1 called barrier #5".
-  std::vector<std::pair<Signature, std::vector<int>>> kinds;
   auto calls = differs.calls;
   std::sort(calls.begin(), calls.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::vector<std::pair<Signature, std::vector<int>>> kinds;
   for (const auto& [rank, signature] : calls) {
     auto same = std::find_if(kinds.begin(), kinds.end(), [&](const auto& kind) { return kind.first == signature; });
     if (same == kinds.end()) same = kinds.insert(kinds.end(), {signature, {}});
-    same->second.push_back(rank);
+    same->second.push_back(in_job(rank));
   }
-  std::string text = "the ranks of group " + group_ + " made different calls: ";
-  std::vector<int> others;
-  for (size_t i = 0; i < kinds.size(); i++) {
-    const auto& ranks = kinds[i].second;
-    text += (i ? "; " : "") + std::string(ranks.size() > 1 ? "ranks " : "rank ");
-    for (size_t k = 0; k < ranks.size(); k++) text += (k ? ", " : "") + std::to_string(in_job(ranks[k]));
-    text += " called " + kinds[i].first.text();
-    for (int rank : ranks)
-      if (i) others.push_back(in_job(rank));
-  }
-  return {"Mismatch", text + ". Every rank must make the same calls in the same order, with the same shapes, types and options",
-          others};
+  std::vector<std::pair<std::string, std::vector<int>>> callers;
+  for (const auto& [signature, ranks] : kinds) callers.emplace_back(signature.text(), ranks);
+  return mismatch("the ranks of group " + group_, callers);
 }
 
 std::string Communicator::current() const {

@@ -30,12 +30,12 @@
 
 namespace mscomm {
 
-// Why a group is broken. verdict: whether the error is the first cause, because the hub has decided so, or because this rank
+// Why a group is broken. is_verdict: whether the error is the first cause, because the hub has decided so, or because this rank
 // aborts the job. If not, the error is only a symptom that this rank has seen. number: the number of the call that saw the error;
 // -1: no call did.
 struct Failure {
   Error error;
-  bool verdict;
+  bool is_verdict;
   int64_t number = -1;
 };
 
@@ -260,7 +260,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   bool expects(int peer) const;
   Stream link(int peer, int fd) const;
   Error differing(const Differs& differs) const;
-  Error of_device(const Signature& call, const Error& error) const;
+  Error in_call(const Signature& call, const Error& error) const;
   std::string current() const;
   const std::string& name_of(int rank) const { return peers_->names[in_job(rank)]; }
   int in_job(int rank) const { return ranks_[rank]; }

@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeVar, final
 
 import numpy as np
 
+from mscomm.errors import Error
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 version: str
@@ -51,6 +53,23 @@ def describe_memory(own_tmpfs: bool, /) -> str:
 
     For example "memfd, huge pages (shmem_enabled: advise)". Raises Error if no memory can be made.
     """
+
+def mismatch(who: str, callers: Sequence[tuple[str, Sequence[int]]], /) -> Error:
+    """The Mismatch of ranks that made different calls. callers: each call as text, and the ranks that made it."""
+
+@final
+class Failure:
+    """Why a group is broken."""
+
+    @property
+    def error(self) -> Error: ...
+    @property
+    def is_verdict(self) -> bool:
+        """Whether `error` is the first cause. If not, it is a symptom that this rank has seen."""
+
+    @property
+    def number(self) -> int:
+        """The number of the call that saw the error; -1: no call did."""
 
 @final
 class Heap:
@@ -447,10 +466,10 @@ class Group:
     def check(self, peer: int, /) -> None:
         """Raise if the group is broken, if the peer has left the job, or if the peer's process has ended."""
 
-    def abort(self, kind: str, ranks: Sequence[int], waiting_for: Sequence[int], text: str, /) -> None:
+    def abort(self, verdict: Error, /) -> None:
         """Break the group with a verdict. Any thread may call this; it does not wait."""
 
-    def fail(self, kind: str, ranks: Sequence[int], waiting_for: Sequence[int], text: str, /) -> None:
+    def fail(self, symptom: Error, /) -> None:
         """Break the group with a symptom, which is what this rank has seen. A verdict may replace the symptom."""
 
     def left(self, rank: int, /) -> None:
@@ -465,11 +484,8 @@ class Group:
     def stuck(self) -> int:
         """The number of a call that has been on the device for over a second; 0: none. Each number is returned once."""
 
-    def failure(self) -> tuple[str, str, list[int], list[int], bool, int] | None:
-        """Return None, or if the group is broken: (kind, text, ranks, waiting_for, is_verdict, number of the call).
-
-        The number is -1 if the failure was not seen in a call.
-        """
+    def failure(self) -> Failure | None:
+        """Why the group is broken; None if it is not."""
 
     def notices(self) -> list[str]:
         """The new lines for the user since the last time, for example that a call has waited long for some ranks."""

@@ -7,16 +7,34 @@ wrong arguments raises TypeError or ValueError instead. It sends nothing, and th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 class Error(RuntimeError):
-    """The base class of mscomm's errors."""
+    """The base class of mscomm's errors.
+
+    An Error is also the record of a failure: the hub's verdict is an Error, and so is what breaks a group. Such a
+    record is never raised itself, because each raise changes an exception's traceback; again() makes the exception.
+    """
 
     def __init__(self, text: str, ranks: Iterable[int] = (), waiting_for: Iterable[int] = ()) -> None:
         super().__init__(text)
         self.ranks = tuple(ranks)
         self.waiting_for = tuple(waiting_for)
+
+    @property
+    def kind(self) -> str:
+        """The name of the error's class."""
+        return type(self).__name__
+
+    def again(self, text: str | None = None) -> Error:
+        """A new exception of the same class, with the same ranks. text: None takes the same text."""
+        return make(self.kind, str(self) if text is None else text, self.ranks, self.waiting_for)
+
+    def fields(self) -> dict[str, Any]:
+        """What a control frame carries of the error; of_fields() makes an error of it."""
+        return {"kind": self.kind, "text": str(self), "ranks": self.ranks, "waiting_for": self.waiting_for}
 
 
 class PeerLost(Error):
@@ -55,3 +73,13 @@ KINDS: dict[str, type[Error]] = {
 def make(kind: str, text: str, ranks: Iterable[int] = (), waiting_for: Iterable[int] = ()) -> Error:
     """An error of the class named `kind`. An unknown name, which only a newer peer could send, gives a plain Error."""
     return KINDS.get(kind, Error)(text, ranks, waiting_for)
+
+
+def is_local(error: BaseException) -> bool:
+    """Whether the error is of this rank alone, such as a failed system call. The other ranks do not know of it."""
+    return not isinstance(error, Error) or error.kind == Error.__name__
+
+
+def of_fields(fields: Mapping[str, Any]) -> Error:
+    """The error that a control frame carries; the opposite of Error.fields()."""
+    return make(fields["kind"], fields["text"], fields["ranks"], fields["waiting_for"])

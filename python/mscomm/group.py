@@ -23,7 +23,7 @@ from mscomm.arrays.device import OnDevice
 from mscomm.cluster.assemble import Epoch, Founded
 from mscomm.cluster.deadline import Deadline, seconds_of
 from mscomm.cluster.message_links import MessageLinks
-from mscomm.errors import Error, make
+from mscomm.errors import Aborted, Error
 from mscomm.tracebacks import PACKAGE
 
 _LINES_KEPT = 1024
@@ -210,8 +210,7 @@ class Group:
             try:
                 return then()
             except Error as symptom:
-                cause = self.settle(symptom)
-                self.core.abort(type(cause).__name__, list(cause.ranks), list(cause.waiting_for), str(cause))
+                self.core.abort(self.settle(symptom))
                 self.fail(symptom)
 
         def both() -> Any:
@@ -305,11 +304,11 @@ class Group:
         """
         failure = self.core.failure()
         if failure is not None and self.member is not None:
-            kind, text, ranks, _, _, _ = failure
-            words = f"{text}: {type(error).__name__}" if kind == "Aborted" else text
-            self.member.report("Aborted", words, ranks, self.id)
+            known = failure.error
+            words = f"{known}: {type(error).__name__}" if known.kind == "Aborted" else str(known)
+            self.member.report(Aborted(words, known.ranks), self.id)
             self.raised = True
-            self._write_record(text)
+            self._write_record(str(known))
 
     @contextlib.contextmanager
     def committed(self, what: str) -> Iterator[None]:
@@ -324,9 +323,10 @@ class Group:
         except BaseException as error:
             if self.core.failure() is None:
                 text = printable(f"rank {self.epoch.rank}: {what}: {type(error).__name__}: {error}")
-                self.core.abort("Aborted", [self.epoch.rank], [], text)
+                cause = Aborted(text, [self.epoch.rank])
+                self.core.abort(cause)
                 if self.member is not None:
-                    self.member.report("Aborted", text, [self.epoch.rank], self.id)
+                    self.member.report(cause, self.id)
                 self._write_record(text)
             self.raised = True
             raise
@@ -401,15 +401,14 @@ class Group:
             self._write_record(str(self._cause))
             if self._traced is not None:
                 self._trace()
-            log.info(f"group {self.name} is broken: {type(self._cause).__name__}: {self._cause}")
-        return make(type(self._cause).__name__, str(self._cause), self._cause.ranks, self._cause.waiting_for)
+            log.info(f"group {self.name} is broken: {self._cause.kind}: {self._cause}")
+        return self._cause.again()
 
     def _first_cause(self, symptom: Error) -> Error:
         failure = self.core.failure()
-        if failure is not None and failure[4]:  # the verdict has arrived, perhaps after the symptom was seen
-            kind, text, ranks, waiting_for, _, _ = failure
-            return make(kind, text, ranks, waiting_for)
-        number = self.core.where()[0] if failure is None else failure[5]
+        if failure is not None and failure.is_verdict:  # it has arrived, perhaps after the symptom was seen
+            return failure.error
+        number = self.core.where()[0] if failure is None else failure.number
         return self.member.settle(self.id, symptom, number) if self.member is not None else symptom
 
     # -- called when a call has failed, started or ended

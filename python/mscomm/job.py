@@ -28,7 +28,7 @@ from mscomm.cluster.frames import FROM_HUB_BYTES, Frames
 from mscomm.cluster.hello import CONTROL, UNKNOWN_RANK, package_version
 from mscomm.cluster.member import Member, Welcome
 from mscomm.context import device_id, device_target, plain_links_permitted
-from mscomm.errors import Error, PeerLost, make
+from mscomm.errors import Aborted, Error, PeerLost, is_local
 from mscomm.group import Group, NonMember, printable
 
 CPU_NAMES = ("gloo", "mccl", CPU)
@@ -153,8 +153,7 @@ class Job:
             group.leave()
             failure = group.core.failure()
             if unseen is None and failure is not None and not group.raised:
-                kind, text, ranks, waiting_for, _, _ = failure
-                unseen = make(kind, text, ranks, waiting_for)
+                unseen = failure.error
         if unseen is not None and not self.world.raised:
             raise unseen
 
@@ -162,10 +161,11 @@ class Job:
         """End all groups on all ranks. text: the reason, which the other ranks see."""
         for group in self.groups.values():
             group.raised = True
+        cause = Aborted(text, [self.rank])
         if self.member is not None:
-            self.member.report("Aborted", text, [self.rank])
+            self.member.report(cause)
         for group in self.groups.values():
-            group.core.abort("Aborted", [self.rank], [], text)
+            group.core.abort(cause)
 
     def rejoin(self, deadline: Deadline) -> int:
         """See the function rejoin()."""
@@ -342,16 +342,17 @@ def _telling(member: Member, rank: int, epoch: int) -> Iterator[None]:
     world = plan.world_id(epoch)
     try:
         yield
-    except Error as symptom:
-        cause = member.settle(world, symptom, 0)
-        if cause is symptom:
+    except BaseException as error:
+        if is_local(error):
+            member.report(Aborted(f"rank {rank}: init: {type(error).__name__}: {error}", [rank]))
+        if not isinstance(error, Error):
+            raise
+        cause = member.settle(world, error, 0)
+        if cause is error:
             raise
         # Show the text only once if cause and symptom have the same text, for example when libnccl is missing on all
         # ranks.
-        raise cause from (None if str(cause) == str(symptom) else symptom)
-    except BaseException as error:
-        member.report("Aborted", f"rank {rank}: init: {type(error).__name__}: {error}", [rank])
-        raise
+        raise cause from (None if str(cause) == str(error) else error)
 
 
 def _backend(name: str | None) -> str:

@@ -29,7 +29,6 @@ from mscomm import environment
 from mscomm.bootstrap import rendezvous
 from mscomm.bootstrap.rendezvous import is_loopback_name
 from mscomm.cluster import links, security
-from mscomm.cluster.judge import Verdict
 from mscomm.errors import BackendUnavailable, Error
 from mscomm.launching.output import Output, Stream
 from mscomm.launching.parts import Node0, Say
@@ -210,7 +209,7 @@ class Hosts(Node0):
         for agent in self._agents:
             agent.signal(number)
 
-    def over(self) -> Verdict | None:
+    def over(self) -> Error | None:
         for agent in self._agents:
             if not agent.told and (status := agent.process.poll()) is not None:
                 agent.told = True

@@ -23,7 +23,7 @@ from mscomm.cluster import interfaces, links, plan
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import DATA, MEMORY, MESSAGES, Identity, package_version
 from mscomm.cluster.member import Member, Welcome
-from mscomm.errors import Error, PeerLost
+from mscomm.errors import Aborted, Error, PeerLost, is_local
 
 _HUGE_PAGE = 2 << 20
 _LARGE = 1 << 40  # bytes; all calls with at least this much data use the same algorithm
@@ -250,11 +250,11 @@ class Epoch:
                     self.heap.abandon_control(control, len(at_home))
                 else:
                     self.heap.release_control(control, 0)
-            if self.member and not isinstance(error, Error):
+            if self.member and is_local(error):
                 # This rank could not set itself up: tell the others, so that they do not wait for it.
                 if met:
                     text = f"rank {self.rank}: group {name}: {type(error).__name__}: {error}"
-                    self.member.report("Aborted", text, [self.rank], group)
+                    self.member.report(Aborted(text, [self.rank]), group)
                 elif not came and len(ranks) > 1:
                     self.member.refuse(group, what, ranks, error)
             raise

@@ -16,6 +16,8 @@ from mscomm.errors import Error
 FROM_MEMBER_BYTES = 64 << 10
 FROM_HUB_BYTES = 16 << 20
 
+JOIN, READY = "join", "ready"  # the keys of two waits in init(), beside the keys of meetings
+
 Frame = dict[str, Any]
 _LENGTH = struct.Struct("<I")
 

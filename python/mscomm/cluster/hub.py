@@ -16,15 +16,15 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from mscomm.cluster.frames import FROM_HUB_BYTES, Frame, encode
+from mscomm.cluster.frames import FROM_HUB_BYTES, JOIN, READY, Frame, encode
 from mscomm.cluster.hello import LAUNCHER, OF_THE_HUB, UNKNOWN_JOB, UNKNOWN_RANK, Identity, package_version
-from mscomm.cluster.judge import Judge, Progress, Verdict
+from mscomm.cluster.judge import Judge, Progress
 from mscomm.cluster.links import Door, require_same_user
 from mscomm.cluster.meetings import Answer, Meetings, unmet
 from mscomm.cluster.plan import world_id
 from mscomm.cluster.roster import Link, Roster
 from mscomm.cluster.switchboard import Line, Switchboard
-from mscomm.errors import Error
+from mscomm.errors import Aborted, CollectiveTimeout, Error, PeerLost, make
 
 _T = TypeVar("_T")
 _TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0  # when, and then how often, to tell the user which ranks the job waits for
@@ -38,7 +38,7 @@ class Outcome(NamedTuple):
 
     ok: bool
     text: str
-    verdict: Verdict | None = None
+    verdict: Error | None = None
 
 
 class _Group:
@@ -114,8 +114,10 @@ class Hub:
         self._ended_well: set[int] = set()  # ranks whose process ended with status 0, and after bye if it had joined
         self._ended_badly: dict[int, str] = {}  # by rank: how its process ended, if it failed and is not restarted
         self._started_again: set[int] = set()  # ranks that were lost in this epoch and are restarted
-        self._over: Verdict | None = None
-        self._aborted: Verdict | None = None  # why all groups of this epoch, also later ones, are aborted
+        self._over: Error | None = None
+        self._survivors: Collection[int] = ()  # the ranks that shrink() has brought together, if all of them are there
+        self._goes_on = False
+        self._aborted: Error | None = None  # why all groups of this epoch, also later ones, are aborted
         self._abort_announced = False
         self._welcomed = False
         self._ready: set[int] = set()
@@ -123,7 +125,7 @@ class Hub:
         self._contested_until = 0.0  # if two jobs want this port: until when to refuse processes that join
         self._groups: dict[str, _Group] = {}
         self._world = self._open_group(world_id(0), range(size))
-        self._meetings = Meetings(self._roster.gone, self._roster.name)
+        self._meetings = Meetings(self._why_absent, self._roster.name, lambda: self._world.judge.verdict)
         self._selector = selectors.DefaultSelector()
         self._board: Switchboard[Link] = Switchboard(self._selector, self._handle, self._ended)
         mine = Identity(named, self._version)  # without an epoch, which a process that joins does not know yet
@@ -177,14 +179,19 @@ class Hub:
         self._wake()
 
     @property
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> Error | None:
         """The job's first failure; if ranks are restarted, the failure that ended the job. Any thread may read this."""
         return self._over if self._restarts else self._world.judge.verdict
 
     @property
-    def over(self) -> Verdict | None:
+    def over(self) -> Error | None:
         """Why the job cannot go on and launchers must end their ranks; None if it can. Any thread may read this."""
         return self._over
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether ranks go on without the lost ones, or wait to do so (shrink). Any thread may read this."""
+        return self._goes_on
 
     @property
     def attended(self) -> int:
@@ -239,7 +246,7 @@ class Hub:
     def _outcome(self) -> Outcome:
         verdict = self._over or self._world.judge.verdict
         if verdict:
-            return Outcome(False, f"{verdict.kind}: {verdict.text}", verdict)
+            return Outcome(False, f"{verdict.kind}: {verdict}", verdict)
         if self._never_began:
             return Outcome(False, self._never_began)
         staying = sum(not link.left for link in self._roster)
@@ -281,24 +288,29 @@ class Hub:
                 if group is self._world:
                     self._topo_until = None
                 verdict = self._explained(judge.verdict, group)
-                group.announcement = verdict.text
-                self._log(f"verdict on {name}: {verdict.kind}: {verdict.text}")
-                self._broadcast({"t": "verdict", "group": name, **verdict._asdict()}, group.ranks)
+                group.announcement = str(verdict)
+                self._log(f"verdict on {name}: {verdict.kind}: {verdict}")
+                self._broadcast({"t": "verdict", "group": name, **verdict.fields()}, group.ranks)
+                if group is self._world:
+                    self._answer(self._meetings.look())  # meetings of lost ranks have waited for the cause
         if self._aborted and not self._abort_announced:  # groups that failed before have their own verdicts by now
             self._abort_announced = True
-            self._broadcast({"t": "verdict", "group": "", **self._aborted._asdict()}, self._world.ranks)
+            self._broadcast({"t": "verdict", "group": "", **self._aborted.fields()}, self._world.ranks)
         if self._over is None and (end := self._end()):
             self._give_up(end)
+        goes_on = bool(self._survivors) or self._meetings.survivors_meet
+        if goes_on != self._goes_on:
+            self._goes_on = goes_on
+            self._tell_launchers()
 
-    def _give_up(self, verdict: Verdict) -> None:
+    def _give_up(self, verdict: Error) -> None:
         """Note that the job cannot go on. Tell the launchers, and the ranks that wait for the next epoch."""
         self._over = verdict
-        self._log(f"the job cannot go on: {verdict.text}")
+        self._log(f"the job cannot go on: {verdict}")
         self._begin_epoch()
-        for launcher in list(self._launchers.lines):
-            self._tell_launcher(launcher)
+        self._tell_launchers()
 
-    def _end(self) -> Verdict | None:
+    def _end(self) -> Error | None:
         """Why the job cannot go on; None if it can."""
         judge = self._world.judge
         verdict = judge.verdict
@@ -307,10 +319,10 @@ class Hub:
                 return verdict
             rank, how = next(iter(self._ended_badly.items()))
             end = ", and it is not started again" if self._restarts else ""
-            return Verdict("PeerLost", (rank,), (), f"{self._roster.name(rank)}: {how}{end}")
+            return PeerLost(f"{self._roster.name(rank)}: {how}{end}", [rank])
         return verdict if verdict and verdict.kind == "PeerLost" and not self._restarts else None
 
-    def _explained(self, verdict: Verdict, group: _Group) -> Verdict:
+    def _explained(self, verdict: Error, group: _Group) -> Error:
         """The verdict, with the failure of another group added if that failure may be why a rank left this group.
 
         If a rank left this group to wait for the next epoch, the verdict is the world's instead.
@@ -321,12 +333,11 @@ class Hub:
         leaving = (link for link in self._roster if link.waits or link.number in group.rejoining)
         waiting = [link for link in leaving if link.number in verdict.ranks]
         if first and waiting and group is not self._world:
-            return first._replace(text=f"{first.text}; {waiting[0]} therefore left this group for the next epoch")
+            return first.again(f"{first}; {waiting[0]} therefore left this group for the next epoch")
         left = {link.number for link in self._roster if link.left and link.number in verdict.ranks}
         for other in self._groups.values():
             if other is not group and other.announcement and left.intersection(other.ranks):
-                text = f"{verdict.text}; before that another group of that rank failed: {other.announcement}"
-                return verdict._replace(text=text)
+                return verdict.again(f"{verdict}; before that another group of that rank failed: {other.announcement}")
         return verdict
 
     def _close(self) -> None:
@@ -372,6 +383,8 @@ class Hub:
             self._ended_badly.setdefault(rank, how)
         else:
             self._ended_well.add(rank)
+        if badly and rank in self._survivors:
+            self._survivors = ()
         for group in self._groups_of(rank):
             group.judge.process_ended(rank, how, badly, time.monotonic())
         for link in links:
@@ -429,6 +442,10 @@ class Hub:
         group.judge.left(link.number, number, time.monotonic(), destroyed=True)
         self._broadcast({"t": "left", "group": name, "rank": link.number, "number": number}, staying)
 
+    def _why_absent(self, rank: int) -> str | None:
+        """Why the rank can come to no meeting any more; None if it can, or if the first cause is not known yet."""
+        return None if self._world.judge.due() is not None else self._roster.gone(rank)
+
     # -- control frames from the ranks
 
     def _enter(self, sock: socket.socket, peer: Identity, purpose: int) -> None:
@@ -458,28 +475,29 @@ class Hub:
             self._broadcast({"t": "go", "epoch": self._epoch}, self._world.ranks)
 
     def _handle_failed(self, link: Link, frame: Frame) -> None:
-        ranks = [
-            rank for rank in _field(frame, "ranks", list) if isinstance(rank, int) and 0 <= rank < self._roster.size
-        ]
-        kind, text, number = (
-            _field(frame, "kind", str),
-            _field(frame, "text", str),
-            _field(frame, "number", int),
-        )
-        name = _field(frame, "group", str)
+        ranks, waiting_for = (self._known(_field(frame, name, list)) for name in ("ranks", "waiting_for"))
+        error = make(_field(frame, "kind", str), _field(frame, "text", str), ranks, waiting_for)
+        name, number = _field(frame, "group", str), _field(frame, "number", int)
         groups = list(self._groups.values()) if not name else [self._groups[name]] if name in self._groups else []
         for group in groups:
             group.judge.called(link.number, number, _field(frame, "call", str), time.monotonic())
-            group.judge.failed(link.number, kind, ranks, text, number, self._members(group), time.monotonic())
+            self._failed(group, link, error, number)
         if not name:
-            self._abort_epoch(Verdict(kind, tuple(ranks), (), text))
+            self._abort_epoch(error)
 
-    def _abort_epoch(self, verdict: Verdict) -> None:
+    def _failed(self, group: _Group, link: Link, error: Error, number: int = -1) -> None:
+        """Tell the group's judge of an error that a rank reports, or that the hub has noticed about this rank."""
+        group.judge.failed(link.number, error, number, self._members(group), time.monotonic())
+
+    def _known(self, ranks: list[object]) -> list[int]:
+        return [rank for rank in ranks if isinstance(rank, int) and 0 <= rank < self._roster.size]
+
+    def _abort_epoch(self, verdict: Error) -> None:
         """Abort all groups of this epoch, including groups that are still to be made."""
         if self._aborted is None:
             # End the meetings now, not in _look(): if a link ended in between, they would end with PeerLost.
             self._aborted = verdict
-            self._answer(self._meetings.clear(verdict.kind, verdict.text, verdict.ranks))
+            self._answer(self._meetings.clear(verdict))
 
     def _handle_compare(self, link: Link, frame: Frame) -> None:
         group = self._groups.get(_field(frame, "group", str))
@@ -498,10 +516,12 @@ class Hub:
     def _handle_meet(self, link: Link, frame: Frame) -> None:
         key, name, ranks = self._meeting(link, frame)
         if self._aborted:
-            self._answer([unmet((link.number,), key, self._aborted.kind, self._aborted.text, self._aborted.ranks)])
+            self._answer([unmet((link.number,), key, self._aborted)])
             return
         survivors = bool(frame.get("survivors"))
         answers = self._meetings.come(link.number, key, name, ranks, _field(frame, "facts", dict), survivors)
+        if survivors:
+            self._survivors = next((answer.frame["ranks"] for answer in answers if answer.frame["t"] == "met"), ())
         if frame.get("founds") and any(answer.frame["t"] == "met" for answer in answers):
             group = self._world if key == world_id(self._epoch) else self._open_group(key, frozenset(ranks))
             for other in self._roster:  # tell the judge of ranks that left the job before the group existed
@@ -526,8 +546,7 @@ class Hub:
         why = _field(frame, "why", str)
         group = self._groups.get(key)
         if group:  # all ranks have met in the meantime, so the group exists
-            now = time.monotonic()
-            group.judge.failed(link.number, "Aborted", [link.number], why, -1, self._members(group), now)
+            self._failed(group, link, Aborted(why, [link.number]))
         else:
             self._answer(self._meetings.refuse(link.number, key, name, ranks, why))
 
@@ -539,7 +558,7 @@ class Hub:
             return  # the frame is from an earlier epoch
         if to in group.closed:
             text = f"{self._roster.name(to)} has destroyed the group, but {link} sends to it"
-            group.judge.failed(link.number, "PeerLost", [to], text, -1, self._members(group), time.monotonic())
+            self._failed(group, link, PeerLost(text, [to]))
             return
         words = {"group": name, "address": frame.get("address")}
         for other in self._roster:
@@ -549,6 +568,20 @@ class Hub:
     def _handle_close(self, link: Link, frame: Frame) -> None:
         self._close_group(link, _field(frame, "group", str), _field(frame, "number", int))
 
+    def _handle_waits(self, link: Link, frame: Frame) -> None:
+        """A rank has waited long, and asks for which ranks. Only one of the ranks that wait is to tell the user."""
+        key, ranks, here = _field(frame, "key", str), list[int](), [one.number for one in self._roster]
+        if key == JOIN:
+            words = self._roster.missing()
+        else:
+            if key == READY:
+                here, ranks = sorted(self._ready), [rank for rank in here if rank not in self._ready]
+            else:
+                here, ranks = sorted(self._meetings.present(key)), self._meetings.missing(key)
+            words = ", ".join(map(self._roster.name, ranks))
+        tells = here[:1] == [link.number]
+        self._send(link, {"t": "missing", "key": key, "ranks": ranks, "text": words, "tells": tells})
+
     def _handle_rejoin(self, link: Link, frame: Frame) -> None:
         """A survivor waits for the next epoch, and takes no part in the current epoch any more."""
         link.facts = _field(frame, "facts", dict)
@@ -556,8 +589,7 @@ class Hub:
         link.waits = True
         if len(self._ready) < self._roster.size:  # others wait for this rank in their set-up: make the set-up fail
             text = f"{link} gave up its set-up, and waits for the next epoch"
-            now = time.monotonic()
-            self._world.judge.failed(link.number, "PeerLost", [link.number], text, 0, self._members(self._world), now)
+            self._failed(self._world, link, PeerLost(text, [link.number]), 0)
         self._begin_epoch()
         self._answer(self._meetings.look())  # other ranks may wait for this rank in a meeting of this epoch
 
@@ -568,7 +600,7 @@ class Hub:
         absent = [rank for rank in range(self._roster.size) if not self._waits(rank)]
         names = ", ".join(self._absence(rank) for rank in absent)
         why = f"rejoin: {link} waited {_field(frame, 'seconds', float):g} s for {names}"
-        self._turn_away(link, "CollectiveTimeout", why, absent)
+        self._turn_away(link, CollectiveTimeout(why, waiting_for=absent))
 
     def _waits(self, rank: int) -> bool:
         link = self._roster.at(rank)
@@ -625,7 +657,7 @@ class Hub:
         self._absent.clear()
         if self._world.judge.verdict and self._world.announced:
             verdict = self._world.judge.verdict
-            self._send(link, {"t": "verdict", "group": world_id(self._epoch), **verdict._asdict()})
+            self._send(link, {"t": "verdict", "group": world_id(self._epoch), **verdict.fields()})
         elif len(self._roster) == self._roster.size:
             self._welcome()
 
@@ -654,7 +686,7 @@ class Hub:
         never = self._never_again()
         if never:
             for link in waiting:
-                self._turn_away(link, "PeerLost", *never)
+                self._turn_away(link, never)
             return
         if len(waiting) < self._roster.size:
             return
@@ -663,30 +695,31 @@ class Hub:
         self._ready.clear()
         self._started_again.clear()
         self._aborted, self._abort_announced = None, False
-        self._answer(self._meetings.clear("PeerLost", "another epoch of the job has begun"))
+        self._answer(self._meetings.clear(PeerLost("another epoch of the job has begun")))
         self._groups.clear()
         self._world = self._open_group(world_id(self._epoch), range(self._roster.size))
         self._welcome()
 
-    def _never_again(self) -> tuple[str, list[int]] | None:
-        """Why there can be no next epoch, and the ranks that caused this; None if there can be one."""
+    def _never_again(self) -> Error | None:
+        """Why there can be no next epoch; None if there can be one."""
         if not self._restarts:
-            return "rejoin: nobody starts a lost rank of this job again; use `mscomm run --max-restarts N`", []
+            return PeerLost("rejoin: nobody starts a lost rank of this job again; use `mscomm run --max-restarts N`")
         if self._over:
-            return f"rejoin: {self._over.text}", list(self._over.ranks)
+            return PeerLost(f"rejoin: {self._over}", self._over.ranks)
         for link in self._roster:
             if link.left and (not self._watched or link.number in self._ended_well):
-                return f"rejoin: {link} has left the job, so that its ranks are never all there again", [link.number]
+                why = f"rejoin: {link} has left the job, so that its ranks are never all there again"
+                return PeerLost(why, [link.number])
         return None
 
-    def _turn_away(self, link: Link, kind: str, why: str, ranks: list[int]) -> None:
+    def _turn_away(self, link: Link, why: Error) -> None:
         """Tell a rank that waits for the next epoch that its wait is over, and why."""
         link.waits = False
         if link.welcomed:
-            self._send(link, {"t": "unmet", "key": link.rejoin_key, "kind": kind, "text": why, "ranks": ranks})
+            self._answer([unmet((link.number,), link.rejoin_key, why)])
             return
-        verdict = self._over or self._world.judge.verdict or Verdict(kind, tuple(ranks), (), why)
-        self._send(link, {"t": "verdict", "group": world_id(0), **verdict._asdict()})
+        verdict = self._over or self._world.judge.verdict or why
+        self._send(link, {"t": "verdict", "group": world_id(0), **verdict.fields()})
         if link.open:
             self._board.drop(link)
 
@@ -710,6 +743,8 @@ class Hub:
             self._absent[number] = how
             return
         self._log(f"{name} {how}")
+        if number in self._survivors:
+            self._survivors = ()
         for group in self._groups_of(number):
             group.judge.gone(number, how, time.monotonic())
         self._answer(self._meetings.look())
@@ -795,9 +830,9 @@ class Hub:
             self._refuse_all(why)
             return
         for group in self._groups.values():
-            group.judge.failed(UNKNOWN_RANK, "Aborted", (), why, -1, (), now)
-        self._abort_epoch(Verdict("Aborted", (), (), why))
-        self._give_up(Verdict("Aborted", (), (), why))
+            group.judge.failed(UNKNOWN_RANK, Aborted(why), -1, (), now)
+        self._abort_epoch(Aborted(why))
+        self._give_up(Aborted(why))
 
     def _objection(self, ranks: range, layout: str) -> str | None:
         """Why the launcher that asks may not start these ranks; None if it may."""
@@ -813,9 +848,14 @@ class Hub:
         return None
 
     def _tell_launcher(self, launcher: _Launcher) -> None:
-        """Tell the launcher whether the job can go on and, if it cannot, why."""
-        over = self._over._asdict() if self._over else None
-        self._launchers.write(launcher, encode({"t": "state", "over": over}, FROM_HUB_BYTES))
+        """Tell the launcher whether the job can go on and, if it cannot, why and whether its other ranks go on."""
+        over = self._over.fields() if self._over else None
+        state = {"t": "state", "over": over, "goes_on": self._goes_on}
+        self._launchers.write(launcher, encode(state, FROM_HUB_BYTES))
+
+    def _tell_launchers(self) -> None:
+        for launcher in list(self._launchers.lines):
+            self._tell_launcher(launcher)
 
     def _launcher_gone(self, launcher: _Launcher, how: str) -> None:
         """A launcher has ended, so nobody starts or restarts its ranks any more. Ranks that have joined may go on."""
@@ -824,9 +864,12 @@ class Hub:
     def _without_launcher(self, launcher: _Launcher, why: str) -> None:
         ended = self._ended_well | self._ended_badly.keys()
         for rank in [rank for rank in launcher.ranks if rank not in ended]:
-            if self._restarts:
+            member = self._roster.at(rank)
+            if member is not None and member.left:  # it said bye; only the launcher's word on how it ended is missing
+                self._ended_well.add(rank)
+            elif self._restarts:
                 self._ended_badly.setdefault(rank, why)
-            elif self._roster.at(rank) is None:
+            elif member is None:
                 self._process_ended(rank, why, badly=True, again=False)
 
     def _dismiss_launchers(self) -> None:
@@ -885,6 +928,7 @@ _HANDLERS: dict[str, Callable[[Hub, Link, Frame], None]] = {
     "refuse": Hub._handle_refuse,
     "dial": Hub._handle_dial,
     "close": Hub._handle_close,
+    "waits": Hub._handle_waits,
     "rejoin": Hub._handle_rejoin,
     "unrejoin": Hub._handle_unrejoin,
     "bye": Hub._handle_bye,

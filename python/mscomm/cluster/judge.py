@@ -6,10 +6,11 @@ I/O.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from mscomm.errors import KINDS
+from mscomm import _core
+from mscomm.errors import CollectiveTimeout, Error, PeerLost
 
 BELIEVED_AFTER_S = 0.2  # how long a symptom waits for a report from the rank that it names; then it becomes the verdict
 ANSWERS_WITHIN_S = 0.3  # after a timeout: how long the ranks may take to answer "where are you"
@@ -19,17 +20,8 @@ ASKED_EVERY_S = 1.0  # the least time between two comparisons of the ranks' call
 _CALLS_KEPT = 16
 
 
-class Verdict(NamedTuple):
-    """The first cause of a failure; every rank raises it."""
-
-    kind: str
-    ranks: tuple[int, ...]
-    waiting_for: tuple[int, ...]
-    text: str
-
-
 class Progress(NamedTuple):
-    """How far a rank is: the number of its last call, whether it is still inside that call, and a text for the user."""
+    """How far a rank is: the number of its last call, whether it is still inside that call, and a text for people."""
 
     number: int
     inside: bool
@@ -39,11 +31,9 @@ class Progress(NamedTuple):
 class _Symptom(NamedTuple):
     """A rank's report that other ranks are lost, or that a device's library failed, perhaps because a rank is lost."""
 
-    kind: str
     reporter: int
-    lost: tuple[int, ...]
-    text: str
-    until: float
+    error: Error
+    until: float  # when the symptom becomes the verdict, if its cause has not been found by then
 
 
 class Judge:
@@ -54,7 +44,7 @@ class Judge:
     """
 
     def __init__(self, name: Callable[[int], str], watched: bool = False, restarts: bool = False) -> None:
-        self.verdict: Verdict | None = None
+        self.verdict: Error | None = None  # the first cause, which every rank raises
         self.asking = False  # the hub must now ask all ranks "where are you, and what was your call `asked`"
         self.asked = -1
         self._name = name
@@ -68,7 +58,7 @@ class Judge:
         # the rank's process ended.
         self._gone: dict[int, tuple[str, float]] = {}
         self._symptoms: list[_Symptom] = []
-        self._question: tuple[Verdict, int, float, set[int]] | None = (
+        self._question: tuple[Error, int, float, set[int]] | None = (
             None  # the timeout to explain, the call's number, until when to wait, the ranks that must still answer
         )
         self._progress: dict[int, Progress] = {}
@@ -77,37 +67,34 @@ class Judge:
 
     # -- events that the hub reports
 
-    def failed(
-        self, rank: int, kind: str, ranks: Iterable[int], text: str, number: int, others: Iterable[int], now: float
-    ) -> None:
-        """A rank reports an error. `others`: the ranks that can be asked where they are."""
+    def failed(self, rank: int, error: Error, number: int, others: Iterable[int], now: float) -> None:
+        """A rank reports an error of its call `number`; -1: of no call. others: the ranks that can be asked where they
+        are.
+        """
         if self.verdict:
             return
         self._spoke.add(rank)
-        ranks = tuple(ranks)
+        named = set(error.ranks)
         if self._question:
-            self.here(rank, Progress(number, True, text), now)
-        elif kind == "CollectiveTimeout" and number >= 0:
-            self._question = (Verdict(kind, ranks, (), text), number, now + ANSWERS_WITHIN_S, set(others) - {rank})
-            self._progress[rank] = Progress(number, True, text)
+            self.here(rank, Progress(number, True, str(error)), now)
+        elif error.kind == "CollectiveTimeout" and number >= 0:
+            self._question = (error, number, now + ANSWERS_WITHIN_S, set(others) - {rank})
+            self._progress[rank] = Progress(number, True, str(error))
             self._ask(number)
-        elif (kind == "PeerLost" or (kind == "Error" and number >= 0)) and not self._left.keys() & set(ranks):
-            self._symptoms.append(_Symptom(kind, rank, ranks, text, now + BELIEVED_AFTER_S))
+        elif (error.kind == "PeerLost" or (error.kind == "Error" and number >= 0)) and not self._left.keys() & named:
+            self._symptoms.append(_Symptom(rank, error, now + BELIEVED_AFTER_S))
         else:
-            if kind == "PeerLost":
-                text = self._how_they_left(ranks, text)
-            if (
-                kind == "PeerLost"
-                and self._watched
-                and set(ranks) & self._left.keys() - self._ends.keys() - self._destroyed
-            ):
+            error = self._how_they_left(error)
+            if error.kind == "PeerLost" and self._watched and self._unexplained() & named:
                 # The rank said bye. Wait until the launcher says how its process ended.
-                self._symptoms.append(_Symptom(kind, rank, ranks, text, now + self._reason_s))
+                self._symptoms.append(_Symptom(rank, error, now + self._reason_s))
             elif not self._gone.keys() - {rank}:  # if another rank was lost before, look() reports that rank instead
-                # A timeout that comes here is the timeout of a message, which waited for `ranks`.
-                waiting_for = ranks if kind == "CollectiveTimeout" else ()
-                self.verdict = Verdict(kind if kind in KINDS else "Error", ranks, waiting_for, text)
+                self.verdict = error
         self.look(now)
+
+    def _unexplained(self) -> set[int]:
+        """The ranks that have left the job, but of whose processes the launcher has not said how they ended."""
+        return self._left.keys() - self._ends.keys() - self._destroyed
 
     def compare(self, rank: int, number: int, call: str, now: float) -> None:
         """A rank is stuck in call `number`. Others may have made a different call: ask all ranks what they called."""
@@ -125,27 +112,14 @@ class Judge:
         if len(self._calls) > _CALLS_KEPT:
             del self._calls[next(iter(self._calls))]
         if len(set(calls.values())) > 1:
-            self.verdict = self._mismatch(calls)
+            by_call: dict[str, list[int]] = {}
+            for other in sorted(calls):
+                by_call.setdefault(calls[other], []).append(other)
+            self.verdict = _core.mismatch("the ranks", list(by_call.items()))
         self.look(now)
 
     def _ask(self, number: int) -> None:
         self.asking, self.asked = True, number
-
-    def _mismatch(self, calls: Mapping[int, str]) -> Verdict:
-        """The verdict on different calls, with a text like that of csrc/comm/communicator.cc."""
-        by_call: dict[str, list[int]] = {}
-        for rank in sorted(calls):
-            by_call.setdefault(calls[rank], []).append(rank)
-        words = [
-            f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} called {call}"
-            for call, ranks in by_call.items()
-        ]
-        _, *others = by_call.values()
-        text = (
-            f"the ranks made different calls: {'; '.join(words)}. Every rank must make the same calls in the same "
-            "order, with the same shapes, types and options"
-        )
-        return Verdict("Mismatch", tuple(rank for ranks in others for rank in ranks), (), text)
 
     def here(self, rank: int, progress: Progress, now: float) -> None:
         """A rank answers where it is. Only its first answer counts. The report of a timeout is such an answer."""
@@ -160,9 +134,8 @@ class Judge:
         if destroyed:
             self._destroyed.add(rank)
             for symptom in self._symptoms:  # a peer saw this rank leave before the hub did
-                if rank in symptom.lost and not self.verdict:
-                    text = self._how_they_left(symptom.lost, symptom.text)
-                    self.verdict = Verdict("PeerLost", symptom.lost, (), text)
+                if rank in symptom.error.ranks and not self.verdict:
+                    self.verdict = self._how_they_left(symptom.error)
         if self._question:
             self._question[3].discard(rank)
         self.look(now)
@@ -183,7 +156,7 @@ class Judge:
         """
         self._ends[rank] = how
         if rank in self._left and badly and not self.verdict:
-            self.verdict = Verdict("PeerLost", (rank,), (), f"{self._name(rank)} left the job: {how}")
+            self.verdict = PeerLost(f"{self._name(rank)} left the job: {how}", [rank])
         self.look(now)
 
     # -- finding the verdict
@@ -208,17 +181,14 @@ class Judge:
         for rank, (how, until) in self._gone.items():
             if rank in self._ends or until <= now:
                 reason = f": {self._ends[rank]}" if rank in self._ends else ""
-                self.verdict = Verdict(
-                    "PeerLost", (rank,) if rank >= 0 else (), (), f"{self._name(rank)} {how}{reason}"
-                )
+                self.verdict = PeerLost(f"{self._name(rank)} {how}{reason}", [rank] if rank >= 0 else [])
                 return
         if not self._gone and self._symptoms and (now >= self._symptoms[0].until or self._circular()):
-            symptom = self._root()
-            self.verdict = Verdict(symptom.kind, symptom.lost, (), symptom.text)
+            self.verdict = self._root().error
 
     def _judge_deadline(self, now: float) -> None:
         assert self._question
-        verdict, number, until, unanswered = self._question
+        timeout, number, until, unanswered = self._question
         if unanswered and now < until:
             return
         waiting_for, words = set(), []
@@ -233,18 +203,19 @@ class Judge:
             elif progress is None:
                 behind, what = True, f"gave no sign of life within {ANSWERS_WITHIN_S:g} s"
             else:
-                behind = progress.number < number or (progress.number == number and not progress.inside)
+                behind = progress.number < number
                 what = progress.text or f"is {'inside' if progress.inside else 'after'} call #{progress.number}"
             if behind:
                 waiting_for.add(rank)
                 words.append(f"{self._name(rank)}: {what}")
-        found = "; ".join(words) if words else "every rank is inside that call: the links between them are stuck"
-        self.verdict = verdict._replace(
-            waiting_for=tuple(sorted(waiting_for)), text=f"{verdict.text}. Waiting for: {found}"
-        )
+        stuck = "every rank is in that call or has ended it: the links between them are stuck"
+        found = "; ".join(words) if words else stuck
+        self.verdict = CollectiveTimeout(f"{timeout}. Waiting for: {found}", timeout.ranks, sorted(waiting_for))
 
-    def _how_they_left(self, ranks: Iterable[int], text: str) -> str:
-        for lost in ranks:
+    def _how_they_left(self, error: Error) -> Error:
+        """A PeerLost about ranks that have left: the same error, with a text that says how they left."""
+        text = str(error)
+        for lost in error.ranks if error.kind == "PeerLost" else ():
             if lost not in self._left:
                 continue
             # A report says this even if the rank only destroyed the group, because a peer cannot see the difference.
@@ -253,7 +224,7 @@ class Judge:
             text = text.replace(seen, words)
             if words not in text:
                 text = f"{words}; {text}"
-        return text
+        return error.again(text)
 
     def _root(self) -> _Symptom:
         """The symptom that counts. From the first symptom, go to the symptom that its lost rank reported, and so on,
@@ -263,7 +234,7 @@ class Judge:
         first = symptom = self._symptoms[0]
         seen = {symptom.reporter}
         while True:
-            nexts = [by_reporter[rank] for rank in symptom.lost if rank in by_reporter]
+            nexts = [by_reporter[rank] for rank in symptom.error.ranks if rank in by_reporter]
             if not nexts:
                 return symptom
             if nexts[0].reporter in seen:
@@ -274,5 +245,5 @@ class Judge:
     def _circular(self) -> bool:
         """Whether every rank that a symptom names has itself sent a report, so there is nothing more to wait for."""
         return all(
-            symptom.lost and all(rank in self._spoke for rank in symptom.lost) for symptom in self._symptoms
+            symptom.error.ranks and self._spoke.issuperset(symptom.error.ranks) for symptom in self._symptoms
         )  # a symptom from NCCL names no rank, because NCCL does not know which rank is lost

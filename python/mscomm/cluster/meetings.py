@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from mscomm.cluster.frames import Frame
+from mscomm.errors import Aborted, CollectiveTimeout, Error, Mismatch, PeerLost
 
 
 class Answer(NamedTuple):
@@ -19,9 +20,9 @@ class Answer(NamedTuple):
     frame: Frame
 
 
-def unmet(to: tuple[int, ...], key: str, kind: str, why: str, ranks: Iterable[int]) -> Answer:
-    """An answer that says that the meeting cannot take place. ranks: the ranks that caused this."""
-    return Answer(to, {"t": "unmet", "key": key, "kind": kind, "text": why, "ranks": list(ranks)})
+def unmet(to: tuple[int, ...], key: str, why: Error) -> Answer:
+    """An answer that says that the meeting cannot take place."""
+    return Answer(to, {"t": "unmet", "key": key, **why.fields()})
 
 
 class _Meeting:
@@ -30,7 +31,7 @@ class _Meeting:
         self.ranks = ranks
         self.survivors = survivors  # the meeting does not wait for lost ranks
         self.facts: dict[int, Frame] = {}
-        self.refused: tuple[str, int] | None = None  # the reason for the refusal, and the rank that refused
+        self.refused: Error | None = None  # why a rank refused to meet
         self.told: set[int] = set()  # ranks that know of the refusal; the others hear it when they come
 
     @property
@@ -46,20 +47,23 @@ class Meetings:
     """All open meetings of a job.
 
     `gone(rank)`: why the rank can come to no meeting any more, or None. `name(rank)`: the rank's name in messages.
+    `verdict()`: the first failure of the job, which may be why ranks are gone.
     """
 
-    def __init__(self, gone: Callable[[int], str | None], name: Callable[[int], str]) -> None:
+    def __init__(
+        self, gone: Callable[[int], str | None], name: Callable[[int], str], verdict: Callable[[], Error | None]
+    ) -> None:
         self._gone = gone
         self._name = name
+        self._verdict = verdict
         self._open: dict[str, _Meeting] = {}
 
     def come(self, rank: int, key: str, name: str, ranks: list[int], facts: Frame, survivors: bool) -> Iterable[Answer]:
         """A rank comes to the meeting. survivors: the meeting does not wait for lost ranks."""
         meeting = self._open.get(key)
         if meeting is not None and meeting.refused is not None and rank not in meeting.told:
-            why, culprit = meeting.refused
             self._tell(key, {rank})
-            return [unmet((rank,), key, "Aborted", why, [culprit])]
+            return [unmet((rank,), key, meeting.refused)]
         if meeting is None or meeting.refused is not None:
             meeting = self._open[key] = _Meeting(name, ranks, survivors)
         meeting.facts[rank] = facts
@@ -67,18 +71,15 @@ class Meetings:
             why = (
                 f"{name}: the ranks do not agree who takes part: {self._name(rank)} named {ranks}, not {meeting.ranks}"
             )
-            return self._cancel(key, "Mismatch", why, [rank])
+            return self._cancel(key, Mismatch(why, [rank]))
         for other_key, other in self._open.items():
             if other_key != key and other.name == name and self._wait_for_each_other(meeting, other):
                 text = "; ".join(
                     f"{', '.join(self._name(r) for r in one.here)} named {one.ranks}" for one in (other, meeting)
                 )
                 why = f"{name}: the ranks do not agree who takes part: {text}"
-                differing = [r for one in (other, meeting) for r in one.here]
-                return [
-                    *self._cancel(other_key, "Mismatch", why, differing),
-                    *self._cancel(key, "Mismatch", why, differing),
-                ]
+                error = Mismatch(why, [r for one in (other, meeting) for r in one.here])
+                return [*self._cancel(other_key, error), *self._cancel(key, error)]
         return self._look(key)
 
     def withdraw(self, rank: int, key: str, seconds: float) -> Iterable[Answer]:
@@ -89,25 +90,38 @@ class Meetings:
         missing = meeting.missing
         names = ", ".join(map(self._name, missing))
         why = f"{meeting.name}: {self._name(rank)} waited {seconds:g} s for {names}"
-        return self._cancel(key, "CollectiveTimeout", why, missing)
+        return self._cancel(key, CollectiveTimeout(why, waiting_for=missing))
 
     def refuse(self, rank: int, key: str, name: str, ranks: list[int], why: str) -> Iterable[Answer]:
         """A rank gives up a meeting, before or after it came. The other ranks learn why, now or when they come."""
         meeting = self._open.setdefault(key, _Meeting(name, ranks, False))
         meeting.facts.pop(rank, None)
-        answer = unmet(meeting.here, key, "Aborted", why, [rank])
-        meeting.refused = why, rank
+        meeting.refused = Aborted(why, [rank])
+        answer = unmet(meeting.here, key, meeting.refused)
         self._tell(key, {rank, *meeting.facts})
         meeting.facts.clear()
         return [answer]
+
+    def present(self, key: str) -> tuple[int, ...]:
+        """The ranks that wait in the meeting; none if there is no such meeting."""
+        return self._open[key].here if key in self._open else ()
+
+    def missing(self, key: str) -> list[int]:
+        """The ranks for which the meeting waits; none if there is no such meeting."""
+        return self._open[key].missing if key in self._open else []
+
+    @property
+    def survivors_meet(self) -> bool:
+        """Whether a rank waits in a meeting that does not wait for lost ranks."""
+        return any(meeting.survivors for meeting in self._open.values())
 
     def look(self) -> Iterable[Answer]:
         """Look at all meetings again after a rank was lost."""
         return [answer for key in list(self._open) for answer in self._look(key)]
 
-    def clear(self, kind: str, why: str, ranks: Iterable[int] = ()) -> Iterable[Answer]:
+    def clear(self, why: Error) -> Iterable[Answer]:
         """End all meetings."""
-        return [answer for key in list(self._open) for answer in self._cancel(key, kind, why, ranks)]
+        return [answer for key in list(self._open) for answer in self._cancel(key, why)]
 
     @staticmethod
     def _wait_for_each_other(one: _Meeting, other: _Meeting) -> bool:
@@ -117,7 +131,7 @@ class Meetings:
         meeting = self._open[key]
         lost = {rank: why for rank in meeting.ranks if (why := self._gone(rank)) is not None}
         if lost and not meeting.survivors:
-            return self._cancel(key, "PeerLost", f"{meeting.name}: {'; '.join(lost.values())}", list(lost))
+            return self._cancel(key, self._explained(meeting, lost))
         for rank in lost:
             meeting.facts.pop(rank, None)  # the rank came, but was lost before the others came
         if any(rank not in lost for rank in meeting.missing):
@@ -127,12 +141,20 @@ class Meetings:
         frame = {"t": "met", "key": key, "ranks": ranks, "facts": [meeting.facts[rank] for rank in ranks]}
         return [Answer(meeting.here, frame)]
 
+    def _explained(self, meeting: _Meeting, lost: dict[int, str]) -> Error:
+        """The error of a meeting to which these ranks do not come. It tells the first failure of the job, too."""
+        first = self._verdict()
+        told = [str(first) if str(first).startswith(why) else why for why in lost.values()]
+        if first is not None and str(first) not in told:
+            told.append(f"before that, the job failed: {first}")
+        return PeerLost(f"{meeting.name}: {'; '.join(told)}", lost)
+
     def _tell(self, key: str, ranks: Iterable[int]) -> None:
         meeting = self._open[key]
         meeting.told.update(ranks)
         if meeting.told.issuperset(meeting.ranks):
             del self._open[key]
 
-    def _cancel(self, key: str, kind: str, why: str, ranks: Iterable[int]) -> list[Answer]:
+    def _cancel(self, key: str, why: Error) -> list[Answer]:
         meeting = self._open.pop(key)
-        return [unmet(meeting.here, key, kind, why, ranks)]
+        return [unmet(meeting.here, key, why)]

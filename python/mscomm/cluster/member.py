@@ -9,23 +9,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import select
 import socket
 import termios
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from mscomm import log
+from mscomm import _core, log
 from mscomm.cluster.deadline import Deadline
-from mscomm.cluster.frames import Frame, Frames
+from mscomm.cluster.frames import JOIN, READY, Frame, Frames
 from mscomm.cluster.interfaces import listen_address
 from mscomm.cluster.links import node_timeout_s
 from mscomm.cluster.plan import world_id
-from mscomm.errors import CollectiveTimeout, Error, PeerLost, make
+from mscomm.errors import Aborted, CollectiveTimeout, Error, PeerLost, of_fields
 
 SETTLE_S = 2.0  # how long a rank that reported a failure waits for the verdict
 LEAVE_S = 2.0
@@ -34,14 +36,11 @@ _NUMBERS = 500  # a bye has the last call numbers of at most this many groups; t
 # The errors of a link if the host at the other end, or the network to that host, is down.
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
-# kind, text, ranks, waiting_for, whether it is the verdict, the number of the call that failed (-1: no call)
-Failure = tuple[str, str, list[int], list[int], bool, int]
-
 
 class Communicator(Protocol):
     """What the member needs from a group's communicator. All methods return at once, and any thread may call them."""
 
-    def abort(self, kind: str, ranks: list[int], waiting_for: list[int], text: str) -> None: ...
+    def abort(self, verdict: Error, /) -> None: ...
 
     def left(self, rank: int) -> None: ...
 
@@ -49,7 +48,7 @@ class Communicator(Protocol):
     def called(self, number: int, /) -> str: ...
     def stuck(self) -> int: ...
 
-    def failure(self) -> Failure | None: ...
+    def failure(self) -> _core.Failure | None: ...
 
     def notices(self) -> list[str]: ...
 
@@ -70,6 +69,14 @@ class Met(NamedTuple):
 
     ranks: list[int]
     facts: list[dict[str, Any]]
+
+
+class Missing(NamedTuple):
+    """For which ranks a rank waits, as far as the hub has said. tells: this rank is the one that tells the user."""
+
+    words: str = "the other ranks"
+    ranks: Sequence[int] = ()
+    tells: bool = False
 
 
 class Member:
@@ -104,6 +111,7 @@ class Member:
         self._go = -1  # the last epoch in which all ranks became ready
         self._rejoins = 0
         self._met: dict[str, Met | Error] = {}
+        self._missing: dict[str, Missing] = {}  # by key of a wait
         self._refused: str | None = None  # the key of the last meeting that the hub refused
         self._failure: Error | None = None  # a failure of the whole link: the hub refused us, or is gone
         self._verdicts: dict[str, Error] = {}  # by group; "": for all groups of this epoch, including later ones
@@ -129,7 +137,7 @@ class Member:
         known = {**self._known(), **facts}
         self._say({"t": "join", "rank": self._rank, "node_id": self._node_id, "facts": known}, deadline)
         self._reader.start()
-        self._await(lambda: self._welcome is not None, deadline, "the other ranks to join", world_id(0))
+        self._await(lambda: self._welcome is not None, deadline, "init", JOIN, world_id(0))
         assert self._welcome
         return self._welcome
 
@@ -149,11 +157,11 @@ class Member:
 
         try:
             self._say({"t": "rejoin", "key": key, "facts": {**self._known(), **facts}}, deadline)
-            self._await(answered, deadline, "the lost ranks to come back")
+            self._await(answered, deadline, "rejoin")
         except CollectiveTimeout:
             # Ask the hub which ranks are missing. It may answer that the last rank has come in the meantime.
             self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
-            self._await(answered, Deadline(SETTLE_S), "the lost ranks to come back")
+            self._await(answered, Deadline(SETTLE_S), "rejoin")
         except Error:
             raise  # the link has ended
         except BaseException:  # raised by a signal handler: this rank stops waiting
@@ -171,7 +179,7 @@ class Member:
         assert self._welcome
         epoch = self._welcome.epoch
         self._say({"t": "ready", "epoch": epoch}, deadline)
-        self._await(lambda: self._go >= epoch, deadline, "the other ranks to finish their set-up", world_id(epoch))
+        self._await(lambda: self._go >= epoch, deadline, "init", READY, world_id(epoch))
 
     # -- meetings and groups
 
@@ -200,7 +208,7 @@ class Member:
                 self._closed[key] = []
         try:
             self._say({"t": "meet", "founds": founds, "survivors": survivors, **words}, deadline)
-            self._await(lambda: key in self._met, deadline, name)
+            self._await(lambda: key in self._met, deadline, name, key)
         except CollectiveTimeout:
             # Ask the hub which ranks did not come. It may answer that the last rank has come in the meantime.
             self._say({"t": "unmeet", "key": key, "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
@@ -236,7 +244,7 @@ class Member:
         with self._news:
             failure = self._verdict(group) or self._failure
         if failure:
-            raise _again(failure)
+            raise failure.again()
 
     def attach(self, group: str, communicator: Communicator, dialled: Callable[[int, Any], None]) -> None:
         """Pass the group's events to the communicator from now on. Events that came earlier are passed on at once.
@@ -253,7 +261,7 @@ class Member:
         for rank in departed:
             communicator.left(rank)
         if failure:
-            _abort(communicator, failure)
+            communicator.abort(failure)
         for rank, address in early:
             dialled(rank, address)
 
@@ -283,48 +291,47 @@ class Member:
         """Report an error of the group's call `number`. Returns the error to raise: the verdict, whose __cause__ is the
         reported error.
 
-        Waits at most 2 s, or up to node_timeout_s() + 1 s longer if the hub's host is silent. Returns the symptom
-        itself if there is no verdict by then.
+        Waits at most 2 s, or up to node_timeout_s() + 1 s longer if the hub's host is silent. If there is no verdict by
+        then, returns the symptom itself, or what happened to the hub if that may have made the symptom.
         """
         if self._forked:
             return symptom
         deadline = Deadline(SETTLE_S)
         if self._verdict(group) is None:
-            ranks = symptom.ranks or (symptom.waiting_for if number < 0 else ())
-            self._tell(group, type(symptom).__name__, str(symptom), ranks, number, deadline)
+            self._tell(group, symptom, number, deadline)
         with self._news:
             self._news.wait_for(lambda: self._settled(group), deadline.left())
             if not self._settled(group) and self._hub_is_silent():
                 # The hub's host is down, which the link will report soon. That explains more than our symptom.
                 self._news.wait_for(lambda: self._settled(group), node_timeout_s() + 1)
             verdict = self._verdict(group)
-            if verdict is None and isinstance(self._failure, PeerLost):
-                verdict = self._failure
+            if verdict is None and isinstance(symptom, (PeerLost, CollectiveTimeout)):
+                verdict = self._failure  # the other rank may be lost because the hub is
         if verdict is None:
             return symptom
-        error = _again(verdict)
+        error = verdict.again()
         if str(symptom) != str(error):
             error.__cause__ = symptom
         return error
 
-    def report(self, kind: str, text: str, ranks: Sequence[int], group: str = "") -> None:
+    def report(self, failure: Error, group: str = "") -> None:
         """Tell the hub of a failure outside calls, such as abort() or an uncaught exception. Returns when it is sent.
 
         group: "" means all groups of the job.
         """
         if not group:  # on this rank, the failure counts at once, before the hub's verdict
             with self._news:
-                self._verdicts.setdefault("", make(kind, text, ranks))
-        self._tell(group, kind, text, ranks, -1, Deadline(SETTLE_S))
+                self._verdicts.setdefault("", failure)
+        self._tell(group, failure, -1, Deadline(SETTLE_S))
 
-    def _tell(self, group: str, kind: str, text: str, ranks: Sequence[int], number: int, deadline: Deadline) -> None:
+    def _tell(self, group: str, failure: Error, number: int, deadline: Deadline) -> None:
         if self._forked or self._ended is not None:
             return
         self._told.add(group)
         with self._news:
             communicator = self._communicators.get(group)
         call = communicator.called(number)[:_CALL_CHARACTERS] if communicator else ""
-        words = {"kind": kind, "ranks": list(ranks), "text": text[:16000], "number": number, "call": call}
+        words = {**failure.again(str(failure)[:16000]).fields(), "number": number, "call": call}
         try:
             self._frames.send({"t": "failed", "group": group, **words}, deadline)
         except OSError as error:  # the reading thread sees the end of the link too, and tells the communicators
@@ -412,11 +419,8 @@ class Member:
             groups = [(group, one) for group, one in self._communicators.items() if group not in self._told]
         for group, communicator in groups:
             failure = communicator.failure()
-            if failure and not failure[4]:
-                kind, text, ranks, waiting_for, _, number = failure
-                # As in settle(): a message that timed out (number < 0) names the ranks for which it waited.
-                ranks = ranks or (waiting_for if number < 0 else [])
-                self._tell(group, kind, text, ranks, number, Deadline(SETTLE_S))
+            if failure and not failure.is_verdict:
+                self._tell(group, failure.error, failure.number, Deadline(SETTLE_S))
 
     def _hear(self, frame: Frame) -> None:
         kind = frame["t"]
@@ -436,13 +440,17 @@ class Member:
             with self._news:
                 self._met[frame["key"]] = Met(frame["ranks"], frame["facts"])
                 self._news.notify_all()
+        elif kind == "missing":
+            with self._news:
+                if frame["text"]:
+                    self._missing[frame["key"]] = Missing(frame["text"], frame["ranks"], frame["tells"])
+                self._news.notify_all()
         elif kind == "unmet":
             with self._news:
-                late = frame["ranks"] if frame["kind"] == CollectiveTimeout.__name__ else ()
-                self._met[frame["key"]] = make(frame["kind"], frame["text"], frame["ranks"], late)
+                self._met[frame["key"]] = of_fields(frame)
                 self._news.notify_all()
         elif kind == "verdict":
-            verdict = make(frame["kind"], frame["text"], frame["ranks"], frame["waiting_for"])
+            verdict = of_fields(frame)
             with self._news:
                 group = frame["group"]
                 self._verdicts.setdefault(group, verdict)
@@ -450,7 +458,7 @@ class Member:
                 named = [one for name, one in everyone if group == name or not (group or name in self._verdicts)]
                 self._news.notify_all()
             for one in named:
-                _abort(one, verdict)
+                one.abort(verdict)
         elif kind == "refused":
             self._fail(Error(frame["why"]))
         elif kind == "where":
@@ -494,7 +502,7 @@ class Member:
             words = f"rank {', '.join(map(str, lost))}: lost with the host of {self._hub}: {why}"
             self._fail(PeerLost(words, lost))
         elif unexpected:
-            self._fail(make("Aborted", f"{self._hub} is gone: {why}; start the job again and look at its output"))
+            self._fail(Aborted(f"{self._hub} is gone: {why}; start the job again and look at its output"))
 
     def _fail(self, failure: Error) -> None:
         with self._news:
@@ -504,7 +512,7 @@ class Member:
             communicators = list(self._communicators.values())
             self._news.notify_all()
         for communicator in communicators:
-            _abort(communicator, failure)
+            communicator.abort(failure)
 
     # -- sending frames and waiting
 
@@ -520,18 +528,56 @@ class Member:
                 self._reader.join(deadline.within(SETTLE_S).left())  # the hub's last frames may say why it is gone
             raise self._failure or PeerLost(f"{self._hub} is gone: {error}") from error
 
-    def _await(self, met: Callable[[], bool], deadline: Deadline, what: str, group: str | None = None) -> None:
-        """Wait until met() is true. Raises a failure of the link or the group, or CollectiveTimeout at the deadline."""
+    def _await(
+        self, met: Callable[[], bool], deadline: Deadline, what: str, key: str = "", group: str | None = None
+    ) -> None:
+        """Wait until met() is true. Raises a failure of the link or the group, or CollectiveTimeout at the deadline.
+
+        key: what the hub knows of the wait. With a key, lines on stderr say for whom this rank has waited long.
+        """
+
+        def over() -> bool:
+            return met() or self._failure is not None or verdict() is not None
 
         def verdict() -> Error | None:
             return None if group is None else self._verdict(group)
 
+        began = time.monotonic()
+        notices_s = itertools.chain((10, 60), itertools.count(300, 300))  # as for calls (csrc/net/wait.h)
+        notice = began + next(notices_s)
+        while True:
+            with self._news:
+                while not over() and not deadline.passed and not (key and time.monotonic() > notice):
+                    self._news.wait(min(deadline.left(), notice - time.monotonic()) if key else deadline.left())
+                failure = verdict() or self._failure  # the verdict explains more than "the hub is gone"
+                if met():
+                    return
+            if failure:
+                raise failure.again()
+            missing = self._ask_for_missing(key) if key else Missing()
+            if deadline.passed:
+                words = f"{what}: waited {deadline.seconds:g} s for {missing.words}"
+                raise CollectiveTimeout(words, waiting_for=missing.ranks)
+            if missing.tells:
+                log.notice(
+                    f"mscomm: {self._me()}{what} has waited {time.monotonic() - began:.0f} s for {missing.words}"
+                )
+            notice = began + next(notices_s)
+
+    def _ask_for_missing(self, key: str) -> Missing:
+        """Ask the hub for which ranks this rank waits."""
         with self._news:
-            while not (met() or self._failure or verdict()) and not deadline.passed:
-                self._news.wait(deadline.left())
-            failure = verdict() or self._failure  # the verdict explains more than "the hub is gone"
-            if not met():
-                raise _again(failure) if failure else CollectiveTimeout(f"waited {deadline.seconds:g} s for {what}")
+            self._missing.pop(key, None)
+        with contextlib.suppress(Error):  # the hub may be gone, which the caller notices
+            self._say({"t": "waits", "key": key}, Deadline(SETTLE_S))
+        with self._news:
+            self._news.wait_for(lambda: key in self._missing or self._failure is not None, SETTLE_S)
+            return self._missing.pop(key, None) or Missing()
+
+    def _me(self) -> str:
+        """This rank in notices; "" if its number is not known yet."""
+        rank = self._welcome.rank if self._welcome else self._rank
+        return "" if rank is None else f"rank {rank}: "
 
     def _settled(self, group: str) -> bool:
         """Whether the group's first failure is known, or can no longer become known."""
@@ -566,15 +612,6 @@ def _address(name: Any) -> str:
     """The host part of a socket's name; "" if both ends are on one host."""
     host = str(name[0]) if isinstance(name, tuple) else ""
     return "" if host == "::1" or host.startswith("127.") else host
-
-
-def _again(error: Error) -> Error:
-    """A new exception with the same type, text and ranks, because each raise changes the traceback of an exception."""
-    return make(type(error).__name__, str(error), error.ranks, error.waiting_for)
-
-
-def _abort(communicator: Communicator, failure: Error) -> None:
-    communicator.abort(type(failure).__name__, list(failure.ranks), list(failure.waiting_for), str(failure))
 
 
 _members: weakref.WeakSet[Member] = weakref.WeakSet()

@@ -13,7 +13,7 @@ from mscomm import _core
 from mscomm.cluster.assemble import Epoch
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import MESSAGES
-from mscomm.errors import CollectiveTimeout, Error, make
+from mscomm.errors import Aborted, CollectiveTimeout, Error
 
 _ANSWER_S = 30.0  # how long the receiver tries to connect to the sender, which is waiting already
 
@@ -47,14 +47,14 @@ class MessageLinks:
         except Error as symptom:
             if core.failure() is not None:  # another thread has failed, and has reported that to the hub
                 raise
-            error = make(type(symptom).__name__, f"{self._me}: {what}: {symptom}", symptom.ranks, symptom.waiting_for)
-            self._break(error)
+            error = symptom.again(f"{self._me}: {what}: {symptom}")
+            core.fail(error)
             raise error from symptom
         except OSError as error:  # this process lacks descriptors or memory
-            self._break(make("Aborted", f"{self._me}: {what}: {error}", [self._epoch.rank]))
+            core.fail(Aborted(f"{self._me}: {what}: {error}", [self._epoch.rank]))
             raise
         except BaseException:
-            self._break(make("Aborted", f"{self._me}: interrupted in {what}", [self._epoch.rank]))
+            core.fail(Aborted(f"{self._me} was interrupted in {what}", [self._epoch.rank]))
             raise
 
     def dialled(self, rank: int, addresses: Any) -> None:
@@ -66,9 +66,8 @@ class MessageLinks:
         try:
             threading.Thread(target=self._answer, args=(peer, addresses), name="mscomm-dial", daemon=True).start()
         except RuntimeError as error:  # no memory for a thread, or the interpreter is shutting down
-            symptom = self._no_link(rank, error)
             assert self._epoch.member is not None
-            self._epoch.member.report(type(symptom).__name__, str(symptom), symptom.ranks, self._group)
+            self._epoch.member.report(self._no_link(rank, error), self._group)
 
     def _answer(self, peer: int, addresses: Any) -> None:
         rank = self._ranks[peer]
@@ -82,16 +81,9 @@ class MessageLinks:
 
     def _no_link(self, rank: int, error: RuntimeError | OSError) -> Error:
         text = f"{self._me}: no link for messages from rank {rank}: {error}"
-        if isinstance(error, OSError):
-            symptom = make("Aborted", text, [self._epoch.rank])
-        else:
-            symptom = make(type(error).__name__, text, getattr(error, "ranks", ()))
-        self._break(symptom)
+        symptom = error.again(text) if isinstance(error, Error) else Aborted(text, [self._epoch.rank])
+        self._core.fail(symptom)
         return symptom
-
-    def _break(self, symptom: Error) -> None:
-        kind, ranks, waiting_for = type(symptom).__name__, list(symptom.ranks), list(symptom.waiting_for)
-        self._core.fail(kind, ranks, waiting_for, str(symptom))
 
     @property
     def _me(self) -> str:

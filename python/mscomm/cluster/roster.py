@@ -143,15 +143,23 @@ class Roster:
         """The name in messages of the member that has this Link.number."""
         return str(self.at(number) or f"rank {number}")
 
+    def missing(self) -> str:
+        """The members that have not joined, as text."""
+        ranks = self._numbers()
+        if len(ranks) < len(self._members):
+            return f"{self.size - len(self._members)} more {self.plural}"
+        return f"rank {', '.join(str(rank) for rank in range(self.size) if rank not in ranks)}"
+
+    def _numbers(self) -> list[int]:
+        """The ranks of the members, as far as they are known before ranks are given out."""
+        if self._ranks_known:
+            return [link.number for link in self._members]
+        return [int(link.node_id) for link in self._members if link.node_id and is_number(link.node_id)]
+
     def too_few(self, timeout_s: float) -> str:
         """The message that says which members did not join in time."""
         came = len(self._members)
         text = f"only {came} of {self.size} {self.plural} joined within {timeout_s:g} s (MS_TOPO_TIMEOUT)"
-        if self._ranks_known:
-            ranks = [link.number for link in self._members]
-        else:
-            ranks = [int(link.node_id) for link in self._members if link.node_id and is_number(link.node_id)]
-        if len(ranks) < came:
+        if len(self._numbers()) < came:
             return f"{text}: {self.size - came} missing; here are: {'; '.join(map(str, self._members))}"
-        missing = ", ".join(str(rank) for rank in range(self.size) if rank not in ranks)
-        return f"{text}: missing rank {missing}; look at their output, they may have failed before init()"
+        return f"{text}: missing {self.missing()}; look at their output, they may have failed before init()"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from mscomm.cluster.judge import Verdict
+from mscomm.errors import Error
 from mscomm.launching.tracebacks import LastWords, numbers
 
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
@@ -38,9 +38,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def failed(
-    first: End, others: Sequence[End], words: Mapping[int, LastWords], verdict: Verdict | None, here: str
-) -> str:
+def failed(first: End, others: Sequence[End], words: Mapping[int, LastWords], verdict: Error | None, here: str) -> str:
     """The message about a failed job.
 
     first, others: the ranks that ended badly. words: by rank, the exceptions that ended some of them. here: " on this
@@ -51,7 +49,7 @@ def failed(
     # the rank is the cause.
     ended_it = verdict is not None and (said is None or said.what.startswith(f"{verdict.kind}:"))
     if verdict and ended_it and verdict.kind not in _OF_ONE_RANK:
-        return _sentences(f"{verdict.kind} after {first.after_s:.1f} s: {verdict.text}", _ADVICE.get(verdict.kind, ""))
+        return _sentences(f"{verdict.kind} after {first.after_s:.1f} s: {verdict}", _ADVICE.get(verdict.kind, ""))
     if said is None:
         return _sentences(
             f"rank {first.rank} failed first{here}: {first.how} after {first.after_s:.1f} s", _of_end(first)
@@ -83,6 +81,12 @@ def _of_end(end: End) -> str:
 
 def _sentences(*texts: str) -> str:
     return ". ".join(text.rstrip(".") for text in texts if text)
+
+
+def stopped(ranks: Sequence[int]) -> str:
+    """The message about ranks that were killed because they were stopped when all other ranks had ended."""
+    which = f"rank{'s' * (len(ranks) > 1)} {numbers(list(ranks))}"
+    return f"killed {which}: stopped (SIGSTOP or SIGTSTP) though all other ranks had ended"
 
 
 def interrupted(number: int, after_s: float, words: Mapping[int, LastWords]) -> str:

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from mscomm import tracebacks
 from mscomm.cluster.deadline import join_timeout_s, seconds_of
-from mscomm.cluster.judge import Verdict
-from mscomm.errors import CollectiveTimeout, Error, PeerLost, make
+from mscomm.errors import CollectiveTimeout, Error, PeerLost
 from mscomm.launching.ending import End
 from mscomm.launching.output import Output, TextOutput
 from mscomm.launching.parts import WholeJob
@@ -119,13 +118,13 @@ class _Calls(Launch):
         command = [sys.executable, *util._args_from_interpreter_flags(), "-c", _SERVE]  # type: ignore[attr-defined]
         super().__init__(command, size, env, part, outputs=_of_python, call_fds=files, timeout_s=timeout_s)
         self.said = b""
-        self.verdict: Verdict | None = None
+        self.verdict: Error | None = None
         self.first: End | None = None
 
     def _show_last(self, tracebacks: bytes) -> None:
         self.said = tracebacks
 
-    def _summary(self, verdict: Verdict | None, elsewhere: Verdict | None) -> int:
+    def _summary(self, verdict: Error | None, elsewhere: Error | None) -> int:
         self.verdict, self.first = verdict, self._first()
         if self.first is None and not self.late:
             self._stderr.write(self.said)
@@ -151,8 +150,7 @@ def _results(job: _Calls, outcomes: list[_Outcome | None], what: str, timeout_s:
     if outcome and outcome.error:
         error = outcome.error
     elif job.verdict:
-        kind, ranks, waiting_for, words = job.verdict
-        error = make(kind, f"{what}: {words}", ranks, waiting_for)
+        error = job.verdict.again(f"{what}: {job.verdict}")
     else:
         how = job.first.how if job.first else "it ended the process itself"
         error = PeerLost(f"{what}: rank {rank} did not end well: {how}", [rank])

@@ -23,8 +23,7 @@ from mscomm.cluster import interfaces, links, security
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import FROM_HUB_BYTES, Frame, Frames
 from mscomm.cluster.hub import Hub
-from mscomm.cluster.judge import Verdict
-from mscomm.errors import AuthenticationError, BackendUnavailable, Error
+from mscomm.errors import AuthenticationError, BackendUnavailable, Error, PeerLost, of_fields
 from mscomm.launching.output import Output, Stream
 
 LOOK_S = 0.2  # how often a launcher looks for failures on other hosts, because no event reports them
@@ -66,11 +65,14 @@ class Part(Protocol):
     def can_restart(self) -> bool:
         """Whether a rank that is restarted now can take part in the job."""
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> Error | None:
         """The job's first failure, if it is known here."""
 
-    def over(self) -> Verdict | None:
+    def over(self) -> Error | None:
         """Why the job cannot go on, whichever host caused that; None if it can."""
+
+    def goes_on(self) -> bool:
+        """Whether ranks go on without the lost ones, or wait to do so (shrink), so that they must not be ended."""
 
     def needed(self, well: bool) -> bool:
         """Whether other hosts still need this launcher after its own ranks have ended. well: all of them ended well."""
@@ -97,11 +99,14 @@ class _WithHub(_OneHost):
     def can_restart(self) -> bool:
         return self._hub.can_restart
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> Error | None:
         return self._hub.verdict
 
-    def over(self) -> Verdict | None:
+    def over(self) -> Error | None:
         return self._hub.over
+
+    def goes_on(self) -> bool:
+        return self._hub.goes_on
 
 
 class WholeJob(_WithHub):
@@ -209,7 +214,7 @@ class Node0(_WithHub):
                 return False
             # A node whose launcher has not connected yet still needs us, but only until the join timeout.
             self._until = min(self._until, time.monotonic() + self._topo_timeout_s)
-        if not well:
+        if not well and not self._hub.goes_on:
             self._until = min(self._until, time.monotonic() + _HEAR_S)
         return self._thread.is_alive() and time.monotonic() < self._until
 
@@ -238,7 +243,9 @@ class OtherNode(_OneHost):
         self._name = name
         self._layout = layout
         self._given_key = key
-        self._over: Verdict | None = None
+        self._over: Error | None = None
+        self._goes_on = False
+        self._ended_well: set[int] = set()
         self._link: Frames | None = None
         self._address = (host, port)
         self._permit_plain = permit_plain
@@ -258,7 +265,7 @@ class OtherNode(_OneHost):
             raise Error(f"the job at {self._where} refuses {self._name}: {state['why']}")
         self._hear(state)
         if self._over:
-            raise Error(f"the job at {self._where} has failed already: {self._over.text}")
+            raise Error(f"the job at {self._where} has failed already: {self._over}")
 
     def give_up(self, why: str) -> None:
         """Call this instead of open(): tells node 0, if it answers, why this node starts no ranks."""
@@ -307,6 +314,8 @@ class OtherNode(_OneHost):
         return
 
     def ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
+        if not badly:
+            self._ended_well.add(rank)
         if self._link:
             words = {"rank": rank, "how": how, "badly": badly, "again": again}
             with contextlib.suppress(OSError):  # over() sees the end of the link
@@ -315,10 +324,10 @@ class OtherNode(_OneHost):
     def can_restart(self) -> bool:
         return self.over() is None
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> Error | None:
         return self.over()
 
-    def over(self) -> Verdict | None:
+    def over(self) -> Error | None:
         try:
             while self._link and (frames := self._link.arrived()) != []:
                 if frames is None:
@@ -329,18 +338,24 @@ class OtherNode(_OneHost):
             self._end(f"the link to the launcher of node 0 failed: {error}")
         return self._over
 
+    def goes_on(self) -> bool:
+        return self._goes_on
+
     def needed(self, well: bool) -> bool:
         return False
 
     def _hear(self, frame: Frame) -> None:
-        if frame["t"] == "state" and frame["over"]:
-            self._over = self._over or Verdict(**frame["over"])
+        if frame["t"] == "state":
+            self._over = self._over or (of_fields(frame["over"]) if frame["over"] else None)
+            self._goes_on = frame["goes_on"]
         elif frame["t"] == "end":
             self._leave()
 
     def _end(self, why: str) -> None:
+        self._goes_on = False
         if self._link:
-            self._over = self._over or Verdict("PeerLost", (), (), f"{why} ({self._where})")
+            if not self._ended_well.issuperset(self._ranks):  # else our part is done, whatever happens to node 0
+                self._over = self._over or PeerLost(f"{why} ({self._where})")
             self._leave()
 
     def _leave(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mscomm import environment
 from mscomm.bootstrap.launcher import CONTROL_FD, KEY_FD, SCHED
-from mscomm.cluster.judge import Verdict
+from mscomm.errors import Error
 from mscomm.launching import ending
 from mscomm.launching.breakpoints import HOOK
 from mscomm.launching.ending import End
@@ -28,6 +28,7 @@ from mscomm.launching.tracebacks import PYTHONS_STATUS, LastWords, Tracebacks
 REPORT_S = 5.0  # after the first failure, the other ranks have this long to report before SIGTERM
 TERM_S = 2.0  # the time from SIGTERM to SIGKILL
 DRAIN_S = 1.0  # how long to read output that is still in the pipes when all ranks have ended
+STOPPED_S = 10.0  # when all other ranks have ended, ranks that have been stopped for so long are killed
 STALLED_S = 10.0  # at the end, drop the output if its reader takes nothing for this long
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 PIPE_CLOSED = 128 + signal.SIGPIPE  # our exit status when nobody reads our output any more
@@ -88,6 +89,8 @@ class Launch:
         self._call_fds = call_fds
         self._until = time.monotonic() + timeout_s
         self.late: list[int] = []  # ranks that were ended at the timeout
+        self._stopped_at = float("inf")  # since when only stopped ranks are left, in time.monotonic() seconds
+        self._stopped: list[int] = []  # ranks that were killed because of that
         self.signals: list[int] = []  # the signals that this process received and passed on
         self._ending = False
         self._steps: list[tuple[float, signal.Signals]] = []  # when to send which signal to ranks that still run
@@ -228,11 +231,15 @@ class Launch:
                 self._end_soon()
             if self._until <= time.monotonic():
                 self._end_late()
+            self._look_for_stopped()
             self._streams.prompt()
             if self._tracebacks.due <= time.monotonic() and not self._ending:
                 self._tracebacks.show()
             while self._steps and self._steps[0][0] <= time.monotonic():
                 self._tracebacks.show()
+                if self._goes_on():
+                    self._ending, self._steps = False, []
+                    break
                 self._send(self._steps.pop(0)[1])
         self._kill_groups()
         self._streams.take_all()
@@ -251,6 +258,7 @@ class Launch:
     def _sleep_s(self) -> float | None:
         """The seconds until something is due or `part` must be asked again; None to wait only for events."""
         at_s = [self._streams.prompt_at_s, self._until, *(step[0] for step in self._steps[:1])]
+        at_s += [self._stopped_at + STOPPED_S]
         at_s += [] if self._ending else [self._tracebacks.due]
         waits = [max(0.0, min(at_s) - time.monotonic())] if min(at_s) < float("inf") else []
         waits += [self._look_s] if self._look_s is not None else []
@@ -259,9 +267,13 @@ class Launch:
     def _lost_elsewhere(self) -> bool:
         """Whether a rank of another host was lost for good, which ends the job on this host too."""
         over = self._part.over() if self._part.look_s is not None else None
-        return over is not None and not self._has_one_of(over.ranks)
+        return over is not None and not self._has_one_of(over.ranks) and not self._part.goes_on()
 
-    def _elsewhere(self) -> Verdict | None:
+    def _goes_on(self) -> bool:
+        """Whether the ranks that are left go on without those that failed (shrink), and nothing else ends the job."""
+        return self._part.goes_on() and not self.signals and not self.late and self._sent_s == float("inf")
+
+    def _elsewhere(self) -> Error | None:
         """The first failure, if it was on another host."""
         over, verdict = self._part.over(), self._part.verdict()
         if over is not None and self._size < self._part.size and not self._has_one_of(over.ranks):
@@ -323,6 +335,24 @@ class Launch:
         self._ending = True
         self._steps = [(now, signal.SIGTERM), (now + TERM_S, signal.SIGKILL)]
 
+    def _look_for_stopped(self) -> None:
+        """Kill ranks that are stopped (SIGSTOP) if all other ranks of the job have ended: nothing else ends them."""
+        left = [local for local in range(self._size) if local not in self._ends]
+        alone = self._ends and self._size == self._part.size and not self._ending
+        if not alone or not all(map(self._is_stopped, left)):
+            self._stopped_at = float("inf")
+            return
+        now = time.monotonic()
+        self._stopped_at = min(self._stopped_at, now)
+        if left and now >= self._stopped_at + STOPPED_S:
+            self._stopped_at, self._stopped = float("inf"), [self._part.first + local for local in left]
+            self._ending, self._steps = True, [(now, signal.SIGKILL)]
+
+    def _is_stopped(self, local_rank: int) -> bool:
+        """Whether the rank's process is stopped. The state is left for later calls (WNOWAIT)."""
+        flags = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self._processes[local_rank].pid, flags) is not None
+
     def _signalled(self, numbers: bytes) -> None:
         for number in numbers:
             if number in FORWARDED:
@@ -367,9 +397,11 @@ class Launch:
         found = {end.rank: self._tracebacks.of(end.rank, self._started + end.after_s) for end in by_exception}
         return {rank: words for rank, words in found.items() if words}
 
-    def _cause(self, first: End, verdict: Verdict | None) -> str:
+    def _cause(self, first: End, verdict: Error | None) -> str:
         if self.signals and first.after_s >= self._sent_s:
             return ending.interrupted(self.signals[0], first.after_s, self._words())
+        if self._stopped:
+            return ending.stopped(self._stopped)
         others = [end for end in self._ends.values() if end.code != 0 and end is not first]
         here = " on this host" if self._size < self._part.size else ""
         text = ending.failed(first, others, self._words(), verdict, here)
@@ -378,11 +410,11 @@ class Launch:
         rank = next((rank for rank in (verdict.waiting_for if verdict else ()) if self._has_one_of([rank])), first.rank)
         return f"{text}; the log of rank {rank}: {self._log_dir / f'worker_{rank}.log'}"
 
-    def _summary(self, verdict: Verdict | None, elsewhere: Verdict | None) -> int:
+    def _summary(self, verdict: Error | None, elsewhere: Error | None) -> int:
         """Say how the job ended, if it failed. Returns the exit status."""
         first = self._first()
         if elsewhere:
-            self._say(f"the job failed on another host: {elsewhere.kind}: {elsewhere.text}")
+            self._say(f"the job failed on another host: {elsewhere.kind}: {elsewhere}")
         elif first:
             self._say(self._cause(first, verdict))
         for log in self._logs:

@@ -1,0 +1,51 @@
+// mscomm::Error in Python: an exception of the class that `kind` names (python/mscomm/errors.py). A function that takes or
+// returns an Error takes or returns such an exception.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+
+namespace pybind11::detail {
+
+template <>
+struct type_caster<mscomm::Error> {
+  static constexpr auto name = const_name("Error");
+  template <typename>
+  using cast_op_type = const mscomm::Error&;
+
+  bool load(handle source, bool) {
+    if (!isinstance(source, module_::import("mscomm.errors").attr("Error"))) return false;
+    error.emplace(source.attr("kind").cast<std::string>(), std::string(str(source)),
+                  source.attr("ranks").cast<std::vector<int>>(), source.attr("waiting_for").cast<std::vector<int>>());
+    return true;
+  }
+  operator const mscomm::Error&() const { return *error; }
+
+  static handle cast(const mscomm::Error& error, return_value_policy, handle) {
+    return module_::import("mscomm.errors").attr("make")(error.kind, error.what(), error.ranks, error.waiting_for).release();
+  }
+
+  std::optional<mscomm::Error> error;
+};
+
+}  // namespace pybind11::detail
+
+namespace mscomm {
+
+// Sets the Python exception. Some kinds are exceptions of Python itself, because they are mistakes of the caller and break
+// nothing.
+inline void raise(const Error& error) {
+  if (error.kind == "ValueError") return PyErr_SetString(PyExc_ValueError, error.what());
+  if (error.kind == "RuntimeError") return PyErr_SetString(PyExc_RuntimeError, error.what());
+  if (error.kind == "MemoryError") return PyErr_SetString(PyExc_MemoryError, error.what());
+  const auto made = pybind11::cast(error);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+}
+
+}  // namespace mscomm
