@@ -21,6 +21,7 @@ import msgpack
 import numpy as np
 
 from mscomm import registry
+from mscomm.arrays.numpy import dtype_by_name
 from mscomm.errors import Error
 
 DEEPEST = 128  # how deep containers may be nested; each level needs two frames of Python's stack
@@ -421,11 +422,9 @@ def _name_of_dtype(dtype: np.dtype[Any]) -> str | None:
 def _dtype(name: str) -> np.dtype[Any]:
     if name == "bfloat16":
         try:
-            import ml_dtypes
-        except ImportError:
+            return dtype_by_name(name)
+        except TypeError:
             raise Error("unpack: an array of bfloat16 came, which needs ml-dtypes: pip install ml-dtypes") from None
-        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-        return bfloat16
     if not _DTYPE.fullmatch(name):
         raise ValueError(f"an array of dtype {name[:30]!r}, which pack does not write")
     try:

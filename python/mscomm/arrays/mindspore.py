@@ -11,9 +11,7 @@ from typing import Any
 import mindspore
 import numpy as np
 
-from mscomm.arrays.numpy import DTYPES, dtype_of
-
-_BFLOAT16 = DTYPES.index("bfloat16")
+from mscomm.arrays.numpy import dtype_by_name
 
 
 def is_array(x: Any) -> bool:
@@ -25,7 +23,7 @@ def memory(x: mindspore.Tensor) -> np.ndarray[Any, Any]:
     if x.asnumpy().__array_interface__["data"] != there.__array_interface__["data"]:
         there.flags.writeable = False  # x is a view, so `there` is a copy: x would not see what is written to it
     # For bfloat16, `asnumpy()` uses a NumPy dtype of MindSpore. mscomm uses the dtype of ml_dtypes.
-    return there.view(dtype_of(_BFLOAT16)) if there.dtype.name == "bfloat16" else there
+    return there.view(dtype_by_name("bfloat16")) if there.dtype.name == "bfloat16" else there
 
 
 def new(x: mindspore.Tensor, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], Callable[[], mindspore.Tensor]]:

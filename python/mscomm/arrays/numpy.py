@@ -68,16 +68,21 @@ def dtype_named(given: Any) -> np.dtype[Any]:
     """
     module, _, name = repr(given).rpartition(".")
     if module in ("mindspore", "torch") and name in DTYPES:
-        return dtype_of(DTYPES.index(name))
+        return dtype_by_name(name)
     dtype: np.dtype[Any] = np.dtype(given)
     return dtype
 
 
-@functools.cache
 def dtype_of(code: int) -> np.dtype[Any]:
     """The NumPy dtype for a number of the core. Raises TypeError for bfloat16 if ml-dtypes is not installed."""
-    if DTYPES[code] != "bfloat16":
-        return np.dtype(DTYPES[code])
+    return dtype_by_name(DTYPES[code])
+
+
+@functools.cache
+def dtype_by_name(name: str) -> np.dtype[Any]:
+    """The NumPy dtype for a name of the core. Raises TypeError for bfloat16 if ml-dtypes is not installed."""
+    if name != "bfloat16":
+        return np.dtype(name)
     try:
         import ml_dtypes
     except ImportError:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mscomm.arrays.numpy import dtype_by_name
 from mscomm.bench.table import COLLECTIVES, Case, moves_data
 
 BUCKETS = "buckets"
@@ -113,11 +114,9 @@ def dtype_of(name: str) -> np.dtype[Any]:
     name = _DTYPES.get(name, name)
     if name == "bfloat16":
         try:
-            import ml_dtypes
-        except ImportError as error:
+            return dtype_by_name(name)
+        except TypeError as error:
             raise ImportError("bfloat16 needs ml_dtypes: pip install ml-dtypes") from error
-        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-        return bfloat16
     try:
         return np.dtype(name)
     except TypeError as error:

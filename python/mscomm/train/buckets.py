@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mscomm import collectives
-from mscomm.arrays.numpy import DTYPES, dtype_of
+from mscomm.arrays.numpy import dtype_by_name
 from mscomm.group import Group, Work
 
 FIRST_BYTES = 1 << 20  # small, so that the first reduction begins early in the backward pass
@@ -95,7 +95,7 @@ def wired(dtype: np.dtype[Any], compression: str | None) -> np.dtype[Any]:
     """Return the dtype in which gradients of this dtype are sent with this compression."""
     if compression is None or dtype.itemsize <= 2 or dtype.kind != "f":
         return dtype
-    return dtype_of(DTYPES.index(COMPRESSIONS[compression]))
+    return dtype_by_name(COMPRESSIONS[compression])
 
 
 class Bucket(ABC):

@@ -16,7 +16,7 @@ import numpy as np
 
 from mscomm import collectives, objects
 from mscomm.arrays import memory_anywhere, names
-from mscomm.arrays.numpy import DTYPES, dtype_of
+from mscomm.arrays.numpy import dtype_by_name
 from mscomm.group import Group
 from mscomm.train import trees
 from mscomm.train.optimizers import SGD, Momentum
@@ -168,7 +168,7 @@ def _broadcast_state(state: Any, root: int, group: Group) -> Any:
         head = [text, kinds, any(next(names(x), "") == "torch" for x in trees.leaves(state).values())]
     text, kinds, of_torch = objects.broadcast_object(head, root, group=group)
     if root != group.rank:
-        arrays = {name: np.empty(shape, dtype_of(DTYPES.index(dtype))) for name, dtype, shape in kinds}
+        arrays = {name: np.empty(shape, dtype_by_name(dtype)) for name, dtype, shape in kinds}
     broadcast_all(arrays.items(), root, group)
     if root == group.rank:
         return state
