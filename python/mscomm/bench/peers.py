@@ -79,6 +79,8 @@ def _start_gloo(name: str, case: Case) -> Contender:
     import torch
     import torch.distributed as dist
 
+    from mscomm.arrays.torch import over
+
     ops = {
         "sum": dist.ReduceOp.SUM,
         "prod": dist.ReduceOp.PRODUCT,
@@ -108,8 +110,8 @@ def _start_gloo(name: str, case: Case) -> Contender:
     os.environ["GLOO_SOCKET_IFNAME"] = given
 
     def bind(case: Case, buffers: Buffers) -> Callable[[], object]:
-        x = _tensor(buffers.x)
-        out = x if buffers.out is None or buffers.in_place else _tensor(buffers.out)
+        x = over(buffers.x)
+        out = x if buffers.out is None or buffers.in_place else over(buffers.out)
         row, root, n = case.row, case.root, case.ranks
         parts = list((out if row.out_in_parts else x).chunk(n)) if row.rooted and case.rank == root else None
         calls: dict[str, Callable[[], object]] = {
@@ -137,14 +139,6 @@ def _end_gloo() -> None:
 
     if dist.is_initialized():  # the first torch-gloo peer that is closed ends the torch job of all torch-gloo peers
         dist.destroy_process_group()
-
-
-def _tensor(array: np.ndarray[Any, Any]) -> Any:
-    import torch
-
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
 
 
 def _said_by_rank_0(text: str) -> str:
