@@ -56,7 +56,7 @@ def main(plan_file: str, result_file: str) -> None:
         json=Path(result_file),
         plot=None,
     )
-    environment = report.environment(plan, ranks)
+    environment = report.environment(ranks)
     case = plan.case(rank, ranks)
     job = Job(case, given["hosts"], given["interface"])
     started = [ourselves(case, shared=False), *_gloos(case, given), _wire(job)]

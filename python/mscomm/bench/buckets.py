@@ -59,11 +59,11 @@ def measure(plan: Plan, rank: int, ranks: int) -> dict[str, Any]:
     case = Case(COLLECTIVES["all_reduce"], dtype, plan.op, 0, ranks, rank)
     contents = Contents(case)
     make = mscomm.empty if plan.shared else np.empty
-    result: dict[str, Any] = {"environment": report.environment(plan, ranks), "rows": []}
+    result: dict[str, Any] = {"environment": report.environment(ranks), "rows": []}
     memory = "arrays of mscomm.empty" if plan.shared else "private arrays"
     result["environment"]["contenders"] = {"mscomm": f"mscomm {mscomm.__version__}, {memory}"}
     if rank == 0:
-        report.buckets_head(plan, ranks, result["environment"])
+        report.buckets_head(plan, result["environment"])
     for name, counts in lists(dtype).items():
         arrays: list[Array] = [make(count, dtype) for count in counts]
         ways = {"fused": _fused(arrays, plan.op), "each": _each(arrays, plan.op)}

@@ -214,10 +214,10 @@ class Flavour(NamedTuple):
     name: str
     words: str  # a regular expression for what mpirun and the library say about themselves
     package: str
-    flags: Callable[[int], list[str]]  # the options of mpirun for a number of ranks
+    flags: list[str]  # the options of mpirun
 
 
-def _openmpi_flags(ranks: int) -> list[str]:
+def _openmpi_flags() -> list[str]:
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     return [*root, "--oversubscribe", "--bind-to", "none"]
 
@@ -225,8 +225,8 @@ def _openmpi_flags(ranks: int) -> list[str]:
 SINGLE = "-single"  # suffix of the peers whose mpi4py asks for MPI_THREAD_SINGLE, not for MPI_THREAD_MULTIPLE
 
 FLAVOURS = {
-    "openmpi": Flavour("Open MPI", r"Open MPI|PRRTE|OpenRTE", "openmpi", _openmpi_flags),
-    "mpich": Flavour("MPICH", r"MPICH|HYDRA", "mpich", lambda ranks: []),
+    "openmpi": Flavour("Open MPI", r"Open MPI|PRRTE|OpenRTE", "openmpi", _openmpi_flags()),
+    "mpich": Flavour("MPICH", r"MPICH|HYDRA", "mpich", []),
 }
 
 
@@ -284,7 +284,7 @@ class Mpi:
     def __init__(self, peer: str, case: Case, prefix: Path | None) -> None:
         self.name, self.about = peer, ""
         self._case = case
-        self._masks = _affinity_of_ranks(case.ranks)
+        self._masks = _affinity_of_ranks()
         self._process: subprocess.Popen[bytes] | None = None
         self._links: list[_Link] = []
         self._cells = 0
@@ -305,7 +305,7 @@ class Mpi:
         listener.settimeout(0.2)
         script = Path(__file__).with_name("mpi_rank.py")
         command = [
-            *(str(installed.mpirun), *flavour.flags(self._case.ranks), "-n", str(self._case.ranks)),
+            *(str(installed.mpirun), *flavour.flags, "-n", str(self._case.ranks)),
             *(str(installed.python), str(script), f"{folder}/socket", *(["single"] if SINGLE in self.name else [])),
         ]
         with open(self._log, "wb") as log:
@@ -452,7 +452,7 @@ def environment_for_mpirun(env: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _affinity_of_ranks(ranks: int) -> list[list[int]]:
+def _affinity_of_ranks() -> list[list[int]]:
     """For each mscomm rank, the CPUs that it may use. Every rank gets the whole list.
 
     Rank r of an MPI job will use the CPUs of rank r of the mscomm job.

@@ -53,7 +53,7 @@ def _measure(plan: Plan, case: Case) -> Result:
         for in_place in plan.modes(case):
             with telling(case.rank):
                 rehearse(contender, counts[0], in_place)
-    result: Result = {"environment": report.environment(plan, case.ranks), "rows": []}
+    result: Result = {"environment": report.environment(case.ranks), "rows": []}
     result["environment"]["contenders"] = {contender.name: contender.about for contender in contenders}
     if case.rank == 0:
         report.head(plan, case, result["environment"])

@@ -24,7 +24,7 @@ SCHEMA = "mscomm-bench/1"
 _MODES = ("out_of_place", "in_place")
 
 
-def environment(plan: Plan, ranks: int) -> dict[str, Any]:
+def environment(ranks: int) -> dict[str, Any]:
     """The machine, the versions and the settings of a measurement."""
     return {
         "mscomm": mscomm.__version__,
@@ -156,7 +156,7 @@ def _wrong(counts: list[int | None]) -> str:
     return str(sum(known)) if known else "N/A"
 
 
-def buckets_head(plan: Plan, ranks: int, env: dict[str, Any]) -> None:
+def buckets_head(plan: Plan, env: dict[str, Any]) -> None:
     _head(plan, env)
     say(f"# time: the slowest rank's of each call; the median over all calls. Warm-up {plan.least_warmup} calls")
     say("# the gradients of a ResNet-50, in place; fused: one all_reduce_many; each: an all_reduce for each array")

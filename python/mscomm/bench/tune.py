@@ -42,7 +42,7 @@ def measure(plan: Plan, rank: int, ranks: int) -> dict[str, Any]:
         if any(world.epoch.forced):
             raise Unfit("tune shows what init chooses; unset MSCOMM_ALGO, which forces it")
     plan = plan._replace(rounds=max(plan.rounds, ROUNDS_WITH_PEERS))
-    result: dict[str, Any] = {"environment": report.environment(plan, ranks), "rows": []}
+    result: dict[str, Any] = {"environment": report.environment(ranks), "rows": []}
     result["environment"]["contenders"] = {"mscomm": f"mscomm {mscomm.__version__}"}
     if rank == 0:
         report.tune_head(plan, result["environment"])
