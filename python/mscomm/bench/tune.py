@@ -99,12 +99,8 @@ def choice(core: _core.Group, what: str, sizes: list[int]) -> list[tuple[str, in
     for small, large in itertools.pairwise([0, *sizes]):
         if chosen(large) != chosen(small):
             within = range(small, large + 1)
-            found.append(
-                (
-                    chosen(large),
-                    within[bisect.bisect_left(within, True, key=lambda size: chosen(size) == chosen(large))],
-                )
-            )
+            first = within[bisect.bisect_left(within, True, key=lambda size: chosen(size) == chosen(large))]
+            found.append((chosen(large), first))
     return found
 
 
