@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,19 +21,9 @@ import numpy as np
 from idle import IdleArray
 
 import mscomm
+from mscomm.bench.table import times_ns
 
 ROUNDS = 10
-
-
-def times(call: Callable[[], Any], calls: int) -> list[float]:
-    """Make `calls` calls. Returns the time of each call in microseconds."""
-    taken = []
-    clock = time.perf_counter_ns
-    for _ in range(calls):
-        began = clock()
-        call()
-        taken.append((clock() - began) / 1e3)
-    return taken
 
 
 def main() -> None:
@@ -56,12 +45,12 @@ def main() -> None:
     }
     seen: dict[str, list[float]] = {name: [] for name in contenders}
     for call in contenders.values():
-        times(call, 200)
+        times_ns(call, 200)
     for _ in range(ROUNDS):
         for name, call in contenders.items():
-            seen[name] += times(call, options.calls // ROUNDS)
+            seen[name] += times_ns(call, options.calls // ROUNDS).tolist()
     for name, taken in seen.items():
-        print(f"{name:32} {statistics.median(taken):7.2f} us")
+        print(f"{name:32} {statistics.median(taken) / 1e3:7.2f} us")
     mscomm.release()
 
 

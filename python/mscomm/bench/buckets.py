@@ -10,7 +10,6 @@ communication, a step takes as long as the backward pass.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 
 import mscomm
 from mscomm.bench import report
+from mscomm.bench.contenders import times_us
 from mscomm.bench.plan import ROUNDS_WITH_PEERS, Plan, dtype_of
 from mscomm.bench.table import COLLECTIVES, Array, Case, Contents, times_ns
 from mscomm.job import resolve
@@ -73,11 +73,7 @@ def measure(plan: Plan, rank: int, ranks: int) -> dict[str, Any]:
             for way, call in ways.items():
                 for array in arrays:
                     array[...] = 0  # zeros stay zero, however often they are summed
-                for _ in range(plan.least_warmup):
-                    call()
-                mscomm.barrier()
-                slowest = mscomm.all_reduce(times_ns(call, plan.iterations or 5), "max")
-                rounds[way].append([float(ns) / 1e3 for ns in slowest])
+                rounds[way].append(times_us(call, plan.least_warmup, plan.iterations or 5, "max"))
         for way, call in ways.items():
             wrong = None
             if plan.check:
@@ -127,10 +123,7 @@ def _overlap(plan: Plan, dtype: np.dtype[Any]) -> list[dict[str, Any]]:
             step = _step(counts, dtype, plan.op, row["bucket_mb"])
             row["buckets"] = step.bucket_count
             for way, call in _ways(works, step).items():
-                call()
-                mscomm.barrier()
-                slowest = mscomm.all_reduce(times_ns(call, plan.iterations or 3), "max")
-                row["samples_us"][way] += [float(ns) / 1e3 for ns in slowest]
+                row["samples_us"][way] += times_us(call, 1, plan.iterations or 3, "max")
             del step, call  # free the buckets
     for row in rows:
         row["us"] = {way: statistics.median(samples) for way, samples in row["samples_us"].items()}
@@ -162,17 +155,11 @@ def _step(counts: list[int], dtype: np.dtype[Any], op: str, megabytes: float) ->
 
 def _works(counts: list[int], step: Step) -> list[int]:
     """For each gradient, the number of matrix products: the same on all ranks, from the times of the slowest rank."""
-    product = min(_seconds(lambda: _compute(1000)) for _ in range(3)) / 1000
-    communication = min(_seconds(lambda: _reduce([0] * len(counts), step)) for _ in range(3))
+    product = times_ns(lambda: _compute(1000), 3).min() / 1000
+    communication = times_ns(lambda: _reduce([0] * len(counts), step), 3).min()
     slowest = mscomm.all_reduce(np.array([product, communication]), "max")
     wanted = float(slowest[1] / slowest[0])
     return [round(wanted * count / sum(counts)) for count in counts]
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 def _compute(products: int) -> None:

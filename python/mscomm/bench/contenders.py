@@ -77,17 +77,22 @@ class Local:
         self._end()
 
 
+def times_us(call: Callable[[], object], warmup: int, iterations: int, op: str) -> list[float]:
+    """Make the calls on all ranks. Returns the time of each call after the warm-up in microseconds, combined by op."""
+    for _ in range(warmup):
+        call()
+    mscomm.barrier()
+    combined: Array = mscomm.all_reduce(times_ns(call, iterations), op)
+    return [float(ns) / 1e3 for ns in combined]
+
+
 class _LocalCell:
     def __init__(self, buffers: Buffers, call: Callable[[], object], has_result: bool) -> None:
         self._buffers, self._call, self._has_result = buffers, call, has_result
 
     def measure(self, warmup: int, iterations: int) -> list[float]:
         self._buffers.fill_for_repetition()
-        for _ in range(warmup):
-            self._call()
-        mscomm.barrier()
-        mean: Array = mscomm.all_reduce(times_ns(self._call, iterations), "avg")
-        return [float(ns) / 1e3 for ns in mean]
+        return times_us(self._call, warmup, iterations, "avg")
 
     def wrong(self) -> int:
         self._buffers.fill()
