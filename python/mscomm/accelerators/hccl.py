@@ -35,11 +35,9 @@ def hccl_places(env: Mapping[str, str]) -> list[Candidate]:
 def hcomm_places(env: Mapping[str, str]) -> list[Candidate]:
     """Return the places where libhcomm.so may be. Newer releases have this library next to libhccl.so."""
     said = environment.read("MSCOMM_HCCL_LIBRARY", env)
-    beside = str(os.path.join(os.path.dirname(said), "libhcomm.so")) if said else None
-    known = homes(env, "ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH", below=("lib64",))
-    return places(
-        "libhcomm.so", beside, "MSCOMM_HCCL_LIBRARY", homes=known + [(root, f"{root}/lib64") for root in _ROOTS]
-    )
+    if said:
+        return [("MSCOMM_HCCL_LIBRARY", os.path.join(os.path.dirname(said), "libhcomm.so"), "must")]
+    return _places("libhcomm.so", "MSCOMM_HCCL_LIBRARY", env)
 
 
 def visible(env: Mapping[str, str]) -> list[str]:
