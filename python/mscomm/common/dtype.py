@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mscomm.dtype import *  # noqa: F403
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        from mscomm import dtype
-
-        return getattr(dtype, name)
+    from mscomm.dtype import __getattr__ as __getattr__
