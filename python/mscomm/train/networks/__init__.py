@@ -1,6 +1,6 @@
 """Adapts the networks of each library to Model. There is one file per library, chosen by the type of the network.
 
-Each file has a class Network(network, loss_fn, optimizer) with the members of the protocol below.
+Each file has a class Network(network, loss_fn, optimizer), which inherits from the protocol below.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ class Network(Protocol):
     def weights(self) -> dict[str, Any]:
         """Return the arrays to save: the trained weights, and other arrays that training changes, such as running
         means."""
+        return self.trained()
 
     def own(self) -> set[str]:
         """Return the names of the weights and optimizer entries that each rank keeps for itself."""
+        return set()
 
     def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
         """Write the given weights into the network. Names, shapes and dtypes must be those of weights()."""
+        write_over(self.weights(), weights)
 
     def begin(self) -> None:
         """Prepare for the first step. Model.train calls this method."""

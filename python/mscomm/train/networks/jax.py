@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from mscomm.train import trees
+from mscomm.train import networks, trees
 from mscomm.train.networks import data_and_label
 from mscomm.train.reducer import GradientReducer
 from mscomm.train.states import with_arrays
 
 
-class Network:
+class Network(networks.Network):
     def __init__(self, network: Any, loss_fn: Any, optimizer: Any) -> None:
         def loss(parameters: Any, *batch: Any) -> Any:
             if loss_fn is None:
@@ -34,12 +34,6 @@ class Network:
             raise TypeError("Model: a JAX function's parameters are its optimizer's, and there is no optimizer")
         return trees.leaves(self._optimizer.parameters)
 
-    def weights(self) -> dict[str, Any]:
-        return self.trained()
-
-    def own(self) -> set[str]:
-        return set()
-
     def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
         before = self.trained()
         for name, x in weights.items():
@@ -48,9 +42,6 @@ class Network:
                 raise ValueError(f"{name} is {x.dtype}{list(x.shape)} in the file, the network's is {mine}")
         loaded = before | {name: jax.device_put(x) for name, x in weights.items()}
         self._optimizer.parameters = trees.rebuilt(self._optimizer.parameters, list(loaded.values()))
-
-    def begin(self) -> None:
-        pass
 
     def step(self, batch: tuple[Any, ...], reducer: GradientReducer | None) -> np.generic:
         loss, gradients = self._loss_and_gradients(self._optimizer.parameters, *batch)

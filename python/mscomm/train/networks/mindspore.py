@@ -7,11 +7,12 @@ from typing import Any
 import mindspore
 import numpy as np
 
+from mscomm.train import networks
 from mscomm.train.networks import data_and_label, write_over
 from mscomm.train.reducer import GradientReducer
 
 
-class Network:
+class Network(networks.Network):
     """A cell with its loss and optimizer. The loss is loss_fn(output, label), or the cell's output if there is no
     loss_fn. Each rank keeps parameters with layerwise_parallel=True for itself."""
 
@@ -39,9 +40,6 @@ class Network:
         optimizers = [] if self._optimizer is None else self._optimizer.get_parameters()
         return {p.name for p in (*self._cell.get_parameters(), *optimizers) if p.layerwise_parallel}
 
-    def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
-        write_over(self.weights(), weights)
-
     def begin(self) -> None:
         """In graph mode, compile the loss and the gradients into one graph. The optimizer's step is another graph, and
         the reduction runs between the two graphs, in Python."""
@@ -64,19 +62,16 @@ class Network:
         self._optimizer(tuple(gradients))
         return result  # type: ignore[no-any-return]
 
-    def optimizer_state(self) -> Any:
-        return self._own_parameters()
-
-    def load_optimizer_state(self, state: Any) -> None:
-        mine = self._own_parameters()
-        if state.keys() != mine.keys():
-            raise ValueError(f"the optimizer's state has {', '.join(state)}, this optimizer {', '.join(mine)}")
-        write_over(mine, state)
-
-    def _own_parameters(self) -> dict[str, Any]:
+    def optimizer_state(self) -> dict[str, Any]:
         """Return the optimizer's parameters, such as moments, step number and learning rate, without the weights."""
         ours = {id(p) for p in self._cell.get_parameters()}
         return {p.name: p for p in self._optimizer.get_parameters() if id(p) not in ours}
+
+    def load_optimizer_state(self, state: Any) -> None:
+        mine = self.optimizer_state()
+        if state.keys() != mine.keys():
+            raise ValueError(f"the optimizer's state has {', '.join(state)}, this optimizer {', '.join(mine)}")
+        write_over(mine, state)
 
 
 def _tensor(x: Any) -> Any:

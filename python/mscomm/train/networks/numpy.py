@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 
 from mscomm.arrays import names, on_host
-from mscomm.train import trees
-from mscomm.train.networks import write_over
+from mscomm.train import networks, trees
 from mscomm.train.reducer import GradientReducer
 
 
-class Network:
+class Network(networks.Network):
     def __init__(self, network: Any, loss_fn: Any, optimizer: Any) -> None:
         if loss_fn is not None:
             raise TypeError("Model: loss_and_gradients() computes the loss; leave loss_fn out")
@@ -27,15 +26,6 @@ class Network:
 
     def trained(self) -> dict[str, Any]:
         return trees.leaves(self._network.parameters)
-
-    def weights(self) -> dict[str, Any]:
-        return self.trained()
-
-    def own(self) -> set[str]:
-        return set()
-
-    def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
-        write_over(self.weights(), weights)
 
     def begin(self) -> None:
         stepped = trees.leaves(getattr(self._optimizer, "parameters", self._network.parameters))

@@ -9,12 +9,13 @@ import torch
 
 from mscomm.arrays import on_host
 from mscomm.arrays import torch as arrays
+from mscomm.train import networks
 from mscomm.train.autograd import loader
-from mscomm.train.networks import data_and_label, write_over
+from mscomm.train.networks import data_and_label
 from mscomm.train.reducer import GradientReducer
 
 
-class Network:
+class Network(networks.Network):
     """A module with its loss and optimizer. The loss is loss_fn(output, label), or the module's output if there is no
     loss_fn. CPU batches are moved to the device of the module's first parameter."""
 
@@ -29,12 +30,6 @@ class Network:
 
     def weights(self) -> dict[str, Any]:
         return dict(self._module.state_dict())
-
-    def own(self) -> set[str]:
-        return set()
-
-    def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
-        write_over(self.weights(), weights)
 
     def begin(self) -> None:
         self._module.train()
