@@ -59,9 +59,9 @@ class Autograd:
                 earlier.end()
         # The hooks hold only a weak reference to this object. So this object is deleted together with the reducer, and
         # removes the hooks, even if the parameters live longer.
-        this = weakref.ref(self)
+        accumulated = functools.partial(_if_alive, weakref.ref(self), Autograd.accumulated)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(_accumulated, this, index))
+            parameter.register_post_accumulate_grad_hook(functools.partial(accumulated, index))
             for index, parameter in enumerate(parameters)
         ]
         _alive.add(self)
@@ -81,7 +81,7 @@ class Autograd:
         self._addresses = [view.data_ptr() for view in self._views]
         self._strides = [view.stride() for view in self._views]
 
-    def accumulated(self, index: int) -> None:
+    def accumulated(self, index: int, _parameter: torch.Tensor) -> None:
         """Handle a gradient that the backward pass has just accumulated. A hook calls this method."""
         if self.syncing or self._opaque:
             self._watch_pass()
@@ -100,7 +100,7 @@ class Autograd:
         to the callback is then dead, so the next pass knows that it must queue a new callback.
         """
         if self._end_of_pass() is None:
-            callback = functools.partial(_ended, weakref.ref(self))
+            callback = functools.partial(_if_alive, weakref.ref(self), Autograd.ended)
             self._end_of_pass = weakref.ref(callback)
             torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -176,7 +176,7 @@ class Autograd:
         of their own inside the outermost pass, and these must not end the step.
         """
         self.syncing, self.accumulating = True, False
-        reached = functools.partial(_reached, weakref.ref(self))
+        reached = functools.partial(_if_alive, weakref.ref(self), Autograd.reached)
         watched = [one for one in tensors_in(output) if one.grad_fn is not None]
         for one in watched:
             one.register_hook(reached)
@@ -187,7 +187,7 @@ class Autograd:
         output of this forward pass, the gradients stay on this rank."""
         self.syncing, self._opaque, self.accumulating = False, False, True
 
-    def reached(self) -> None:
+    def reached(self, _gradient: torch.Tensor) -> None:
         """Handle the begin of a backward pass at the output of a forward pass. A hook calls this method."""
         self.syncing = True
         self._watch_pass()
@@ -369,19 +369,8 @@ def _before_optimizer_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
 register_optimizer_step_pre_hook(_before_optimizer_step)
 
 
-def _ended(autograd: weakref.ref[Autograd]) -> None:
+def _if_alive(autograd: weakref.ref[Autograd], method: Callable[..., None], *arguments: Any) -> None:
+    """Call the method of the Autograd, unless this object is gone."""
     there = autograd()
     if there is not None:
-        there.ended()
-
-
-def _reached(autograd: weakref.ref[Autograd], _gradient: torch.Tensor) -> None:
-    there = autograd()
-    if there is not None:
-        there.reached()
-
-
-def _accumulated(autograd: weakref.ref[Autograd], index: int, _parameter: torch.Tensor) -> None:
-    there = autograd()
-    if there is not None:
-        there.accumulated(index)
+        method(there, *arguments)
