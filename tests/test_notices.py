@@ -69,7 +69,7 @@ def test_an_option_of_set_auto_parallel_context_works_is_told_or_refused(name: s
 def test_the_options_of_the_other_context_functions_work_or_are_told() -> None:
     told = {option for function, option in notices.WITHOUT_EFFECT if function in ("set_context", "set_ps_context")}
     # The functions device_target() and device_id() read these two options.
-    assert set(context._KNOWN) - told == {"device_target", "device_id"}
+    assert set(context._context) - told == {"device_target", "device_id"}
     assert told >= context._OF_TLS
     assert {("comm_fusion", name) for name in context._FUSIONS} - notices.WITHOUT_EFFECT.keys() == {
         ("comm_fusion", "allreduce")

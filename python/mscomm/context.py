@@ -15,7 +15,6 @@ PYNATIVE_MODE = 1
 
 DEVICE_TARGETS = ("CPU", "GPU", "Ascend")
 
-_KNOWN = ("mode", "device_target", "device_id", "save_graphs", "save_graphs_path")
 _context: dict[str, Any] = {
     "mode": GRAPH_MODE,
     "device_target": None,
@@ -40,8 +39,8 @@ def set_context(**options: Any) -> None:
     After such an error, nothing is set.
     """
     for name, value in options.items():
-        if name not in _KNOWN:
-            raise ValueError(f"set_context: {name!r} is none of {', '.join(_KNOWN)}")
+        if name not in _context:
+            raise ValueError(f"set_context: {name!r} is none of {', '.join(_context)}")
         if name == "mode" and value not in (GRAPH_MODE, PYNATIVE_MODE):
             raise ValueError(f"set_context: mode={value!r} is neither GRAPH_MODE nor PYNATIVE_MODE")
         if name == "device_target" and value not in DEVICE_TARGETS:
@@ -55,7 +54,7 @@ def set_context(**options: Any) -> None:
 def get_context(name: str) -> Any:
     """The value of one option of set_context, or its default if the user has not set it."""
     if name not in _context:
-        raise ValueError(f"get_context: {name!r} is none of {', '.join(_KNOWN)}")
+        raise ValueError(f"get_context: {name!r} is none of {', '.join(_context)}")
     value = _context[name]
     return _IF_UNSET.get(name) if value is None else value
 
