@@ -61,18 +61,13 @@ def _tell(source: str, ranks: list[Any], differing: list[str]) -> str:
         values = [f"{name} {_short(name, theirs['facts'].get(name))}" for name in differing]
         who = "rank" if len(members) == 1 else "ranks"
         lines.append(f"  {who} {', '.join(map(str, members))} ({theirs['where']}): {', '.join(values)}")
-    files = [dict(map(_entry, theirs["facts"].get("files") or [])) for theirs, _ in kinds]
+    files = [{name: tuple(what) for name, *what in theirs["facts"].get("files") or []} for theirs, _ in kinds]
     odd = sorted(name for name in set().union(*files) if len({one.get(name) for one in files}) > 1)
     if odd:
         lines.append(f"  Not the same everywhere: {', '.join(odd)}.")
     return "\n".join(
         [*lines, *(f"  {_CURES[name]}" for name in differing if name != "rows" or "files" not in differing)]
     )
-
-
-def _entry(file: list[Any]) -> tuple[str, tuple[Any, ...]]:
-    name, *what = file
-    return name, tuple(what)
 
 
 def _short(name: str, value: Any) -> str:

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -206,19 +206,14 @@ def _read(fd: int, into: memoryview, at: int) -> int:
     return got
 
 
-class _Seen(NamedTuple):
-    path: str
-    size: int
-    changed_ns: int
-
-
-_digests: dict[_Seen, str] = {}  # the hashes of the files that this process has read
+# The hashes of the files that this process has read, by path, size and time of the last change in ns.
+_digests: dict[tuple[str, int, int], str] = {}
 
 
 def _digest(path: Path, fd: int) -> str:
     """Return the hash of a file's contents. ValueError if a label is out of range, or if the file was truncated."""
     status = os.fstat(fd)
-    seen = _Seen(os.path.abspath(path), status.st_size, status.st_mtime_ns)
+    seen = os.path.abspath(path), status.st_size, status.st_mtime_ns
     if seen not in _digests:
         hashed = blake2b(digest_size=16)
         piece = bytearray(_PIECE * RECORD_BYTES)
