@@ -78,7 +78,6 @@ class Plain(NamedTuple):
 
 plain_types: dict[type, Plain] = {}
 """A row for each type of array that was used so far. The core keeps pointers into a row, so no row is replaced."""
-_NOTHING: dict[int, tuple[Callable[[Any], bool], ...]] = {}
 
 
 def names(x: Any) -> Iterator[str]:
@@ -100,7 +99,7 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
         if module.is_array(x):
             backend = getattr(module, "PLAIN", {}).get(type(x))
             if backend is not None and module.plain is not None:
-                written, pending = getattr(module, "written", None), getattr(module, "pending", _NOTHING)
+                written, pending = getattr(module, "written", None), getattr(module, "pending", {})
                 plain_types.setdefault(type(x), Plain(module.plain, module.empty, written, backend, pending))
             return _found.setdefault(type(x), module)
     known = ", ".join(dict.fromkeys(LIBRARIES.values()))

@@ -6,7 +6,7 @@ import contextlib
 import statistics
 import sys
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -67,11 +67,7 @@ def telling(rank: int) -> Iterator[None]:
         problem = str(error)
     ranks = mscomm.get_group_size()
     first = int(mscomm.all_reduce(np.array([rank if problem else ranks]), "min")[0])
-    if first < ranks:
-        _end(problem if rank == first else "")
-
-
-def _end(problem: str) -> NoReturn:
-    if problem:
+    if rank == first:
         print(f"mscomm bench: {problem}", file=sys.stderr, flush=True)
-    sys.exit(1)
+    if first < ranks:
+        sys.exit(1)

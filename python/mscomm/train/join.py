@@ -58,7 +58,7 @@ def join(
             " wrapper or reducer"
         )
     holders = checked(sync)
-    _check_alike([_kind(one) for one in holders], by_all, throw, group)
+    _check_alike([type(one).__qualname__ for one in holders], by_all, throw, group)
     refusal: OutOfBatches | None = None
     with step.owed():
         step.begin_join(by_all)
@@ -115,10 +115,6 @@ def checked(sync: Iterable[Any] | None) -> list[Any]:
 def is_module(one: Any) -> bool:
     """Whether this is a torch.nn.Module, whose parameters and buffers are written in place."""
     return hasattr(one, "named_parameters") and hasattr(one, "named_buffers")
-
-
-def _kind(one: Any) -> str:
-    return type(one).__qualname__
 
 
 def _check_alike(kinds: list[str], by_all: bool, throw: bool, group: Group) -> None:
