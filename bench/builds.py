@@ -92,8 +92,7 @@ def main(
         word = verdict(one_ratio.low, one_ratio.high)
         counts[word] += 1
         numbers = f"{np.median(before):.1f} | {np.median(now):.1f}"
-        shown = f"{one_ratio.value:.2f} ({one_ratio.low:.2f} to {one_ratio.high:.2f})"
-        print(f"| {collective} | {n} | {memory} | {size} | {numbers} | {shown} | {word} |")
+        print(f"| {collective} | {n} | {memory} | {size} | {numbers} | {one_ratio} | {word} |")
     mean = np.exp(np.mean([np.log(np.median(before) / np.median(now)) for before, now in samples.values()]))
     print(f"\n{counts['slower']} slower, {counts['faster']} faster, {counts['']} within noise; mean ratio {mean:.3f}")
 

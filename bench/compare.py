@@ -32,10 +32,10 @@ import numpy as np
 from ratio import Ratio, interval, ratio
 
 from mscomm.bench import plot
-from mscomm.bench.peers import PEERS, SINGLE, Missing
 from mscomm.bench.plan import ROUNDS_WITH_PEERS
 from mscomm.bench.table import COLLECTIVES as ROWS
 from mscomm.bench.table import Case
+from mscomm.cli.bench import check_peers
 
 MPI = ("openmpi", "openmpi-single", "mpich", "mpich-single")
 GLOO = ("torch-gloo", "torch-gloo-4")
@@ -235,15 +235,14 @@ def times(series: Series) -> Iterator[str]:
         line = [size_text(cell.size), *(f"{cell.us(name):.1f}" for name in MEMORIES.values())]
         line += [f"{cell.us(best):.1f} {best}" if best else "-" for best in (mpi, gloo)]
         for best in (mpi, gloo):
-            line += [_ratio_text(cell.ratio(best, ours)) if best else "-" for ours in MEMORIES.values()]
+            line += [ratio_text(cell.ratio(best, ours)) if best else "-" for ours in MEMORIES.values()]
         share = cell.share(MEMORIES["arena"])
         line.append("-" if share is None else f"{share:.0%}")
         yield f"| {' | '.join(line)} |"
 
 
-def _ratio_text(one: Ratio) -> str:
-    text = f"{one.value:.2f} ({one.low:.2f} to {one.high:.2f})"
-    return f"**{text}**" if one.value < 1 else text
+def ratio_text(one: Ratio) -> str:
+    return f"**{one}**" if one.value < 1 else str(one)
 
 
 def goals(all_series: list[Series]) -> Iterator[str]:
@@ -281,7 +280,7 @@ def _goal(goal: Goal, collective: str, ranks: int, who: str, cells: list[tuple[C
         + (f"; missing: {', '.join(gaps)}" if gaps else "")
     )
     for cell, best, one in missed:
-        yield f"  * {size_text(cell.size)}: {best} {_ratio_text(one)}"
+        yield f"  * {size_text(cell.size)}: {best} {ratio_text(one)}"
 
 
 def _gaps(goal: Goal, collective: str, ranks: int, cells: list[Cell]) -> list[str]:
@@ -396,7 +395,7 @@ def main(
     failed: list[str] = []
     if not read:
         prefixes = {name: path for name, path in (("openmpi", openmpi_prefix), ("mpich", mpich_prefix)) if path}
-        _check_peers(vs, prefixes)
+        check_peers(vs, prefixes)
         folder.mkdir(parents=True, exist_ok=True)
         common = ["--shared", "--vs", ",".join([MEMORIES["foreign"], MEMORY, *vs]), "--rounds", str(rounds)]
         common += ["--iters", str(iters)] if iters else []
@@ -413,14 +412,6 @@ def main(
         raise click.ClickException("failed, and has no figures here:\n" + "\n".join(failed))
     if any(series.wrong for series in all_series):
         raise click.ClickException("some results are wrong: see the head of the report")
-
-
-def _check_peers(names: list[str], prefixes: dict[str, Path]) -> None:
-    for name in names:
-        try:
-            PEERS[name].check(prefixes.get(name.removesuffix(SINGLE)))
-        except Missing as error:
-            raise click.ClickException(str(error)) from error
 
 
 def _measure(words: list[str], into: Path) -> list[str]:

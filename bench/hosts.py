@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-from compare import GLOO, Cell, _ratio_text, size_text, words_of
+from compare import GLOO, Cell, ratio_text, size_text, words_of
 from hosts_rank import WIRE
 from ratio import Ratio, interval
 
-from mscomm.bench.peers import PEERS, Missing
 from mscomm.bench.plan import ROUNDS_WITH_PEERS, size_of
+from mscomm.cli.bench import check_peers
 
 HOSTS = Path(__file__).parents[1] / "tests/hosts.py"
 LINKS = {"1gbit": "1gbit", "unshaped": ""}  # the rate limit of each host, in the notation of tc; "" means no limit
@@ -166,7 +166,7 @@ def times(series: Series) -> Iterator[str]:
     for cell in series.cells:
         gloo = _better_gloo(cell)
         line = [size_text(cell.size), f"{cell.us('mscomm'):.1f}", f"{cell.us(gloo):.1f} {gloo}"]
-        line += [f"{cell.us(WIRE):.1f}", _ratio_text(speed(cell)), _share_text(share(cell))]
+        line += [f"{cell.us(WIRE):.1f}", ratio_text(speed(cell)), _share_text(share(cell))]
         line += [f"{series.sent(name, cell.size):.2f}" if cell.size >= SENT_FROM else "-" for name in ("mscomm", gloo)]
         yield f"| {' | '.join(line)} |"
 
@@ -209,7 +209,7 @@ def _goal(goal: Goal, series: Series) -> Iterator[str]:
         yield from _part_of_goal(series, goal.share, "of the wire", share, _share_text, "{:.1%}".format, cells, gaps)
     if goal.speed is not None:
         words = "times as fast as gloo"
-        yield from _part_of_goal(series, goal.speed, words, speed, _ratio_text, "{:.2f}".format, cells, gaps)
+        yield from _part_of_goal(series, goal.speed, words, speed, ratio_text, "{:.2f}".format, cells, gaps)
 
 
 def _part_of_goal(
@@ -268,11 +268,7 @@ def main(
 ) -> None:
     failed: list[str] = []
     if not read:
-        try:
-            for name in GLOO:
-                PEERS[name].check(None)
-        except Missing as error:
-            raise click.ClickException(str(error)) from error
+        check_peers(GLOO, {})
         folder.mkdir(parents=True, exist_ok=True)
         for link in links:
             for layout in layouts:

@@ -13,6 +13,9 @@ class Ratio(NamedTuple):
     low: float  # low and high are the ends of the interval
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+
 
 def ratio(theirs: Any, ours: Any) -> Ratio:
     """The median of `theirs` divided by the median of `ours`, and the interval with 95 % of the paired bootstraps."""

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ moves the bytes that the collective has to)."""
 def command(ranks: int | None, vs: str, **options: Any) -> None:
     plan = _plan(vs, **options)
     if bootstrap.find(os.environ) is None:
-        _check_peers(plan)
+        check_peers(plan.peers, plan.prefixes)
         sys.exit(_start(ranks or 2))
 
     from mscomm.bench.ranks import run
@@ -134,12 +135,13 @@ def _check_files(json_file: Path | None, picture: Path | None) -> None:
         raise click.ClickException(plot.MISSING)
 
 
-def _check_peers(plan: Any) -> None:
-    from mscomm.bench.peers import PEERS, Missing
+def check_peers(names: Iterable[str], prefixes: Mapping[str, Path]) -> None:
+    """Raise ClickException if a peer is not installed. prefixes: for an MPI, where it is installed."""
+    from mscomm.bench.peers import PEERS, SINGLE, Missing
 
-    for peer in plan.peers:
+    for name in names:
         try:
-            PEERS[peer].check(plan.prefixes.get(peer))
+            PEERS[name].check(prefixes.get(name.removesuffix(SINGLE)))
         except Missing as error:
             raise click.ClickException(str(error)) from error
 
