@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import re
@@ -75,7 +76,7 @@ def _check_gloo(prefix: Path | None) -> None:
         raise Missing("torch-gloo: torch is not in this environment. Run: pip install torch")
 
 
-def _start_gloo(name: str, case: Case) -> Contender:
+def _start_gloo(name: str, case: Case, prefix: Path | None) -> Contender:
     import torch
     import torch.distributed as dist
 
@@ -463,15 +464,9 @@ def _affinity_of_ranks() -> list[list[int]]:
 
 
 PEERS = {
+    **{name: Peer(_check_gloo, functools.partial(_start_gloo, name)) for name in GLOO_INTERFACES},
     **{
-        name: Peer(_check_gloo, lambda case, prefix, name=name: _start_gloo(name, case))  # type: ignore[misc]
-        for name in GLOO_INTERFACES
-    },
-    **{
-        name: Peer(
-            lambda prefix, name=name: find_mpi(name, prefix),  # type: ignore[misc]
-            lambda case, prefix, name=name: Mpi(name, case, prefix),  # type: ignore[misc]
-        )
+        name: Peer(functools.partial(find_mpi, name), functools.partial(Mpi, name))
         for flavour in FLAVOURS
         for name in (flavour, flavour + SINGLE)
     },
