@@ -52,10 +52,6 @@ class Variable(NamedTuple):
 # -- parsers -----------------------------------------------------------------------------------------------------------
 
 
-def words(text: str) -> str:
-    return text
-
-
 def seconds_up_to(limit: float, expected: str) -> Callable[[str], float]:
     def parse(text: str) -> float:
         try:
@@ -114,7 +110,7 @@ LEVELS = ("VERSION", "WARN", "INFO", "TRACE")
 
 def _given(name: str, *readers: str, meaning: str, set_by: str = LAUNCHER) -> Variable:
     """A row for a variable that a launcher sets. read() returns the text unchecked; the modules `readers` check it."""
-    return Variable(name, None, words, f"{meaning[0].upper()}{meaning[1:]}.", readers, set_by)
+    return Variable(name, None, str, f"{meaning[0].upper()}{meaning[1:]}.", readers, set_by)
 
 
 _RANK = "the rank"
@@ -133,7 +129,7 @@ VARIABLES = (
     Variable(
         "MSCOMM_ALGO",
         "",
-        words,
+        str,
         "Forces algorithms: `all_reduce=ring,broadcast=tree`, or one name for every collective that has it."
         " The same value on every rank.",
         ("job",),
@@ -141,7 +137,7 @@ VARIABLES = (
     Variable(
         "MSCOMM_NCCL_LIBRARY",
         None,
-        words,
+        str,
         "The file of NCCL; mscomm tries no other one then. Needed if NCCL is neither in site-packages nor found by the"
         " loader.",
         ("accelerators.nccl",),
@@ -149,21 +145,21 @@ VARIABLES = (
     Variable(
         "MSCOMM_CUDA_LIBRARY",
         None,
-        words,
+        str,
         "The file of the CUDA driver, `libcuda.so.1`, if the loader does not find it.",
         ("accelerators.nccl",),
     ),
     Variable(
         "MSCOMM_HCCL_LIBRARY",
         None,
-        words,
+        str,
         "The file of HCCL, `libhccl.so`, if neither the loader nor CANN's own variables lead to it.",
         ("accelerators.hccl",),
     ),
     Variable(
         "MSCOMM_ACL_LIBRARY",
         None,
-        words,
+        str,
         "The file of AscendCL, `libascendcl.so`, in the same way.",
         ("accelerators.hccl",),
     ),
@@ -178,7 +174,7 @@ VARIABLES = (
     Variable(
         "MSCOMM_RECORD",
         None,
-        words,
+        str,
         "A folder: after a failure each rank writes its last calls to `rank_<rank>.json` there."
         " `mscomm trace` reads them; `mscomm run --log_dir` sets it.",
         ("group", "cli.run"),
@@ -202,7 +198,7 @@ VARIABLES = (
     Variable(
         "MSCOMM_DEBUG_FILE",
         None,
-        words,
+        str,
         "A file for these lines instead of stderr. `%h` becomes the host's name, `%p` the process id, `%r` the rank,"
         " `%%` a percent sign.",
         ("log",),
@@ -210,14 +206,14 @@ VARIABLES = (
     Variable(
         "MSCOMM_JOB_KEY_FILE",
         None,
-        words,
+        str,
         "A file with the job's key: 32 bytes or more, or 64 hex digits.",
         ("cluster.security",),
     ),
     Variable(
         "MSCOMM_JOB_ID",
         None,
-        words,
+        str,
         "A name for the job, the same in all its processes. A process with another name, or with none, is refused. So"
         " two jobs that use the same port by mistake stay apart.",
         ("cluster.links",),
@@ -225,7 +221,7 @@ VARIABLES = (
     Variable(
         "MSCOMM_SOCKET_IFNAME",
         None,
-        words,
+        str,
         "The network on which rank 0's hub and the ranks' links listen: names of interfaces, beginnings of names"
         " (`eth`) or networks (`10.0.0.0/8`), separated by commas; `^` before one excludes it."
         " Default: the address that routes to other networks.",
@@ -234,14 +230,14 @@ VARIABLES = (
     Variable(
         "NCCL_SOCKET_IFNAME",
         None,
-        words,
+        str,
         "Read if `MSCOMM_SOCKET_IFNAME` is unset.",
         ("cluster.interfaces",),
     ),
     Variable(
         "GLOO_SOCKET_IFNAME",
         None,
-        words,
+        str,
         "Read if neither of these two is set. `mscomm bench --vs torch-gloo` sets it to `lo` if it is unset.",
         ("cluster.interfaces", "bench.peers"),
     ),
@@ -265,14 +261,14 @@ VARIABLES = (
     Variable(
         "MSCOMM_SSH",
         "ssh",
-        words,
+        str,
         "The command that `mscomm run --hosts` uses for `ssh`, with its options: `ssh -p 2222 -i key`.",
         ("cli.remote",),
     ),
     Variable(
         "MSCOMM_HOST_ID",
         None,
-        words,
+        str,
         "Ranks with different values count as being on different hosts: they share no memory and talk over TCP."
         " For tests. Default: made of the boot's id and the process's namespaces.",
         ("cluster.assemble",),
@@ -318,7 +314,7 @@ VARIABLES = (
     Variable(
         "MS_SCHED_HOST",
         None,
-        words,
+        str,
         "The scheduler's address or host name.",
         ("bootstrap.ms_cluster",),
         CLUSTER,
@@ -334,7 +330,7 @@ VARIABLES = (
     Variable(
         "MS_NODE_ID",
         None,
-        words,
+        str,
         "A worker's name. If the names of all workers are numbers, these are the ranks.",
         ("bootstrap.ms_cluster",),
         CLUSTER,
@@ -342,7 +338,7 @@ VARIABLES = (
     Variable(
         "MS_WORKER_IP",
         None,
-        words,
+        str,
         "The address from which a worker connects.",
         ("bootstrap.ms_cluster",),
         CLUSTER,
@@ -367,7 +363,7 @@ VARIABLES = (
     Variable(
         "MS_RECOVERY_PATH",
         None,
-        words,
+        str,
         "Has no effect, and rank 0 says so: the scheduler keeps no file. `Model.resume` goes on from checkpoints.",
         ("job",),
         CLUSTER,
