@@ -227,7 +227,7 @@ def _end(records: list[Record]) -> Iterator[str]:
                     _named(call),
                     call.state,
                     _clock(call.began_s),
-                    _times(behind, "call") if behind else "",
+                    _calls(behind) if behind else "",
                     call.line,
                 )
             )
@@ -263,7 +263,7 @@ def _ranking(late: list[Late]) -> Iterator[str]:
         waited_s[entry.rank] += entry.waited_s
     rows = [("rank", "last in", "waited")]
     rows += [
-        (str(rank), f"{times[rank]} of {_times(len(late), 'call')}", _ms(seconds))
+        (str(rank), f"{times[rank]} of {_calls(len(late))}", _ms(seconds))
         for rank, seconds in sorted(waited_s.items(), key=lambda item: -item[1])
     ]
     yield from _table(rows, right=3)
@@ -329,8 +329,8 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
-def _times(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+def _calls(count: int) -> str:
+    return "1 call" if count == 1 else f"{count} calls"
 
 
 def _ms(seconds: float) -> str:
