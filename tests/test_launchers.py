@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from sessions import clean_environment
+from test_run import appears, ends
 
 import mscomm
 from mscomm import bootstrap
@@ -89,6 +90,23 @@ def test_the_rows_under_mpirun_are_the_tutorials_to_the_byte(mpi: Environment) -
     assert done.returncode == 0, done.stderr
     assert done.stdout == ROWS * 8
     assert re.search(r"^carried by cpu, started by PMI.*: 8 ranks on 1 host", done.stderr, re.M)
+
+
+@pytest.mark.parametrize("flavour", ["openmpi", "mpich"])
+def test_ranks_end_with_an_mpirun_that_is_killed(flavour: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    mpi: Environment = request.getfixturevalue(flavour)
+    script = tmp_path / "endless.py"
+    script.write_text(
+        "import os, pathlib, sys, time, mscomm\nmscomm.init()\n"
+        "here = pathlib.Path(sys.argv[1], f'part.{mscomm.get_rank()}')\nhere.write_text(str(os.getpid()))\n"
+        "mscomm.barrier()\nhere.rename(here.with_name(f'pid.{mscomm.get_rank()}'))\nwhile True: time.sleep(1)\n"
+    )
+    command = [mpi.mpirun, *mpi.flags, "-n", "2", mpi.python, script, tmp_path]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=clean_environment()) as mpirun:
+        pids = [int(appears(tmp_path / f"pid.{rank}", 60)) for rank in range(2)]
+        mpirun.kill()
+    for pid in pids:
+        ends(pid)
 
 
 def test_the_rows_under_mscomm_run_are_the_tutorials_to_the_byte(tmp_path: Path) -> None:

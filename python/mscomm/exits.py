@@ -1,14 +1,19 @@
-"""What a rank's process does when it ends: it leaves the job, and tells the other ranks of an uncaught exception."""
+"""What a rank's process does when it ends: it leaves the job, and tells the other ranks of an uncaught exception.
+
+The module also makes a rank end when its launcher is killed.
+"""
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -31,6 +36,25 @@ def watch(release: Callable[[], None], tell: Callable[[BaseException, str], bool
     _watching = True
     atexit.register(_release, release)
     sys.excepthook = _TellingHook(sys.excepthook, tell, full)
+
+
+_PR_SET_PDEATHSIG = 1
+# The programs of MPIs that start ranks, by the name that the kernel keeps (at most 15 characters). If one of them is
+# killed by SIGKILL, its ranks would otherwise run for ever.
+_MPI_LAUNCHERS = ("prterun", "prted", "orterun", "orted", "mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy")
+
+
+def end_with_mpi_launcher() -> None:
+    """Let SIGTERM end this process when its parent ends, if the parent is a launcher of an MPI."""
+    parent = os.getppid()
+    try:
+        name = Path(f"/proc/{parent}/comm").read_text().strip()
+    except OSError:  # the parent has ended, or is not visible here
+        return
+    if name in _MPI_LAUNCHERS:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+        if os.getppid() != parent:  # it ended before prctl took effect
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _release(release: Callable[[], None]) -> None:

@@ -256,6 +256,7 @@ def init(
     forced = assemble.forced_algorithms(algo)
     deadline = Deadline(join_timeout_s(os.environ))
     exits.watch(release, _tell_others)
+    exits.end_with_mpi_launcher()
 
     began = time.monotonic()
     log.version(f"mscomm {package_version()}, Python {platform.python_version()}, NumPy {np.__version__}")
