@@ -1,11 +1,13 @@
 """Many jobs in a row, each with one fault at a random moment: `python tests/soak.py --faults 1000 --seed 7`.
 
 Every job has 2 to 8 ranks, a random transport and a random loop of collectives whose results are checked. Then one rank
-is killed, is stopped for a while, raises, exits, gets Ctrl-C, makes a different call from the others, is slow, or comes
-too late for a timeout. The checks are: the job ends; no result is wrong; every other rank names the right first cause
-and raises it again at its next call; each process has the right exit code; nothing is left behind. In some jobs, a rank
-tries to use a group of which it is no member. Some jobs run beside a second job, which must not notice the fault. Some
-jobs train instead: with uneven data, or from checkpoints after those of one rank were damaged.
+is killed, is stopped for a while, raises, exits, gets Ctrl-C, makes a different call from the others, is slow, comes
+too late for a timeout, or has no file descriptor left; or the hub ends. The checks are: the job ends; no result is
+wrong; every other rank names the right first cause and raises it again at its next call; each process has the right
+exit code; nothing is left behind. In some jobs, a rank tries to use a group of which it is no member, or the ranks make
+and destroy groups all the time, or those that are left go on in a group made by shrink. Some jobs run beside a second
+job, which must not notice the fault. Some jobs train instead: with uneven data, or from checkpoints after those of one
+rank were damaged.
 
 A failure prints the job and how to run it alone: `--only INDEX`. To save time, the ranks are forked from a process that
 has imported this file (interpreter.py); they join the job after the fork.
@@ -19,6 +21,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import socket
 import sys
@@ -41,6 +44,7 @@ from mscomm.cluster import hub, security
 
 ENDS_WITHIN_S = 60  # a generous bound on a busy machine; a job takes less than two seconds
 FAULTS = ("kill", "stop", "raise", "exit", "os-exit", "interrupt", "mismatch", "slow", "timeout", "uneven", "damage")
+FAULTS += ("hub", "descriptors")
 TRANSPORTS = ("", "all_reduce=arena", "direct", "ring", "tree", "all_to_all=pairwise")
 SIZES = (1, 7, 1000, 5000, 100_000)
 ITERATIONS = 25  # the number of iterations of a job that does not fail
@@ -76,7 +80,11 @@ def plan(seed: int, index: int) -> dict[str, Any]:
         "after_s": draw.random() * 0.2,  # the delay of the fault, if the fault comes after a time
         "pause_s": 0.1 + draw.random() * 0.5,
         # The groups besides the world: one of the even ranks and one of the odd ranks, made by create_group or split.
-        "groups": draw.choice(("none", "none", "none", "created", "split")),
+        # "moving": the ranks make and destroy groups between their calls.
+        "groups": draw.choice(("none", "none", "none", "created", "split", "moving", "moving")),
+        # After PeerLost, the ranks that are left go on. Only without other groups: a rank could wait, in a group that
+        # still works, for a rank that already waits in shrink.
+        "shrinks": draw.random() < 0.7,
         "beside": draw.random() < 0.2,  # a second job, which does not fail, runs at the same time
     }
 
@@ -98,10 +106,11 @@ def one_rank(rank: int, job: dict[str, Any]) -> None:
     seen = Path(job["folder"], f"saw.{rank}")
     victim, fault = job["victim"], job["fault"]
     groups, foreign = made_groups(job["groups"], rank)
-    last = ITERATIONS if fault in ("stop", "slow") else 1 << 30
-    group = None
+    last = ITERATIONS if fault in ("stop", "slow", "descriptors") else 1 << 30
+    group, in_new_group = None, False
     try:
         mscomm.barrier()  # the fault may come while other ranks are still in this barrier
+        Path(job["folder"], f"up.{rank}").touch()
         if job["work"] == "train":
             soak_training.train_unevenly(job, lambda: misbehave(job))
         elif job["work"] == "resume":
@@ -118,12 +127,24 @@ def one_rank(rank: int, job: dict[str, Any]) -> None:
                 if i == job["at"] and fault in ("mismatch", "timeout"):
                     group = None
                     mscomm.barrier()  # without this barrier, ranks other than the victim could be late
+                if i == job["at"] and fault == "descriptors":
+                    mscomm.barrier()
                 if i == job["at"] and rank == victim:
                     misbehave(job)
+                if (fault == "descriptors") if i == job["at"] else (job["groups"] == "moving" and i % 3 == 0):
+                    in_new_group = True
+                    use_new_group(job, i)
+                    in_new_group = False
                 if i == job["at"] and fault == "timeout":
                     mscomm.all_reduce(np.ones(3), timeout=1)
                 one_call(draw, group, i, list(CALLS) if i == job["at"] else [*CALLS, "message"])
     except mscomm.Error as error:
+        if fault == "descriptors" and rank == victim:
+            raise
+        if in_new_group:  # the next call cannot be on this group: wait until the world has failed, too
+            group, until = None, time.monotonic() + 3
+            while time.monotonic() < until and not is_broken():
+                time.sleep(0.01)
         again = ""
         try:
             mscomm.all_reduce(np.ones(2), group=group)
@@ -135,20 +156,46 @@ def one_rank(rank: int, job: dict[str, Any]) -> None:
             "waiting_for": error.waiting_for,
             "text": str(error),
         }
-        seen.write_text(json.dumps({**words, "again": again}))
+        if (
+            job["shrinks"]
+            and job["groups"] == "none"
+            and isinstance(error, mscomm.PeerLost)
+            and fault in ("kill", "os-exit")
+        ):
+            left = mscomm.shrink(None, "left")
+            if left.ranks != [one for one in range(job["size"]) if one != victim]:
+                raise WrongResult(f"rank {rank} is left with {left.ranks}") from error
+            for i in range(5):
+                one_call(random.Random(f"{job['seed']}:left {i}"), left, i, list(CALLS))
+        seen.write_text(json.dumps({**words, "again": again, "in_new_group": in_new_group}))
     else:
         seen.write_text(json.dumps({"kind": "none"}))
 
 
 def made_groups(how: str, rank: int) -> tuple[list[Any], list[Any]]:
     """The groups of this rank, with the world first, and the groups of which it is no member."""
-    if how == "none":
+    if how in ("none", "moving"):
         return [None], []
     if how == "split":
         return [None, mscomm.split(rank % 2)], []
     size = mscomm.get_group_size()
     made = [mscomm.create_group(f"from {first}", list(range(first, size, 2))) for first in (0, 1)]
     return [None, *filter(None, made)], [group for group in made if not group]
+
+
+def is_broken() -> bool:
+    """Whether the world has failed."""
+    return mscomm.job.default().world.core.failure() is not None
+
+
+def use_new_group(job: dict[str, Any], i: int) -> None:
+    """Make a group of the lower and a group of the upper ranks, or of all ranks. Use it once and destroy it."""
+    size, rank, draw = job["size"], mscomm.get_rank(), random.Random(f"{job['seed']}:new {i}")
+    at = draw.randrange(size)
+    own = list(range(at)) if rank < at else list(range(at, size))
+    made = mscomm.create_group(f"new {i}", own)
+    one_call(draw, made, i, ["all_reduce"])
+    mscomm.destroy_group(made)
 
 
 def refused(group: Any) -> None:
@@ -179,6 +226,9 @@ def misbehave(job: dict[str, Any]) -> None:
             time.sleep(job["pause_s"])
         case "timeout":
             time.sleep(2.5)
+        case "descriptors":
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), most))
 
 
 def one_call(draw: random.Random, group: Any, i: int, functions: list[str]) -> None:
@@ -288,6 +338,9 @@ class Running:
                 self._hub.process_ended(rank, how(code), badly=code != 0)
         if len(self._told) == len(self._ranks):
             return False
+        if self.job["fault"] == "hub" and len(list(self.folder.glob("up.*"))) == len(self._ranks):
+            time.sleep(self.job["after_s"])
+            self._hub.stop()  # it closes its links without a word, as a process that is killed does
         if time.monotonic() > self._stop_at:
             self._stop_at = float("inf")
             victim = self._ranks[self.job["victim"]]
@@ -350,12 +403,16 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
     kinds |= dict.fromkeys(("kill", "exit", "os-exit"), "PeerLost") | dict.fromkeys(
         ("stop", "slow", "uneven", "damage"), "none"
     )
+    kinds |= dict.fromkeys(("hub", "descriptors"), "Aborted")
     words = {"raise": re.escape(BOOM), "os-exit": "exit code 7", "kill": "killed by SIGKILL", "exit": "left the job"}
     # "interrupted in ": if the hub asks the victim before Python has raised the exception, the victim's answer names
     # only the interrupted call, not the exception.
     words |= {"interrupt": "KeyboardInterrupt|interrupted in ", "mismatch": "all_gather"}
+    words |= {"hub": "is gone", "descriptors": "Too many open files"}
     for rank, code in enumerate(codes):
         expected = exits.get(fault, 0) if rank == victim else 0
+        if fault == "descriptors" and rank == victim and code == 1:
+            continue  # the error of the system has ended this rank
         if code != expected:
             yield f"rank {rank}: {how(code)}, expected {how(expected)}"
         if rank == victim and fault in exits:
@@ -367,20 +424,30 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
             continue
         # The victim may have left the job because another of its groups had failed. The errors of the other ranks then
         # contain this sentence.
-        gave_up = job["groups"] != "none" and "before that another group of that rank failed" in saw.get("text", "")
+        gave_up = job["groups"] != "none" and re.search(
+            r"before that another group of that rank failed|before that, the job failed", saw.get("text", "")
+        )
+        if fault == "descriptors" and saw["kind"] == "none":
+            continue  # no call needed a descriptor on the victim
         if saw["kind"] != ("PeerLost" if gave_up else kinds[fault]):
             yield f"rank {rank} raised {saw['kind']}, expected {kinds[fault]}: {saw.get('text')}"
             continue
         if kinds[fault] == "none":
             continue
         named = saw["waiting_for"] if fault == "timeout" else saw["ranks"]
-        if fault == "mismatch":
+        if fault == "hub":
+            right = named == []
+        elif fault == "mismatch":
             right = bool(re.search(rf"ranks? [\d, ]*\b{victim}\b[\d, ]* called all_gather", saw["text"]))
         else:
             right = (named == [victim] or gave_up) and f"rank {victim}" in saw["text"]
         if not right or not re.search(words.get(fault, ""), saw["text"]):
             yield f"rank {rank} does not name rank {victim} as it should: {named}: {saw['text']}"
-        if saw["again"] != f"{saw['kind']}: {saw['text']}":
+        if saw["in_new_group"]:  # the next call was on the world, whose failure has a text of its own
+            as_before = f"rank {victim}" in saw["again"] or fault == "hub"
+        else:
+            as_before = saw["again"] == f"{saw['kind']}: {saw['text']}"
+        if not as_before:
             yield f"rank {rank}: the next call raised something else: {saw['again']} after {saw['text']}"
 
 

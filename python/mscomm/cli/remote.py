@@ -233,7 +233,7 @@ class Hosts(Node0):
     def needed(self, well: bool) -> bool:
         """Whether other hosts' launchers or their output must be waited for. After a failure, False after some time."""
         self.over()
-        if not well or super().over():
+        if (not well or super().over()) and not self._hub.goes_on:
             self._until = min(self._until, time.monotonic() + _ENDS_S)
         # When every ssh process has ended, wait only a little for its output: a process that ssh left behind may keep
         # the output open.

@@ -257,6 +257,8 @@ class Epoch:
                     self.member.report(Aborted(text, [self.rank]), group)
                 elif not came and len(ranks) > 1:
                     self.member.refuse(group, what, ranks, error)
+            if isinstance(error, Error) and is_local(error):
+                raise error.again(f"rank {self.rank}: group {name}: {error}") from error
             raise
         if log.enabled(log.INFO):
             used = [carrier for carrier, is_used in (("arena", by_arena), ("mesh", by_mesh)) if is_used]

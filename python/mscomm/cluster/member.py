@@ -112,6 +112,7 @@ class Member:
         self._rejoins = 0
         self._met: dict[str, Met | Error] = {}
         self._missing: dict[str, Missing] = {}  # by key of a wait
+        self._meeting = ""  # the name of the meeting in which this rank waits
         self._refused: str | None = None  # the key of the last meeting that the hub refused
         self._failure: Error | None = None  # a failure of the whole link: the hub refused us, or is gone
         self._verdicts: dict[str, Error] = {}  # by group; "": for all groups of this epoch, including later ones
@@ -206,6 +207,7 @@ class Member:
         if founds:
             with self._news:
                 self._closed[key] = []
+        self._meeting = name
         try:
             self._say({"t": "meet", "founds": founds, "survivors": survivors, **words}, deadline)
             self._await(lambda: key in self._met, deadline, name, key)
@@ -218,6 +220,8 @@ class Member:
         except BaseException as error:  # raised by a signal handler
             self.refuse(key, name, ranks, error)
             raise
+        finally:
+            self._meeting = ""
         with self._news:
             met = self._met.pop(key)
         if isinstance(met, Error):
@@ -465,6 +469,7 @@ class Member:
             with self._news:
                 communicator = self._communicators.get(frame["group"])
             number, inside, text = communicator.where() if communicator else (0, False, "is not in the group now")
+            text += f" and waits in {self._meeting}" if self._meeting else ""
             place = {"number": number, "inside": inside, "text": text[:_CALL_CHARACTERS]}
             asked = frame["number"]
             called = {"asked": asked, "call": communicator.called(asked)[:_CALL_CHARACTERS] if communicator else ""}
