@@ -694,6 +694,7 @@ class Hub:
         self._log(f"epoch {self._epoch} begins")
         self._ready.clear()
         self._started_again.clear()
+        self._survivors = ()
         self._aborted, self._abort_announced = None, False
         self._answer(self._meetings.clear(PeerLost("another epoch of the job has begun")))
         self._groups.clear()
