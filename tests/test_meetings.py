@@ -9,6 +9,7 @@ from control import Communicator, Job, eventually, undialled
 
 from mscomm import errors
 from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.judge import Judge
 from mscomm.cluster.meetings import Answer, Meetings
 
 
@@ -17,8 +18,8 @@ class Table:
 
     def __init__(self):
         self.gone: dict[int, str] = {}
-        self.verdict: errors.Error | None = None
-        self.meetings = Meetings(self.gone.get, lambda rank: f"rank {rank}", lambda: self.verdict)
+        self.judge = Judge(lambda rank: f"rank {rank}", watched=True)
+        self.meetings = Meetings(self.gone.get, lambda rank: f"rank {rank}", lambda: self.judge)
 
     def come(self, rank, ranks, key="k", name="init", survivors=False, **facts):
         return list(self.meetings.come(rank, key, name, ranks, facts, survivors))
@@ -100,11 +101,33 @@ def test_who_comes_and_is_lost_ends_the_meeting_too():
 
 def test_a_meeting_without_a_lost_rank_tells_the_first_failure_of_the_job():
     table = Table()
-    table.verdict = errors.PeerLost("rank 1 ended without release: killed by SIGKILL", [1])
+    table.judge.verdict = errors.PeerLost("rank 1 ended without release: killed by SIGKILL", [1])
     table.gone[1], table.gone[2] = "rank 1 ended without release", "rank 2 has left the job"
-    assert unmet(table.come(0, [0, 1])) == [((0,), "PeerLost", f"init: {table.verdict}", [1])]
-    why = f"init: rank 2 has left the job; before that, the job failed: {table.verdict}"
+    assert unmet(table.come(0, [0, 1])) == [((0,), "PeerLost", f"init: {table.judge.verdict}", [1])]
+    why = f"init: rank 2 has left the job; before that, the job failed: {table.judge.verdict}"
     assert unmet(table.come(0, [0, 2])) == [((0,), "PeerLost", why, [2])]
+
+
+def test_a_meeting_waits_for_the_judge_and_is_never_met_with_a_rank_that_is_lost():
+    table = Table()
+    table.come(1, [0, 1])
+    table.gone[1] = "rank 1 ended without release"
+    table.judge.gone(1, "ended without release", now=0)
+    assert table.meetings.look() == []
+    assert table.come(0, [0, 1]) == []  # the launcher has not said yet how rank 1 ended
+    table.judge.process_ended(1, "exit code 7", badly=True, now=0.1)
+    why = "init: rank 1 ended without release: exit code 7"
+    assert unmet(table.meetings.look()) == [((1, 0), "PeerLost", why, [1])]
+
+
+def test_a_refused_meeting_of_survivors_is_over():
+    table = Table()
+    table.come(1, [0, 1, 2], survivors=True)
+    assert table.meetings.survivors_meet
+    table.gone[2] = "lost"
+    assert table.meetings.missing("k") == [0]
+    table.meetings.refuse(0, "k", "init", [0, 1, 2], "rank 0: enough")
+    assert not table.meetings.survivors_meet
 
 
 def test_survivors_do_not_wait_for_the_lost():

@@ -9,12 +9,14 @@ import signal
 import socket
 import subprocess
 import time
+import types
 from pathlib import Path
 
 import pytest
 from sessions import MSCOMM, mscomm_run, run
 
 import mscomm
+from mscomm.launching.processes import Launch
 
 
 @pytest.fixture
@@ -185,11 +187,18 @@ def test_a_stopped_rank_that_is_all_that_is_left_is_ended(script):
     assert "killed rank 1: stopped (SIGSTOP or SIGTSTP) though all other ranks had ended" in done.stderr
 
 
+def test_a_process_that_has_ended_is_not_stopped():
+    with subprocess.Popen(["true"]) as process:
+        while Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+            time.sleep(0.01)
+        assert not Launch._is_stopped(types.SimpleNamespace(_processes=[process]), 0)
+
+
 SHRINKS = """
 import numpy as np, mscomm
 mscomm.init()
 mscomm.barrier()
-if rank == mscomm.get_group_size() - 1: os.kill(os.getpid(), signal.SIGKILL)
+if str(rank) in sys.argv[1:]: os.kill(os.getpid(), signal.SIGKILL)
 try:
     while True: mscomm.barrier()
 except mscomm.PeerLost:
@@ -202,7 +211,7 @@ print("went on")
 
 
 def test_ranks_that_shrink_go_on_and_the_status_tells_the_loss(script):
-    done = mscomm_run("-n", 3, script(SHRINKS))
+    done = mscomm_run("-n", 3, script(SHRINKS), "2")
     assert done.returncode == 128 + signal.SIGKILL and done.stdout.count("went on") == 2, done.stderr
     assert "rank 2 failed first: killed by SIGKILL" in done.stderr
 
@@ -378,10 +387,12 @@ def nodes(script, port):
     return run_both
 
 
-def test_ranks_of_all_nodes_go_on_when_they_shrink(nodes):
-    (code_0, out_0, err_0), (code_1, out_1, err_1) = nodes(SHRINKS)
-    assert out_0.count("went on") == 2 and out_1.count("went on") == 1, err_0 + err_1
-    assert code_0 == 1 and code_1 == 128 + signal.SIGKILL, err_0 + err_1
+@pytest.mark.parametrize("lost", [[3], [0, 1]])
+def test_ranks_of_all_nodes_go_on_when_they_shrink(nodes, lost):
+    (code_0, out_0, err_0), (code_1, out_1, err_1) = nodes(SHRINKS.replace("sys.argv[1:]", str(list(map(str, lost)))))
+    killed = 128 + signal.SIGKILL
+    assert out_0.count("went on") + out_1.count("went on") == 4 - len(lost), err_0 + err_1
+    assert (code_0, code_1) == ((1, killed) if lost == [3] else (killed, 1)), err_0 + err_1
 
 
 @pytest.mark.parametrize("first", [0, 1])

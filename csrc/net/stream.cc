@@ -78,11 +78,13 @@ void Stream::check_silence() {
   tcp_info info{};
   socklen_t length = sizeof info;
   if (!option(fd_, SOL_SOCKET, SO_KEEPALIVE) || getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &length) < 0) return;
-  // If nobody has asked for a while, a new wait has begun, and what was heard before says nothing about it. tcpi_probes: the peer
-  // does not read, so the kernel asks the peer's host whether it may send again; these probes are acknowledged, too.
-  const bool data_waits = info.tcpi_unacked > 0 || info.tcpi_probes > 0;
+  // Whether the last thing that was sent has no answer yet. The peer's host answers data that the peer does not read, too: it
+  // acknowledges each repetition, which may come as rarely as every two minutes. tcpi_probes: so many times the kernel has asked
+  // in vain whether the peer reads again. One such question may be lost on its way.
+  const bool unanswered = (info.tcpi_unacked > 0 && info.tcpi_last_data_sent < info.tcpi_last_ack_recv) || info.tcpi_probes > 1;
   const auto acknowledged = now - std::chrono::milliseconds(info.tcpi_last_ack_recv);
-  heard_ = now - before > same_wait || !data_waits ? now : std::max(heard_, acknowledged);
+  // If nobody has asked for a while, a new wait has begun, and what was heard before says nothing about it.
+  heard_ = now - before > same_wait || !unanswered ? now : std::max(heard_, acknowledged);
   const std::chrono::seconds limit(option(fd_, IPPROTO_TCP, TCP_KEEPIDLE) +
                                    option(fd_, IPPROTO_TCP, TCP_KEEPINTVL) * option(fd_, IPPROTO_TCP, TCP_KEEPCNT));
   if (now - heard_ > limit)

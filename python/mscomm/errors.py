@@ -75,11 +75,6 @@ def make(kind: str, text: str, ranks: Iterable[int] = (), waiting_for: Iterable[
     return KINDS.get(kind, Error)(text, ranks, waiting_for)
 
 
-def is_local(error: BaseException) -> bool:
-    """Whether the error is of this rank alone, such as a failed system call. The other ranks do not know of it."""
-    return not isinstance(error, Error) or error.kind == Error.__name__
-
-
 def of_fields(fields: Mapping[str, Any]) -> Error:
     """The error that a control frame carries; the opposite of Error.fields()."""
     return make(fields["kind"], fields["text"], fields["ranks"], fields["waiting_for"])

@@ -28,7 +28,7 @@ from mscomm.cluster.frames import FROM_HUB_BYTES, Frames
 from mscomm.cluster.hello import CONTROL, UNKNOWN_RANK, package_version
 from mscomm.cluster.member import Member, Welcome
 from mscomm.context import device_id, device_target, plain_links_permitted
-from mscomm.errors import Aborted, Error, PeerLost, is_local
+from mscomm.errors import Aborted, Error, PeerLost
 from mscomm.group import Group, NonMember, printable
 
 CPU_NAMES = ("gloo", "mccl", CPU)
@@ -343,17 +343,16 @@ def _telling(member: Member, rank: int, epoch: int) -> Iterator[None]:
     world = plan.world_id(epoch)
     try:
         yield
-    except BaseException as error:
-        if is_local(error):
-            member.report(Aborted(f"rank {rank}: init: {type(error).__name__}: {error}", [rank]))
-        if not isinstance(error, Error):
-            raise
-        cause = member.settle(world, error, 0)
-        if cause is error:
+    except Error as symptom:
+        cause = member.settle(world, symptom, 0)
+        if cause is symptom:
             raise
         # Show the text only once if cause and symptom have the same text, for example when libnccl is missing on all
         # ranks.
-        raise cause from (None if str(cause) == str(error) else error)
+        raise cause from (None if str(cause) == str(symptom) else symptom)
+    except BaseException as error:
+        member.report(Aborted(f"rank {rank}: init: {type(error).__name__}: {error}", [rank]))
+        raise
 
 
 def _backend(name: str | None) -> str:

@@ -233,14 +233,16 @@ class Hosts(Node0):
     def needed(self, well: bool) -> bool:
         """Whether other hosts' launchers or their output must be waited for. After a failure, False after some time."""
         self.over()
-        if (not well or super().over()) and not self._hub.goes_on:
-            self._until = min(self._until, time.monotonic() + _ENDS_S)
+        if self._hub.goes_on or (well and not super().over()):
+            self._heard_at = float("inf")
+        else:
+            self._heard_at = min(self._heard_at, time.monotonic() + _ENDS_S)
         # When every ssh process has ended, wait only a little for its output: a process that ssh left behind may keep
         # the output open.
         if all(agent.told for agent in self._agents):
             self._until = min(self._until, time.monotonic() + DRAIN_S)
         busy = any(not agent.told or not agent.read for agent in self._agents)
-        return busy and time.monotonic() < self._until
+        return busy and time.monotonic() < min(self._until, self._heard_at)
 
 
 class _Agent:

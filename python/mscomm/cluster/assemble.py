@@ -23,7 +23,7 @@ from mscomm.cluster import interfaces, links, plan
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import DATA, MEMORY, MESSAGES, Identity, package_version
 from mscomm.cluster.member import Member, Welcome
-from mscomm.errors import Aborted, Error, PeerLost, is_local
+from mscomm.errors import Aborted, Error, PeerLost
 
 _HUGE_PAGE = 2 << 20
 _LARGE = 1 << 40  # bytes; all calls with at least this much data use the same algorithm
@@ -227,18 +227,20 @@ class Epoch:
                     self.member.check(group)  # a group of one rank has no meeting that could report an abort of the job
                 all_came()
                 spin = can_spin([self.facts[rank] for rank in self.neighbours()])
-                core = _core.Group(
-                    name=name,
-                    peers=self.peers,
-                    ranks=ranks,
-                    rank=me,
-                    epoch=self.number,
-                    forced=forced,
-                    control=told[min(at_home)]["control"] if by_arena else -1,
-                    spin=spin,
-                    links=self._connect(group, ranks, listening, told, deadline) if by_mesh else [],
-                    news_fd=self.member.news_fd if self.member else -1,
-                )
+                fds = self._connect(group, ranks, listening, told, deadline) if by_mesh else []
+                with _system_calls(self.rank, f"group {name}"):
+                    core = _core.Group(
+                        name=name,
+                        peers=self.peers,
+                        ranks=ranks,
+                        rank=me,
+                        epoch=self.number,
+                        forced=forced,
+                        control=told[min(at_home)]["control"] if by_arena else -1,
+                        spin=spin,
+                        links=fds,
+                        news_fd=self.member.news_fd if self.member else -1,
+                    )
             if self.accelerator:
                 self._join_device(core, group, told[ranks[0]]["device"], deadline)
         except BaseException as error:
@@ -250,15 +252,13 @@ class Epoch:
                     self.heap.abandon_control(control, len(at_home))
                 else:
                     self.heap.release_control(control, 0)
-            if self.member and is_local(error):
+            if self.member and len(ranks) > 1:
                 # This rank could not set itself up: tell the others, so that they do not wait for it.
-                if met:
+                if met and not isinstance(error, Error):
                     text = f"rank {self.rank}: group {name}: {type(error).__name__}: {error}"
                     self.member.report(Aborted(text, [self.rank]), group)
-                elif not came and len(ranks) > 1:
+                elif not came:
                     self.member.refuse(group, what, ranks, error)
-            if isinstance(error, Error) and is_local(error):
-                raise error.again(f"rank {self.rank}: group {name}: {error}") from error
             raise
         if log.enabled(log.INFO):
             used = [carrier for carrier, is_used in (("arena", by_arena), ("mesh", by_mesh)) if is_used]
@@ -368,9 +368,10 @@ def share(
     with contextlib.ExitStack() as closing:
         heap, heap_fds = None, [-1] * len(everyone)
         if len(neighbours) > 1:
-            heap, heap_fd = _core.make_heap(
-                heap_bytes(len(neighbours)), bool(environment.read("MSCOMM_HUGE_PAGES", os.environ))
-            )
+            with _system_calls(rank, "init"):
+                heap, heap_fd = _core.make_heap(
+                    heap_bytes(len(neighbours)), bool(environment.read("MSCOMM_HUGE_PAGES", os.environ))
+                )
             closing.callback(os.close, heap_fd)
             mine = Identity(welcome.job, package_version(), rank, welcome.epoch)
             fds = _exchange_memory(
@@ -384,14 +385,9 @@ def share(
             _warn_of_threads([everyone[peer] for peer in neighbours])
         if rank == 0 and any(forced):
             _warn_of_forced(forced)
-        peers = _core.Peers(
-            rank=rank,
-            names=names,
-            hosts=hosts,
-            pidfds=_pidfds(rank, neighbours, everyone, names),
-            heap=heap,
-            heap_fds=heap_fds,
-        )
+        pidfds = _pidfds(rank, neighbours, everyone, names)
+        with _system_calls(rank, "init"):
+            peers = _core.Peers(rank=rank, names=names, hosts=hosts, pidfds=pidfds, heap=heap, heap_fds=heap_fds)
     return Epoch(member, welcome, forced, heap, peers, accelerator)
 
 
@@ -578,6 +574,15 @@ def _reaching(peer: int, where: str = "") -> Iterator[None]:
         if links.is_shortage(error):
             raise
         raise PeerLost(f"cannot reach rank {peer}{where}: {error}", [peer]) from error
+
+
+@contextlib.contextmanager
+def _system_calls(rank: int, what: str) -> Iterator[None]:
+    """Turn an Error of the core about a failed system call into an Aborted that names this rank."""
+    try:
+        yield
+    except Error as error:
+        raise Aborted(f"rank {rank}: {what}: {error}", [rank]) from error
 
 
 @contextlib.contextmanager

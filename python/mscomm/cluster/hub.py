@@ -115,7 +115,7 @@ class Hub:
         self._ended_badly: dict[int, str] = {}  # by rank: how its process ended, if it failed and is not restarted
         self._started_again: set[int] = set()  # ranks that were lost in this epoch and are restarted
         self._over: Error | None = None
-        self._survivors: Collection[int] = ()  # the ranks that shrink() has brought together, if all of them are there
+        self._shrunk: list[list[int]] = []  # the ranks of each shrink() of this epoch that has lost no rank since
         self._goes_on = False
         self._aborted: Error | None = None  # why all groups of this epoch, also later ones, are aborted
         self._abort_announced = False
@@ -125,7 +125,7 @@ class Hub:
         self._contested_until = 0.0  # if two jobs want this port: until when to refuse processes that join
         self._groups: dict[str, _Group] = {}
         self._world = self._open_group(world_id(0), range(size))
-        self._meetings = Meetings(self._why_absent, self._roster.name, lambda: self._world.judge.verdict)
+        self._meetings = Meetings(self._roster.gone, self._roster.name, lambda: self._world.judge)
         self._selector = selectors.DefaultSelector()
         self._board: Switchboard[Link] = Switchboard(self._selector, self._handle, self._ended)
         mine = Identity(named, self._version)  # without an epoch, which a process that joins does not know yet
@@ -298,7 +298,7 @@ class Hub:
             self._broadcast({"t": "verdict", "group": "", **self._aborted.fields()}, self._world.ranks)
         if self._over is None and (end := self._end()):
             self._give_up(end)
-        goes_on = bool(self._survivors) or self._meetings.survivors_meet
+        goes_on = bool(self._shrunk) or self._meetings.survivors_meet
         if goes_on != self._goes_on:
             self._goes_on = goes_on
             self._tell_launchers()
@@ -347,6 +347,7 @@ class Hub:
                 self._board.drop(link)
             else:
                 self._refuse(link, f"the job is over: {self._outcome().text}")
+        self._goes_on = False
         self._dismiss_launchers()
         self._selector.close()
         self._wake_r.close()
@@ -383,8 +384,8 @@ class Hub:
             self._ended_badly.setdefault(rank, how)
         else:
             self._ended_well.add(rank)
-        if badly and rank in self._survivors:
-            self._survivors = ()
+        if badly:
+            self._no_survivor(rank)
         for group in self._groups_of(rank):
             group.judge.process_ended(rank, how, badly, time.monotonic())
         for link in links:
@@ -441,10 +442,6 @@ class Hub:
             return
         group.judge.left(link.number, number, time.monotonic(), destroyed=True)
         self._broadcast({"t": "left", "group": name, "rank": link.number, "number": number}, staying)
-
-    def _why_absent(self, rank: int) -> str | None:
-        """Why the rank can come to no meeting any more; None if it can, or if the first cause is not known yet."""
-        return None if self._world.judge.due() is not None else self._roster.gone(rank)
 
     # -- control frames from the ranks
 
@@ -520,8 +517,7 @@ class Hub:
             return
         survivors = bool(frame.get("survivors"))
         answers = self._meetings.come(link.number, key, name, ranks, _field(frame, "facts", dict), survivors)
-        if survivors:
-            self._survivors = next((answer.frame["ranks"] for answer in answers if answer.frame["t"] == "met"), ())
+        self._shrunk += [answer.frame["ranks"] for answer in answers if survivors and answer.frame["t"] == "met"]
         if frame.get("founds") and any(answer.frame["t"] == "met" for answer in answers):
             group = self._world if key == world_id(self._epoch) else self._open_group(key, frozenset(ranks))
             for other in self._roster:  # tell the judge of ranks that left the job before the group existed
@@ -694,7 +690,7 @@ class Hub:
         self._log(f"epoch {self._epoch} begins")
         self._ready.clear()
         self._started_again.clear()
-        self._survivors = ()
+        self._shrunk.clear()
         self._aborted, self._abort_announced = None, False
         self._answer(self._meetings.clear(PeerLost("another epoch of the job has begun")))
         self._groups.clear()
@@ -744,11 +740,13 @@ class Hub:
             self._absent[number] = how
             return
         self._log(f"{name} {how}")
-        if number in self._survivors:
-            self._survivors = ()
+        self._no_survivor(number)
         for group in self._groups_of(number):
             group.judge.gone(number, how, time.monotonic())
         self._answer(self._meetings.look())
+
+    def _no_survivor(self, number: int) -> None:
+        self._shrunk = [ranks for ranks in self._shrunk if number not in ranks]
 
     # -- launchers of other hosts
 
@@ -872,6 +870,7 @@ class Hub:
                 self._ended_badly.setdefault(rank, why)
             elif member is None:
                 self._process_ended(rank, why, badly=True, again=False)
+        self._begin_epoch()  # a rank that waits for the next epoch may wait in vain now
 
     def _dismiss_launchers(self) -> None:
         """Tell the launchers that the job is over, and wait until they have closed their links.

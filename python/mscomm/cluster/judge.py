@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from mscomm import _core
 from mscomm.errors import CollectiveTimeout, Error, PeerLost
 
 BELIEVED_AFTER_S = 0.2  # how long a symptom waits for a report from the rank that it names; then it becomes the verdict
@@ -115,6 +114,8 @@ class Judge:
             by_call: dict[str, list[int]] = {}
             for other in sorted(calls):
                 by_call.setdefault(calls[other], []).append(other)
+            from mscomm import _core  # only here, because the hub's process must start fast
+
             self.verdict = _core.mismatch("the ranks", list(by_call.items()))
         self.look(now)
 

@@ -101,8 +101,8 @@ def tune(sock: socket.socket) -> None:
 def _limit_silence(sock: socket.socket) -> None:
     """On TCP: let a link of the hub also fail if the other host does not acknowledge our data for MS_NODE_TIMEOUT.
 
-    Links between ranks must not have this limit; the hub's verdict ends them. The limit would also end a link to a
-    healthy rank that has not read for that long, for example because it computes while the next call's data waits.
+    Links between ranks must not have this limit, which would also end a link to a healthy rank that has not read for
+    that long, for example because it computes while the next call's data waits. They have Stream::check_silence.
     """
     if _is_tcp(sock):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(node_timeout_s() * 1000)))

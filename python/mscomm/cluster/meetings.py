@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from mscomm.cluster.frames import Frame
+from mscomm.cluster.judge import Judge
 from mscomm.errors import Aborted, CollectiveTimeout, Error, Mismatch, PeerLost
 
 
@@ -47,15 +48,15 @@ class Meetings:
     """All open meetings of a job.
 
     `gone(rank)`: why the rank can come to no meeting any more, or None. `name(rank)`: the rank's name in messages.
-    `verdict()`: the first failure of the job, which may be why ranks are gone.
+    `judge()`: the judge of the job, who may know why ranks are gone.
     """
 
     def __init__(
-        self, gone: Callable[[int], str | None], name: Callable[[int], str], verdict: Callable[[], Error | None]
+        self, gone: Callable[[int], str | None], name: Callable[[int], str], judge: Callable[[], Judge]
     ) -> None:
         self._gone = gone
         self._name = name
-        self._verdict = verdict
+        self._judge = judge
         self._open: dict[str, _Meeting] = {}
 
     def come(self, rank: int, key: str, name: str, ranks: list[int], facts: Frame, survivors: bool) -> Iterable[Answer]:
@@ -87,7 +88,7 @@ class Meetings:
         meeting = self._open.get(key)
         if meeting is None or rank not in meeting.facts:
             return []  # the meeting was over already
-        missing = meeting.missing
+        missing = self.missing(key)
         names = ", ".join(map(self._name, missing))
         why = f"{meeting.name}: {self._name(rank)} waited {seconds:g} s for {names}"
         return self._cancel(key, CollectiveTimeout(why, waiting_for=missing))
@@ -108,12 +109,13 @@ class Meetings:
 
     def missing(self, key: str) -> list[int]:
         """The ranks for which the meeting waits; none if there is no such meeting."""
-        return self._open[key].missing if key in self._open else []
+        ranks = self._open[key].missing if key in self._open else []
+        return [rank for rank in ranks if self._gone(rank) is None]
 
     @property
     def survivors_meet(self) -> bool:
         """Whether a rank waits in a meeting that does not wait for lost ranks."""
-        return any(meeting.survivors for meeting in self._open.values())
+        return any(meeting.survivors and meeting.facts for meeting in self._open.values())
 
     def look(self) -> Iterable[Answer]:
         """Look at all meetings again after a rank was lost."""
@@ -130,6 +132,8 @@ class Meetings:
     def _look(self, key: str) -> list[Answer]:
         meeting = self._open[key]
         lost = {rank: why for rank in meeting.ranks if (why := self._gone(rank)) is not None}
+        if lost and not meeting.survivors and self._judge().due() is not None:
+            return []  # the hub looks again when the judge has given the verdict
         if lost and not meeting.survivors:
             return self._cancel(key, self._explained(meeting, lost))
         for rank in lost:
@@ -143,7 +147,7 @@ class Meetings:
 
     def _explained(self, meeting: _Meeting, lost: dict[int, str]) -> Error:
         """The error of a meeting to which these ranks do not come. It tells the first failure of the job, too."""
-        first = self._verdict()
+        first = self._judge().verdict
         told = [str(first) if str(first).startswith(why) else why for why in lost.values()]
         if first is not None and str(first) not in told:
             told.append(f"before that, the job failed: {first}")

@@ -112,7 +112,7 @@ class Member:
         self._rejoins = 0
         self._met: dict[str, Met | Error] = {}
         self._missing: dict[str, Missing] = {}  # by key of a wait
-        self._meeting = ""  # the name of the meeting in which this rank waits
+        self._attending: list[str] = []  # the names of the meetings in which this rank waits
         self._refused: str | None = None  # the key of the last meeting that the hub refused
         self._failure: Error | None = None  # a failure of the whole link: the hub refused us, or is gone
         self._verdicts: dict[str, Error] = {}  # by group; "": for all groups of this epoch, including later ones
@@ -180,7 +180,7 @@ class Member:
         assert self._welcome
         epoch = self._welcome.epoch
         self._say({"t": "ready", "epoch": epoch}, deadline)
-        self._await(lambda: self._go >= epoch, deadline, "init", READY, world_id(epoch))
+        self._await(lambda: self._go >= epoch, deadline, "set-up", READY, world_id(epoch))
 
     # -- meetings and groups
 
@@ -207,7 +207,7 @@ class Member:
         if founds:
             with self._news:
                 self._closed[key] = []
-        self._meeting = name
+        self._attending.append(name)
         try:
             self._say({"t": "meet", "founds": founds, "survivors": survivors, **words}, deadline)
             self._await(lambda: key in self._met, deadline, name, key)
@@ -221,7 +221,7 @@ class Member:
             self.refuse(key, name, ranks, error)
             raise
         finally:
-            self._meeting = ""
+            self._attending.remove(name)
         with self._news:
             met = self._met.pop(key)
         if isinstance(met, Error):
@@ -446,8 +446,9 @@ class Member:
                 self._news.notify_all()
         elif kind == "missing":
             with self._news:
-                if frame["text"]:
-                    self._missing[frame["key"]] = Missing(frame["text"], frame["ranks"], frame["tells"])
+                words = frame["text"]  # "" if nobody is missing any more
+                told = Missing(words, frame["ranks"], frame["tells"]) if words else Missing()
+                self._missing[frame["key"]] = told
                 self._news.notify_all()
         elif kind == "unmet":
             with self._news:
@@ -469,7 +470,7 @@ class Member:
             with self._news:
                 communicator = self._communicators.get(frame["group"])
             number, inside, text = communicator.where() if communicator else (0, False, "is not in the group now")
-            text += f" and waits in {self._meeting}" if self._meeting else ""
+            text += "".join(f" and waits in {name}" for name in self._attending)
             place = {"number": number, "inside": inside, "text": text[:_CALL_CHARACTERS]}
             asked = frame["number"]
             called = {"asked": asked, "call": communicator.called(asked)[:_CALL_CHARACTERS] if communicator else ""}
@@ -559,7 +560,12 @@ class Member:
                     return
             if failure:
                 raise failure.again()
-            missing = self._ask_for_missing(key) if key else Missing()
+            missing = Missing()
+            if not deadline.passed or key in (JOIN, READY):  # at its deadline, a meeting asks in a way of its own
+                missing = self._ask_for_missing(key, over) if key else missing
+            with self._news:
+                if over():
+                    continue
             if deadline.passed:
                 words = f"{what}: waited {deadline.seconds:g} s for {missing.words}"
                 raise CollectiveTimeout(words, waiting_for=missing.ranks)
@@ -569,14 +575,14 @@ class Member:
                 )
             notice = began + next(notices_s)
 
-    def _ask_for_missing(self, key: str) -> Missing:
-        """Ask the hub for which ranks this rank waits."""
+    def _ask_for_missing(self, key: str, over: Callable[[], bool]) -> Missing:
+        """Ask the hub for which ranks this rank waits. over(): whether the wait has ended meanwhile."""
         with self._news:
             self._missing.pop(key, None)
         with contextlib.suppress(Error):  # the hub may be gone, which the caller notices
             self._say({"t": "waits", "key": key}, Deadline(SETTLE_S))
         with self._news:
-            self._news.wait_for(lambda: key in self._missing or self._failure is not None, SETTLE_S)
+            self._news.wait_for(lambda: key in self._missing or over(), SETTLE_S)
             return self._missing.pop(key, None) or Missing()
 
     def _me(self) -> str:

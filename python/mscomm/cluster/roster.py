@@ -144,11 +144,12 @@ class Roster:
         return str(self.at(number) or f"rank {number}")
 
     def missing(self) -> str:
-        """The members that have not joined, as text."""
+        """The members that have not joined, as text; "" if all have."""
         ranks = self._numbers()
         if len(ranks) < len(self._members):
             return f"{self.size - len(self._members)} more {self.plural}"
-        return f"rank {', '.join(str(rank) for rank in range(self.size) if rank not in ranks)}"
+        absent = ", ".join(str(rank) for rank in range(self.size) if rank not in ranks)
+        return f"rank {absent}" if absent else ""
 
     def _numbers(self) -> list[int]:
         """The ranks of the members, as far as they are known before ranks are given out."""

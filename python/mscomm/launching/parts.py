@@ -191,6 +191,7 @@ class Node0(_WithHub):
         self._hub = _hub(self.size, self._key, self._topo_timeout_s, self._restarts, log, **words)
         self._hub.listen(listener)
         self._until = float("inf")
+        self._heard_at = float("inf")  # when the ranks of other hosts must have heard of a failure
 
     def _others_key(self) -> bytes:
         """The key of the job that already listens at our address."""
@@ -214,9 +215,11 @@ class Node0(_WithHub):
                 return False
             # A node whose launcher has not connected yet still needs us, but only until the join timeout.
             self._until = min(self._until, time.monotonic() + self._topo_timeout_s)
-        if not well and not self._hub.goes_on:
-            self._until = min(self._until, time.monotonic() + _HEAR_S)
-        return self._thread.is_alive() and time.monotonic() < self._until
+        if well or self._hub.goes_on:
+            self._heard_at = float("inf")
+        else:
+            self._heard_at = min(self._heard_at, time.monotonic() + _HEAR_S)
+        return self._thread.is_alive() and time.monotonic() < min(self._until, self._heard_at)
 
 
 class OtherNode(_OneHost):
@@ -339,6 +342,7 @@ class OtherNode(_OneHost):
         return self._over
 
     def goes_on(self) -> bool:
+        self.over()  # hears what node 0 has said
         return self._goes_on
 
     def needed(self, well: bool) -> bool:
@@ -352,7 +356,6 @@ class OtherNode(_OneHost):
             self._leave()
 
     def _end(self, why: str) -> None:
-        self._goes_on = False
         if self._link:
             if not self._ended_well.issuperset(self._ranks):  # else our part is done, whatever happens to node 0
                 self._over = self._over or PeerLost(f"{why} ({self._where})")
@@ -363,6 +366,7 @@ class OtherNode(_OneHost):
         could reset the connection, and node 0 could miss what we sent.
         """
         link, self._link = self._link, None
+        self._goes_on = False
         if link is None:
             return
         deadline = Deadline(_TELL_S)

@@ -22,7 +22,7 @@ from mscomm.launching import ending
 from mscomm.launching.breakpoints import HOOK
 from mscomm.launching.ending import End
 from mscomm.launching.output import Log, Output, Stream, Streams
-from mscomm.launching.parts import OtherNode, Part
+from mscomm.launching.parts import LOOK_S, OtherNode, Part
 from mscomm.launching.tracebacks import PYTHONS_STATUS, LastWords, Tracebacks
 
 REPORT_S = 5.0  # after the first failure, the other ranks have this long to report before SIGTERM
@@ -92,6 +92,8 @@ class Launch:
         self._stopped_at = float("inf")  # since when only stopped ranks are left, in time.monotonic() seconds
         self._stopped: list[int] = []  # ranks that were killed because of that
         self.signals: list[int] = []  # the signals that this process received and passed on
+        self._failed = False  # whether a rank has failed, here or on another host, and is not restarted
+        self._must_end = False  # whether something else than a failure ends the ranks
         self._ending = False
         self._steps: list[tuple[float, signal.Signals]] = []  # when to send which signal to ranks that still run
         self._sent_s = float("inf")  # when we first sent a signal, which may be why ranks ended after that
@@ -227,8 +229,7 @@ class Launch:
         while len(self._ends) < self._size:
             self._turn(self._sleep_s())
             self._look_for_ends()
-            if self._lost_elsewhere():
-                self._end_soon()
+            self._end_unless_ranks_go_on()
             if self._until <= time.monotonic():
                 self._end_late()
             self._look_for_stopped()
@@ -237,9 +238,6 @@ class Launch:
                 self._tracebacks.show()
             while self._steps and self._steps[0][0] <= time.monotonic():
                 self._tracebacks.show()
-                if self._goes_on():
-                    self._ending, self._steps = False, []
-                    break
                 self._send(self._steps.pop(0)[1])
         self._kill_groups()
         self._streams.take_all()
@@ -262,16 +260,23 @@ class Launch:
         at_s += [] if self._ending else [self._tracebacks.due]
         waits = [max(0.0, min(at_s) - time.monotonic())] if min(at_s) < float("inf") else []
         waits += [self._look_s] if self._look_s is not None else []
+        waits += [LOOK_S] if self._failed else []  # nothing wakes this process when ranks begin or cease to go on
         return min(waits) if waits else None
 
     def _lost_elsewhere(self) -> bool:
         """Whether a rank of another host was lost for good, which ends the job on this host too."""
         over = self._part.over() if self._part.look_s is not None else None
-        return over is not None and not self._has_one_of(over.ranks) and not self._part.goes_on()
+        return over is not None and not self._has_one_of(over.ranks)
 
-    def _goes_on(self) -> bool:
-        """Whether the ranks that are left go on without those that failed (shrink), and nothing else ends the job."""
-        return self._part.goes_on() and not self.signals and not self.late and self._sent_s == float("inf")
+    def _end_unless_ranks_go_on(self) -> None:
+        """After a failure, end the ranks that are left, unless they go on without those that failed (shrink)."""
+        self._failed = self._failed or self._lost_elsewhere()
+        if not self._failed:
+            return
+        if self._part.goes_on() and not self._must_end and self._sent_s == float("inf"):
+            self._ending, self._steps = False, []
+        else:
+            self._end_soon()
 
     def _elsewhere(self) -> Error | None:
         """The first failure, if it was on another host."""
@@ -303,8 +308,7 @@ class Launch:
                     self._restart(local_rank, end)
                     continue
                 self._ends[local_rank] = end
-                if code != 0:
-                    self._end_soon()
+                self._failed = self._failed or code != 0
 
     def _may_restart(self) -> bool:
         return len(self._restarts) < self._max_restarts and not self._ending and self._part.can_restart()
@@ -332,7 +336,7 @@ class Launch:
         now, self._until = time.monotonic(), float("inf")
         if not self._ending:  # otherwise the ranks are late because one of them failed
             self.late = [self._part.first + local for local in range(self._size) if local not in self._ends]
-        self._ending = True
+        self._ending = self._must_end = True
         self._steps = [(now, signal.SIGTERM), (now + TERM_S, signal.SIGKILL)]
 
     def _look_for_stopped(self) -> None:
@@ -346,12 +350,16 @@ class Launch:
         self._stopped_at = min(self._stopped_at, now)
         if left and now >= self._stopped_at + STOPPED_S:
             self._stopped_at, self._stopped = float("inf"), [self._part.first + local for local in left]
-            self._ending, self._steps = True, [(now, signal.SIGKILL)]
+            self._ending = self._must_end = True
+            self._steps = [(now, signal.SIGKILL)]
 
     def _is_stopped(self, local_rank: int) -> bool:
         """Whether the rank's process is stopped. The state is left for later calls (WNOWAIT)."""
-        flags = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_PID, self._processes[local_rank].pid, flags) is not None
+        flags = (
+            os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT
+        )  # without WEXITED, a process that has ended is an error
+        info = os.waitid(os.P_PID, self._processes[local_rank].pid, flags)
+        return info is not None and info.si_code == os.CLD_STOPPED
 
     def _signalled(self, numbers: bytes) -> None:
         for number in numbers:
@@ -359,6 +367,7 @@ class Launch:
                 self.signals.append(number)
                 if number == signal.SIGINT:
                     self._tracebacks.interrupt()
+                self._must_end = True
                 self._part.forward(number)
                 self._send(signal.SIGKILL if len(self.signals) >= KILL_AT_SIGNAL else signal.Signals(number))
                 self._end_soon()
@@ -400,7 +409,7 @@ class Launch:
     def _cause(self, first: End, verdict: Error | None) -> str:
         if self.signals and first.after_s >= self._sent_s:
             return ending.interrupted(self.signals[0], first.after_s, self._words())
-        if self._stopped:
+        if first.rank in self._stopped:
             return ending.stopped(self._stopped)
         others = [end for end in self._ends.values() if end.code != 0 and end is not first]
         here = " on this host" if self._size < self._part.size else ""
