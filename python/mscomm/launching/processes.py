@@ -355,9 +355,7 @@ class Launch:
 
     def _is_stopped(self, local_rank: int) -> bool:
         """Whether the rank's process is stopped. The state is left for later calls (WNOWAIT)."""
-        flags = (
-            os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT
-        )  # without WEXITED, a process that has ended is an error
+        flags = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT  # WEXITED: without it, an ended process is an error
         info = os.waitid(os.P_PID, self._processes[local_rank].pid, flags)
         return info is not None and info.si_code == os.CLD_STOPPED
 
