@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <memory>
-#include <new>
 #include <string>
 #include <utility>
 
@@ -47,14 +45,15 @@ std::string text(std::string_view function, std::string_view what) { return std:
 [[noreturn]] void type_error(Function function, std::string_view what) { throw py::type_error(text(name(function), what)); }
 [[noreturn]] void value_error(Function function, std::string_view what) { throw py::value_error(text(name(function), what)); }
 
-// Returns an attribute, such as a function, of one of our Python modules. The modules are loaded by now, except in some tests.
+// Returns an attribute, such as a function, of one of our Python modules. The modules have already been loaded, except in some
+// tests.
 py::object ours(const char* module, const char* attribute) {
   const auto name = py::reinterpret_steal<py::object>(PyUnicode_InternFromString(module));
   const auto loaded = py::reinterpret_steal<py::object>(PyImport_GetModule(name.ptr()));
   return (loaded ? loaded : py::module_::import(module)).attr(attribute);
 }
 
-// Takes over the reference that a function of Python's C API has returned. Throws the Python exception if the reference is null.
+// Takes ownership of a reference that a Python C API function has returned. Throws the Python exception if the reference is null.
 py::object taken(PyObject* result) {
   if (!result) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(result);
@@ -64,7 +63,7 @@ std::string shown(py::handle object) { return py::repr(object).cast<std::string>
 
 // -- describing the user's arrays
 
-// Whether the object is exactly a numpy.ndarray. Objects of a subclass, such as masked arrays, do not count.
+// Returns whether the object is exactly a numpy.ndarray. Instances of subclasses, such as masked arrays, do not count.
 bool is_numpy(py::handle object) { return Py_TYPE(object.ptr()) == Numpy::get().PyArray_Type_; }
 
 const auto* fields(py::handle array) { return py::detail::array_proxy(array.ptr()); }
@@ -76,12 +75,11 @@ std::optional<Dtype> native_dtype(py::handle array) {
   return dtype_of_number[static_cast<size_t>(number)];
 }
 
-// Fills in `array` from the fields of a numpy.ndarray, which describes memory of the CPU or of a device.
+// Fills in `array` from the fields of a numpy.ndarray, which describes CPU or device memory.
 void read_fields(Array& array, py::handle memory) {
   const auto* told = fields(memory);
   constexpr int in_order = Numpy::NPY_ARRAY_C_CONTIGUOUS_ | Numpy::NPY_ARRAY_ALIGNED_;
   array.begin = told->data;
-  array.source = array.begin;
   array.in_order = (told->flags & in_order) == in_order;
   array.writable = (told->flags & Numpy::NPY_ARRAY_WRITEABLE_) != 0;
   array.shape.dims = told->nd;
@@ -112,7 +110,7 @@ bool read_told(Array& array, PyObject* function) {
   return true;
 }
 
-// Fills in `array` in the fast way that its library offers for arrays in C order. Returns false if this array must be read in
+// Fills in `array` using the fast path that its library offers for arrays in C order. Returns false if this array must be read in
 // another way.
 bool read_plain(Array& array, const Library& library) {
   const bool by_exchange = PyCapsule_CheckExact(library.plain);
@@ -123,7 +121,6 @@ bool read_plain(Array& array, const Library& library) {
       if (taken(PyObject_CallOneArg(PyTuple_GET_ITEM(pending, i), array.given.ptr())).is(py::handle(Py_True))) return false;
   array.bytes = array.shape.count() * size_of(*array.dtype);
   if (array.bytes && !array.begin) return false;
-  array.source = array.begin;
   array.backend = array.stream ? library.backend : nullptr;
   array.library = library;
   return std::bit_cast<uintptr_t>(array.begin) % std::min<size_t>(size_of(*array.dtype), 8) == 0;
@@ -153,7 +150,7 @@ void read_memory(Array& array, py::object memory) {
   array.stream = reinterpret_cast<StreamHandle>(array.memory.attr("stream").cast<uintptr_t>());
 }
 
-// Describes an array that the user gave. Does not check whether the call can use the array.
+// Describes an array that the user passed. Does not check whether the call can use the array.
 Array read(const Calls& calls, std::string_view function, std::string_view argument, py::object given) {
   Array array{.given = std::move(given), .memory = {}, .packed = {}};
   if (is_numpy(array.given) && (array.dtype = native_dtype(array.given))) {
@@ -188,7 +185,7 @@ std::string where(const Array& array) {
   return "on device " + std::to_string(array.device) + " of " + py::str(py::handle(array.backend)).cast<std::string>();
 }
 
-// Returns the address of the first byte of a strided array, and the address behind its last byte.
+// Returns the address of the first byte of a strided array, and the address just past its last byte.
 std::pair<const char*, const char*> bounds(const Array& array) {
   const char *begin = array.begin, *end = array.begin;
   if (array.in_order) return {begin, begin + array.bytes};
@@ -220,8 +217,8 @@ bool same_strides(const Array& x, const Array& y) {
   return std::equal(fields(one)->strides, fields(one)->strides + x.shape.dims, fields(other)->strides);
 }
 
-// Whether the smaller of the two arrays is the part of the larger one that begins at element `place`. If both have the same
-// shape, this means that they are the same memory with the same strides.
+// Returns whether the smaller of the two arrays is the part of the larger one that begins at element `place`. If both have the
+// same shape, this means that they are the same memory with the same strides.
 bool lies_in_place(const Array& x, const Array& out, uint64_t place) {
   if (x.shape == out.shape && place == 0) return x.begin == out.begin && same_strides(x, out);
   const auto& [shorter, longer] = x.bytes <= out.bytes ? std::tie(x, out) : std::tie(out, x);
@@ -248,7 +245,7 @@ void check_device(const Calls& calls, Function function, std::string_view argume
   if (array.device == calls.device && array.device >= 0 && equal(array.backend, calls.backend)) return;
   const py::object memory = memory_of(array);
   python_of(calls).attr("check_device")(name(function), argument, memory);
-  array.device = memory.attr("index").cast<int>();  // the library did not tell the device's number
+  array.device = memory.attr("index").cast<int>();  // the library did not report the device's number
 }
 
 void check_defined(const Calls& calls, Function function, Dtype dtype, Op op, bool on_device) {
@@ -261,11 +258,10 @@ void check_defined(const Calls& calls, Function function, Dtype dtype, Op op, bo
 
 // -- choosing the memory of the result
 
-// The shape of a rank's result. If x and the result may share memory, `place` says where the smaller of the two lies in the
-// larger one.
+// The shape of a rank's result. If x and the result may share memory, `place` says where in the larger one the smaller one lies.
 struct Share {
   Shape shape;
-  std::optional<uint64_t> place;  // the element of the larger one at which the smaller one begins; nullopt: no shared memory
+  std::optional<uint64_t> place;  // the element of the larger one at which the smaller one begins; nullopt if no sharing
 };
 
 uint64_t sum(const std::vector<uint64_t>& rows, size_t first, size_t number, size_t stride = 1) {
@@ -306,14 +302,14 @@ Share share_of(const Wanted& wanted, const Shape& whole, size_t me, size_t n) {
   return {shape, before * shape.row()};
 }
 
-// Refuses a call that needs new memory on a stream that the user chose. The library makes new memory for its current stream. Work
-// on the current stream may still use what was in this memory before, and the chosen stream does not wait for that work.
+// Refuses a call that needs new memory on a stream that the user chose. The library allocates new memory for its current stream.
+// Earlier work on the current stream may still be using this memory, and the chosen stream does not wait for that work.
 [[noreturn]] void refuse_new_memory(Function function) {
   type_error(function, "with stream= give out=, in C order and apart from x");
 }
 
-// Makes an array of this shape for the result, with the library and the dtype of `like`.
-void make_target(PreparedCall& ready, Function function, const Array& like, const Shape& shape) {
+// Creates an array of this shape for the result, with the library and dtype of `like`.
+void make_target(PreparedCall& ready, const Calls& calls, Function function, const Array& like, const Shape& shape) {
   if (like.chosen) refuse_new_memory(function);
   Array& target = ready.target.emplace();
   if (is_numpy(like.given)) {
@@ -321,11 +317,8 @@ void make_target(PreparedCall& ready, Function function, const Array& like, cons
     target.dtype = like.dtype;
     read_fields(target, target.given);
   } else if (like.library) {
-    target.given = taken(PyObject_CallFunctionObjArgs(like.library->empty, like.given.ptr(), as_tuple(shape).ptr(), nullptr));
-    if (!read_plain(target, *like.library)) {
-      target = Array{.given = std::move(target.given), .memory = {}, .packed = {}};
-      read_memory(target, ours("mscomm.arrays", "memory_anywhere")(target.given, "out", name(function)));
-    }
+    target = read(calls, name(function), "out",
+                  taken(PyObject_CallFunctionObjArgs(like.library->empty, like.given.ptr(), as_tuple(shape).ptr(), nullptr)));
   } else {
     const py::tuple made = ours("mscomm.arrays", "new")(name(function), like.given, as_tuple(shape));
     target.given = made[0];
@@ -335,7 +328,7 @@ void make_target(PreparedCall& ready, Function function, const Array& like, cons
 }
 
 // Checks that the result can be written to ready.out, and makes ready.out the target of the call. If ready.out is not in C order,
-// the target is new memory, which PreparedCall::result() copies to ready.out.
+// the target is new memory, and PreparedCall::result() copies its contents to ready.out.
 void take_out(PreparedCall& ready, const Calls& calls, const Wanted& wanted, const Share& share, Dtype dtype) {
   const Function function = wanted.function;
   const auto argument = [&] { return std::string(wanted.out_argument); };
@@ -369,7 +362,7 @@ void take_out(PreparedCall& ready, const Calls& calls, const Wanted& wanted, con
   if (out.in_order) return;
   if (out.backend) {
     const Array strided = std::move(out);
-    make_target(ready, function, ready.x ? *ready.x : strided, share.shape);
+    make_target(ready, calls, function, ready.x ? *ready.x : strided, share.shape);
     ready.target->stream = strided.stream;
     ready.assigned = true;
   } else {
@@ -428,7 +421,7 @@ Shape shape_of(py::handle tuple) {
   return shape;
 }
 
-static_assert(max_dims == 12);  // the texts of two errors in this file say 12
+static_assert(max_dims == 12);  // two error messages in this file say 12
 
 Array described(const Calls& calls, Function function, std::string_view argument, py::object given, py::handle stream) {
   Array array = read(calls, name(function), argument, std::move(given));
@@ -444,7 +437,6 @@ Array described(const Calls& calls, Function function, std::string_view argument
   if (!array.in_order) {
     if (!array.backend) array.packed = taken(Numpy::get().PyArray_NewCopy_(memory_of(array).ptr(), 0 /* NPY_CORDER */));
     else array.packed = ours("mscomm.arrays", "packed")(name(function), argument, array.given);
-    array.source = fields(array.packed)->data;
   }
   return array;
 }
@@ -522,7 +514,7 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
     if (ready.out.is_none() && !ready.x)
       ready.out = ours("mscomm.arrays.numpy", "empty")(as_tuple(share.shape), static_cast<int>(dtype));
     if (ready.out.is_none()) {
-      make_target(ready, function, *ready.x, share.shape);
+      make_target(ready, calls, function, *ready.x, share.shape);
       ready.out = ready.target->given;
     } else {
       take_out(ready, calls, wanted, share, dtype);
@@ -536,12 +528,12 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
   if (ready.x && (what != Collective::scatter || at_root)) {
     Array& source = *ready.x;
     if (what == Collective::all_to_all && on_device && !source.packed && may_overlap(source, *ready.target)) {
-      // On a device, parts of the result arrive before all parts of x have been sent. So x is copied if it overlaps the result.
+      // On a device, parts of the result can arrive before all parts of x have been sent. So x is copied if it overlaps the
+      // result.
       if (source.chosen) refuse_new_memory(function);
       source.packed = python_of(calls).attr("apart")(name(function), source.given, memory_of(source));
-      source.source = fields(source.packed)->data;
     }
-    call.x = source.source;
+    call.x = source.packed ? fields(source.packed)->data : source.begin;
     call.x_bytes = source.bytes;
     call.stream = source.stream;
   }
@@ -550,8 +542,8 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
   signature.dims = static_cast<uint8_t>(shape.dims);
   std::copy_n(shape.extents.begin(), shape.dims, signature.shape);
   if (wanted.rows) {
-    // In an uneven gather or all_to_all, axis 0 of x differs between the ranks, but the signature must be the same on all ranks.
-    // So axis 0 in the signature is the sum of all rows, or 0 for all_to_all.
+    // In an uneven gather or all_to_all, the number of rows of x differs between the ranks, but the signature must be the same on
+    // all ranks. So axis 0 of the signature's shape is the total number of rows, or 0 for all_to_all.
     if (gathers(what)) signature.shape[0] = static_cast<uint64_t>(share.shape.extents[0]);
     if (what == Collective::all_to_all) signature.shape[0] = 0;
     const uint64_t row = shape.row();

@@ -5,7 +5,6 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "base/call.h"
 
@@ -39,15 +38,10 @@ static_assert(offsetof(Versioned, tensor) == 32);
 // Returns the core's dtype for the elements of this tensor, or nullopt if there is none. `kinds` is in the order of DLPack's type
 // codes.
 std::optional<Dtype> dtype_of(const Tensor& tensor) {
-  static constexpr std::array<Dtype, 15> all = [] {
-    std::array<Dtype, 15> list{};
-    for (size_t i = 0; i < list.size(); i++) list[i] = static_cast<Dtype>(i);
-    return list;
-  }();
   static constexpr std::string_view kinds[] = {"int", "uint", "float", "", "bfloat", "complex", "bool"};
   if (tensor.lanes != 1 || tensor.code >= std::size(kinds) || kinds[tensor.code].empty()) return std::nullopt;
-  for (const Dtype dtype : all)
-    if (name(dtype).starts_with(kinds[tensor.code]) && size_of(dtype) * 8 == tensor.bits) return dtype;
+  for (size_t i = 0; i < dtypes.size(); i++)
+    if (dtypes[i].name.starts_with(kinds[tensor.code]) && dtypes[i].bytes * 8 == tensor.bits) return static_cast<Dtype>(i);
   return std::nullopt;
 }
 
@@ -92,7 +86,7 @@ bool read_by_exchange(Array& array, PyObject* capsule) {
   while (api && api->major != 1) api = api->previous;
   Tensor tensor;
   // If this protocol cannot describe the array, return false. The Python module for the array's library then describes or refuses
-  // the array.
+  // it.
   if (!api || !api->describe || api->describe(array.given.ptr(), &tensor) != 0) {
     PyErr_Clear();
     return false;

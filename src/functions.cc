@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <new>
 #include <utility>
 #include <vector>
 
@@ -17,13 +16,13 @@ constexpr std::array<const char*, slots> slot_names{"x", "out", "op", "root", "g
 
 using Arguments = std::array<PyObject*, slots>;
 
-// A collective function of the Python module. The entries, and the Python objects in them, live as long as the process.
+// A collective function of the Python module. The entries and the Python objects in them live as long as the process.
 struct Entry {
   std::string name, doc;
   PyMethodDef definition{};
   std::vector<std::pair<PyObject*, Slot>> parameters;  // the names are interned
-  Py_ssize_t positional = 0;                           // how many parameters can be given without a name
-  Arguments defaults{};                                // the default values; nullptr: the parameter has none
+  Py_ssize_t positional = 0;                           // how many parameters can be passed by position
+  Arguments defaults{};                                // the default values; nullptr if the parameter has none
   PyObject* model = nullptr;
 };
 
@@ -35,7 +34,7 @@ struct Callee {
 };
 Callee& world = *new Callee{};
 
-// Assigns the arguments of a Python call to slots. Returns false if the arguments do not fit the parameters.
+// Assigns the arguments of a Python call to slots. Returns false if the arguments do not match the parameters.
 bool fit(const Entry& entry, PyObject* const* given, Py_ssize_t count, PyObject* names, Arguments& arguments) {
   if (count > entry.positional) return false;
   Arguments bound{};
@@ -55,7 +54,7 @@ bool fit(const Entry& entry, PyObject* const* given, Py_ssize_t count, PyObject*
   return true;
 }
 
-// Returns the group that the argument `group` names. The Callee keeps the group alive during the call.
+// Returns the group that the `group` argument names. The Callee keeps the group alive during the call.
 Callee callee(PyObject* given) {
   if (given == Py_None && world.core) return world;
   const py::object core = py::module_::import("mscomm.job").attr("resolve")(py::handle(given)).attr("core");
@@ -117,7 +116,7 @@ py::object collective_function(Collective what, const py::function& model, const
   Entry& entry = entries.at(number);
   entry = {};
   entry.name = model.attr("__name__").cast<std::string>();
-  // If a docstring has this form, CPython reads the signature from its beginning.
+  // If a docstring has this form, CPython takes the function's signature from its beginning.
   entry.doc = entry.name;
   entry.doc.append(signature).append("\n--\n\n").append(model.attr("__doc__").cast<std::string>());
   entry.definition = {entry.name.c_str(), reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(functions[number])),

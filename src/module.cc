@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <ranges>
 #include <utility>
 
 #include "algo/algorithm.h"
@@ -28,7 +29,7 @@ using namespace mscomm;
 
 namespace {
 
-// Makes a heap. Returns the heap, and the descriptor by which the peers map it. The caller must close the descriptor.
+// Creates a heap. Returns the heap, and the descriptor that the peers use to map it. The caller must close the descriptor.
 std::pair<std::shared_ptr<Heap>, int> make_heap(size_t bytes, bool own_tmpfs) {
   const int fd = make_memory("mscomm-heap", bytes, own_tmpfs);
   try {
@@ -52,17 +53,17 @@ py::object allocate(const std::shared_ptr<Heap>& heap, size_t bytes) {
     const std::unique_ptr<Owner> owner(static_cast<Owner*>(pointer));
     const auto give_back = [&] { owner->heap->release(owner->memory); };
     try {
-      // The kernel takes long to free many pages, so other threads may run meanwhile.
+      // Freeing many pages takes the kernel a long time, so let other threads run in the meantime.
       if (owner->bytes >= give_back_from && !python_is_ending()) unlocked(give_back);
       else give_back();
     } catch (const std::bad_alloc&) {
-      // No exception may leave this function. The memory stays in use.
+      // No exception may escape from this function. The memory stays in use.
     }
   });
   return py::array_t<uint8_t>({bytes}, {size_t{1}}, static_cast<uint8_t*>(memory), release);
 }
 
-// The source and the tag of a message. The source is a rank of the group.
+// The source (a rank of the group) and the tag of a message.
 using Received = std::pair<int, int64_t>;
 
 Received received(const Matched& matched) { return {matched.peer, matched.tag}; }
@@ -73,18 +74,14 @@ Message message(bool sends, int peer, int64_t tag, int dtype, py::array& array) 
   return {sends, peer, tag, static_cast<Dtype>(dtype), data, static_cast<size_t>(array.nbytes())};
 }
 
-// spent_s: how many of the timeout_s seconds have passed already.
-void run_send(Group& group, int peer, int64_t tag, int dtype, py::array x, double timeout_s, double spent_s) {
-  const Message one = message(true, peer, tag, dtype, x);
-  group.called([&] { return group.communicator->run({&one, 1}, Deadline(timeout_s, spent_s)); });
-}
-
-Received run_recv(Group& group, int peer, int64_t tag, int dtype, py::array out, double timeout_s, double spent_s) {
-  const Message one = message(false, peer, tag, dtype, out);
+// Returns the peer and the tag of the message. spent_s: how many of the timeout_s seconds have already passed.
+template <bool sends>
+Received run_message(Group& group, int peer, int64_t tag, int dtype, py::array array, double timeout_s, double spent_s) {
+  const Message one = message(sends, peer, tag, dtype, array);
   return received(group.called([&] { return group.communicator->run({&one, 1}, Deadline(timeout_s, spent_s)).front(); }));
 }
 
-// The recv is started first, so that it is there for a message from this rank to itself.
+// The recv is started first, so that it is already there if this rank sends the message to itself.
 Received send_and_receive(Group& group, int to, int64_t send_tag, int x_dtype, py::array x, int from, int64_t recv_tag,
                           int out_dtype, py::array out, double timeout_s, double spent_s) {
   const Message both[] = {message(false, from, recv_tag, out_dtype, out), message(true, to, send_tag, x_dtype, x)};
@@ -97,7 +94,7 @@ Handle start_message(Group& group, int peer, int64_t tag, int dtype, py::array a
   return start(group.ready(), std::move(array), one, Deadline(timeout_s, spent_s));
 }
 
-// Returns the Dtype of an array. It is found by the name that NumPy or ml_dtypes gives the dtype.
+// Returns the Dtype of an array, using the name that NumPy or ml_dtypes gives the dtype.
 Dtype dtype_of(const py::array& array) {
   const auto named = array.dtype().attr("name").cast<std::string>();
   for (size_t i = 0; i < dtypes.size(); i++)
@@ -105,7 +102,7 @@ Dtype dtype_of(const py::array& array) {
   throw py::type_error("mscomm: arrays of " + named + " cannot be packed");
 }
 
-// The element of the bucket at which each part begins; nullopt: the parts lie one after the other, without gaps.
+// The bucket element at which each part begins, or nullopt if the parts are contiguous.
 using Begins = std::optional<std::vector<uint64_t>>;
 
 Packing packing_of(bool packs, py::array& bucket, std::vector<py::array>& parts, double scale, const Begins& begins) {
@@ -137,32 +134,28 @@ void pack(Group& group, py::array bucket, std::vector<py::array> parts, uintptr_
     packing.residual = residual->mutable_data();
     packing.largest = largest;
   }
-  unlocked([&] { group.communicator->pack(packing, reinterpret_cast<StreamHandle>(stream)); });
+  unlocked([&] { group.communicator->device().pack(packing, reinterpret_cast<StreamHandle>(stream)); });
 }
 
 void unpack(Group& group, py::array bucket, std::vector<py::array> parts, uintptr_t stream, double scale, const Begins& begins) {
   const Packing packing = packing_of(false, bucket, parts, scale, begins);
-  unlocked([&] { group.communicator->pack(packing, reinterpret_cast<StreamHandle>(stream)); });
+  unlocked([&] { group.communicator->device().pack(packing, reinterpret_cast<StreamHandle>(stream)); });
 }
 
 void clear(Group& group, py::array memory, uintptr_t stream) {
   if (!(memory.flags() & py::array::c_style)) throw py::value_error("mscomm: what is cleared is contiguous");
   void* const begin = memory.mutable_data();
   const auto bytes = static_cast<size_t>(memory.nbytes());
-  unlocked([&] { group.communicator->clear(begin, bytes, reinterpret_cast<StreamHandle>(stream)); });
+  unlocked([&] { group.communicator->device().clear(begin, bytes, reinterpret_cast<StreamHandle>(stream)); });
 }
 
 std::vector<py::dict> calls(const Group& group, uint64_t after) {
   static constexpr const char* states[] = {"inside", "done", "failed"};
   std::vector<py::dict> list;
   for (const Record& record : group.recorder.all(after)) {
-    py::dict entry;
-    entry["number"] = record.signature.number;
-    entry["call"] = record.signature.text();
-    entry["state"] = states[static_cast<int>(record.state)];
-    entry["began"] = record.began_s;
-    entry["took"] = record.took_s;
-    list.push_back(std::move(entry));
+    list.push_back(py::dict(py::arg("number") = record.signature.number, py::arg("call") = record.signature.text(),
+                            py::arg("state") = states[static_cast<int>(record.state)], py::arg("began") = record.began_s,
+                            py::arg("took") = record.took_s));
   }
   return list;
 }
@@ -171,7 +164,7 @@ py::handle given_or_null(const py::object& object) { return object.is_none() ? p
 
 Array array_of(const Group& group, int function, py::object x, const std::string& argument, const py::object& stream) {
   Array array = described(group.ready(), static_cast<Function>(function), argument, std::move(x), given_or_null(stream));
-  array.memory = memory_of(array);  // must live until a call uses it, see PreparedCall::hold_memory
+  array.memory = memory_of(array);  // must live until a call uses it; see PreparedCall::hold_memory
   return array;
 }
 
@@ -211,7 +204,7 @@ std::vector<Candidate> candidates_of(const Places& places) {
   return candidates;
 }
 
-// image: for tests, an image of the kernels that replaces the image in this build. The copy that is made of it is never freed.
+// image: for tests, a kernel image that replaces the one in this build. The copy of it that is made here is never freed.
 std::shared_ptr<Runtime> open_cuda_at(const Places& places, const std::optional<py::bytes>& image) {
   const auto* const kept = image ? new std::string(*image) : nullptr;
   return unlocked([&]() -> std::shared_ptr<Runtime> {
@@ -221,22 +214,27 @@ std::shared_ptr<Runtime> open_cuda_at(const Places& places, const std::optional<
   });
 }
 
+Forced forced_of(const std::vector<std::string>& names) {
+  Forced forced;
+  for (size_t i = 0; i < forced.size(); i++) forced[i] = names.at(i);
+  return forced;
+}
+
 template <typename Names>
 std::vector<std::string> as_strings(const Names& names) {
   return {names.begin(), names.end()};
 }
 
-// Lets the garbage collector see what an object of the bound class T refers to.
-template <typename T>
+// Lets the garbage collector see the objects that a Work refers to.
 void collects_cycles(PyHeapTypeObject* made) {
   PyTypeObject& type = made->ht_type;
   type.tp_flags |= Py_TPFLAGS_HAVE_GC;
   type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
-    return py::detail::is_holder_constructed(self) ? py::handle(self).cast<const T&>().traverse(visit, arg) : 0;
+    return py::detail::is_holder_constructed(self) ? py::handle(self).cast<const Handle&>().traverse(visit, arg) : 0;
   };
   type.tp_clear = [](PyObject* self) {
-    if (py::detail::is_holder_constructed(self)) py::handle(self).cast<T&>().clear();
+    if (py::detail::is_holder_constructed(self)) py::handle(self).cast<Handle&>().clear();
     return 0;
   };
 }
@@ -260,11 +258,7 @@ PYBIND11_MODULE(_core, module) {
   module.attr("last_tag") = last_tag;
   module.attr("collectives") = as_strings(collectives);
   module.attr("ops") = as_strings(ops);
-  module.def("dtypes", [] {
-    std::vector<std::string> names;
-    for (const DtypeRow& row : dtypes) names.emplace_back(row.name);
-    return names;
-  });
+  module.def("dtypes", [] { return as_strings(std::views::transform(dtypes, &DtypeRow::name)); });
   module.attr("object_dtype") = static_cast<int>(Dtype::object);
   module.def("supports", [](int dtype, int op) { return supports(static_cast<Dtype>(dtype), static_cast<Op>(op)); });
   module.def("algorithms", [] {
@@ -274,11 +268,9 @@ PYBIND11_MODULE(_core, module) {
     return rows;
   });
   module.def("select", [](int what, std::vector<int> hosts, const std::vector<std::string>& forced) {
-    Forced names;
-    for (size_t i = 0; i < names.size(); i++) names[i] = forced[i];
     const Layout layout{0, static_cast<int>(hosts.size()), std::move(hosts)};
     std::vector<py::tuple> rows;
-    for (const Algorithm* row : select(static_cast<Collective>(what), layout, names))
+    for (const Algorithm* row : select(static_cast<Collective>(what), layout, forced_of(forced)))
       rows.push_back(py::make_tuple(std::string(row->name), std::string(name(row->carrier))));
     return rows;
   });
@@ -304,17 +296,11 @@ PYBIND11_MODULE(_core, module) {
       .def(py::init([](int rank, std::vector<std::string> names, std::vector<int> hosts, std::vector<int> pidfds,
                        std::shared_ptr<Heap> heap, const std::vector<int>& heap_fds) {
              Descriptors owned{std::move(pidfds)};
-             std::shared_ptr<Heaps> heaps;
-             auto peers = [&] {
-               return std::make_shared<Peers>(rank, std::move(names), std::move(hosts), std::exchange(owned.fds, {}),
-                                              std::move(heaps));
-             };
-             if (!heap) return peers();
              std::vector<Mapping> others(heap_fds.size());
-             for (size_t peer = 0; peer < heap_fds.size(); peer++)
+             for (size_t peer = 0; heap && peer < heap_fds.size(); peer++)
                if (heap_fds[peer] >= 0) others[peer] = Mapping(heap_fds[peer], check_memory(heap_fds[peer]));
-             heaps = std::make_shared<Heaps>(rank, std::move(heap), std::move(others));
-             return peers();
+             auto heaps = heap ? std::make_shared<Heaps>(rank, std::move(heap), std::move(others)) : nullptr;
+             return std::make_shared<Peers>(std::move(names), std::move(hosts), std::exchange(owned.fds, {}), std::move(heaps));
            }),
            py::kw_only(), py::arg("rank"), py::arg("names"), py::arg("hosts"), py::arg("pidfds"), py::arg("heap"),
            py::arg("heap_fds"));
@@ -355,26 +341,26 @@ PYBIND11_MODULE(_core, module) {
   module.def("open_nccl",
              [](const Places& places) { return unlocked([&] { return std::shared_ptr(open_nccl(candidates_of(places))); }); });
 
-  py::class_<Handle>(module, "Work", R"(A call that runs beside the caller, from `async_op=True`.
+  py::class_<Handle>(module, "Work", R"(A call that was started with `async_op=True`, and runs while the caller continues.
 
-A Work keeps x and out alive. Do not touch x and out until the call has ended; out is complete when wait() has returned.
-If the Work is dropped before anybody has waited for it, the next call on the group raises the error of the call.
+A Work keeps x and out alive. Do not touch x and out until the call has completed; out is complete when wait() has
+returned. If the Work is dropped before it was waited for, the next call on the group raises the error of the call.
 
 For arrays on a device, wait() without a timeout returns at once. Work enqueued later on the library's current stream
-sees a complete out. With a timeout, wait() returns when the device has ended the call.
+sees a complete out. With a timeout, wait() returns when the device has completed the call.
 
 >>> work = mscomm.all_reduce(x, async_op=True)
 >>> y = work.wait())",
-                     py::custom_type_setup(collects_cycles<Handle>))
+                     py::custom_type_setup(collects_cycles))
       .def(py::init<>())
       .def("wait", &Handle::wait, py::arg("timeout") = py::none(),
-           R"(Wait for the call, and return its result. Raises the call's error.
+           R"(Wait until the call has completed, and return its result. If the call has failed, raise its error.
 
-Raises TimeoutError if the call has not ended in time; the call then goes on. timeout: seconds or a timedelta; None
-waits as long as the call takes.)")
-      .def("done", &Handle::done, "Whether the call has ended, with or without an error.")
-      .def("is_completed", &Handle::done, "The same as done().")
-      .def("exception", &Handle::exception, "The error of a call that has ended; None if it ended well, or has not ended yet.")
+Raise TimeoutError if the call has not completed in time; the call then continues. timeout: a number of seconds or a
+timedelta; None waits as long as the call takes.)")
+      .def("done", &Handle::done, "Return whether the call has completed, with or without an error.")
+      .def("is_completed", &Handle::done, "Do the same as done().")
+      .def("exception", &Handle::exception, "Return the error of a call that has failed, otherwise None.")
       .def("_join", &Handle::join)
       .def("matched", [](const Handle& handle) {
         const auto matched = handle.matched();
@@ -399,10 +385,19 @@ waits as long as the call takes.)")
   module.def("set_world", &set_world);
 
   py::class_<Group>(module, "Group")
-      .def(py::init<const std::string&, std::shared_ptr<Peers>, std::vector<int>, int, unsigned, const std::vector<std::string>&,
-                    int64_t, bool, const std::vector<int>&, int>(),
+      .def(py::init([](const std::string& name, std::shared_ptr<Peers> peers, std::vector<int> ranks, int rank, unsigned epoch,
+                       std::vector<int> hosts, const std::vector<std::string>& forced, std::vector<int> at_home, uint64_t control,
+                       bool spin, std::vector<int> links, int news_fd) {
+             Descriptors owned(std::move(links));
+             Layout layout{rank, static_cast<int>(ranks.size()), std::move(hosts)};
+             return std::make_unique<Group>(name, std::move(peers),
+                                            Founding{std::move(ranks), std::move(layout), forced_of(forced), epoch,
+                                                     std::move(at_home), control, spin, std::move(owned)},
+                                            news_fd);
+           }),
            py::kw_only(), py::arg("name"), py::arg("peers"), py::arg("ranks"), py::arg("rank"), py::arg("epoch"),
-           py::arg("forced"), py::arg("control"), py::arg("spin"), py::arg("links"), py::arg("news_fd"))
+           py::arg("hosts"), py::arg("forced"), py::arg("at_home"), py::arg("control"), py::arg("spin"), py::arg("links"),
+           py::arg("news_fd"))
       .def("run",
            [](Group& group, const PreparedCall& prepared, double timeout_s, uint64_t number) {
              forget_ended(group.ready());
@@ -414,7 +409,7 @@ waits as long as the call takes.)")
                        uint64_t number) { return start(group.ready(), std::move(call), timeout_s, number); })
       .def("join_device", &Group::join_device)
       .def("order", [](Group& group, uint64_t number,
-                       uintptr_t stream) { group.communicator->order(number, reinterpret_cast<StreamHandle>(stream)); })
+                       uintptr_t stream) { group.communicator->device().order(number, reinterpret_cast<StreamHandle>(stream)); })
       .def("pack", &pack, py::arg("bucket"), py::arg("parts"), py::arg("stream"), py::kw_only(), py::arg("scale") = 1.0,
            py::arg("begins") = py::none(), py::arg("residual") = py::none(),
            py::arg("largest") = std::numeric_limits<double>::infinity())
@@ -447,8 +442,8 @@ waits as long as the call takes.)")
       .def("root", [](const Group& group, int function,
                       py::handle root) { return checked_root(group.ready(), static_cast<Function>(function), root); })
       .def("reserve", [](Group& group, int count) { return group.communicator->reserve(count); })
-      .def("send", &run_send)
-      .def("recv", &run_recv)
+      .def("send", &run_message<true>)
+      .def("recv", &run_message<false>)
       .def("sendrecv", &send_and_receive)
       .def("start_send", &start_message<true>)
       .def("start_recv", &start_message<false>)

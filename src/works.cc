@@ -15,7 +15,7 @@ namespace {
 template <typename Start>
 Handle started(Calls& calls, std::shared_ptr<Started> one, const Start& start) {
   forget_ended(calls);
-  // Hold the arrays before the start, because the core's threads may use them from then on.
+  // Hold the arrays before starting, because the core's threads may use them from then on.
   calls.running.push_back(one);
   try {
     one->work = calls.group->called(start);
@@ -27,7 +27,7 @@ Handle started(Calls& calls, std::shared_ptr<Started> one, const Start& start) {
   return {calls, std::move(one)};
 }
 
-// Waits at most the given seconds, without the GIL. Returns whether the call or message has ended.
+// Waits for at most the given number of seconds, without the GIL. Returns whether the call or message has completed.
 bool ended_within(Work& work, double seconds) {
   for (const auto begun = Clock::now(); !work.done();) {
     const double left_s = seconds - seconds_since(begun);
@@ -79,7 +79,7 @@ bool Handle::ended(std::optional<double> seconds) {
   if (!seconds && started_->current) {
     const auto stream = reinterpret_cast<StreamHandle>(started_->current().cast<uintptr_t>());
     try {
-      calls_->group->communicator->order(started_->work->number(), stream);
+      calls_->group->communicator->device().order(started_->work->number(), stream);
     } catch (const Error& error) {
       raise_cause(error);
     }
@@ -90,7 +90,8 @@ bool Handle::ended(std::optional<double> seconds) {
   return true;
 }
 
-// Lets go of the arrays, but only when the call has ended: if the device still reads x, the library must not reuse its memory.
+// Releases the arrays, but only if the call has completed: while the device is still reading x, the library must not reuse its
+// memory.
 void Handle::let_go() {
   if (!started_->work->done()) return;
   std::erase(calls_->running, started_);
@@ -111,7 +112,8 @@ py::object Handle::exception() const {
   return is_current() ? python_.attr("cause_of")(symptom) : symptom;
 }
 
-// Whether the Group of Python still has this core. It has another one after rejoin(), to which an old failure means nothing.
+// Returns whether the Python Group object still uses this core object. After rejoin(), it uses a new one, for which an old
+// failure is irrelevant.
 bool Handle::is_current() const { return !python_.is_none() && core_.is(py::object(python_.attr("core"))); }
 
 void Handle::raise_cause(const Error& symptom) const {
@@ -122,12 +124,12 @@ void Handle::raise_cause(const Error& symptom) const {
 std::optional<Matched> Handle::matched() const { return started_ ? started_->work->matched() : std::nullopt; }
 
 void Handle::collect() {
-  const auto call = started_->call;  // a second pointer, because another thread may reset started_->call meanwhile
+  const auto call = started_->call;  // a second pointer, because another thread may reset started_->call in the meantime
   if (collected_ || !call) return;
   std::unique_lock lock(started_->collecting, std::defer_lock);
   // Wait for the lock without the GIL: a thread that holds the lock may need the GIL.
   if (call->python_makes_result()) unlocked([&] { lock.lock(); });
-  if (collected_ || collecting_) return;  // collecting_: this is a signal handler that interrupted result()
+  if (collected_ || collecting_) return;  // collecting_ means that this is a signal handler that interrupted result()
   collecting_ = true;
   try {
     result_ = call->result();
@@ -139,7 +141,7 @@ void Handle::collect() {
   collected_ = true;
 }
 
-// While the core's list holds the call too, its arrays are in use, and nothing may be collected.
+// As long as the core's list also holds the call, its arrays are in use, and nothing may be collected.
 int Handle::traverse(visitproc visit, void* arg) const {
   Py_VISIT(core_.ptr());
   Py_VISIT(python_.ptr());
@@ -176,14 +178,14 @@ void forget_ended(Calls& calls) {
   auto& running = calls.running;
   const auto ended =
       std::stable_partition(running.begin(), running.end(), [](const auto& one) { return !one->work || !one->work->done(); });
-  // These calls and messages are destroyed only after `running` has been changed: their arrays may be destroyed with them, which
+  // These calls and messages are destroyed only after `running` has been updated: their arrays may be destroyed with them, which
   // may run Python code that makes another call.
   const std::vector<std::shared_ptr<Started>> last(std::make_move_iterator(ended), std::make_move_iterator(running.end()));
   running.erase(ended, running.end());
 }
 
 void drain(Calls& calls) {
-  std::vector<std::shared_ptr<Work>> works;  // not those that another thread is about to start: close() ends them
+  std::vector<std::shared_ptr<Work>> works;  // excludes those that another thread is about to start, which close() ends
   for (const auto& one : calls.running)
     if (one->work) works.push_back(one->work);
   for (const auto& work : works) (void)ended_within(*work, std::numeric_limits<double>::infinity());

@@ -1,4 +1,4 @@
-// The handle of a call or a message that runs beside its caller. In Python, its class is `Work`.
+// The handle of a call or a message that runs asynchronously. Its class in Python is `Work`.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -12,32 +12,33 @@
 
 namespace mscomm {
 
-// A call or a message that the core has started, and the objects that must live until it has ended.
+// A call or a message that the core has started, and the objects that must live until it has completed.
 struct Started {
-  std::shared_ptr<Work> work{};          // nullptr: not started yet
-  std::shared_ptr<PreparedCall> call{};  // nullptr: this is a message, or the result of the call has been collected
+  std::shared_ptr<Work> work{};          // nullptr if not started yet
+  std::shared_ptr<PreparedCall> call{};  // nullptr if this is a message, or if the call's result has been collected
   py::object array{};                    // for a message: its array
   py::object current{};                  // for a call on a device: a function that returns the library's current stream
-  std::recursive_mutex collecting{};     // lets only one of several waiting threads make the result; locked without the GIL
+  std::recursive_mutex collecting{};     // lets only one of several waiting threads create the result; locked without the GIL
 };
 
 class Handle {
  public:
-  // For a subclass in Python that overrides all methods.
+  // For Python subclasses that override all methods.
   Handle() = default;
   Handle(Calls& calls, std::shared_ptr<Started> started);
 
-  // The methods below throw what the user gets: the first cause of the group's failure, instead of the error of this call.
+  // The methods below throw the exception that the user should see, which is the first cause of the group's failure instead of
+  // the error of this call.
 
-  // Waits until the call or message has ended. Returns the result of a call, or None for a message. timeout: seconds or a
-  // timedelta; None: no limit. For a call on a device with the timeout None, wait() does not wait for the device: it makes the
-  // work that is enqueued later on the library's current stream wait for the call.
+  // Waits until the call or message has completed. Returns the result of a call, or None for a message. timeout: seconds or a
+  // timedelta, or None for no limit. For a call on a device, if the timeout is None, wait() does not wait for the device: it
+  // makes work that is enqueued later on the library's current stream wait for the call.
   py::object wait(py::handle timeout);
-  // Waits like wait(), but for at most the given seconds, and makes no result. Returns whether the call or message has ended.
-  // For a call whose result the caller makes; lets go of the arrays.
+  // Waits like wait(), but for at most the given number of seconds, and does not create a result: this is for a call whose result
+  // the caller creates. Releases the arrays. Returns whether the call or message has completed.
   bool join(std::optional<double> seconds);
   bool done() const;
-  // Returns the error of a call that has ended with an error. Otherwise returns None.
+  // Returns the error if the call has failed. Otherwise, returns None.
   py::object exception() const;
   std::optional<Matched> matched() const;
 
@@ -61,14 +62,14 @@ class Handle {
   py::object result_ = py::none();  // valid if collected_ is true
 };
 
-// Both functions keep the arrays alive until the call or message has ended, even if the user drops the handle.
-// number: the number that was reserved for the call; 0: the next number. Only a call on a device can have a reserved number.
+// Both functions keep the arrays alive until the call or message has completed, even if the user drops the handle. number: the
+// number that was reserved for the call, or 0 to use the next number. Only a call on a device can have a reserved number.
 Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, double timeout_s, uint64_t number);
 Handle start(Calls& calls, py::array array, const Message& message, const Deadline& deadline);
 
-// Removes the calls and messages that have ended from calls.running.
+// Removes completed calls and messages from calls.running.
 void forget_ended(Calls& calls);
-// Waits until all started calls and messages have ended. Signal handlers run during the wait.
+// Waits until all started calls and messages have completed. Signal handlers run during the wait.
 void drain(Calls& calls);
 
 }  // namespace mscomm

@@ -17,29 +17,28 @@ namespace mscomm {
 class Arena;
 class Mesh;
 
-// Which host each rank of a group runs on. `rank` is this rank. The other members have the same values on all ranks.
+// Which host each rank of a group runs on. `rank` is this rank. All other members have the same values on all ranks.
 struct Layout {
   int rank = 0;
   int size = 1;
-  // The number of each rank's host. Hosts are numbered in the order of their lowest ranks. If the vector is empty, all ranks are
-  // on one host.
+  // The number of each rank's host. Hosts are numbered in the order of their lowest ranks. Empty if all ranks are on one host.
   std::vector<int> host;
 
   int hosts() const;
-  // The number of this rank's host.
+  // Returns the number of this rank's host.
   int here() const { return host.empty() ? 0 : host[rank]; }
-  // Whether there are several hosts, and at least one of them has several ranks.
+  // Returns whether there are several hosts, and at least one of them has several ranks.
   bool mixed() const { return hosts() > 1 && hosts() < size; }
 };
 
-// What an algorithm works with. The algorithm's carrier says whether it uses the arena, the mesh or both. The arena has the ranks
-// of the group on this host. If there is no mesh, these are all ranks of the group. If there is a mesh, `arena` is nullptr when
+// What an algorithm works with. The algorithm's carrier says whether it uses the arena, the mesh or both. The arena contains the
+// group's ranks on this host. If there is no mesh, these are all ranks of the group. If there is a mesh, `arena` is nullptr when
 // this rank is alone on its host.
 struct Ranks {
   const Layout& layout;
   Arena* arena;
   Mesh* mesh;
-  std::vector<char>& scratch;  // a buffer that the calls of a group use again and again
+  std::vector<char>& scratch;  // a buffer that all calls of a group reuse
 
   char* scratch_of(size_t bytes) const {
     if (scratch.size() < bytes) scratch.resize(bytes);
@@ -56,20 +55,20 @@ struct Algorithm {
   Collective what;
   Carrier carrier;
   void (*run)(const Call& call, const Ranks& ranks, const Wait& wait);
-  // Whether this algorithm is the best choice for a message of `bytes` bytes, among the algorithms with the same carrier.
-  // nullptr: the algorithm accepts any size.
+  // Returns whether this algorithm is the best choice for a message of `bytes` bytes among the algorithms with the same carrier.
+  // nullptr if the algorithm accepts any size.
   bool (*fits)(const Layout& layout, size_t bytes) = nullptr;
 };
 
 std::span<const Algorithm> algorithms();
 
-// For each collective, the algorithm that MSCOMM_ALGO names for it; an empty string if MSCOMM_ALGO names none.
+// For each collective, the algorithm that MSCOMM_ALGO names for it, or an empty string if MSCOMM_ALGO names none.
 using Forced = std::array<std::string, collectives.size()>;
 
-// The rows of the table that a collective may use, for pick(). pick() returns the first row whose `fits` accepts the size. If no
-// other row fits, pick() returns the last row, and does not call its `fits`. The result of select() depends only on its
-// arguments, so all ranks with the same layout and the same forced names get the same rows. select() throws Error("ValueError")
-// if a forced name is unknown, or if the layout does not allow the algorithm.
+// select() returns the rows of the table that a collective may use. pick() then chooses the first of these rows whose `fits`
+// accepts the size. If no other row fits, it chooses the last row, without calling its `fits`. The result of select() depends
+// only on its arguments, so all ranks with the same layout and the same forced names get the same rows. select() throws
+// Error("ValueError") if a forced name is unknown, or if the layout does not allow the forced algorithm.
 using Choice = std::vector<const Algorithm*>;
 Choice select(Collective what, const Layout& layout, const Forced& forced);
 inline const Algorithm& pick(const Choice& rows, const Layout& layout, size_t bytes) {

@@ -1,15 +1,14 @@
-// All-reduce and reduce in shared memory. Each rank reduces one part of the message and gives the result to all ranks, or to the
-// root. Data moves in one of four ways.
+// All-reduce and reduce in shared memory. Each rank reduces one part of the message and delivers the result to all ranks, or to
+// the root. Data moves in one of four ways.
 //
 // If all arrays are in heaps, rank r reads part r of every x and writes the result into part r of every out. This takes two
-// rounds and no staging.
-// Arrays in foreign memory (memory outside the heaps) go through staging in chunks, with one round for each chunk. The steps
-// overlap: while the slowest rank still copies the result of chunk k-1 from staging, others reduce chunk k and copy chunk k+1
-// into staging. A rank does not stage its own part of x: it reads that part directly, and writes the result to its out.
-// If there are only two ranks, with long arrays in foreign memory, each reads the arrays of the other directly in the other's
-// process, provided that the kernel allows it.
-// If the messages are tiny and not all of them are in heaps, every rank reads the messages of all ranks from their buffers for
-// tiny messages. This takes one round, or two if some arrays are in heaps.
+// rounds and no staging. Arrays in foreign memory (memory outside the heaps) go through staging in chunks, with one round for
+// each chunk. The steps overlap: while the slowest rank is still copying the result of chunk k-1 from staging, others reduce
+// chunk k and copy chunk k+1 into staging. A rank does not stage its own part of x: it reads that part directly, and writes the
+// result to its out. If there are only two ranks, with long arrays in foreign memory, each reads the other's arrays directly from
+// the other's process, provided that the kernel allows it. If the messages are tiny and not all of them are in heaps, every rank
+// reads the messages of all ranks from the ranks' buffers for tiny messages. This takes one round, or two if some arrays are in
+// heaps.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -22,14 +21,13 @@ namespace mscomm {
 namespace {
 
 // A rank reduces its part in pieces of hot_bytes bytes, so that the result of a piece is still in the cache when the rank copies
-// it to all outputs. A part of at least long_part bytes does not fit into any cache, so for such a part longer pieces take less
-// time.
+// it to all outputs. A part of at least long_part bytes does not fit into any cache, and longer pieces are faster for it.
 constexpr size_t hot_bytes = 4 << 10, hot_bytes_of_long_parts = 16 << 10, long_part = 8 << 20;
 
 bool receives(const Call& call, int rank) { return call.signature.root < 0 || rank == call.signature.root; }
 
-// Whether every x, and every out that gets a result, is in a heap. Call this after the first round. The result is the same on all
-// ranks.
+// Returns whether every x, and every out that receives a result, is in a heap. Call this after the first round. The result is the
+// same on all ranks.
 bool all_in_heaps(const Call& call, const Arena& arena) {
   for (int rank = 0; rank < arena.size(); rank++)
     if (!arena.x_in_heap(rank) || (receives(call, rank) && arena.posted(rank).out_offset == not_in_heap)) return false;
@@ -58,7 +56,7 @@ void in_heaps(const Call& call, const Ranks& ranks, const Wait& wait) {
   arena.round(wait);
 }
 
-// If the messages of all ranks together have at most this many bytes, every rank reduces all of them itself, because that takes
+// If the total size of all ranks' messages is at most this many bytes, every rank reduces all of them itself, because that takes
 // less time than another round. Each message must also fit into its rank's buffer for tiny messages.
 constexpr size_t combined_by_all_bytes = 256 << 10;
 
@@ -74,8 +72,8 @@ void from_slots(const Call& call, const Ranks& ranks) {
   reduce_in_order(call.signature, ranks.layout, in.data(), call.out, call.bytes());
 }
 
-// If some x is in a heap, each rank with such an x copies it into its buffer for tiny messages, and then all ranks run a round.
-// An x in a heap is not copied before the first round, because no rank needs the copy if all arrays are in heaps.
+// Copies this rank's x into its buffer for tiny messages if the x is in a heap, and then runs a round. Does nothing if no rank's
+// x is in a heap. Such an x is not copied before the first round, because no rank needs the copy if all arrays are in heaps.
 void fill_slots(const Call& call, Arena& arena, const Wait& wait) {
   bool any_in_heap = false;
   for (int rank = 0; rank < arena.size(); rank++) any_in_heap |= arena.x_in_heap(rank);
@@ -84,7 +82,7 @@ void fill_slots(const Call& call, Arena& arena, const Wait& wait) {
   arena.round(wait);
 }
 
-// The reduction through staging, chunk by chunk. A rank stages only those parts of its x that other ranks reduce, and only those
+// Reduces through staging, chunk by chunk. A rank stages only those parts of its x that other ranks reduce, and only those
 // results that other ranks need.
 class Chunks {
  public:
@@ -99,7 +97,7 @@ class Chunks {
     copy(staged(me_, k), x, mine.begin);
     copy(staged(me_, k) + mine.end, x + mine.end, whole.bytes() - mine.end);
   }
-  // Finds out which ranks have an x that can be read without staging.
+  // Determines which ranks have an x that can be read without staging.
   void look() {
     for (int rank = 0; rank < n_; rank++)
       x_.push_back(rank == me_ ? call_.in() : arena_.at(rank, arena_.posted(rank).x_offset, call_.bytes()));
@@ -199,7 +197,7 @@ void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
     pulled(call, ranks, wait);
     return;
   }
-  // This rank expected to need no staging, but some array of this call cannot be read in the process of its owner.
+  // This rank expected that no staging would be needed, but some array of this call cannot be read from its owner's process.
   if (!staged) {
     chunks.put(0);
     arena.round(wait);

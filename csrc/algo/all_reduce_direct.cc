@@ -2,7 +2,7 @@
 // of the message from all other ranks, and reduces the part in the canonical order. In the second step, it sends the result to
 // all other ranks. Each rank sends 2 (n-1)/n times the size of the message, as in a ring (Thakur, Rabenseifner, Gropp 2005,
 // "pairwise"). A rank queues all its inputs at once. It queues the result of each window as soon as the window is reduced. So the
-// rank sends and receives all the time, from the first byte to the last.
+// rank sends and receives without interruption from the first byte to the last.
 //
 // A small message takes only one latency, because every rank sends its whole message to every other rank.
 #include "algo/mesh_steps.h"

@@ -1,13 +1,13 @@
 // All-reduce over several hosts, some of which have several ranks. On each host, every rank reduces one slice of the message in
-// the arena. Then the ranks that own the same slice on the different hosts reduce it over the mesh, as all_reduce_direct does.
-// Finally, each of these ranks gives the result to the other ranks of its host. If there are H hosts, each host sends 2 (H-1)/H
-// times the size of the message, however many ranks it has. With 16-bit floats a host sends 1.5 times as much, because partial
-// sums are wider.
+// the arena. Then the ranks that own the same slice on different hosts reduce it over the mesh, as all_reduce_direct does.
+// Finally, each of these ranks shares the result with the other ranks on its host. If there are H hosts, each host sends 2
+// (H-1)/H times the size of the message, however many ranks it has. With 16-bit floats, a host sends 1.5 times as much, because
+// partial sums are wider.
 //
-// The message moves in chunks, and the ranks work on several chunks at a time. In step k, the ranks of a host do four tasks. They
-// reduce chunk k and send its partial sums to the other hosts. They merge the partial sums of chunk k-1 that the other hosts have
-// sent, and send the result. They receive the results of chunk k-2. They share the results of chunk k-3 with all ranks of their
-// host. The first and the fourth task need the arena, and one round of the arena serves both.
+// The message moves in chunks, and the ranks work on several chunks at a time. In step k, the ranks on a host perform four tasks.
+// They reduce chunk k and send its partial sums to the other hosts. They merge the partial sums of chunk k-1 that the other hosts
+// have sent, and send the result. They receive the results of chunk k-2. They share the results of chunk k-3 with all ranks on
+// their host. The first and the fourth task need the arena, and one round of the arena serves both.
 #include <algorithm>
 #include <array>
 
@@ -21,12 +21,12 @@ namespace {
 
 // One half of a staging chunk is for x, and the other half is for results.
 constexpr size_t step_bytes = chunk_bytes / 2;
-// The number of buffers for partial sums, and also the number of buffers for results. Several are needed, because data of one
-// chunk may still be unsent when later chunks arrive. A buffer with partial sums of chunk k is free two steps later, when the
+// The number of buffers for partial sums, and also the number of buffers for results. Several of each are needed, because data of
+// one chunk may still be unsent when later chunks arrive. A buffer with partial sums of chunk k is free two steps later, when the
 // results of chunk k have arrived from the hosts to which these sums were sent. A buffer with the result of chunk k is free when
 // the partial sums of chunk k+3 have arrived from the hosts to which this result was sent.
 constexpr size_t buffers = 4;
-// A message of at most this many bytes is not cut into slices: one rank of each host sends all of it.
+// A message of at most this many bytes is not cut into slices: one rank on each host sends all of it.
 constexpr size_t least_slice_bytes = 4 << 10;
 
 // The ranks of each host, and how many slices a chunk has.
@@ -49,15 +49,15 @@ struct House {
   int slices;                           // the number of slices of a chunk; on every host, slice i belongs to the rank at place i
 };
 
-// The Watch that is used while this rank waits in the arena for ranks of its own host. Meanwhile, this rank continues to send to
-// other hosts, and reads the headers that have come from them.
+// The Watch used while this rank waits in the arena for ranks on its own host. In the meantime, this rank continues to send to
+// other hosts, and reads the headers that have arrived from them.
 class AtHome final : public Watch {
  public:
   AtHome(const Wait& wait, const House& house, Mesh& mesh) : wait_(wait), house_(house), mesh_(mesh) {}
   void look(const Deadline& deadline, const Missing& missing) override {
     mesh_.last_look();
     mesh_.progress();
-    // last_look() and progress() are quick. The look() of the call's own watch is slower and may need the GIL, so it is called
+    // last_look() and progress() are fast. The look() of the call's own watch is slower and may need the GIL, so it is called
     // less often.
     if (!broken() && seconds_since(looked_) < longest_sleep_ms * 1e-3) return;
     looked_ = Clock::now();
@@ -126,25 +126,25 @@ class Hierarchy {
   bool owns() const { return house_.place < house_.slices; }
   int owner(size_t host) const { return house_.hosts[host][house_.place]; }
   Range chunk(size_t k) const { return piece(call_.bytes(), step_bytes, k); }
-  // Slice `place` of chunk k, as a range of the message. It is empty if the rank at that place owns no slice.
+  // Returns slice `place` of chunk k as a range of the message. The range is empty if the rank at that place owns no slice.
   Range slice(size_t k, int place) const {
     const Range whole = chunk(k);
     if (place >= house_.slices) return {whole.begin, whole.begin};
     const Range one = part(whole.bytes(), house_.slices, place);
     return {whole.begin + one.begin, whole.begin + one.end};
   }
-  // Whether every host has a non-empty share of each slice of a full chunk. A share can be empty, because slices are cut into
-  // shares at multiples of 64 bytes.
+  // Returns whether every host has a non-empty share of each slice of a full chunk. A share can be empty, because slices are cut
+  // into shares at multiples of 64 bytes.
   bool shares_are_full() const { return step_bytes / 64 / house_.slices >= hosts(); }
   size_t elements(Range range) const { return range.bytes() / row_.element_bytes; }
-  // Whether the message is small. If it is, every host receives the partial sums of all other hosts and merges them itself, so no
-  // host sends a result.
+  // Returns whether the message is so small that every host receives the partial sums of all other hosts and merges them itself,
+  // so that no host sends a result.
   bool in_one_latency() const { return hosts() * call_.bytes() <= one_latency_bytes; }
   // A range of elements.
   struct Span {
     size_t begin, count;
   };
-  // The elements that `host` merges in this rank's slice of chunk k.
+  // Returns the elements that `host` merges in this rank's slice of chunk k.
   Span share(size_t k, size_t host) const {
     const size_t all = elements(slice(k, house_.place));
     return in_one_latency() ? Span{0, all} : share_of(all, host);
@@ -158,8 +158,8 @@ class Hierarchy {
   bool out_in_heap(int place) const { return arena_->posted(place).out_offset != not_in_heap; }
   int at_hand() const { return static_cast<int>(house_.mine().size()); }
 
-  // Copies chunk k of x into staging, unless x is in the heap. Leaves out this rank's own slice, which no other rank reads. Also
-  // posts the call if k is 0.
+  // Copies chunk k of x into staging, unless x is in the heap. Skips this rank's own slice, which no other rank reads. Also posts
+  // the call if k is 0.
   void stage(size_t k) {
     if (!arena_) return;
     if (k == 0) arena_->post(call_);
@@ -215,8 +215,8 @@ class Hierarchy {
     }
     mesh_.send(out);
   }
-  // Each host merges one share of this rank's slice of chunk k. merge() merges the partial sums of all hosts for this host's
-  // share, and sends the result to the other hosts, unless in_one_latency().
+  // Merges the partial sums of all hosts for this host's share of this rank's slice of chunk k. Each host merges one share. Sends
+  // the result to the other hosts, unless in_one_latency().
   void merge(size_t k) {
     if (!owns()) return;
     const Span mine = share(k, house_.here);
@@ -227,8 +227,8 @@ class Hierarchy {
       if (k == 0 || mine.count > 0) in.push_back({owner(host), coming_[host], mine.count * row_.accumulator_bytes});
     }
     mesh_.receive(in, wait_);
-    // Merge in the order of the hosts, into the memory with the sums of host 0. If in_one_latency(), use a copy of our own
-    // partial sums, because the sums themselves may still be on their way to other hosts.
+    // Merge in host order, into the memory that holds the sums of host 0. If in_one_latency(), use a copy of our own partial
+    // sums, because the sums themselves may still be on their way to other hosts.
     char* const own = partial_[k % buffers] + mine.begin * row_.accumulator_bytes;
     if (in_one_latency()) copy(coming_[house_.here], own, mine.count * row_.accumulator_bytes);
     const auto of = [&](size_t host) { return host == house_.here && !in_one_latency() ? own : coming_[host]; };
@@ -242,7 +242,7 @@ class Hierarchy {
     }
     mesh_.send(out);
   }
-  // Receives the results that the other hosts have merged in this rank's slice of chunk k.
+  // Receives the results that the other hosts have merged for this rank's slice of chunk k.
   void collect(size_t k) {
     if (!owns() || in_one_latency()) return;
     std::vector<Piece> in;
@@ -252,13 +252,13 @@ class Hierarchy {
       if (theirs.count > 0)
         in.push_back({owner(host), result_[k % buffers] + theirs.begin * row_.element_bytes, theirs.count * row_.element_bytes});
     }
-    // When data from a host arrives, the host has received what we sent it before, so the buffer with that data is free. A host
-    // with an empty share sends nothing. If there may be such hosts, wait until all our data is sent.
+    // When data from a host arrives, that host has received what we sent it before, so the buffer with what we sent is free. But
+    // a host with an empty share sends nothing. If there may be such hosts, wait until all our data has been sent.
     if (shares_are_full()) mesh_.receive(in, wait_);
     else mesh_.exchange({}, in, wait_);
   }
-  // Gives the result of this rank's slice of chunk k to all ranks of the host. For a rank whose out is not in a heap, publish()
-  // puts the result into staging. After the round of step `step`, that rank copies the result from there in take().
+  // Delivers the result of this rank's slice of chunk k to all ranks on the host. For a rank whose out is not in a heap,
+  // publish() puts the result into staging. After the round of step `step`, that rank copies the result from there in take().
   void publish(size_t k, size_t step) {
     if (!owns()) return;
     const Range own = slice(k, house_.place);
@@ -283,7 +283,7 @@ class Hierarchy {
 
   const Call& call_;
   const Layout& layout_;
-  Arena* const arena_;  // the arena of this host; nullptr if this rank is alone on it
+  Arena* const arena_;  // this host's arena, or nullptr if this rank is alone on its host
   Mesh& mesh_;
   const Wait& wait_;
   const House house_;
@@ -291,7 +291,7 @@ class Hierarchy {
   const Reduction &row_, &sum_;
   const uint64_t first_;
   std::array<char*, buffers> partial_, result_;
-  std::vector<char*> coming_;  // for each host, a buffer for the partial sums that come from it
+  std::vector<char*> coming_;  // for each host, a buffer for the partial sums that arrive from it
 };
 
 }  // namespace

@@ -8,14 +8,12 @@
 
 namespace mscomm {
 
-Tree::Tree(int rank, int size, int root) : relative((rank - root + size) % size), span(size), size(size), root(root) {
+Tree::Tree(int rank, int size, int root) {
+  const int relative = (rank - root + size) % size;  // the ranks are counted from the root
   const auto absolute = [&](int r) { return (r + root) % size; };
   int reach = 1;  // distance to the next child; the loop ends at the lowest set bit of `relative`
   for (; relative + reach < size && (relative & reach) == 0; reach *= 2) children.push_back(absolute(relative + reach));
-  if (relative == 0) return;
-  const int low = relative & -relative;
-  parent = absolute(relative - low);
-  span = std::min(low, size - relative);
+  if (relative > 0) parent = absolute(relative & (relative - 1));
 }
 
 void relay(const Call& call, Mesh& mesh, int parent, const std::vector<int>& children, const Wait& wait) {
@@ -33,33 +31,6 @@ void relay(const Call& call, Mesh& mesh, int parent, const std::vector<int>& chi
     for (int child : children) down.push_back({child, at, window.bytes()});
     mesh.exchange(down, {}, wait);
   }
-}
-
-const char* gather_window(const Ranks& ranks, const Tree& tree, const Blocks& window, const void* mine, const Wait& wait) {
-  const size_t base = window.begin(tree.relative);
-  char* held = ranks.scratch_of(window.begin(tree.relative + tree.span) - base);
-  copy(held, mine, window.bytes(tree.relative));
-  std::vector<Piece> in;
-  for (int child : tree.children) {
-    const Tree below(child, tree.size, tree.root);
-    const size_t begin = window.begin(below.relative);
-    in.push_back({child, held + (begin - base), window.begin(below.relative + below.span) - begin});
-  }
-  ranks.mesh->exchange({}, in, wait);
-  if (tree.parent >= 0) {
-    const Piece up{tree.parent, held, window.begin(tree.relative + tree.span) - base};
-    ranks.mesh->exchange({&up, 1}, {}, wait);
-  }
-  return held;
-}
-
-void reduce_up(const Call& call, const Ranks& ranks, const Tree& tree, Range window, char* to, const Wait& wait) {
-  const size_t now = window.bytes();
-  const char* gathered = gather_window(ranks, tree, Blocks(now, tree.size), call.in() + window.begin, wait);
-  if (tree.parent >= 0) return;
-  std::vector<const void*> inputs(tree.size);
-  for (int i = 0; i < tree.size; i++) inputs[tree.rank_of(i)] = gathered + i * now;
-  reduce_in_order(call.signature, ranks.layout, inputs.data(), to, now);
 }
 
 void send_blocks(const Call& call, Mesh& mesh, const Blocks& blocks, size_t piece_bytes, size_t k) {
@@ -105,7 +76,7 @@ void reduce_window(const Call& call, const Ranks& ranks, const Blocks& blocks, s
 }
 
 void reduce_ring(const Call& call, const Ranks& ranks, const Blocks& blocks, char* to, const Wait& wait) {
-  // Windows are large, so that the latency of a step is short compared with the time that its data takes on the link.
+  // Windows are large, so that the latency of a step is short compared with the time that its data takes to transfer.
   constexpr size_t ring_window_bytes = 1 << 20;
   Mesh& mesh = *ranks.mesh;
   const int n = mesh.size(), me = mesh.rank();
@@ -131,6 +102,31 @@ void reduce_ring(const Call& call, const Ranks& ranks, const Blocks& blocks, cha
       std::swap(held, coming);
     }
     row.finish(held, n, to + (slice(me).begin - blocks.begin(me)), elements(slice(me)));
+  }
+}
+
+void gather_bruck(Mesh& mesh, const Blocks& blocks, char* rotated, const Wait& wait) {
+  const int n = mesh.size(), me = mesh.rank();
+  // The number of bytes in the first `count` blocks of `rotated`.
+  const auto bytes = [&](int count) {
+    const int wrapped = me + count - n;
+    return wrapped <= 0 ? blocks.begin(me + count) - blocks.begin(me) : blocks.total() - blocks.begin(me) + blocks.begin(wrapped);
+  };
+  for (int held = 1; held < n; held *= 2) {
+    const int more = std::min(held, n - held);
+    const Piece out{(me - held + n) % n, rotated, bytes(more)};
+    const Piece in{(me + held) % n, rotated + bytes(held), bytes(held + more) - bytes(held)};
+    mesh.exchange({&out, 1}, {&in, 1}, wait);
+  }
+}
+
+void gather_ring(const Call& call, Mesh& mesh, const Blocks& blocks, const Wait& wait) {
+  const int n = mesh.size(), me = mesh.rank();
+  for (int step = 0; step < n - 1; step++) {
+    const int sent = (me - step + n) % n, got = (me - step - 1 + n) % n;
+    const Piece out{(me + 1) % n, call.result() + blocks.begin(sent), blocks.bytes(sent)};
+    const Piece in{(me - 1 + n) % n, call.result() + blocks.begin(got), blocks.bytes(got)};
+    mesh.exchange({&out, 1}, {&in, 1}, wait);
   }
 }
 

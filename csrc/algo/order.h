@@ -1,4 +1,4 @@
-// The canonical order of reduction, which all algorithms except the rings use.
+// The canonical reduction order, which all algorithms except the rings use.
 #pragma once
 
 #include <cstddef>

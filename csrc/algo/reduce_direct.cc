@@ -1,12 +1,43 @@
 // Reduce over the mesh in two latencies. Every rank reduces its part of the message, as in all_reduce_direct, and sends the
 // result to the root. So the root receives only 2 (n-1)/n times the size of the message, instead of n-1 messages.
+//
+// A small message takes only one latency, because every rank sends its whole message to the root.
+#include <vector>
+
 #include "algo/mesh_steps.h"
+#include "algo/order.h"
 
 namespace mscomm {
+
+namespace {
+
+void in_one_latency(const Call& call, const Ranks& ranks, const Wait& wait) {
+  Mesh& mesh = *ranks.mesh;
+  const int n = mesh.size(), me = mesh.rank(), root = call.signature.root;
+  const size_t bytes = call.bytes();
+  if (me != root) {
+    const Piece out{root, const_cast<char*>(call.in()), bytes};
+    mesh.exchange({&out, 1}, {}, wait);
+    return;
+  }
+  char* const scratch = ranks.scratch_of(n * bytes);
+  std::vector<Piece> in;
+  std::vector<const void*> inputs(n, call.x);
+  for (int rank = 0; rank < n; rank++) {
+    if (rank == me) continue;
+    in.push_back({rank, scratch + rank * bytes, bytes});
+    inputs[rank] = in.back().data;
+  }
+  mesh.exchange({}, in, wait);
+  reduce_in_order(call.signature, ranks.layout, inputs.data(), call.out, bytes);
+}
+
+}  // namespace
 
 void reduce_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
   Mesh& mesh = *ranks.mesh;
   const int n = mesh.size(), me = mesh.rank();
+  if (n * call.bytes() <= one_latency_bytes) return in_one_latency(call, ranks, wait);
 
   const int root = call.signature.root;
   const Blocks parts = Blocks::parts(call.bytes(), n);
@@ -14,7 +45,7 @@ void reduce_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
   for (size_t k = 0; k < windows(parts.largest(), window_bytes); k++) {
     const auto of = [&](int rank) { return piece(parts.bytes(rank), window_bytes, k); };
     const auto at_root = [&](int rank) { return call.result() + parts.begin(rank) + of(rank).begin; };
-    // A rank that is not the root writes its result to its own place in the scratch memory, which reduce_window() leaves unused.
+    // A rank other than the root writes its result to its own place in the scratch memory, which reduce_window() leaves unused.
     char* reduced = ranks.scratch_of(n * window_bytes) + me * window_bytes;
     if (me == root) reduced = at_root(me);
     send_blocks(call, mesh, parts, window_bytes, k);

@@ -1,5 +1,5 @@
-// Reduce-scatter in shared memory. Rank r reduces block r of every x. It reads an x in a heap directly, and it reads any other x
-// from staging, piece by piece.
+// Reduce-scatter in shared memory. Rank r reduces block r of every x. If an x is in a heap, rank r reads it directly; otherwise,
+// it reads the x from staging, piece by piece.
 #include "algo/arena_steps.h"
 #include "algo/order.h"
 
@@ -33,7 +33,7 @@ void reduce_scatter_arena(const Call& call, const Ranks& ranks, const Wait& wait
       else from = staging.at(rank, k);
     }
     reduce_in_order(call.signature, ranks.layout, in.data(), call.result() + now.begin, now.bytes());
-    // After the last round, a rank may change its x, even if other ranks have read the x directly.
+    // Once the last round has ended, a rank may change its x, even if other ranks have read the x directly.
     if (!last || any_shared) arena.round(wait);
   }
   arena.steps() += steps;

@@ -1,5 +1,5 @@
 // Reduce-scatter around a ring in n-1 steps. The sum of block r starts at rank r+1. So the order of additions is not the
-// canonical one, and the last bits of a result can differ from those of the other algorithms.
+// canonical one, and the results can differ from those of the other algorithms in the last bits.
 #include "algo/mesh_steps.h"
 
 namespace mscomm {

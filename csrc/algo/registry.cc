@@ -9,57 +9,65 @@
 namespace mscomm {
 
 using Run = void(const Call&, const Ranks&, const Wait&);
-Run all_reduce_arena, all_reduce_hierarchical, all_reduce_direct, all_reduce_ring, all_reduce_tree;
-Run all_gather_arena, all_gather_direct, all_gather_ring;
-Run reduce_scatter_arena, reduce_scatter_direct, reduce_scatter_ring;
-Run broadcast_arena, broadcast_tree, broadcast_ring;
-Run reduce_direct, reduce_tree;
-Run gather_arena, gather_direct, gather_tree;
-Run scatter_arena, scatter_direct, scatter_tree;
-Run all_to_all_arena, all_to_all_direct, all_to_all_pairwise;
-Run barrier_arena, barrier_tree;
+Run all_reduce_arena, all_reduce_hierarchical, all_reduce_bruck, all_reduce_ring, all_reduce_direct;
+Run reduce_scatter_arena, reduce_scatter_direct, reduce_scatter_ring, reduce_direct;
+Run moves_arena, moves_direct, all_gather_bruck, all_gather_ring, broadcast_tree, broadcast_ring;
 Run scan_arena, scan_chain;
+Run barrier_arena, barrier_tree;
 
 namespace {
 
-// Whether a broadcast along a chain takes less time than one down a tree. In a tree of n ranks the root sends the message log2(n)
-// times. In a chain the root sends it only once, but the last rank gets the message later than the second rank, by the time that
-// n-2 windows take.
+// In a direct algorithm, a rank sends a message to each other rank and receives one from each. We assume that this takes 5 us of
+// CPU time per peer, and that a network latency is 30 us. Then log2(n) latencies take less time than n-1 messages if there are
+// more than about this many ranks. These are assumptions, not measurements: see docs/performance.md.
+constexpr int many_ranks = 32;
+
+// Returns whether bruck takes less time than direct. `bytes` is the size of each rank's message. For longer messages, the time on
+// the wire dominates, and direct sends fewer bytes.
+bool many_short(const Layout& layout, size_t bytes) { return layout.size > many_ranks && layout.size * bytes <= bruck_bytes; }
+
+// Returns whether a ring is better than direct. In direct, n-1 ranks send to the same rank at the same time, so switches may drop
+// packets. x_bytes: the number of bytes that a rank sends in each step of the ring; it must be so large that sending it takes
+// longer than the latency of a step. The rings for all_reduce and reduce_scatter are never chosen, because their results would
+// not be bitwise equal to those of direct.
+bool in_a_long_ring(const Layout& layout, size_t x_bytes) {
+  return layout.hosts() == layout.size && layout.size > many_ranks && x_bytes >= 1 << 20;
+}
+
+// Returns whether a broadcast along a chain takes less time than one down a tree. In a tree of n ranks, the root sends the
+// message log2(n) times. In a chain, the root sends it only once, but the last rank receives the message later than the second
+// rank by the time that n-2 windows take.
 bool in_a_long_chain(const Layout& layout, size_t bytes) {
   const size_t n = layout.size, times = std::bit_width(n - 1);
   return n > 2 && bytes * (times - 1) >= (n - 2) * window_bytes;
 }
 
-// The rows of each collective are in order of preference. The first row whose carrier the group has, and whose `fits` accepts the
-// size, is chosen. A group has the carrier `both` only if it is on several hosts, and at least one of these hosts has several
-// ranks of the group.
+// The rows of each collective are in order of preference. The first row is chosen whose carrier the group has and whose `fits`
+// accepts the size. A group has the carrier `both` only if it spans several hosts and has several ranks on at least one of them.
 constexpr Algorithm table[] = {
     {"arena", Collective::all_reduce, Carrier::arena, all_reduce_arena},
     {"hierarchical", Collective::all_reduce, Carrier::both, all_reduce_hierarchical},
+    {"bruck", Collective::all_reduce, Carrier::mesh, all_reduce_bruck, many_short},
     {"direct", Collective::all_reduce, Carrier::mesh, all_reduce_direct},
     {"ring", Collective::all_reduce, Carrier::mesh, all_reduce_ring},
-    {"tree", Collective::all_reduce, Carrier::mesh, all_reduce_tree},
-    {"arena", Collective::all_gather, Carrier::arena, all_gather_arena},
-    {"direct", Collective::all_gather, Carrier::mesh, all_gather_direct},
-    {"ring", Collective::all_gather, Carrier::mesh, all_gather_ring},
+    {"arena", Collective::all_gather, Carrier::arena, moves_arena},
+    {"bruck", Collective::all_gather, Carrier::mesh, all_gather_bruck, many_short},
+    {"ring", Collective::all_gather, Carrier::mesh, all_gather_ring, in_a_long_ring},
+    {"direct", Collective::all_gather, Carrier::mesh, moves_direct},
     {"arena", Collective::reduce_scatter, Carrier::arena, reduce_scatter_arena},
     {"direct", Collective::reduce_scatter, Carrier::mesh, reduce_scatter_direct},
     {"ring", Collective::reduce_scatter, Carrier::mesh, reduce_scatter_ring},
-    {"arena", Collective::broadcast, Carrier::arena, broadcast_arena},
+    {"arena", Collective::broadcast, Carrier::arena, moves_arena},
     {"ring", Collective::broadcast, Carrier::mesh, broadcast_ring, in_a_long_chain},
     {"tree", Collective::broadcast, Carrier::mesh, broadcast_tree},
     {"arena", Collective::reduce, Carrier::arena, all_reduce_arena},  // all_reduce_arena also implements reduce
     {"direct", Collective::reduce, Carrier::mesh, reduce_direct},
-    {"tree", Collective::reduce, Carrier::mesh, reduce_tree},
-    {"arena", Collective::gather, Carrier::arena, gather_arena},
-    {"direct", Collective::gather, Carrier::mesh, gather_direct},
-    {"tree", Collective::gather, Carrier::mesh, gather_tree},
-    {"arena", Collective::scatter, Carrier::arena, scatter_arena},
-    {"direct", Collective::scatter, Carrier::mesh, scatter_direct},
-    {"tree", Collective::scatter, Carrier::mesh, scatter_tree},
-    {"arena", Collective::all_to_all, Carrier::arena, all_to_all_arena},
-    {"direct", Collective::all_to_all, Carrier::mesh, all_to_all_direct},
-    {"pairwise", Collective::all_to_all, Carrier::mesh, all_to_all_pairwise},
+    {"arena", Collective::gather, Carrier::arena, moves_arena},
+    {"direct", Collective::gather, Carrier::mesh, moves_direct},
+    {"arena", Collective::scatter, Carrier::arena, moves_arena},
+    {"direct", Collective::scatter, Carrier::mesh, moves_direct},
+    {"arena", Collective::all_to_all, Carrier::arena, moves_arena},
+    {"direct", Collective::all_to_all, Carrier::mesh, moves_direct},
     {"arena", Collective::barrier, Carrier::arena, barrier_arena},
     {"tree", Collective::barrier, Carrier::mesh, barrier_tree},
     {"arena", Collective::scan, Carrier::arena, scan_arena},
@@ -88,8 +96,8 @@ std::string names_of(Collective what) {
 }
 
 // Returns the carrier that all collectives of a group use. There is only one, so that ranks that make different calls by mistake
-// meet and notice the difference. For the same reason, a rank that waits in the arena during a call with carrier `both` also
-// reads the headers that come over the mesh.
+// reach each other and notice the difference. For the same reason, a rank that waits in the arena during a call with carrier
+// `both` also reads the headers that arrive over the mesh.
 Carrier carrier_of(const Layout& layout, const Forced& forced) {
   bool arena = false, mesh = layout.hosts() > 1;
   for (size_t i = 0; i < forced.size(); i++) {

@@ -1,8 +1,8 @@
-// Scan and exscan in shared memory. Each rank computes one part of the results of all ranks: it adds this part of the x of one
-// rank after the other, and each time writes the result of that rank. So every x is read once, every result is written once, and
-// the ranks share the work evenly. Arrays in foreign memory go through staging, where a result overwrites an x, with one round
-// for each chunk, as in all_reduce_arena.cc. If messages are tiny, each rank reads the messages of the ranks before it from their
-// buffers for tiny messages, in one round.
+// Scan and exscan in shared memory. Each rank computes one part of the results of all ranks. It goes through the ranks in order,
+// combines this part of their x, and writes this part of each rank's result on the way. So every x is read once, every result is
+// written once, and the ranks share the work evenly. Arrays in foreign memory go through staging, where a result overwrites an x,
+// with one round for each chunk, as in all_reduce_arena.cc. If messages are tiny, each rank reads the messages of the ranks
+// before it from their buffers for tiny messages, in one round.
 #include <utility>
 
 #include "algo/arena_steps.h"
@@ -13,7 +13,7 @@ namespace mscomm {
 
 namespace {
 
-// Computes the results of all ranks, for `count` elements of each x. The result of a rank may overwrite the x of that rank.
+// Computes the results of all ranks for `count` elements of each x. A rank's result may overwrite its x.
 void combine(const Reduction& row, bool inclusive, const std::vector<const char*>& x, const std::vector<char*>& out,
              size_t count) {
   constexpr size_t block = 1024;
@@ -56,8 +56,8 @@ void scan_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   const Reduction& row = reduction(call.signature.dtype, call.signature.op);
   const uint64_t first = arena.steps();
   const auto staged = [&](int rank, size_t k) { return arena.chunk(rank, first + k); };
-  // Calls move() for two ranges of chunk k, which other ranks combine: the range before this rank's own part, and the range after
-  // it. The own part needs no staging, because this rank reads it from x and writes the result to out.
+  // Calls move() for the two ranges of chunk k that other ranks combine: the range before this rank's own part, and the range
+  // after it. The rank's own part needs no staging, because this rank reads it from x and writes the result to out.
   const auto but_mine = [&](size_t k, const auto& move) {
     const Range whole = piece(bytes, chunk_bytes, k), mine = part(whole.bytes(), n, me);
     move(whole.begin, size_t{0}, mine.begin);
@@ -75,7 +75,7 @@ void scan_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   arena.post(call);
   put(0);
   meet(arena, wait);
-  bool any_staged = false;  // equal on all ranks, because it depends only on the posts
+  bool any_staged = false;  // the same on all ranks, because it depends only on the posts
   std::vector<const char*> whole_x;
   std::vector<char*> whole_out;
   for (int rank = 0; rank < n; rank++) {

@@ -1,8 +1,6 @@
 // A backend moves the bytes of a call that has been checked and numbered. host.h does this for arrays in CPU memory, vendor.h for
-// arrays on a device.
+// device arrays.
 #pragma once
-
-#include <memory>
 
 #include "base/call.h"
 #include "net/wait.h"
@@ -12,21 +10,21 @@ namespace mscomm {
 class Backend {
  public:
   virtual ~Backend() = default;
-  // Runs the call. On the CPU, returns when x may be reused and out is complete. On a device, returns when the call is enqueued.
-  // Throws Error, or Differs if ranks made different calls.
+  // Runs the call. On the CPU, returns when x may be reused and out is complete. On a device, returns when the call has been
+  // enqueued. Throws Error, or Differs if ranks made different calls.
   virtual void run(const Call& call, const Wait& wait) = 0;
-  // Wakes every thread that waits in a call, on this rank and on its peers. The woken threads see that the group is broken. From
-  // then on nothing more is sent. May be called from any thread.
+  // Wakes every thread that is waiting in a call, on this rank and on its peers. The woken threads see that the group is broken.
+  // From then on, nothing more is sent. May be called from any thread.
   virtual void shut_down() = 0;
-  // Makes sure that no peer can reach the call's arrays any more. Called by the thread whose call failed, after the group was
+  // Makes sure that no peer can access the call's arrays any more. Called by the thread whose call failed, after the group was
   // broken.
   virtual void withdraw(const Call& call) = 0;
   // Compares this rank's own calls with those headers from peers that no call has read yet. Does not wait. Throws Differs if a
   // header belongs to another call.
   virtual void last_look() = 0;
-  // Called when this rank leaves the group without an error. Delivers the data that is still on its way to the peers.
+  // Delivers the data that is still on its way to the peers. Called when this rank leaves the group without an error.
   virtual void close() = 0;
-  // Called in a forked child. Only closes the child's copies of the descriptors, and takes no lock.
+  // Closes the child's copies of the descriptors, and does nothing else. Called in a forked child. Takes no lock.
   virtual void close_descriptors() = 0;
 };
 

@@ -2,10 +2,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
-#include <mutex>
+#include <future>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -25,7 +26,7 @@ enum Type { t_int8 = 0, t_int16 = 1, t_int32 = 2, t_float16 = 3, t_float32 = 4, 
 enum RedOp { r_sum = 0, r_prod = 1, r_max = 2, r_min = 3 };
 
 struct Item {
-  int receives;  // 1: receives; 0: sends
+  int receives;  // 1 to receive, 0 to send
   void* data;
   uint64_t count;
   int type;
@@ -33,7 +34,7 @@ struct Item {
 };
 static_assert(sizeof(Item) == 32 && offsetof(Item, peer) == 28);
 
-// An error code, what it means and, for some codes, what to check.
+// An error code, its meaning and, for some codes, what to check.
 struct Meaning {
   int code;
   const char* words;
@@ -63,42 +64,33 @@ constexpr Meaning meanings[] = {
 };
 
 struct Functions {
-  Functions(const Dynlib& collectives, const Dynlib* communicators) {
-    const auto need = [&](auto*& function, const char* symbol) {
-      collectives.find(function, symbol);
-      if (!function && communicators) communicators->find(function, symbol);
-      if (!function) collectives.need(function, symbol);
-    };
-    need(get_root_info, "HcclGetRootInfo");
-    need(init, "HcclCommInitRootInfo");
-    need(destroy, "HcclCommDestroy");
-    need(async_error, "HcclGetCommAsyncError");
-    need(all_reduce, "HcclAllReduce");
-    need(reduce, "HcclReduce");
-    need(reduce_scatter, "HcclReduceScatter");
-    need(all_gather, "HcclAllGather");
-    need(broadcast, "HcclBroadcast");
-    need(batch_send_recv, "HcclBatchSendRecv");
-    for (const Dynlib* library : {&collectives, communicators}) {
-      if (library && !suspend) library->find(suspend, "HcclCommSuspend");
-      if (library && !error_string) library->find(error_string, "HcclGetErrorString");
-      if (library && !capability) library->find(capability, "HcclGetCommConfigCapability");
-    }
+  const Dynlib& collectives;
+  const Dynlib* communicators;  // nullptr if all functions are in `collectives`
+
+  Dynlib::Symbol find(const char* name) const {
+    const Dynlib::Symbol found = collectives.find(name);
+    return found.address || !communicators ? found : communicators->find(name);
+  }
+  Dynlib::Symbol need(const char* name) const {
+    const Dynlib::Symbol found = find(name);
+    return found.address ? found : collectives.need(name);
   }
 
-  int (*get_root_info)(void* info) = nullptr;
-  int (*init)(uint32_t size, const void* info, uint32_t rank, Comm* comm) = nullptr;
-  int (*destroy)(Comm comm) = nullptr;
-  int (*suspend)(Comm comm) = nullptr;
-  int (*async_error)(Comm comm, int* result) = nullptr;
-  const char* (*error_string)(int result) = nullptr;
-  uint32_t (*capability)() = nullptr;
-  int (*all_reduce)(void* x, void* out, uint64_t count, int type, int op, Comm comm, StreamHandle stream) = nullptr;
-  int (*reduce)(void* x, void* out, uint64_t count, int type, int op, uint32_t root, Comm comm, StreamHandle stream) = nullptr;
-  int (*reduce_scatter)(void* x, void* out, uint64_t count, int type, int op, Comm comm, StreamHandle stream) = nullptr;
-  int (*all_gather)(void* x, void* out, uint64_t count, int type, Comm comm, StreamHandle stream) = nullptr;
-  int (*broadcast)(void* data, uint64_t count, int type, uint32_t root, Comm comm, StreamHandle stream) = nullptr;
-  int (*batch_send_recv)(Item* items, uint32_t count, Comm comm, StreamHandle stream) = nullptr;
+  int (*get_root_info)(void* info) = need("HcclGetRootInfo");
+  int (*init)(uint32_t size, const void* info, uint32_t rank, Comm* comm) = need("HcclCommInitRootInfo");
+  int (*destroy)(Comm comm) = need("HcclCommDestroy");
+  int (*suspend)(Comm comm) = find("HcclCommSuspend");
+  int (*async_error)(Comm comm, int* result) = need("HcclGetCommAsyncError");
+  const char* (*error_string)(int result) = find("HcclGetErrorString");
+  uint32_t (*capability)() = find("HcclGetCommConfigCapability");
+  int (*all_reduce)(void* x, void* out, uint64_t count, int type, int op, Comm comm, StreamHandle stream) = need("HcclAllReduce");
+  int (*reduce)(void* x, void* out, uint64_t count, int type, int op, uint32_t root, Comm comm,
+                StreamHandle stream) = need("HcclReduce");
+  int (*reduce_scatter)(void* x, void* out, uint64_t count, int type, int op, Comm comm,
+                        StreamHandle stream) = need("HcclReduceScatter");
+  int (*all_gather)(void* x, void* out, uint64_t count, int type, Comm comm, StreamHandle stream) = need("HcclAllGather");
+  int (*broadcast)(void* data, uint64_t count, int type, uint32_t root, Comm comm, StreamHandle stream) = need("HcclBroadcast");
+  int (*batch_send_recv)(Item* items, uint32_t count, Comm comm, StreamHandle stream) = need("HcclBatchSendRecv");
 };
 
 // The library takes non-const pointers even to memory that it only reads.
@@ -111,7 +103,7 @@ constexpr Numbers numbers{
     t_int8,
 };
 
-// The documentation of HcclAllReduce and HcclReduce says which types a device can reduce. The first generation ("Ascend910A" and
+// Implements the limits in the documentation of HcclAllReduce and HcclReduce. The first device generation ("Ascend910A" and
 // "Ascend910ProB") cannot reduce int16 and bfloat16. No device can multiply these two types.
 std::optional<VendorReduction> reduction_on(bool first_generation, Dtype dtype, Op op) {
   const auto found = reduction_of(numbers, dtype, op);
@@ -125,10 +117,10 @@ class Hccl final : public Vendor {
       : collectives_(std::move(collectives)),
         communicators_(std::move(communicators)),
         first_generation_(soc.starts_with("Ascend910A") || soc.starts_with("Ascend910Pro")),
-        functions(collectives_, communicators_ ? &*communicators_ : nullptr) {}
+        functions{collectives_, communicators_ ? &*communicators_ : nullptr} {}
 
   std::string_view name() const override { return "hccl"; }
-  // The library has no function that returns its version. But it tells how many settings a communicator has, and newer versions
+  // The library has no function that returns its version. But it reports how many settings a communicator has, and newer versions
   // have more settings.
   std::string version() const override {
     return functions.capability ? "capability " + std::to_string(functions.capability()) : "without a version";
@@ -178,67 +170,118 @@ class Hccl final : public Vendor {
   const Functions functions;
 };
 
-// The library's function for joining waits for the other ranks. So a separate thread calls the function, and the thread is left
-// behind if the function does not return. The thread and the group share a Joining.
-class Joining {
- public:
-  // The thread calls this when the library's function has returned.
-  void end(int result, Comm comm, std::exception_ptr thrown, const Functions& functions) {
-    const std::lock_guard lock(mutex_);
-    done_ = true, result_ = result, thrown_ = std::move(thrown);
-    if (given_up_ && comm) (void)functions.destroy(comm);
-    else comm_ = comm;
-  }
-  bool done() const {
-    const std::lock_guard lock(mutex_);
-    return done_;
-  }
-  int result() const {
-    const std::lock_guard lock(mutex_);
-    if (thrown_) std::rethrow_exception(thrown_);
-    return result_;
-  }
-  // The first call after the communicator was made returns it. Every other call returns nullptr. gives_up: if the communicator
-  // has not been made yet, the thread destroys it as soon as it is made.
-  Comm take(bool gives_up) {
-    const std::lock_guard lock(mutex_);
-    given_up_ = given_up_ || gives_up;
-    return std::exchange(comm_, nullptr);
-  }
-
- private:
-  mutable std::mutex mutex_;  // protects the members below
-  bool done_ = false, given_up_ = false;
-  int result_ = success;
-  Comm comm_ = nullptr;
-  std::exception_ptr thrown_;
+// What the library's join function returned. A communicator that has not been taken is destroyed.
+struct Joined {
+  int result;
+  mutable std::unique_ptr<void, int (*)(Comm)> comm;
 };
 
 class HcclGroup final : public VendorGroup {
  public:
-  HcclGroup(const Hccl& library, const std::string& id, int size, int rank, std::shared_ptr<Runtime> runtime, int device);
-  ~HcclGroup() override;
+  HcclGroup(const Hccl& library, const std::string& id, int size, int rank, std::shared_ptr<Runtime> runtime, int device)
+      : library_(library), functions_(library.functions), runtime_(std::move(runtime)), rank_(rank) {
+    if (id.size() != root_info_bytes)
+      throw Error("Error", "hccl: the group's id has " + std::to_string(id.size()) + " bytes, expected " +
+                               std::to_string(root_info_bytes));
+    // The library's join function waits for the other ranks. So a separate thread calls it, and is left behind if the function
+    // does not return. The thread can safely outlive this object, because it has its own copies of the function pointers, and
+    // because the libraries are never closed.
+    std::promise<Joined> joined;
+    joining_ = joined.get_future();
+    std::thread([joined = std::move(joined), functions = functions_, runtime = runtime_, id, size, rank, device]() mutable {
+      try {
+        const Runtime::Current current(*runtime, device);
+        Comm comm = nullptr;
+        const int result = functions.init(static_cast<uint32_t>(size), id.data(), static_cast<uint32_t>(rank), &comm);
+        joined.set_value({result, {comm, functions.destroy}});
+      } catch (...) {
+        joined.set_exception(std::current_exception());
+      }
+    }).detach();
+  }
 
-  void all_reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) override;
-  void reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, int root, StreamHandle stream) override;
-  void reduce_scatter(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) override;
-  void all_gather(const void* x, void* out, size_t bytes, StreamHandle stream) override;
-  void broadcast(const void* x, void* out, size_t bytes, int root, StreamHandle stream) override;
-  void exchange(std::span<const Part> parts, StreamHandle stream) override;
-  void begin_batch() override {}
-  void end_batch() override {}
-  bool busy() override;
-  void abort(bool beside) noexcept override;
+  ~HcclGroup() override {
+    if (comm_ && !aborted_) (void)functions_.destroy(comm_);
+    for (void* const memory : scratch_) runtime_->free(memory);
+  }
+
+  void all_reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) override {
+    const VendorReduction how = library_.reduction(dtype, op);
+    library_.check(functions_.all_reduce(read_only(x), out, count * how.factor, how.type, how.op, comm_, stream),
+                   "HcclAllReduce");
+  }
+
+  void reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, int root, StreamHandle stream) override {
+    const VendorReduction how = library_.reduction(dtype, op);
+    // The library needs memory for the result on every rank, not only on the root.
+    void* const target = rank_ == root ? out : scratch(count * size_of(dtype));
+    library_.check(
+        functions_.reduce(read_only(x), target, count * how.factor, how.type, how.op, static_cast<uint32_t>(root), comm_, stream),
+        "HcclReduce");
+  }
+
+  void reduce_scatter(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) override {
+    const VendorReduction how = library_.reduction(dtype, op);
+    library_.check(functions_.reduce_scatter(read_only(x), out, count * how.factor, how.type, how.op, comm_, stream),
+                   "HcclReduceScatter");
+  }
+
+  void all_gather(const void* x, void* out, size_t bytes, StreamHandle stream) override {
+    library_.check(functions_.all_gather(read_only(x), out, bytes, t_int8, comm_, stream), "HcclAllGather");
+  }
+
+  void broadcast(const void* x, void* out, size_t bytes, int root, StreamHandle stream) override {
+    if (rank_ == root && x != out) runtime_->copy(out, x, bytes, stream);  // the library has one argument for x and out
+    library_.check(functions_.broadcast(out, bytes, t_int8, static_cast<uint32_t>(root), comm_, stream), "HcclBroadcast");
+  }
+
+  void exchange(std::span<const Part> parts, StreamHandle stream) override {
+    std::vector<Item> items;
+    for (const Part& part : parts)
+      items.push_back({!part.sends, part.data, part.bytes, t_int8, static_cast<uint32_t>(part.peer)});
+    library_.check(functions_.batch_send_recv(items.data(), static_cast<uint32_t>(items.size()), comm_, stream),
+                   "HcclBatchSendRecv");
+  }
+
+  void batch(const std::function<void()>& calls) override { calls(); }
+
+  bool busy() override {
+    if (!comm_) {
+      if (joining_.wait_for(std::chrono::seconds(0)) != std::future_status::ready) return true;
+      const Joined& joined = joining_.get();
+      library_.check(joined.result, "HcclCommInitRootInfo");
+      comm_ = joined.comm.release();
+    }
+    int result = success;
+    library_.check(functions_.async_error(comm_, &result), "HcclGetCommAsyncError");
+    if (result != success) throw library_.error(result, "hccl");
+    return false;
+  }
+
+  void abort(bool beside) noexcept override {
+    if (!comm_ || aborted_.exchange(true)) return;
+    // HCCL has no abort. If it has no suspend either, the work on the device ends after HCCL_EXEC_TIMEOUT. A communicator cannot
+    // be destroyed while another thread is inside one of its functions, so in that case the communicator is leaked.
+    if (functions_.suspend) (void)functions_.suspend(comm_);
+    if (!beside) (void)functions_.destroy(comm_);
+  }
+
   void finish() override {}
 
  private:
-  void* scratch(size_t bytes);
+  void* scratch(size_t bytes) {
+    if (bytes > scratch_bytes_) {
+      scratch_bytes_ = std::max(bytes, 2 * scratch_bytes_);
+      scratch_.push_back(runtime_->allocate(scratch_bytes_));
+    }
+    return scratch_.back();
+  }
 
   const Hccl& library_;
   const Functions& functions_;
   const std::shared_ptr<Runtime> runtime_;
-  const int rank_, device_;
-  const std::shared_ptr<Joining> joining_ = std::make_shared<Joining>();
+  const int rank_;
+  std::shared_future<Joined> joining_;
   Comm comm_ = nullptr;
   std::atomic<bool> aborted_{false};
   std::vector<void*> scratch_;  // the last buffer is the largest; the device may still be using the others
@@ -249,106 +292,14 @@ std::unique_ptr<VendorGroup> Hccl::join(const std::string& id, int size, int ran
   return std::make_unique<HcclGroup>(*this, id, size, rank, std::move(runtime), device);
 }
 
-HcclGroup::HcclGroup(const Hccl& library, const std::string& id, int size, int rank, std::shared_ptr<Runtime> runtime, int device)
-    : library_(library), functions_(library.functions), runtime_(std::move(runtime)), rank_(rank), device_(device) {
-  if (id.size() != root_info_bytes)
-    throw Error("Error",
-                "hccl: the group's id has " + std::to_string(id.size()) + " bytes, expected " + std::to_string(root_info_bytes));
-  // The thread can safely outlive this object, because it has its own copy of the functions, and because the libraries are never
-  // closed.
-  std::thread([joining = joining_, functions = functions_, runtime = runtime_, id, size, rank, device] {
-    int result = success;
-    Comm comm = nullptr;
-    std::exception_ptr thrown;
-    try {
-      const Runtime::Current current(*runtime, device);
-      result = functions.init(static_cast<uint32_t>(size), id.data(), static_cast<uint32_t>(rank), &comm);
-    } catch (...) {
-      thrown = std::current_exception();
-    }
-    joining->end(result, comm, std::move(thrown), functions);
-  }).detach();
-}
-
-HcclGroup::~HcclGroup() {
-  Comm const joined = joining_->take(true);
-  if (joined) (void)functions_.destroy(joined);
-  if (comm_ && !aborted_) (void)functions_.destroy(comm_);
-  for (void* const memory : scratch_) runtime_->free(memory);
-}
-
-bool HcclGroup::busy() {
-  if (!comm_) {
-    if (!joining_->done()) return true;
-    library_.check(joining_->result(), "HcclCommInitRootInfo");
-    comm_ = joining_->take(false);
-  }
-  int result = success;
-  library_.check(functions_.async_error(comm_, &result), "HcclGetCommAsyncError");
-  if (result != success) throw library_.error(result, "hccl");
-  return false;
-}
-
-void HcclGroup::all_reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) {
-  const VendorReduction how = library_.reduction(dtype, op);
-  library_.check(functions_.all_reduce(read_only(x), out, count * how.factor, how.type, how.op, comm_, stream), "HcclAllReduce");
-}
-
-void HcclGroup::reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, int root, StreamHandle stream) {
-  const VendorReduction how = library_.reduction(dtype, op);
-  // The library needs memory for the result on every rank, not only on the root.
-  void* const target = rank_ == root ? out : scratch(count * size_of(dtype));
-  library_.check(
-      functions_.reduce(read_only(x), target, count * how.factor, how.type, how.op, static_cast<uint32_t>(root), comm_, stream),
-      "HcclReduce");
-}
-
-void HcclGroup::reduce_scatter(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) {
-  const VendorReduction how = library_.reduction(dtype, op);
-  library_.check(functions_.reduce_scatter(read_only(x), out, count * how.factor, how.type, how.op, comm_, stream),
-                 "HcclReduceScatter");
-}
-
-void HcclGroup::all_gather(const void* x, void* out, size_t bytes, StreamHandle stream) {
-  library_.check(functions_.all_gather(read_only(x), out, bytes, t_int8, comm_, stream), "HcclAllGather");
-}
-
-void HcclGroup::broadcast(const void* x, void* out, size_t bytes, int root, StreamHandle stream) {
-  if (rank_ == root && x != out) runtime_->copy(out, x, bytes, stream);  // the library has one argument for x and out
-  library_.check(functions_.broadcast(out, bytes, t_int8, static_cast<uint32_t>(root), comm_, stream), "HcclBroadcast");
-}
-
-void HcclGroup::exchange(std::span<const Part> parts, StreamHandle stream) {
-  std::vector<Item> items;
-  for (const Part& part : parts) items.push_back({!part.sends, part.data, part.bytes, t_int8, static_cast<uint32_t>(part.peer)});
-  library_.check(functions_.batch_send_recv(items.data(), static_cast<uint32_t>(items.size()), comm_, stream),
-                 "HcclBatchSendRecv");
-}
-
-void HcclGroup::abort(bool beside) noexcept {
-  if (!comm_ || aborted_.exchange(true)) return;
-  // HCCL has no abort. If it has no suspend either, the work on the device ends after HCCL_EXEC_TIMEOUT. A communicator cannot be
-  // destroyed while another thread is inside one of its calls, so in that case the communicator is leaked.
-  if (functions_.suspend) (void)functions_.suspend(comm_);
-  if (!beside) (void)functions_.destroy(comm_);
-}
-
-void* HcclGroup::scratch(size_t bytes) {
-  if (bytes > scratch_bytes_) {
-    scratch_bytes_ = std::max(bytes, 2 * scratch_bytes_);
-    scratch_.push_back(runtime_->allocate(scratch_bytes_));
-  }
-  return scratch_.back();
-}
-
 }  // namespace
 
 std::unique_ptr<Vendor> open_hccl(const std::vector<Candidate>& collectives, const std::vector<Candidate>& communicators,
                                   const std::string& soc) {
-  // Each of the two libraries looks up the other's functions by name, so both are opened with global names.
+  // Each of the two libraries looks up the other's functions by name, so both are opened with global symbol visibility.
   Dynlib first("libhccl.so, CANN's HCCL", collectives, Dynlib::Names::everybodys);
   std::optional<Dynlib> second;
-  if (!first.find("HcclCommInitRootInfo"))
+  if (!first.find("HcclCommInitRootInfo").address)
     second.emplace("libhcomm.so, CANN's communicators", communicators, Dynlib::Names::everybodys);
   return std::make_unique<Hccl>(std::move(first), std::move(second), soc);
 }

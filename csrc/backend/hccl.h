@@ -1,5 +1,5 @@
-// Huawei's HCCL for Ascend NPUs, which is opened at run time. The declarations are our own, and follow the headers of hccl and
-// hcomm.
+// Huawei's HCCL for Ascend NPUs, which is opened at run time. The declarations are our own, and follow the hccl and hcomm
+// headers.
 #pragma once
 
 #include <memory>
@@ -10,8 +10,8 @@
 
 namespace mscomm {
 
-// communicators: where libhcomm may be. In newer releases of CANN, the functions for communicators are in that library. soc: the
-// device's name, on which HCCL's limits depend. Throws BackendUnavailable.
+// Opens HCCL. Throws BackendUnavailable if it cannot be opened. communicators: where libhcomm may be; in newer CANN releases, the
+// communicator functions are in that library. soc: the device's name, on which HCCL's limits depend.
 std::unique_ptr<Vendor> open_hccl(const std::vector<Candidate>& collectives, const std::vector<Candidate>& communicators,
                                   const std::string& soc);
 

@@ -1,9 +1,8 @@
-// The cpu backend: picks an algorithm for each call, and gives it the arena, the mesh or both.
+// The CPU backend: picks an algorithm for each call, and passes it the arena, the mesh or both.
 #pragma once
 
 #include <atomic>
 #include <memory>
-#include <optional>
 
 #include "algo/algorithm.h"
 #include "backend/backend.h"
@@ -23,11 +22,10 @@ class HostBackend final : public Backend {
   void close() override;
   void close_descriptors() override;
 
-  // The names of all collectives, each with the name of the algorithm that runs it for a message of `bytes` bytes.
+  // Returns the names of all collectives, each with the name of the algorithm that runs it for a message of `bytes` bytes.
   std::vector<std::pair<std::string_view, std::string_view>> chosen(size_t bytes) const;
   const Arena* arena() const { return arena_.get(); }
-  // The total size in bytes of the x and out of all calls so far, for each carrier. A call that uses both carriers counts for
-  // both carriers.
+  // For each carrier, the total size in bytes of x and out over all calls so far. A call that uses both carriers counts for both.
   struct Carried {
     std::atomic<uint64_t> arena{0}, mesh{0};
   };
@@ -36,7 +34,12 @@ class HostBackend final : public Backend {
  private:
   bool is_set_up(Carrier carrier) const;
   const Algorithm& algorithm_of(const Call& call) const {
-    return pick(choices_[static_cast<size_t>(call.signature.what)], layout_, call.bytes());
+    const Collective what = call.signature.what;
+    size_t bytes = call.bytes();
+    // In an uneven all_gather, the signature describes the x of all ranks together. So choose the algorithm for an x of average
+    // size.
+    if (gathers(what) && !call.counts.empty()) bytes /= layout_.size;
+    return pick(choices_[static_cast<size_t>(what)], layout_, bytes);
   }
 
   Layout layout_;

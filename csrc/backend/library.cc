@@ -1,7 +1,5 @@
 #include "backend/library.h"
 
-#include "base/error.h"
-
 namespace mscomm {
 
 std::optional<VendorReduction> reduction_of(const Numbers& library, Dtype dtype, Op op) {
@@ -17,22 +15,6 @@ std::optional<VendorReduction> reduction_of(const Numbers& library, Dtype dtype,
     found = {library.types[static_cast<size_t>(part)], by_parts ? number(op) : -1, 2};
   }
   return found.type < 0 || found.op < 0 ? std::nullopt : std::optional(found);
-}
-
-Batch::Batch(VendorGroup& group) : group_(group) { group_.begin_batch(); }
-
-void Batch::end() {
-  ended_ = true;
-  group_.end_batch();
-}
-
-Batch::~Batch() {
-  if (ended_) return;
-  try {
-    group_.end_batch();
-  } catch (const Error&) {
-    // Ignore this error: the caller reports the error that ended the batch early.
-  }
 }
 
 }  // namespace mscomm

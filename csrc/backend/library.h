@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -13,7 +14,7 @@
 
 namespace mscomm {
 
-// The bytes that this rank sends to one peer, or receives from it, in an exchange.
+// The bytes that this rank sends to or receives from one peer in an exchange.
 struct Part {
   bool sends;
   int peer;
@@ -21,11 +22,11 @@ struct Part {
   size_t bytes;
 };
 
-// The library's numbers for types and operations; -1 if the library cannot reduce this type, or cannot reduce by this operation.
+// The library's numbers for types and operations, with -1 for types and operations that the library cannot reduce.
 struct Numbers {
   std::array<int, dtypes.size()> types;            // by Dtype; -1 for bool and complex numbers
   std::array<int, mscomm::ops.size()> operations;  // by Op
-  int byte;  // the number of the byte type; it serves for bools, which are bytes that are 0 or 1
+  int byte;  // the number of the byte type; also used for bools, which are bytes that are 0 or 1
 };
 
 // A type and an operation, in the library's numbers. factor: how many elements of that type make up one of our elements.
@@ -34,55 +35,41 @@ struct VendorReduction {
   size_t factor = 1;
 };
 
-// The type and operation with which the library can reduce elements of `dtype` by `op`; nullopt if it cannot. Complex numbers are
-// summed part by part. For bools, the maximum serves as `or` and as sum, and the minimum serves as `and` and as product.
+// Returns the type and operation with which the library can reduce elements of `dtype` by `op`, or nullopt if it cannot. The real
+// and imaginary parts of complex numbers are summed separately. For bools, the maximum serves as `or` and sum, and the minimum
+// serves as `and` and product.
 std::optional<VendorReduction> reduction_of(const Numbers& library, Dtype dtype, Op op);
 
 // One rank's communicator in the library, on one device. All functions except abort() are called by one thread at a time, while
-// the device is the thread's current one. They throw Error if the library returns an error.
+// the device is that thread's current device. They throw Error if the library returns an error.
 class VendorGroup {
  public:
   virtual ~VendorGroup() = default;
 
-  // Each of these functions enqueues its operation and returns at once. After such a call, or after a whole batch, no other
-  // function is called until busy() has returned false. Counts are in elements. x may be out.
+  // Each of these functions enqueues its operation and returns at once. After one of them, or after a whole batch, no other
+  // function is called until busy() has returned false. Counts are in elements. x and out may be the same.
   virtual void all_reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) = 0;
   virtual void reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, int root, StreamHandle stream) = 0;
   // count: the number of elements of out.
   virtual void reduce_scatter(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) = 0;
   // bytes: the size of x. x may be this rank's part of out.
   virtual void all_gather(const void* x, void* out, size_t bytes, StreamHandle stream) = 0;
-  // x is read at the root only.
+  // x is read only at the root.
   virtual void broadcast(const void* x, void* out, size_t bytes, int root, StreamHandle stream) = 0;
   // Moves all parts at once. There is at most one part from one rank to another, and none from this rank to itself.
   virtual void exchange(std::span<const Part> parts, StreamHandle stream) = 0;
-  // All calls between begin_batch() and end_batch() become one operation of the library.
-  virtual void begin_batch() = 0;
-  virtual void end_batch() = 0;
+  // Runs `calls`, which calls functions of this group. All of them together become one operation of the library.
+  virtual void batch(const std::function<void()>& calls) = 0;
 
-  // Whether the library is still setting up the last call. Throws if the group has failed, in the last call or an earlier one.
+  // Returns whether the library is still setting up the last call. Throws if the group has failed in the last call or an earlier
+  // one.
   virtual bool busy() = 0;
   // Ends what the device is doing for this group. Any thread may call abort(), but only once, and no other function may be called
-  // after it. The abort may take long. beside: another thread is inside a call of the library, and abort() must make that call
-  // return.
+  // after it. The abort may take a long time. beside: whether another thread is inside the library; if so, abort() must make that
+  // thread return.
   virtual void abort(bool beside) noexcept = 0;
-  // Begins to free the group, which has ended without an error. Once busy() returns false, the destructor frees the rest.
+  // Starts freeing the group, which has ended without an error. Once busy() returns false, the destructor frees the rest.
   virtual void finish() = 0;
-};
-
-// While this object lives, all calls on the group become one operation of the library. If a call throws, the destructor ends the
-// operation and ignores the operation's errors.
-class Batch {
- public:
-  explicit Batch(VendorGroup& group);
-  ~Batch();
-  void end();
-  Batch(const Batch&) = delete;
-  Batch& operator=(const Batch&) = delete;
-
- private:
-  VendorGroup& group_;
-  bool ended_ = false;
 };
 
 class Vendor {
@@ -94,12 +81,12 @@ class Vendor {
   virtual const std::string& path() const = 0;  // the path of the library
   virtual const std::string& origin() const = 0;
 
-  // Returns why the library cannot reduce elements of this type by this operation, or "" if it can.
+  // Returns why the library cannot reduce elements of this type with this operation, or "" if it can.
   virtual std::string refuses(Dtype dtype, Op op) const = 0;
-  // Makes the id of a new group. One rank of the group calls this while its device is the thread's current one, and gives the id
-  // to the others.
+  // Creates the id of a new group. One rank of the group calls this while its device is the thread's current device, and passes
+  // the id to the others.
   virtual std::string make_id() = 0;
-  // Joins the group with this id, as this rank, on this device, which must be the thread's current one. The group can be used
+  // Joins the group with this id as the given rank. The given device must be the thread's current device. The group can be used
   // once busy() has returned false.
   virtual std::unique_ptr<VendorGroup> join(const std::string& id, int size, int rank, std::shared_ptr<Runtime> runtime,
                                             int device) = 0;

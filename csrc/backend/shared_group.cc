@@ -1,6 +1,5 @@
 #include "backend/shared_group.h"
 
-#include <chrono>
 #include <thread>
 #include <vector>
 
@@ -12,10 +11,10 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// An abort waits at most this long for another thread that is inside the library.
+// An abort waits for at most this long for another thread that is inside the library.
 constexpr auto call_takes_at_most = 1s;
 
-// Keeps a group that cannot be freed. It then lives until the process ends.
+// Keeps a group that cannot be freed until the process ends.
 void leave_behind(std::unique_ptr<VendorGroup> group) {
   static std::mutex mutex;  // protects `left`
   static auto& left = *new std::vector<std::unique_ptr<VendorGroup>>;

@@ -1,4 +1,4 @@
-// A group of a vendor's library, which several threads of this process share.
+// A vendor library's group that several threads of this process share.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@
 
 namespace mscomm {
 
-// How many seconds we wait for the library to free a group, and how many seconds we wait for it to abort a group.
+// How many seconds we wait for the library to free a group, and to abort a group.
 inline constexpr double frees_within_s = 5, aborts_within_s = 10;
 
 // A mutex that can be locked with a timeout. It replaces std::timed_mutex, which ThreadSanitizer does not understand.
@@ -46,7 +46,7 @@ class Turn {
   bool taken_ = false;
 };
 
-// Lets the threads of this process call the library for the group, one thread at a time.
+// Lets the threads of this process call the library for the group one at a time.
 class SharedGroup {
  public:
   // Joins the group; see Vendor::join.
@@ -62,18 +62,21 @@ class SharedGroup {
     if (!group_ || aborted_) throw Error("Aborted", "the group was aborted");
     return question(*group_);
   }
-  // Throws if the group has failed. Does nothing while another thread is inside the library, because that thread sees the failure
-  // itself.
+  bool busy() {
+    return ask([](VendorGroup& group) { return group.busy(); });
+  }
+  // Throws if the group has failed. Does nothing while another thread is inside the library, because that thread will see the
+  // failure itself.
   void look();
   void abort();
-  // Frees the group after it has ended without an error. captured: a graph may contain calls of the group.
+  // Frees the group after it has ended without an error. captured: whether a graph may contain calls of the group.
   void finish(bool captured);
 
  private:
   const std::shared_ptr<Vendor> vendor_;
   Turn calling_;  // protects group_
   std::unique_ptr<VendorGroup> group_;
-  std::atomic<bool> aborted_{false};  // group_ was aborted while a caller was inside it
+  std::atomic<bool> aborted_{false};  // whether group_ was aborted while a caller was inside it
 };
 
 }  // namespace mscomm

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "algo/moves.h"
 #include "base/error.h"
 
 namespace mscomm {
@@ -15,13 +16,13 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// After a call we ask the library, for this long and without a pause, whether it has set up the call. This is about the time that
-// the library needs if it sets up calls in a thread. Only after that do we sleep between questions, because each sleep takes 50
-// us longer than asked for.
+// After a call, we poll the library without pausing for this long, to see whether it has set up the call. This is about the time
+// that the library needs if it sets up calls in a thread. Only after that do we sleep between polls, because each sleep takes 50
+// us longer than requested.
 constexpr auto asks_at_once = 200us;
 
-// Each device of the process has one turn, which a group holds while it enqueues a call, so groups do not enqueue on a device at
-// the same time. An abort does not wait for the turn.
+// Returns the device's Turn. A group holds it while it enqueues a call, so that two groups never enqueue on the same device at
+// the same time. An abort does not wait for it.
 Turn& issuing_on(const Runtime* runtime, int device) {
   static std::mutex mutex;                                                 // protects `all`
   static auto& all = *new std::map<std::pair<const Runtime*, int>, Turn>;  // never destroyed: a thread left behind may use a turn
@@ -41,7 +42,7 @@ VendorBackend::VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Run
   const Runtime::Current current(*runtime_, device_);
   group_ = std::make_shared<SharedGroup>(std::move(vendor), id, size, rank, runtime_, device);
   auto pause = 100us;
-  while (group_->ask([](VendorGroup& group) { return group.busy(); })) {
+  while (group_->busy()) {
     check();
     if (deadline.passed())
       throw Error("CollectiveTimeout", std::string(group_->vendor().name()) + " " + group_->vendor().version() +
@@ -58,7 +59,7 @@ VendorBackend::~VendorBackend() {
   if (!thread_) return;  // in a forked child
   observe(nullptr);
   if (watcher_->stop()) thread_->join();
-  else thread_->detach();  // the thread hangs in the library; it shares ownership of all that it uses
+  else thread_->detach();  // the thread hangs in the library; it shares ownership of everything that it uses
 }
 
 void VendorBackend::observe(Observer* observer) { watcher_->observe(observer); }
@@ -95,22 +96,21 @@ void VendorBackend::take(std::unique_lock<Turn>& issuing, const Wait& wait) {
   }
 }
 
-// Waits until the library has set up the call. In the first call of a kind the library may connect to other ranks, and these
-// ranks may first have to finish a call of another group. So the device's turn is released during the wait.
+// Waits until the library has set up the call. In the first call of a kind, the library may connect to other ranks, which may
+// first have to finish a call of another group. So the device's Turn is released during the wait.
 void VendorBackend::settle(std::unique_lock<Turn>& issuing, const Wait& wait) {
   auto pause = 20us;
   std::optional<Clock::time_point> asked;
-  while (group_->ask([](VendorGroup& group) { return group.busy(); })) {
+  while (group_->busy()) {
+    if (issuing) issuing.unlock();
     if (!asked) asked = Clock::now();
     if (Clock::now() - *asked < asks_at_once) {
-      if (issuing) issuing.unlock();
       std::this_thread::yield();
       continue;
     }
     if (wait.deadline.passed())
       throw Error("CollectiveTimeout", "it could not be enqueued within " + seconds_text(wait.deadline.timeout_s()) + ": " +
                                            std::string(group_->vendor().name()) + " waits for other ranks");
-    if (issuing) issuing.unlock();
     wait.look(nobody());
     std::this_thread::sleep_for(pause);
     pause = std::min<std::chrono::microseconds>(2 * pause, 10ms);
@@ -119,42 +119,44 @@ void VendorBackend::settle(std::unique_lock<Turn>& issuing, const Wait& wait) {
 }
 
 void VendorBackend::enqueue(const Call& call, StreamHandle stream) {
+  const Collective what = call.signature.what;
+  if (reduces(what))
+    if (const std::string why = group_->vendor().refuses(call.signature.dtype, call.signature.op); !why.empty())
+      throw Error("ValueError", why);
+  const bool in_parts = what == Collective::gather || what == Collective::scatter || what == Collective::all_to_all;
+  if (in_parts || (what == Collective::all_gather && !call.counts.empty())) return exchange(call, stream);
+  group_->ask([&](VendorGroup& group) { enqueue_whole(group, call, stream); });
+}
+
+// Enqueues a collective for which the library has a function.
+void VendorBackend::enqueue_whole(VendorGroup& group, const Call& call, StreamHandle stream) {
   const Signature& signature = call.signature;
   const uint64_t count = signature.count;
   const Dtype dtype = signature.dtype;
   const Op op = signature.op;
-  if (reduces(signature.what))
-    if (const std::string why = group_->vendor().refuses(dtype, op); !why.empty()) throw Error("ValueError", why);
   switch (signature.what) {
     case Collective::all_reduce:
-      return group_->ask([&](VendorGroup& group) { group.all_reduce(call.x, call.out, count, dtype, op, stream); });
+      return group.all_reduce(call.x, call.out, count, dtype, op, stream);
     case Collective::reduce:
-      return group_->ask([&](VendorGroup& group) { group.reduce(call.x, call.out, count, dtype, op, signature.root, stream); });
-    case Collective::broadcast: {
-      const void* const x = signature.root == rank_ ? call.x : call.out;
-      return group_->ask([&](VendorGroup& group) { group.broadcast(x, call.out, call.bytes(), signature.root, stream); });
-    }
+      return group.reduce(call.x, call.out, count, dtype, op, signature.root, stream);
+    case Collective::broadcast:
+      return group.broadcast(signature.root == rank_ ? call.x : call.out, call.out, call.bytes(), signature.root, stream);
     case Collective::reduce_scatter:
-      if (call.counts.empty())
-        return group_->ask([&](VendorGroup& group) { group.reduce_scatter(call.x, call.out, count / size_, dtype, op, stream); });
-      return group_->ask([&](VendorGroup& group) {
-        Batch batch(group);
+      if (call.counts.empty()) return group.reduce_scatter(call.x, call.out, count / size_, dtype, op, stream);
+      return group.batch([&] {
         const char* part = call.in();
         for (int rank = 0; rank < size_; rank++) {
           void* const out = rank == rank_ ? call.out : nullptr;
           if (call.counts[rank]) group.reduce(part, out, call.counts[rank], dtype, op, rank, stream);
           part += call.counts[rank] * call.element_bytes();
         }
-        batch.end();
       });
     case Collective::all_gather:
-      if (call.counts.empty())
-        return group_->ask([&](VendorGroup& group) { group.all_gather(call.x, call.out, call.bytes(), stream); });
-      return exchange(call, stream);
+      return group.all_gather(call.x, call.out, call.bytes(), stream);
     case Collective::gather:
     case Collective::scatter:
     case Collective::all_to_all:
-      return exchange(call, stream);
+      throw Error("Error", "exchange() enqueues the collectives that move parts");
     case Collective::barrier:
       throw Error("Error", "a barrier has no array, and is the CPU's");
     case Collective::scan:
@@ -163,36 +165,25 @@ void VendorBackend::enqueue(const Call& call, StreamHandle stream) {
   }
 }
 
-// The collectives that only move data: each rank sends and receives parts.
+// Enqueues a collective that only moves data: each rank sends and receives parts.
 void VendorBackend::exchange(const Call& call, StreamHandle stream) {
-  const Collective what = call.signature.what;
-  const size_t element = call.element_bytes();
-  const size_t root = call.signature.root;
-  const bool divides = what == Collective::scatter || what == Collective::all_to_all;
-  // How many bytes rank `from` sends to rank `to`.
-  const auto bytes = [&](size_t from, size_t to) {
-    if ((what == Collective::gather && to != root) || (what == Collective::scatter && from != root)) return size_t{0};
-    if (call.counts.empty()) return call.bytes() / (divides ? size_ : 1);
-    const size_t which = what == Collective::all_to_all ? from * size_ + to : what == Collective::scatter ? to : from;
-    return call.counts[which] * element;
-  };
-  const char* x = call.in();
-  char* out = call.result();
-  if (what == Collective::all_to_all && x < out + call.out_bytes && out < x + call.x_bytes)
+  const char* const x = call.in();
+  char* const out = call.result();
+  if (call.signature.what == Collective::all_to_all && x < out + call.out_bytes && out < x + call.x_bytes)
     throw Error("ValueError", "all_to_all on a device: x and out overlap");
+  const Moves moves(call, size_, rank_, Moves::Of::this_rank);
   std::vector<Part> parts;
   for (int peer = 0; peer < size_; peer++) {
-    const size_t sent = bytes(rank_, peer), received = bytes(peer, rank_);
+    const Move sent = moves.between(rank_, peer), received = moves.between(peer, rank_);
     if (peer == rank_) {
-      if (sent && x != out) runtime_->copy(out, x, sent, stream);
+      if (sent.bytes && x + sent.from != out + sent.to) runtime_->copy(out + sent.to, x + sent.from, sent.bytes, stream);
     } else {
       // The library only reads a part that is sent, so the const_cast is safe.
-      if (sent) parts.push_back({true, peer, const_cast<char*>(x), sent});
-      if (received) parts.push_back({false, peer, out, received});
+      if (sent.bytes) parts.push_back({true, peer, const_cast<char*>(x) + sent.from, sent.bytes});
+      if (received.bytes) parts.push_back({false, peer, out + received.to, received.bytes});
     }
-    if (divides) x += sent;
-    out += received;
   }
+  // Only this part asks the library: a copy may block while the device is busy, and an abort may then free the library's group.
   if (!parts.empty()) group_->ask([&](VendorGroup& group) { group.exchange(parts, stream); });
 }
 

@@ -1,4 +1,4 @@
-// The vendor backend: if the arrays of a call are on a device, it enqueues the call with a vendor's library.
+// The vendor backend enqueues calls on device arrays, using a vendor's library.
 #pragma once
 
 #include <cstdint>
@@ -17,13 +17,13 @@
 
 namespace mscomm {
 
-// Runs the calls of one group on arrays of one device: enqueues the calls, and starts a thread that watches them.
+// Runs the calls of one group on the arrays of one device: enqueues the calls, and starts a thread that watches them.
 class VendorBackend final : public Backend {
  public:
   using Observer = Watcher::Observer;
 
-  // Joins the group with this id, and waits until every rank has joined it. `check` is called at least every 50 ms, and may throw
-  // to end the wait. Throws CollectiveTimeout at the deadline.
+  // Joins the group with this id, and waits until every rank has joined. `check` is called at least every 50 ms, and may throw to
+  // end the wait. Throws CollectiveTimeout at the deadline.
   VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id, int size,
                 int rank, const Deadline& deadline, const std::function<void()>& check);
   ~VendorBackend() override;
@@ -31,24 +31,24 @@ class VendorBackend final : public Backend {
   // Sets the observer. Must be called before the first call, and with nullptr before the observer is destroyed.
   void observe(Observer* observer);
 
-  // Returns when the call has been enqueued. The observer is told when the call has ended.
+  // Returns when the call has been enqueued. The observer is notified when the call has completed.
   void run(const Call& call, const Wait& wait) override;
-  // After order(), work that is enqueued on the stream waits until the device has ended the call with this number.
+  // After order(), work that is enqueued on the stream waits until the device has completed the call with this number.
   void order(uint64_t number, StreamHandle stream);
-  // Packs or unpacks in stream order: with the device's kernels if it has them, otherwise by copies. Throws RuntimeError if
-  // copies would have to scale or cast.
+  // Packs or unpacks in stream order, using the device's kernels if it has them, and plain copies otherwise. Throws RuntimeError
+  // if there are no kernels but the packing has to scale or cast.
   void pack(const Packing& packing, StreamHandle stream);
   // Fills device memory with zeros, in stream order.
   void clear(void* memory, size_t bytes, StreamHandle stream);
-  // Whether the device has kernels that scale, and that cast if the dtypes differ.
+  // Returns whether the device has kernels that scale, and that cast if the dtypes differ.
   bool converts(Dtype part, Dtype bucket) const;
-  // Returns why the library cannot reduce elements of this type by this operation, or "" if it can.
+  // Returns why the library cannot reduce elements of this type with this operation, or "" if it can.
   std::string refuses(Dtype dtype, Op op) const;
-  // The number of calls that have not ended.
+  // Returns the number of calls that have not completed.
   size_t pending() const;
 
   void shut_down() override;
-  void withdraw(const Call&) override {}  // no peer can reach a device's arrays
+  void withdraw(const Call&) override {}  // no peer can access a device's arrays
   void last_look() override {}
   void close() override;
   void close_descriptors() override;
@@ -57,12 +57,13 @@ class VendorBackend final : public Backend {
   void take(std::unique_lock<Turn>& issuing, const Wait& wait);
   void settle(std::unique_lock<Turn>& issuing, const Wait& wait);
   void enqueue(const Call& call, StreamHandle stream);
+  void enqueue_whole(VendorGroup& group, const Call& call, StreamHandle stream);
   void exchange(const Call& call, StreamHandle stream);
 
   const std::shared_ptr<Runtime> runtime_;
   const int device_, size_, rank_;
   Turn& issuing_;
-  // The group and the watcher are shared with the watching thread, which may hang in the library and outlive this object.
+  // The group and the watcher are shared with the watcher thread, which may hang in the library and outlive this object.
   std::shared_ptr<SharedGroup> group_;
   std::shared_ptr<Watcher> watcher_;
   std::unique_ptr<std::thread> thread_;  // nullptr in a forked child

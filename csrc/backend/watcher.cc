@@ -14,12 +14,12 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// How often the watching thread looks at the calls on the device. It looks every first_look until looks_often_s have passed since
-// a call last ended, and every later_look after that. It keeps looking for looks_often_s even if no call is pending, because
+// How often the watcher thread polls the calls on the device. For looks_often_s seconds after a call completes, the thread polls
+// every first_look. After that, it polls every later_look. It keeps polling for looks_often_s even if no call is pending, because
 // waking a sleeping thread would cost the next caller a system call.
 constexpr auto first_look = 1ms, later_look = 10ms;
 constexpr double looks_often_s = 0.1;
-// When no call has ended on the device for this long, the ranks compare their calls.
+// If no call has completed on the device for this long, the ranks compare their calls.
 constexpr double compares_after_s = 1;
 
 }  // namespace
@@ -76,7 +76,7 @@ void Watcher::captured(const Signature& call) {
 }
 
 void Watcher::order(uint64_t number, StreamHandle stream) {
-  const std::lock_guard lock(mutex_);  // so that another call cannot take over the event now
+  const std::lock_guard lock(mutex_);  // so that the event cannot be reused for another call now
   for (const Pending& one : pending_)
     if (one.call.number == number) return runtime_->wait(stream, one.event);
 }
@@ -87,10 +87,8 @@ size_t Watcher::pending() const {
 }
 
 void Watcher::abort() {
-  {
-    const std::lock_guard lock(mutex_);
-    aborting_ = true;
-  }
+  const std::lock_guard lock(mutex_);
+  aborting_ = true;
   changed_.notify_all();
 }
 
@@ -108,8 +106,8 @@ bool Watcher::stop() {
   return changed_.wait_for(lock, std::chrono::duration<double>(aborts_within_s), [this] { return ended_; });
 }
 
-// The main function of the watching thread. If an error ends watch_pending() early, the observer must hear of it, because no
-// other thread watches the group.
+// The watcher thread's main function. If an error ends watch_pending() early, the observer must be told, because no other thread
+// watches the group.
 void Watcher::watch() {
   try {
     const Runtime::Current current(*runtime_, device_);
@@ -145,7 +143,7 @@ void Watcher::watch_pending() {
   if (beside_) runtime_->destroy_stream(std::exchange(beside_, nullptr));
 }
 
-// Frees the group: with finish() if the group has ended without an error, otherwise with abort().
+// Frees the group with finish() if the group has ended without an error, and with abort() otherwise.
 void Watcher::free_group(std::unique_lock<std::mutex>& lock) {
   const bool well = finishing_ && !aborting_, captured = captured_;
   lock.unlock();
@@ -156,14 +154,14 @@ void Watcher::free_group(std::unique_lock<std::mutex>& lock) {
   over_ = true;
 }
 
-// Tells the observer which calls have ended, which have failed and which are late.
+// Tells the observer which calls have completed, which have failed and which are late.
 void Watcher::look_at_pending(std::unique_lock<std::mutex>& lock) {
   std::vector<uint64_t> ended;
   std::vector<std::pair<Signature, double>> waiting;
   std::optional<std::pair<Signature, Error>> failed;
   try {
-    // Calls on one stream end in order, but calls on different streams may overtake each other. `behind` has the streams whose
-    // oldest call has not ended.
+    // Calls on one stream complete in order, but calls on different streams may overtake each other. `behind` holds the streams
+    // whose oldest call has not completed.
     std::vector<StreamHandle> behind;
     for (auto one = pending_.begin(); one != pending_.end();) {
       if (std::find(behind.begin(), behind.end(), one->stream) != behind.end()) {
@@ -178,7 +176,7 @@ void Watcher::look_at_pending(std::unique_lock<std::mutex>& lock) {
         ++one;
       }
     }
-    // A program may be far ahead of its device, so the timeout counts from the moment when a call last ended.
+    // A program may be far ahead of its device, so the timeout is measured from the time when a call last completed.
     const double still_s = seconds_since(moved_);
     for (const Pending& one : pending_)
       if (!failed && still_s >= one.deadline.timeout_s())

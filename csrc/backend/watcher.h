@@ -1,4 +1,4 @@
-// Watches the calls of a group that are on a device, and frees the group at the end.
+// Watches a group's calls that are running on a device, and frees the group at the end.
 #pragma once
 
 #include <condition_variable>
@@ -18,12 +18,12 @@ namespace mscomm {
 
 class Watcher {
  public:
-  // The watcher tells an observer what becomes of the calls. The observer may call VendorBackend::shut_down().
+  // The watcher notifies an observer when calls complete, fail or take long. The observer may call VendorBackend::shut_down().
   class Observer {
    public:
     virtual ~Observer() = default;
     virtual void ended(uint64_t number) = 0;
-    // Called again and again until shut_down() ends the group.
+    // Called repeatedly until shut_down() ends the group.
     virtual void failed(const Signature& call, const Error& error) = 0;
     virtual void waits(const Signature& call, double waited_s) = 0;
   };
@@ -31,28 +31,29 @@ class Watcher {
   Watcher(std::shared_ptr<Runtime> runtime, int device, std::shared_ptr<SharedGroup> group)
       : runtime_(std::move(runtime)), device_(device), group_(std::move(group)) {}
 
-  // The watching thread runs this until finish() or stop() is called.
+  // The watcher thread runs this until finish() or stop() is called.
   void watch();
   void observe(Observer* observer);
 
-  // All functions from here to order() must be called while the device is the thread's current one.
+  // All functions from here to order() must be called while the device is the thread's current device.
   EventHandle take_event();
-  // The group's own stream, for calls that run beside the caller's stream.
+  // Returns the group's own stream, for calls that do not run on the caller's stream.
   StreamHandle beside();
-  // Watches a call that has been enqueued. before: if the call runs on the group's own stream, the event that the call waits for.
+  // Watches a call that has been enqueued. before: if the call runs on the group's own stream, the event for which the call
+  // waits.
   void add(const Signature& call, StreamHandle stream, EventHandle before, const Deadline& deadline);
-  // Notes that a graph has captured the call. The call does not run now. It runs each time the graph runs.
+  // Records that a graph has captured the call. The call does not run now, but each time the graph runs.
   void captured(const Signature& call);
-  // After order(), work that is enqueued on the stream waits until the device has ended the call with this number.
+  // After order(), work that is enqueued on the stream waits until the device has completed the call with this number.
   void order(uint64_t number, StreamHandle stream);
 
-  // The number of calls that have not ended.
+  // Returns the number of calls that have not completed.
   size_t pending() const;
-  // Makes the watching thread abort the group.
+  // Makes the watcher thread abort the group.
   void abort();
-  // Makes the watching thread free the group, and waits until that is done, but no longer than frees_within_s + aborts_within_s.
+  // Makes the watcher thread free the group, and waits until this is done, but no longer than frees_within_s + aborts_within_s.
   void finish();
-  // Ends the watching thread. Returns false if the thread hangs in the library.
+  // Ends the watcher thread. Returns false if the thread hangs in the library.
   bool stop();
 
  private:
@@ -77,16 +78,16 @@ class Watcher {
   const std::shared_ptr<Runtime> runtime_;
   const int device_;
   const std::shared_ptr<SharedGroup> group_;
-  StreamHandle beside_ = nullptr;  // made by the first call that needs it
+  StreamHandle beside_ = nullptr;  // created by the first call that needs it
 
   mutable std::mutex mutex_;  // protects the members below; never held while the library is called
   std::condition_variable changed_;
-  std::deque<Pending> pending_;      // in the order of their numbers
+  std::deque<Pending> pending_;      // ordered by number
   std::vector<EventHandle> events_;  // events that are not in use
   bool aborting_ = false, finishing_ = false, stopping_ = false;
-  bool asleep_ = false;      // the thread sleeps until a caller that enqueues wakes it
+  bool asleep_ = false;      // the thread sleeps until a caller enqueues a call and wakes it
   bool captured_ = false;    // a graph may contain calls of the group
-  Clock::time_point moved_;  // when a call last ended, or was enqueued while none was pending
+  Clock::time_point moved_;  // when a call last completed, or was enqueued while none was pending
   bool over_ = false;        // the group has been freed or aborted, or the thread has failed
   bool ended_ = false;       // the thread has ended
 

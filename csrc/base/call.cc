@@ -1,9 +1,7 @@
 #include "base/call.h"
 
 #include <cstdio>
-#include <optional>
 
-#include "base/error.h"
 #include "base/reduce.h"
 
 namespace mscomm {
@@ -15,7 +13,7 @@ struct Elements {
   uint64_t x = 0, out = 0;
 };
 
-// A number of elements or bytes; nullopt if it does not fit into 64 bits. Anything computed from nullopt is nullopt, too.
+// A number of elements or bytes, or nullopt if it does not fit into 64 bits. Anything computed from nullopt is also nullopt.
 using Size = std::optional<uint64_t>;
 
 Size product(Size a, uint64_t b) {
@@ -30,55 +28,38 @@ Size sum(const std::vector<uint64_t>& counts, size_t first, size_t number, size_
   return total;
 }
 
-// The error for a refused call. Its text begins with words like "gather on rank 1 of 4: ".
-Error refused(const Call& call, int rank, int size, const std::string& why) {
-  return {"ValueError", std::string(name(call.signature.function)) + " on rank " + std::to_string(rank) + " of " +
-                            std::to_string(size) + ": " + why};
-}
-
-// How many elements of x and out rank `me` reads and writes. In a collective with a root, every rank is counted as if it were the
-// root.
+// Returns how many elements of x rank `me` reads, and how many elements of out it writes. In a collective with a root, this
+// treats every rank as if it were the root.
 Elements elements(const Call& call, size_t me, size_t n) {
   const Collective what = call.signature.what;
   const uint64_t count = call.signature.count;
   const std::vector<uint64_t>& counts = call.counts;
-  // The sums cannot overflow, because check() has added up all counts before.
+  // The sums cannot overflow, because check() has already added up all counts.
   const uint64_t own = counts.empty() ? count / (divides(what) ? n : 1) : counts[me];
   const uint64_t whole = counts.empty() ? count * (gathers(what) ? n : 1) : *sum(counts, 0, counts.size(), 1);
-  switch (what) {
-    case Collective::barrier:
-      return {};
-    case Collective::all_gather:
-    case Collective::gather:
-      return {own, whole};
-    case Collective::reduce_scatter:
-    case Collective::scatter:
-      return {whole, own};
-    case Collective::all_to_all:
-      if (!counts.empty()) return {*sum(counts, me * n, n, 1), *sum(counts, me, n, n)};
-      return {count, count};
-    case Collective::all_reduce:
-    case Collective::broadcast:
-    case Collective::reduce:
-    case Collective::scan:
-    case Collective::exscan:
-      return {count, count};
-  }
-  return {};
+  if (what == Collective::barrier) return {};
+  if (gathers(what)) return {own, whole};
+  if (what == Collective::all_to_all && !counts.empty()) return {*sum(counts, me * n, n, 1), *sum(counts, me, n, n)};
+  if (divides(what) && what != Collective::all_to_all) return {whole, own};
+  return {count, count};
 }
 
 }  // namespace
 
 void check(const Call& call, int rank, int size) {
   const Signature& signature = call.signature;
-  const auto refuse = [&](const std::string& why) { throw refused(call, rank, size, why); };
+  // The text begins with words like "gather on rank 1 of 4: ".
+  const auto refuse = [&](const std::string& why) {
+    throw Error("ValueError", std::string(name(signature.function)) + " on rank " + std::to_string(rank) + " of " +
+                                  std::to_string(size) + ": " + why);
+  };
   if (!signature.valid())
     throw Error("ValueError", "a call of a collective, function, type or operation that this version does not know");
   const Collective what = signature.what;
   const size_t n = size, me = rank;
 
-  // If a call has a root, the signature of its head names this root, too, even if the collective that moves the head has no root.
-  // Reductions are an exception, because a reduction with a root would give the result to the root alone.
+  // If a call has a root, the signature of its head also names this root, even if the collective that moves the head has no root.
+  // Reductions are an exception, because a reduction with a root would deliver the result only to the root.
   const bool may_have_root = rooted(what) || (signature.head && !reduces(what));
   if (signature.root < (rooted(what) ? 0 : -1) || signature.root >= (may_have_root ? size : 0))
     refuse("root " + std::to_string(signature.root) + ", expected " +
@@ -126,7 +107,7 @@ void check(const Call& call, int rank, int size) {
 
 uint64_t Signature::fingerprint() const {
   uint64_t mixed = 0;
-  // Each step maps `mixed` one to one (xor, an odd factor, a shift), so a difference in one word is never lost in later steps.
+  // Each step is a bijection on `mixed` (xor, an odd factor, a shift), so a difference in one word is never lost in later steps.
   const auto mix = [&mixed](uint64_t word) {
     mixed = (mixed ^ word) * 0x9E3779B97F4A7C15u;
     mixed ^= mixed >> 32;

@@ -1,4 +1,4 @@
-// One collective call as data: what all ranks must agree on (Signature), and what belongs to this rank alone (Call).
+// The description of one collective call: what all ranks must agree on (Signature), and what belongs to this rank alone (Call).
 #pragma once
 
 #include <cstdint>
@@ -17,21 +17,21 @@ inline constexpr int max_dims = 12;
 // What all ranks of a call must agree on. Ranks compare signatures field by field or by their fingerprints. They copy signatures
 // bytewise into slots and headers, so a Signature has no padding and no pointers.
 struct Signature {
-  uint64_t number = 0;  // the place of the call in the order of the group's calls, from 1
+  uint64_t number = 0;  // the place of the call in the order of the group's calls, counting from 1
   Collective what = Collective::barrier;
   Dtype dtype = Dtype::uint8;
   Op op = Op::sum;
   uint8_t dims = 0;
-  int32_t root = -1;   // -1: the call has no root
+  int32_t root = -1;   // -1 if the call has no root
   uint64_t count = 0;  // the number of elements, which is the product of shape
-  // The shape of x, if it is the same on all ranks. In an uneven call, axis 0 is the sum of the lengths of all ranks' parts along
-  // axis 0. In an uneven all_to_all, axis 0 may also be 0.
+  // The shape of x, if it is the same on all ranks. In an uneven call, the length of axis 0 is the sum of its lengths in all
+  // ranks' parts. In an uneven all_to_all, it may also be 0.
   uint64_t shape[max_dims] = {};
   uint64_t digest = 0;  // a hash of the arrays of a fused call, or of the counts of an uneven call; 0 for other calls
   Function function = Function::barrier;
-  // 1: this call is a head. It carries only the counts or the shape of the next call, which carries the data.
+  // 1 if this call is a head. A head carries only the counts or the shape of the next call, which carries the data.
   uint8_t head = 0;
-  uint8_t device = 0;  // 1: the arrays are on a device
+  uint8_t device = 0;  // 1 if the arrays are on a device
   uint8_t zero[5] = {};
 
   bool operator==(const Signature&) const = default;
@@ -39,39 +39,39 @@ struct Signature {
     return what <= Collective::exscan && dtype <= Dtype::complex128 && op <= Op::bxor && dims <= max_dims &&
            function <= Function::scatter_object && head <= 1 && device <= 1;
   }
-  // A 64-bit hash of all fields. Two signatures that differ in a single 64-bit word never have the same hash. If they differ in
-  // several words, their hashes are equal with a probability of about one in 2^64.
+  // Returns a 64-bit hash of all fields. Two signatures that differ in a single 64-bit word never have the same hash. If they
+  // differ in several words, their hashes are equal with a probability of about one in 2^64.
   uint64_t fingerprint() const;
-  // The call as text: "all_reduce #17 (float32[1024, 3], sum)".
+  // Returns the call as text, such as "all_reduce #17 (float32[1024, 3], sum)".
   std::string text() const;
 };
 static_assert(sizeof(Signature) == 136);
 
 struct Call {
   Signature signature;
-  const void* x = nullptr;  // nullptr: this rank sends nothing
+  const void* x = nullptr;  // nullptr if this rank sends nothing
   size_t x_bytes = 0;
-  void* out = nullptr;  // nullptr: this rank gets nothing
+  void* out = nullptr;  // nullptr if this rank receives nothing
   size_t out_bytes = 0;
-  // The number of elements in the part of each rank, if the parts differ. Empty if all parts have the same size. For all_to_all,
-  // counts is an n x n matrix with one row for each sender. All ranks have the same counts. Their sum is signature.count, except
-  // that signature.count may be 0 in an all_to_all.
+  // The number of elements in each rank's part, if the sizes differ. Empty if all parts have the same size. For all_to_all,
+  // counts is an n x n matrix with one row for each sender. All ranks have the same counts, which add up to signature.count,
+  // except that signature.count may be 0 in an all_to_all.
   std::vector<uint64_t> counts{};
-  // The caller's stream: the call runs on the device after the work that is already on this stream. nullopt: the arrays are in
+  // The caller's stream. The call runs on the device after the work that is already on this stream. nullopt if the arrays are in
   // CPU memory.
   std::optional<void*> stream{};
   // Whether the call runs on the group's own stream, so that work that is enqueued on `stream` later need not wait for the call.
   bool beside = false;
 
   size_t element_bytes() const { return size_of(signature.dtype); }
-  // The size of the message that the signature describes.
+  // Returns the size of the message that the signature describes.
   size_t bytes() const { return signature.count * element_bytes(); }
   const char* in() const { return static_cast<const char*>(x); }
   char* result() const { return static_cast<char*>(out); }
 };
 
 // Checks a call on one rank of a group of `size` ranks. This is the last check before memory is touched: the algorithms trust a
-// call that passes it. Throws Error("ValueError") unless x and out have exactly the bytes that the collective reads and writes on
+// call that passes it. Throws Error("ValueError") unless x and out have exactly the sizes that the collective reads and writes on
 // this rank, the counts add up, the root is a rank, and the operation is defined on the type. In broadcast and scatter, x may be
 // missing on ranks other than the root, because they do not read it.
 void check(const Call& call, int rank, int size);
@@ -81,11 +81,11 @@ struct Differs {
   std::vector<std::pair<int, Signature>> calls;
 };
 
-// The error for ranks that made different calls. who: "the ranks of group pair". callers: each call as text, and the ranks that
-// made it, the lowest rank first.
+// Returns the error for ranks that made different calls. who: for example "the ranks of group pair". callers: each call as text,
+// with the ranks that made it, lowest rank first.
 Error mismatch(const std::string& who, const std::vector<std::pair<std::string, std::vector<int>>>& callers);
 
-// A number of bytes as text: "4 MiB", "7 B".
+// Returns a number of bytes as text: "4 MiB", "7 B".
 std::string in_units(uint64_t bytes);
 
 }  // namespace mscomm

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <string>
 
@@ -13,7 +12,7 @@ using Clock = std::chrono::steady_clock;
 
 inline double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-// A duration as text: "2.5 s", "17 s".
+// Returns a duration as text: "2.5 s", "17 s".
 inline std::string seconds_text(double seconds) {
   char text[32];
   std::snprintf(text, sizeof text, seconds < 10 ? "%.3g s" : "%.0f s", seconds);
@@ -22,7 +21,7 @@ inline std::string seconds_text(double seconds) {
 
 class Deadline {
  public:
-  // timeout_s may be infinite. spent_s: how many seconds of the timeout have passed already.
+  // timeout_s may be infinite. spent_s: how many seconds of the timeout have already passed.
   explicit Deadline(double timeout_s, double spent_s = 0)
       : start_(Clock::now() - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(spent_s))),
         timeout_s_(timeout_s) {}

@@ -28,12 +28,12 @@ Dynlib::Dynlib(std::string name, const std::vector<Candidate>& candidates, Names
   throw Error("BackendUnavailable", "cannot open " + name_ + ". Tried: " + (tried.empty() ? "no place at all" : tried));
 }
 
-void* Dynlib::find(const char* symbol) const { return dlsym(handle_, symbol); }
+Dynlib::Symbol Dynlib::find(const char* name) const { return {dlsym(handle_, name)}; }
 
-void* Dynlib::required(const char* symbol) const {
-  void* const found = find(symbol);
-  if (!found)
-    throw Error("BackendUnavailable", path_ + " (" + origin_ + ") has no function " + symbol + ": it is too old, or no " + name_);
+Dynlib::Symbol Dynlib::need(const char* name) const {
+  const Symbol found = find(name);
+  if (!found.address)
+    throw Error("BackendUnavailable", path_ + " (" + origin_ + ") has no function " + name + ": it is too old, or no " + name_);
   return found;
 }
 

@@ -1,5 +1,5 @@
-// A third-party shared library. It is opened when it is first needed. It is never closed, because its threads and global
-// variables may be in use until the process ends.
+// A third-party shared library. It is opened when it is first needed, and never closed, because its threads and global variables
+// may be in use until the process ends.
 #pragma once
 
 #include <string>
@@ -10,9 +10,9 @@ namespace mscomm {
 // A place where the library may be.
 struct Candidate {
   std::string origin;  // where the path comes from: "MSCOMM_NCCL_LIBRARY", "the loader's path"
-  std::string path;    // may be only the name of a file, which the loader then looks for
-  // usual: open the library, or try the next candidate. loaded: use the library only if the process has loaded it already. must:
-  // if this library cannot be opened, try no other candidate.
+  std::string path;    // may be just a file name, which the loader then searches for
+  // usual: try to open the library; if that fails, try the next candidate. loaded: use the library only if the process has
+  // already loaded it. must: if this library cannot be opened, do not try any other candidate.
   enum class Kind { usual, loaded, must } kind = Kind::usual;
 };
 
@@ -20,26 +20,25 @@ class Dynlib {
  public:
   // Whether libraries that are loaded later can find this library's functions by name (everybodys) or not (own).
   enum class Names { own, everybodys };
-  // Opens the first candidate that can be opened. If none can, throws BackendUnavailable with a list of what was tried.
+  // Opens the first candidate that can be opened. If there is none, throws BackendUnavailable with a list of what was tried.
   Dynlib(std::string name, const std::vector<Candidate>& candidates, Names names = Names::own);
 
   const std::string& path() const { return path_; }      // the file that was opened
   const std::string& origin() const { return origin_; }  // the origin of the candidate that was opened
-  // Returns the address of the function, or nullptr if the library has no such function.
-  void* find(const char* symbol) const;
-  // Sets `function` to the address of the function; throws BackendUnavailable if the library has no such function.
-  template <typename Function>
-  void need(Function*& function, const char* symbol) const {
-    function = reinterpret_cast<Function*>(required(symbol));
-  }
-  template <typename Function>
-  void find(Function*& function, const char* symbol) const {
-    function = reinterpret_cast<Function*>(find(symbol));
-  }
+  // The address of a function. It converts to any function pointer type.
+  struct Symbol {
+    template <typename Function>
+    operator Function*() const {
+      return reinterpret_cast<Function*>(address);
+    }
+    void* address = nullptr;
+  };
+  // Both return the address of the function with this name. If the library has no such function, find() returns a null address,
+  // and need() throws BackendUnavailable.
+  Symbol find(const char* name) const;
+  Symbol need(const char* name) const;
 
  private:
-  void* required(const char* symbol) const;
-
   std::string name_, path_, origin_;
   void* handle_ = nullptr;
 };

@@ -1,4 +1,4 @@
-// Error is the exception that the core throws. In Python it becomes an exception of the class that `kind` names (see
+// Error is the exception that the core throws. In Python, it becomes an exception of the class named by `kind` (see
 // python/mscomm/errors.py).
 #pragma once
 
@@ -21,7 +21,7 @@ struct Error : std::runtime_error {
 
 inline Error peer_lost(int rank, const std::string& text) { return {"PeerLost", text, {rank}}; }
 
-// The error for a failed system call. Its text is like "mmap of 4096 bytes: Cannot allocate memory".
+// Returns the error for a failed system call, with a text such as "mmap of 4096 bytes: Cannot allocate memory".
 inline Error system_error(const std::string& what, int errno_value) {
   return {"Error", what + ": " + std::strerror(errno_value)};
 }

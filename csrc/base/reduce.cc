@@ -1,5 +1,5 @@
-// The loops of the reductions, one for each pair of element format and operation. All loops are compiled once for each
-// instruction set, and the instruction set is chosen at run time.
+// The reduction loops, one for each pair of element format and operation. All loops are compiled once for each instruction set,
+// and the instruction set is chosen at run time.
 //
 // Every loop is an instance of pass(), which has no intrinsics. For each instruction set (a "level"), the body of pass() is
 // inlined into a function that is compiled for that instruction set. The arithmetic is IEEE without contraction, so all levels
@@ -38,7 +38,7 @@ constexpr bool is_complex<Complex<T>> = true;
 template <class T>
 using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
 
-// Takes the bits of `yes` where the mask has ones, and the bits of `no` elsewhere, so both values are always computed. GCC
+// Returns the bits of `yes` where the mask has ones, and the bits of `no` elsewhere. Both values are always computed, because GCC
 // compiles chains of ?: to jumps, and does not vectorise loops with jumps.
 template <class T>
 [[gnu::always_inline]] inline T blend(Bits<T> mask, T yes, T no) {
@@ -47,11 +47,11 @@ template <class T>
 
 template <class T>
 [[gnu::always_inline]] inline T choose(bool condition, T yes, T no) {
-  // The mask is chosen as a T, and not computed as 0 - condition, because SSE2 can compare doubles but not 64-bit integers.
+  // The mask is selected as a T instead of computed as 0 - condition, because SSE2 can compare doubles but not 64-bit integers.
   return blend(std::bit_cast<Bits<T>>(condition ? std::bit_cast<T>(~Bits<T>{0}) : T{}), yes, no);
 }
 
-// Replaces any NaN by one fixed NaN. Otherwise the bits of a NaN would depend on the compiler (operand order) and the machine
+// Replaces any NaN with one fixed NaN. Otherwise, the bits of a NaN would depend on the compiler (operand order) and the machine
 // (sign).
 template <class T>
 [[gnu::always_inline]] inline T one_nan(T x) {
@@ -64,58 +64,13 @@ template <class T>
   }
 }
 
-// Operations. combine() merges two accumulators, finish() turns the final accumulator into the value to round, and identity() is
+// Operations. combine() merges two accumulators, finish() turns the final accumulator into the value to round, and identity is
 // the neutral value of combine().
 
-struct Sum {
-  template <class T>
-  static constexpr T identity() {
-    return T{};
-  }
-  template <class T>
-  [[gnu::always_inline]] static T combine(T a, T b) {
-    return static_cast<T>(a + b);
-  }
+struct Arithmetic {
   template <class T>
   [[gnu::always_inline]] static T finish(T x, int) {
     return one_nan(x);
-  }
-};
-
-struct Avg : Sum {
-  template <class T>
-  [[gnu::always_inline]] static T finish(T x, int divisor) {
-    return one_nan(x / static_cast<T>(divisor));
-  }
-};
-
-struct Prod {
-  template <class T>
-  static constexpr T identity() {
-    if constexpr (is_complex<T>) return {1, 0};
-    else return T{1};
-  }
-  template <class T>
-  [[gnu::always_inline]] static T combine(T a, T b) {
-    if constexpr (is_complex<T>) {
-      // The real part is a.re * b.re - a.im * b.im. It is not written with a minus, because GCC 12 would compile that to
-      // vfmaddsub, even with -ffp-contract=off.
-      return {a.re * b.re + minus(a.im) * b.im, a.re * b.im + a.im * b.re};
-    } else if constexpr (std::unsigned_integral<T>) {
-      return static_cast<T>(1u * a * b);  // without 1u, uint16 * uint16 is a signed int, which can overflow
-    } else {
-      return a * b;
-    }
-  }
-  template <class T>
-  [[gnu::always_inline]] static T finish(T x, int) {
-    return one_nan(x);
-  }
-
- private:
-  template <class T>
-  [[gnu::always_inline]] static T minus(T x) {
-    return std::bit_cast<T>(std::bit_cast<Bits<T>>(x) ^ std::bit_cast<Bits<T>>(T{-0.0}));
   }
 };
 
@@ -126,11 +81,49 @@ struct Select {
   }
 };
 
+struct Sum : Arithmetic {
+  template <class T>
+  static constexpr T identity = T{};
+  template <class T>
+  [[gnu::always_inline]] static T combine(T a, T b) {
+    return static_cast<T>(a + b);
+  }
+};
+
+struct Avg : Sum {
+  template <class T>
+  [[gnu::always_inline]] static T finish(T x, int divisor) {
+    return one_nan(x / static_cast<T>(divisor));
+  }
+};
+
+struct Prod : Arithmetic {
+  template <class T>
+  static constexpr T identity = T{1};
+  template <class T>
+  [[gnu::always_inline]] static T combine(T a, T b) {
+    if constexpr (is_complex<T>) {
+      // The real part is a.re * b.re - a.im * b.im. It is written without a minus, because GCC 12 would compile that to
+      // vfmaddsub, even with -ffp-contract=off.
+      return {a.re * b.re + minus(a.im) * b.im, a.re * b.im + a.im * b.re};
+    } else if constexpr (std::unsigned_integral<T>) {
+      return static_cast<T>(1u * a * b);  // without 1u, uint16 * uint16 is a signed int, which can overflow
+    } else {
+      return a * b;
+    }
+  }
+
+ private:
+  template <class T>
+  [[gnu::always_inline]] static T minus(T x) {
+    return std::bit_cast<T>(std::bit_cast<Bits<T>>(x) ^ std::bit_cast<Bits<T>>(T{-0.0}));
+  }
+};
+
 struct Min : Select {
   template <class T>
-  static constexpr T identity() {
-    return std::numeric_limits<T>::has_infinity ? std::numeric_limits<T>::infinity() : std::numeric_limits<T>::max();
-  }
+  static constexpr T identity =
+      std::numeric_limits<T>::has_infinity ? std::numeric_limits<T>::infinity() : std::numeric_limits<T>::max();
   template <class T>
   [[gnu::always_inline]] static T combine(T a, T b) {
     if constexpr (std::floating_point<T>) return choose((a < b) | (a != a), a, b);
@@ -140,9 +133,8 @@ struct Min : Select {
 
 struct Max : Select {
   template <class T>
-  static constexpr T identity() {
-    return std::numeric_limits<T>::has_infinity ? -std::numeric_limits<T>::infinity() : std::numeric_limits<T>::lowest();
-  }
+  static constexpr T identity =
+      std::numeric_limits<T>::has_infinity ? -std::numeric_limits<T>::infinity() : std::numeric_limits<T>::lowest();
   template <class T>
   [[gnu::always_inline]] static T combine(T a, T b) {
     if constexpr (std::floating_point<T>) return choose((a > b) | (a != a), a, b);
@@ -152,9 +144,7 @@ struct Max : Select {
 
 struct And : Select {
   template <class T>
-  static constexpr T identity() {
-    return static_cast<T>(~T{});
-  }
+  static constexpr T identity = static_cast<T>(~T{});
   template <class T>
   [[gnu::always_inline]] static T combine(T a, T b) {
     return a & b;
@@ -163,9 +153,7 @@ struct And : Select {
 
 struct Or : Select {
   template <class T>
-  static constexpr T identity() {
-    return T{};
-  }
+  static constexpr T identity = T{};
   template <class T>
   [[gnu::always_inline]] static T combine(T a, T b) {
     return a | b;
@@ -174,17 +162,15 @@ struct Or : Select {
 
 struct Xor : Select {
   template <class T>
-  static constexpr T identity() {
-    return T{};
-  }
+  static constexpr T identity = T{};
   template <class T>
   [[gnu::always_inline]] static T combine(T a, T b) {
     return a ^ b;
   }
 };
 
-// Formats of elements. `parts` is the number of parts of an element in memory, such as a real and an imaginary part. Part is the
-// type of a part in memory. Accumulator is the type in which parts accumulate, and Wide is the format of accumulators.
+// Element formats. `parts` is the number of parts of an element in memory, such as a real and an imaginary part. Part is the type
+// of a part in memory. Accumulator is the type in which parts are accumulated, and Wide is the format of accumulators.
 
 template <class T, size_t parts_ = 1>
 struct Plain {
@@ -196,21 +182,21 @@ struct Plain {
   [[gnu::always_inline]] static T narrow(T x) { return x; }
 };
 
-struct Bool {
-  static constexpr size_t parts = 1;
-  using Part = uint8_t;
-  using Accumulator = uint8_t;
+struct Bool : Plain<uint8_t> {
   using Wide = Bool;
   [[gnu::always_inline]] static uint8_t widen(uint8_t x) { return x != 0; }
   // Keeps only the lowest bit, because true is stored as 1, while the identity of And has all bits set.
   [[gnu::always_inline]] static uint8_t narrow(uint8_t x) { return x & 1; }
 };
 
-struct Bfloat16 {
+struct Half {
   static constexpr size_t parts = 1;
   using Part = uint16_t;
   using Accumulator = float;
   using Wide = Plain<float>;
+};
+
+struct Bfloat16 : Half {
   [[gnu::always_inline]] static float widen(uint16_t x) { return std::bit_cast<float>(static_cast<uint32_t>(x) << 16); }
   [[gnu::always_inline]] static uint16_t narrow(float x) {
     const uint32_t bits = std::bit_cast<uint32_t>(x);
@@ -219,12 +205,7 @@ struct Bfloat16 {
   }
 };
 
-struct Float16 {
-  static constexpr size_t parts = 1;
-  using Part = uint16_t;
-  using Accumulator = float;
-  using Wide = Plain<float>;
-
+struct Float16 : Half {
   [[gnu::always_inline]] static float widen(uint16_t x) {
     const int32_t magnitude = (x & 0x7fff) << 13;
     const uint32_t bits = static_cast<uint32_t>(magnitude);
@@ -241,8 +222,8 @@ struct Float16 {
   [[gnu::always_inline]] static uint16_t narrow(float x) {
     const uint32_t all = std::bit_cast<uint32_t>(x);
     const int32_t magnitude = static_cast<int32_t>(all & 0x7fffffff);
-    // This is ?: and not std::min, because GCC compiles std::min to a jump here.
-    const int32_t bounded = magnitude < (143 << 23) ? magnitude : 143 << 23;  // 2^16: larger numbers become inf, too
+    // This uses ?: instead of std::min, because GCC compiles std::min to a jump here.
+    const int32_t bounded = magnitude < (143 << 23) ? magnitude : 143 << 23;  // 2^16: larger numbers also become inf
     const int32_t biased = bounded & (255 << 23);
     const int32_t exponent = biased > (113 << 23) ? biased : 113 << 23;  // 2^-14: smaller numbers are subnormal
     // `weight` is 2^13 times the power of two in `exponent`. Adding it to the number rounds the number to the last bit of a
@@ -307,8 +288,8 @@ template <class Format, class Operation>
   for (size_t begin = 0; begin < count; begin += block_elements) {
     const size_t length = std::min(block_elements, count - begin);
     const auto at = [&](int k) { return static_cast<const unsigned char*>(in[k]) + begin * element_bytes; };
-    // Start with three or four inputs, so that the number of inputs left is even. Each later pass takes two more inputs. The last
-    // pass writes to out.
+    // Start with three or four inputs, so that the number of remaining inputs is even. Each later pass takes two more inputs. The
+    // last pass writes to out.
     int k = n % 2 ? 3 : 4;
     if (n % 2) {
       pass<Format, Operation, element, accumulator>(block, at(0), divisor, length, at(1), at(2));
@@ -341,11 +322,11 @@ template <class Format, class Operation>
 template <class Format, class Operation>
 void identity(void* out, size_t count) {
   using Accumulator = typename Format::Accumulator;
-  const auto none = Format::narrow(Operation::template identity<Accumulator>());
+  const auto none = Format::narrow(Operation::template identity<Accumulator>);
   for (size_t i = 0; i < count * Format::parts; i++) store(out, i, none);
 }
 
-// Levels: the instruction sets that the loops are compiled for.
+// Levels: the instruction sets for which the loops are compiled.
 
 struct Baseline {
   template <auto body, class... Args>

@@ -2,7 +2,7 @@
 //
 // Inputs are combined from left to right, in the accumulator type (float32 for float16 and bfloat16, otherwise the element type
 // itself). The result is rounded to the element type once, at the end. The caller chooses the order of the inputs. The same order
-// gives the same bits, whatever the block size, the vector length or the machine.
+// gives bitwise identical results, regardless of block size, vector length and machine.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ struct Reduction {
   size_t accumulator_bytes;
   // out = round((in[0] op in[1] op ... op in[n-1]) / divisor). Only avg uses divisor. out may be one of the inputs.
   void (*reduce)(const void* const* in, int n, int divisor, void* out, size_t count);
-  // The next four functions do a reduction in steps, for partial results that are sent between ranks. An accumulator never
+  // The next four functions perform a reduction in steps, for partial results that are sent between ranks. An accumulator never
   // overlaps an input.
   void (*widen)(const void* in, void* accumulator, size_t count);     // accumulator = in
   void (*fold)(void* accumulator, const void* in, size_t count);      // accumulator = accumulator op in
@@ -27,20 +27,20 @@ struct Reduction {
   void (*identity)(void* out, size_t count);
 };
 
-// Whether op is defined on dtype. avg is not defined on bool and integers, min and max are not defined on complex numbers, and
-// the bit operations are defined only on bool and integers.
+// Returns whether op is defined on dtype. avg is not defined on bool and integers, min and max are not defined on complex
+// numbers, and the bitwise operations are defined only on bool and integers.
 bool supports(Dtype dtype, Op op);
 
-// The row for dtype and op, for the best instruction set of this CPU. Precondition: supports(dtype, op).
+// Returns the row for dtype and op, compiled for the best instruction set that this CPU has. Precondition: supports(dtype, op).
 const Reduction& reduction(Dtype dtype, Op op);
 
-// For tests and benchmarks. levels(): the number of levels (instruction sets) that this CPU has. Level 0 is the baseline, and
-// reduction() uses the highest level. reduction_at(): the row for the given level.
+// For tests and benchmarks. levels() returns the number of levels (instruction sets) that this CPU has. Level 0 is the baseline,
+// and reduction() uses the highest level. reduction_at() returns the row for the given level.
 int levels();
 const Reduction& reduction_at(Dtype dtype, Op op, int level);
 
 // As long as this object lives, its thread computes in the default floating-point environment (round to nearest, keep
-// subnormals). This is needed because a framework may have set another mode for the thread, such as flush-to-zero.
+// subnormals). A framework may have set another mode for the thread, such as flush-to-zero.
 class DefaultFloatMode {
  public:
   DefaultFloatMode();

@@ -29,7 +29,7 @@ enum class Dtype : uint8_t {
 
 enum class Op : uint8_t { sum, prod, min, max, avg, band, bor, bxor };
 
-// The ways in which data can move among the ranks of a group. Each algorithm implements one of them.
+// The ways in which data can move between the ranks of a group. Each algorithm implements one of them.
 enum class Collective : uint8_t {
   all_reduce,
   all_gather,
@@ -45,7 +45,7 @@ enum class Collective : uint8_t {
 };
 
 // The function that the user called. Ranks compare it, and error texts name it. Most functions run the collective of the same
-// name. The others run one or more collectives, see python/mscomm/collectives.py.
+// name. The others run one or more collectives; see python/mscomm/collectives.py.
 enum class Function : uint8_t {
   all_reduce,
   all_gather,
@@ -75,8 +75,8 @@ struct DtypeRow {
   size_t bytes;
 };
 
-// The tables below are indexed by the enums above. The numbers of the enums are part of the wire format. `dtypes` has only the
-// types of arrays, so it has no row for Dtype::object.
+// The tables below are indexed by the enums above. The enum values are part of the wire format. `dtypes` has only array element
+// types, so it has no row for Dtype::object.
 inline constexpr std::array<DtypeRow, 15> dtypes{{
     {"bool", 1},
     {"int8", 1},
@@ -110,19 +110,20 @@ constexpr std::string_view name(Dtype dtype) {
 constexpr std::string_view name(Op op) { return ops[static_cast<size_t>(op)]; }
 constexpr std::string_view name(Function function) { return functions[static_cast<size_t>(function)]; }
 constexpr std::string_view name(Collective what) { return collectives[static_cast<size_t>(what)]; }
-// Whether the collective has a root, which is the only rank that gives data, or the only rank that gets the result.
+// Returns whether the collective has a root, which is the only rank that provides data, or the only rank that receives the
+// result.
 constexpr bool rooted(Collective what) {
   return what == Collective::broadcast || what == Collective::reduce || what == Collective::gather || what == Collective::scatter;
 }
-// Whether the collective divides x, or the root's x, into parts, one for each rank.
+// Returns whether the collective divides x (or the root's x) into one part for each rank.
 constexpr bool divides(Collective what) {
   return what == Collective::reduce_scatter || what == Collective::scatter || what == Collective::all_to_all;
 }
-// Whether the collective puts the x of all ranks together, one after the other.
+// Returns whether the collective concatenates the x of all ranks.
 constexpr bool gathers(Collective what) { return what == Collective::all_gather || what == Collective::gather; }
-// Whether the collective combines, for each rank, the data of the ranks up to it (scan) or before it (exscan).
+// Returns whether the collective combines, for each rank, the data of the ranks up to it (scan) or before it (exscan).
 constexpr bool scans(Collective what) { return what == Collective::scan || what == Collective::exscan; }
-// Whether the collective combines elements with an operation.
+// Returns whether the collective combines elements with an operation.
 constexpr bool reduces(Collective what) {
   return what == Collective::all_reduce || what == Collective::reduce_scatter || what == Collective::reduce || scans(what);
 }

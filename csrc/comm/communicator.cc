@@ -1,10 +1,8 @@
 #include "comm/communicator.h"
 
-#include <poll.h>
 #include <pthread.h>
 
 #include <algorithm>
-#include <exception>
 #include <utility>
 
 namespace mscomm {
@@ -15,14 +13,14 @@ thread_local bool worker_thread = false;
 
 constexpr double delivery_s = 5;  // how long close() waits for messages to reach the peers' kernels
 
-// The call in a few words: "all_reduce #7 (4 MiB)".
+// Describes the call briefly: "all_reduce #7 (4 MiB)".
 std::string brief(const Signature& call) {
   const std::string text = std::string(name(call.function)) + " #" + std::to_string(call.number);
   if (call.what == Collective::barrier) return text;
   return text + " (" + in_units(call.count * size_of(call.dtype)) + ")";
 }
 
-// All communicators of this process, for the fork handlers. all_mutex is held across a fork, so that the child finds a consistent
+// All communicators of this process, for the fork handlers. all_mutex is held across a fork, so that the child sees a consistent
 // list.
 std::mutex all_mutex;
 std::vector<Communicator*> all;
@@ -39,23 +37,13 @@ void Communicator::leave_caller(uint64_t ended) {
 }
 
 Work::~Work() {
-  // In a forked child, leak the condition variable, because its destructor would wait for threads of the parent.
+  // In a forked child, leak the condition variable, because its destructor would wait for the parent's threads.
   if (getpid() != owner_) (void)ended_.release();
 }
 
 bool Work::wait(double timeout_s) {
   std::unique_lock lock(mutex_);
   return ended_->wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return done(); });
-}
-
-std::optional<Error> Work::error() const {
-  const std::lock_guard lock(mutex_);
-  return error_;
-}
-
-std::optional<Matched> Work::matched() const {
-  const std::lock_guard lock(mutex_);
-  return matched_;
 }
 
 void Work::end(std::optional<Error> error, std::optional<Matched> matched) {
@@ -80,7 +68,7 @@ Communicator::Communicator(std::string group, std::vector<int> ranks, int rank, 
       left_(ranks_.size()),
       expected_(ranks_.size()),
       mailbox_(ranks_, rank_, epoch) {
-  static const int registered = pthread_atfork(before_fork, after_fork, in_child);
+  static const int registered = pthread_atfork([] { all_mutex.lock(); }, [] { all_mutex.unlock(); }, in_child);
   if (registered != 0) throw system_error("pthread_atfork", registered);
   const std::lock_guard lock(all_mutex);
   all.push_back(this);
@@ -139,7 +127,7 @@ uint64_t Communicator::reserve(int count) {
   return take_numbers(count);
 }
 
-// Throws if the call must be refused. A refused call uses up no number.
+// Throws if the call must be refused. A refused call does not use up a number.
 void Communicator::check(const Call& call) const {
   check_usable();
   mscomm::check(call, rank_, size());
@@ -156,7 +144,7 @@ void Communicator::run(Call call, double timeout_s) {
   check(call);
   check_no_handler();
   const Deadline deadline(timeout_s);
-  Caller inside(*this, call.signature);
+  Caller inside(*this, &call.signature);
   execute(call, deadline, inside.its_turn());
   inside.ended();
 }
@@ -188,7 +176,7 @@ std::shared_ptr<Work> Communicator::start_on_device(Call call, double timeout_s)
   auto work = std::make_shared<Work>();
   std::map<uint64_t, std::shared_ptr<Work>> one{{0, work}};
   auto entry = one.extract(0);
-  Caller inside(*this, call.signature);
+  Caller inside(*this, &call.signature);
   entry.key() = work->number_ = call.signature.number;
   {
     const std::lock_guard lock(state_mutex_);
@@ -199,14 +187,8 @@ std::shared_ptr<Work> Communicator::start_on_device(Call call, double timeout_s)
   return work;
 }
 
-void Communicator::order(uint64_t number, StreamHandle stream) { device().order(number, stream); }
-
-void Communicator::pack(const Packing& packing, StreamHandle stream) { device().pack(packing, stream); }
-
-void Communicator::clear(void* memory, size_t bytes, StreamHandle stream) { device().clear(memory, bytes, stream); }
-
-// The device's backend calls ended(), failed() and waits() on its watching thread. If a graph captures a call, the backend calls
-// ended() on the caller's thread.
+// The device backend calls ended(), failed() and waits() on its watcher thread. If a call is captured into a graph, the backend
+// calls ended() on the caller's thread.
 void Communicator::ended(uint64_t number) {
   recorder_.end(number, Record::State::done);
   std::shared_ptr<Work> work;
@@ -219,43 +201,51 @@ void Communicator::ended(uint64_t number) {
 
 void Communicator::failed(const Signature& call, const Error& error) {
   recorder_.end(call.number, Record::State::failed);
-  abort({in_call(call, error), false, static_cast<int64_t>(call.number)});
+  abort({here(error, brief(call) + ": "), false, static_cast<int64_t>(call.number)});
   if (hooks_.failed) hooks_.failed();
 }
 
-// Adds the names of the rank and the call to an error that has neither, such as an error of the system or of a vendor's library.
-Error Communicator::in_call(const Signature& call, const Error& error) const {
-  return {error.kind, name_of(rank_) + ": " + brief(call) + ": " + error.what(), error.ranks, error.waiting_for};
+// Prefixes the text of an error with the name of this rank and `what`.
+Error Communicator::here(const Error& error, const std::string& what) const {
+  return {error.kind, name_of(rank_) + ": " + what + error.what(), error.ranks, error.waiting_for};
 }
 
 void Communicator::waits(const Signature& call, double waited_s) {
   stuck_ = call.number;
   if (hooks_.failed) hooks_.failed();  // wakes the thread that calls stuck()
-  if (waited_s < first_notice_s || !hooks_.notice) return;
-  const std::string in_group = group_ == "world" ? "" : "group " + group_ + ": ";
-  hooks_.notice("mscomm: rank " + std::to_string(in_job(rank_)) + ": " + in_group + brief(call) +
-                " has not ended on the device since " + seconds_text(waited_s));
+  if (waited_s >= first_notice_s) say(in_group() + brief(call) + " has not ended on the device since " + seconds_text(waited_s));
 }
 
-// Runs `part` and returns its error, if it throws one. The worker's thread and the mailbox's thread use this, because an
-// exception that left one of these threads would end the process.
-std::optional<Error> Communicator::outcome(const std::function<void()>& part) {
+// Prints a line for the user.
+void Communicator::say(const std::string& text) const {
+  if (hooks_.notice) hooks_.notice("mscomm: rank " + std::to_string(in_job(rank_)) + ": " + text);
+}
+
+// Runs `part`, which is a started call or the last part of a started message, and then completes its Work. The worker thread and
+// the mailbox's thread use this function. It does not throw, because an exception that escaped from one of these threads would
+// end the process. message: nullptr for a call.
+void Communicator::complete(Work& work, const Transfer* message, const std::function<void()>& part) {
+  std::optional<Error> failure;
   try {
     try {
       part();
     } catch (const Error& error) {
-      return error;
+      failure = error;
     }
-    return std::nullopt;
   } catch (...) {
     // Most likely there was not enough memory for a better error.
-    const Error error("Error", "a call or message beside the callers of " + name_of(rank_) + " failed: out of memory?");
-    abort({error, false});
-    return error;
+    failure.emplace("Error", "a call or message beside the callers of " + name_of(rank_) + " failed: out of memory?");
+    abort({*failure, false});
   }
+  const bool failed = failure.has_value();
+  leave_caller(failed ? 0 : work.number());
+  // Do this after leave_caller(), because a thread that waits for the work may close the group as soon as the work has completed.
+  work.end(std::move(failure), message && !failed ? std::optional(message->matched()) : std::nullopt);
+  if (failed && hooks_.failed) hooks_.failed();
 }
 
-// The main function of the worker's thread. It never calls Python, because such a call might not return while the process ends.
+// The main function of the worker thread. It never calls into Python, because such a call might never return while the process is
+// exiting.
 void Communicator::work() {
   worker_thread = true;
   while (true) {
@@ -267,17 +257,11 @@ void Communicator::work() {
       job.emplace(std::move(jobs_.front()));
       jobs_.pop_front();
     }
-    std::optional<Error> failure = outcome([&] { execute(job->call, job->deadline, false); });
-    const bool failed = failure.has_value();
-    leave_caller(failed ? 0 : job->call.signature.number);
-    // This comes after leave_caller(), because a thread that waits for the work may close the group as soon as the work has
-    // ended.
-    job->work->end(std::move(failure));
-    if (failed && hooks_.failed) hooks_.failed();
+    complete(*job->work, nullptr, [&] { execute(job->call, job->deadline, false); });
   }
 }
 
-// Runs one call. If the call fails, breaks the group, and throws the group's first cause. messages.cc does the same for messages.
+// Runs one call. If the call fails, breaks the group, and throws the first cause of the group's failure.
 void Communicator::execute(const Call& call, const Deadline& deadline, bool its_turn) {
   const uint64_t number = call.signature.number;
   try {
@@ -285,25 +269,11 @@ void Communicator::execute(const Call& call, const Deadline& deadline, bool its_
     recorder_.begin(call.signature, its_turn ? deadline.start() : Clock::now());
     next_notice_s_ = first_notice_s;
     backend_of(call).run(call, {*this, deadline});
-    // If this process was stopped during the call, its peers may have given up the call meanwhile, and changed their data before
-    // this rank read it.
+    // If this process was stopped during the call, its peers may have given up on the call in the meantime, and changed their
+    // data before this rank read it.
     if (broken()) throw_failure();
-  } catch (const Differs& differs) {
-    fail(call, differing(differs));
-  } catch (const Error& error) {
-    const bool is_local = error.kind == "Error";  // a failed system call, for example
-    fail(call, call.stream || is_local ? in_call(call.signature, error) : error);
-  } catch (const std::bad_alloc&) {
-    fail(call, Error("MemoryError", current() + ": out of memory on rank " + std::to_string(in_job(rank_))));
-  } catch (const Interrupted& interrupted) {
-    // A signal handler has raised a Python exception. The caller gets this exception unchanged, and the peers get Aborted.
-    try {
-      fail(call, Error("Aborted", name_of(rank_) + " was interrupted in " + current(), {in_job(rank_)}));
-    } catch (const Error&) {
-    }
-    std::rethrow_exception(interrupted.cause);
-  } catch (const std::exception& error) {
-    fail(call, in_call(call.signature, Error("Error", error.what())));
+  } catch (...) {
+    fail(&call, "");
   }
   if (!call.stream) recorder_.end(number, Record::State::done);
 }
@@ -315,16 +285,47 @@ void Communicator::queue_for(const Signature& call, const Deadline& deadline) {
     turn_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms));
     if (running_ == number) break;
     lock.unlock();
-    // The error names no missing ranks, because only the thread of the running call knows which ranks are missing.
+    // The error names no missing ranks, because only the running call's thread knows which ranks are missing.
     if (deadline.passed() && !broken())
-      throw Error("CollectiveTimeout", brief(call) + " on " + name_of(rank_) + " did not end within " +
-                                           seconds_text(deadline.timeout_s()) + ": waiting for its turn, after " + current());
+      throw timed_out(brief(call) + " on " + name_of(rank_), deadline, "waiting for its turn, after " + current());
     look(deadline, {[] { return std::vector<int>{}; }, false});
     lock.lock();
   }
 }
 
-void Communicator::fail(const Call& call, const Error& error) {
+// Breaks the group, and throws the first cause of the group's failure, or what a signal handler has thrown. Called in a catch
+// block when a call or a message has failed. call: nullptr if a message has failed; then `message` describes it.
+void Communicator::fail(const Call* call, const std::string& message) {
+  const auto what = [&] { return (call ? brief(call->signature) : message) + ": "; };
+  Error error("", "");
+  std::exception_ptr interrupted;
+  try {
+    throw;
+  } catch (const Differs& differs) {
+    error = differing(differs);
+  } catch (const Error& cause) {
+    // An error from the system ("Error") or from a vendor library does not name the rank and the call yet.
+    const bool is_whole = call && !call->stream && cause.kind != "Error";
+    error = is_whole ? cause : here(cause, call ? what() : "");
+  } catch (const std::bad_alloc&) {
+    error = call ? Error("MemoryError", current() + ": out of memory on rank " + std::to_string(in_job(rank_)))
+                 : here(Error("MemoryError", "out of memory"), what());
+  } catch (const Interrupted& signal) {
+    // A signal handler has raised a Python exception. The caller gets this exception unchanged; the peers get Aborted.
+    interrupted = signal.cause;
+    const std::string where = call ? " was interrupted in " + current() : ": interrupted in " + message;
+    error = {"Aborted", name_of(rank_) + where, {in_job(rank_)}};
+  } catch (const std::exception& cause) {
+    error = here(Error("Error", cause.what()), what());
+  }
+  if (call) break_off(*call, error);
+  else abort({error, false});
+  if (interrupted) std::rethrow_exception(interrupted);
+  throw_failure();
+}
+
+// Breaks the group because of an error in a call, and makes the call's arrays inaccessible to the other ranks.
+void Communicator::break_off(const Call& call, const Error& error) {
   const uint64_t number = call.signature.number;
   recorder_.end(number, Record::State::failed);
   const bool was_running = [&] {
@@ -335,13 +336,11 @@ void Communicator::fail(const Call& call, const Error& error) {
   try {
     if (was_running) backend_of(call).withdraw(call);
   } catch (const std::exception& cause) {
-    // Print this error but do not throw it, because the caller must get the error that made the call fail.
-    if (hooks_.notice)
-      hooks_.notice("mscomm: rank " + std::to_string(in_job(rank_)) + ": the arrays of " + brief(call.signature) +
-                    ", which failed, are still within reach of ranks that were stopped in it, who may write there later: " +
-                    cause.what() + ". Use new ones.");
+    // Print this error instead of throwing it, because the caller must get the error that made the call fail.
+    say("the arrays of " + brief(call.signature) +
+        ", which failed, are still within reach of ranks that were stopped in it, who may write there later: " + cause.what() +
+        ". Use new ones.");
   }
-  throw_failure();
 }
 
 void Communicator::throw_failure() const {
@@ -383,7 +382,7 @@ std::optional<Failure> Communicator::failure() const {
 void Communicator::last_look() {
   if (forked_) return;
   const std::lock_guard turn(turn_mutex_);  // no call begins while this thread holds turn_mutex_
-  // If another thread is in a call, that thread uses the links, and compares the peers' headers itself.
+  // If another thread is in a call, that thread is using the links, and compares the peers' headers itself.
   if (broken() || callers_ > 0) return;
   try {
     backend_->last_look();
@@ -412,8 +411,8 @@ void Communicator::close() {
                  {in_job(rank_)}),
            false});
     turn.lock();
-    // Each caller leaves soon, when it wakes next. The wait has a limit because this thread itself may be a caller: close() may
-    // run in a signal handler that has interrupted a call.
+    // Each caller leaves soon, the next time it wakes up. The wait has a limit because this thread may itself be a caller:
+    // close() may run in a signal handler that has interrupted a call.
     if (!turn_->wait_for(turn, std::chrono::seconds(5), [this] { return callers_ == 0; }))
       throw Error("RuntimeError", "release: a call is still running on this group");
   }
@@ -422,7 +421,7 @@ void Communicator::close() {
     const std::lock_guard lock(state_mutex_);
     if (closed_) return;
     closed_ = true;
-    broken_ = true;  // so that later calls throw an error, which says that the group was released
+    broken_ = true;  // so that later calls throw an error saying that the group was released
   }
   turn.unlock();
   if (worker_) stop_worker();
@@ -431,67 +430,66 @@ void Communicator::close() {
   mailbox_.close(delivery_s);
 }
 
+// Calls the interrupt hook.
+void Communicator::interrupt() const {
+  if (!hooks_.interrupt) return;
+  try {
+    hooks_.interrupt();
+  } catch (...) {
+    throw Interrupted{std::current_exception()};
+  }
+}
+
+// Returns the error for a call or a message that waited too long. state: says what it was waiting for.
+Error Communicator::timed_out(const std::string& what, const Deadline& deadline, const std::string& state,
+                              const std::vector<int>& ranks) const {
+  const std::string text = what + " did not end within " + seconds_text(deadline.timeout_s()) + ": " + state;
+  return {"CollectiveTimeout", text, {}, in_job(ranks)};
+}
+
 void Communicator::look(const Deadline& deadline, const Missing& missing) {
   if (broken()) throw_failure();
   const std::vector<int> ranks = missing();
-  if (deadline.passed())
-    throw Error("CollectiveTimeout",
-                current() + " did not end within " + seconds_text(deadline.timeout_s()) + ": waiting for " + named(ranks), {},
-                in_job(ranks));
+  if (deadline.passed()) throw timed_out(current(), deadline, "waiting for " + named(ranks), ranks);
   look_for_the_dead(ranks, missing);
-  if (hooks_.interrupt && !worker_thread) {
-    try {
-      hooks_.interrupt();
-    } catch (...) {
-      throw Interrupted{std::current_exception()};
-    }
-  }
+  if (!worker_thread) interrupt();
   const double waited_s = seconds_since(deadline.start());
-  // A call that waits for its turn has no missing ranks. It reports nothing, because the running call does.
+  // A call that is waiting for its turn has no missing ranks. It reports nothing, because the running call does.
   if (!ranks.empty() && waited_s >= next_notice_s_) say_waiting(waited_s, ranks, missing.by_memory);
 }
 
 void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missing& missing) const {
   // Over links, a peer is lost only when its link has ended and all its data has been read, because the peer may have sent its
-  // part before it exited. The mesh finds that out, so there is nothing to do here.
+  // part before it exited. The mesh detects that, so there is nothing to do here.
   if (ranks.empty() || !missing.by_memory) return;
-  std::vector<std::pair<int, const char*>> gone;
-  {
-    const std::lock_guard lock(state_mutex_);
-    for (int rank : ranks)
-      if (left_[rank]) gone.emplace_back(rank, " has left the job, but ");
-  }
-  std::vector<pollfd> lives;
-  for (int rank : ranks) lives.push_back({peers_->pidfds[in_job(rank)], POLLIN, 0});
-  const int ended = poll(lives.data(), lives.size(), 0);
-  for (size_t i = 0; ended > 0 && i < lives.size(); i++)
-    if (lives[i].revents & POLLIN) gone.emplace_back(ranks[i], " ended, but ");
-  if (gone.empty()) return;
-  // Ask again, because a rank may have arrived and then exited after `ranks` was made.
+  std::vector<std::pair<int, const char*>> dead;
+  for (int rank : ranks)
+    if (const char* how = gone(rank)) dead.emplace_back(rank, how);
+  if (dead.empty()) return;
+  // Check again, because a rank may have arrived and then exited since `ranks` was computed.
   const std::vector<int> still = missing();
-  for (const auto& [rank, how] : gone)
-    if (std::find(still.begin(), still.end(), rank) != still.end())
-      throw peer_lost(in_job(rank), name_of(rank) + how + current() + " waits for it");
+  for (const auto& [rank, how] : dead)
+    if (std::ranges::find(still, rank) != still.end())
+      // The text is "rank 3 (...) has left the job, but all_reduce #7 (4 MiB) waits for it", or "rank 3 (...) ended, but ...".
+      throw peer_lost(in_job(rank), name_of(rank) + how + ", but " + current() + " waits for it");
 }
 
 void Communicator::say_waiting(double waited_s, const std::vector<int>& missing, bool by_memory) {
   next_notice_s_ = waited_s >= second_notice_s ? waited_s + notice_every_s : second_notice_s;
-  // In shared memory all waiting ranks miss the same ranks, so only the lowest waiting rank of the host reports.
-  const auto is_missing = [&](int rank) { return std::find(missing.begin(), missing.end(), rank) != missing.end(); };
+  // In shared memory, all waiting ranks are waiting for the same ranks, so only the lowest waiting rank on the host reports.
+  const auto is_missing = [&](int rank) { return std::ranges::find(missing, rank) != missing.end(); };
   int speaker = 0;
   while (is_missing(speaker) || host_of(speaker) != host_of(rank_)) speaker++;
-  if (!hooks_.notice || (by_memory && speaker != rank_)) return;
-  const std::string in_group = group_ == "world" ? "" : "group " + group_ + ": ";
-  hooks_.notice("mscomm: rank " + std::to_string(in_job(rank_)) + ": " + in_group + current() + " has waited " +
-                seconds_text(waited_s) + " for " + named(missing));
+  if (!by_memory || speaker == rank_)
+    say(in_group() + current() + " has waited " + seconds_text(waited_s) + " for " + named(missing));
 }
 
 Error Communicator::differing(const Differs& differs) const {
   auto calls = differs.calls;
-  std::sort(calls.begin(), calls.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::ranges::sort(calls, {}, [](const auto& one) { return one.first; });
   std::vector<std::pair<Signature, std::vector<int>>> kinds;
   for (const auto& [rank, signature] : calls) {
-    auto same = std::find_if(kinds.begin(), kinds.end(), [&](const auto& kind) { return kind.first == signature; });
+    auto same = std::ranges::find(kinds, signature, [](const auto& kind) { return kind.first; });
     if (same == kinds.end()) same = kinds.insert(kinds.end(), {signature, {}});
     same->second.push_back(in_job(rank));
   }
@@ -517,9 +515,6 @@ std::string Communicator::named(const std::vector<int>& ranks) const {
   return ranks.size() > 16 ? text + " and " + std::to_string(ranks.size() - 16) + " more" : text;
 }
 
-void Communicator::before_fork() { all_mutex.lock(); }
-void Communicator::after_fork() { all_mutex.unlock(); }
-
 void Communicator::in_child() {
   for (Communicator* communicator : all) {
     communicator->forked_ = true;
@@ -527,8 +522,8 @@ void Communicator::in_child() {
     if (communicator->device_) communicator->device_->close_descriptors();
     communicator->mailbox_.close_descriptors();
     communicator->peers_->close_descriptors();
-    // Leak what belongs to the parent. The worker does not exist in the child, and the destructors of the condition variables
-    // would wait for threads of the parent. Forget the hook `failed`, because it wakes a thread that only the parent has.
+    // Leak what belongs to the parent. The worker thread does not exist in the child, and the destructors of the condition
+    // variables would wait for the parent's threads. Clear the hook `failed`, because it wakes a thread that only the parent has.
     (void)communicator->worker_.release();
     (void)communicator->turn_.release();
     (void)communicator->job_.release();

@@ -1,6 +1,6 @@
-// The communicator of a group numbers the group's calls and runs them in order. Independently of the calls, it sends and receives
-// messages (messages.cc). An error in a call or a message breaks the group (abort()). From then on every call throws the first
-// cause of this failure.
+// A group's communicator numbers the group's calls and runs them in order. Independently of the calls, it sends and receives
+// messages (messages.cc). An error in a call or a message breaks the group (abort()). From then on, every call throws the first
+// cause of the failure.
 #pragma once
 
 #include <unistd.h>
@@ -30,60 +30,44 @@
 
 namespace mscomm {
 
-// Why a group is broken. is_verdict: whether the error is the first cause, because the hub has decided so, or because this rank
-// aborts the job. If not, the error is only a symptom that this rank has seen. number: the number of the call that saw the error;
-// -1: no call did.
+// Why a group is broken. is_verdict: whether the error is the first cause, either because the hub has decided so, or because this
+// rank is aborting the job. If false, the error is only a symptom that this rank has observed. number: the number of the call
+// that failed with the error, or -1 if no call did.
 struct Failure {
   Error error;
   bool is_verdict;
   int64_t number = -1;
 };
 
-// One send or recv, as the user called it. The memory at `data` is in use until the message has ended.
-struct Message {
-  bool sends;
-  int peer;     // a rank in the group, or any_source
-  int64_t tag;  // the tag of the message, or any_tag
-  Dtype dtype;
-  void* data;
-  size_t bytes;
-};
-
-// Which message a recv got: its source (a rank in the group) and its tag.
-struct Matched {
-  int peer;
-  int64_t tag;
-};
-
 struct Where {
-  uint64_t number;  // the number of the last call; 0: there was none
+  uint64_t number;  // the number of the last call, or 0 if there was none
   bool inside;
   std::string text;
 };
 
-// A call or a message that has been started, and may still be under way. A call runs on the group's worker thread or on the
+// A call or a message that has been started and may still be in progress. A call runs on the group's worker thread or on the
 // device.
 class Work {
  public:
   Work() = default;
   ~Work();
-  uint64_t number() const { return number_; }  // the number of the call; 0: this is a message
-  // Whether the call or message has ended, with or without an error.
+  uint64_t number() const { return number_; }  // the number of the call; 0 for a message
+  // Returns whether the call or message has completed, with or without an error.
   bool done() const { return done_.load(); }
-  // Waits at most timeout_s seconds. Returns whether the call or message has ended.
+  // Waits for at most timeout_s seconds. Returns whether the call or message has completed.
   bool wait(double timeout_s);
-  // The error with which the call or message has ended, if there was one.
-  std::optional<Error> error() const;
-  // The source and the tag of the message. Valid only for a recv that has ended without an error.
-  std::optional<Matched> matched() const;
+  // Returns the error with which the call or message has failed, if any.
+  std::optional<Error> error() const { return done() ? error_ : std::nullopt; }
+  // Returns the source and the tag of the message. Valid only for a recv that has completed without an error.
+  std::optional<Matched> matched() const { return done() ? matched_ : std::nullopt; }
 
  private:
   friend class Communicator;
   void end(std::optional<Error> error, std::optional<Matched> matched = {});
 
-  mutable std::mutex mutex_;  // held while error_, matched_ and done_ are set; done_ may be read without it
+  std::mutex mutex_;  // held while error_, matched_ and done_ are set; all may be read without it once done_ is true
   std::unique_ptr<std::condition_variable> ended_ = std::make_unique<std::condition_variable>();
-  const int owner_ = getpid();  // the process that made this Work; a forked child has only a copy
+  const int owner_ = getpid();  // the process that created this Work; a forked child has only a copy
   uint64_t number_ = 0;
   std::optional<Error> error_;
   std::optional<Matched> matched_;
@@ -92,136 +76,125 @@ class Work {
 
 class Communicator final : public Watch, private VendorBackend::Observer {
  public:
-  // interrupt: called on a caller's thread each time the thread wakes from a bounded sleep, but never on the worker's or the
-  // mailbox's thread. It may throw. notice: prints one line for the user. failed: called if a thread that is not a caller's
-  // thread has broken the group, because no caller might notice that. It is also called when stuck() has a new number.
+  // interrupt: called on a caller's thread each time the thread wakes from a bounded sleep, but never on the worker thread or the
+  // mailbox's thread. It may throw. notice: prints one line for the user. failed: called if a thread other than a caller's has
+  // broken the group, because otherwise no caller might notice. Also called when stuck() has a new number.
   struct Hooks {
     std::function<void()> interrupt;
     std::function<void(const std::string&)> notice;
     std::function<void()> failed;
   };
 
-  // ranks: the group's ranks by their numbers in the job. rank: this rank's index in `ranks`. Errors and notices give the numbers
-  // in the job.
+  // ranks: the job ranks of the group's ranks. rank: this rank's index in `ranks`. Errors and notices use job ranks.
   Communicator(std::string group, std::vector<int> ranks, int rank, std::shared_ptr<Peers> peers,
                std::unique_ptr<Backend> backend, uint32_t epoch, Recorder& recorder, Hooks hooks);
   ~Communicator() override;
 
-  // Adds a backend that runs the calls on arrays of a device. Call this before the first call of the group.
+  // Adds a backend that runs the calls on device arrays. Call this before the group's first call.
   void add_device(std::unique_ptr<VendorBackend> device);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
 
-  // Reserves `count` consecutive call numbers, for an operation that is made of several calls, and returns the first number. A
+  // Reserves `count` consecutive call numbers for an operation that consists of several calls, and returns the first number. A
   // call must then be run with each of these numbers.
   uint64_t reserve(int count);
-  // Runs one collective call. Returns when the call has ended, or, for arrays on a device, when it has been enqueued. The
-  // signature's number must be 0 or a reserved number. Throws Error, or what the interrupt hook throws. After an exception the
-  // group is broken, unless the call was refused before it began.
+  // Runs one collective call. Returns when the call has completed or, for device arrays, when it has been enqueued. The
+  // signature's number must be 0 or a reserved number. Throws Error, or whatever the interrupt hook throws. After an exception,
+  // the group is broken, unless the call was refused before it began.
   void run(Call call, double timeout_s);
-  // Starts a call, which then runs on the worker's thread, in the order of calls. x and out must live until the returned Work has
-  // ended. A call on arrays of a device needs no thread: it has been enqueued when start() returns.
+  // Starts a call, which then runs on the worker thread when its turn comes. x and out must live until the returned Work has
+  // completed. A call on device arrays needs no thread: it has been enqueued when start() returns.
   std::shared_ptr<Work> start(Call call, double timeout_s);
-  // After order(), work that is enqueued on the stream waits until the device has ended the call with this number.
-  void order(uint64_t number, StreamHandle stream);
-  // pack() packs or unpacks arrays of the device, and clear() fills device memory with zeros, both in the order of the stream.
-  void pack(const Packing& packing, StreamHandle stream);
-  void clear(void* memory, size_t bytes, StreamHandle stream);
-  // Whether pack() can scale the values, and can also cast them if the two dtypes differ.
+  // Returns the backend of the group's device. Throws if the group is broken or has no device.
+  VendorBackend& device() const;
+  // Returns whether pack() can scale the values and, if the two dtypes differ, cast them.
   bool converts(Dtype part, Dtype bucket) const { return device_ && device_->converts(part, bucket); }
-  // Whether the group has a device whose library can reduce elements of this type with this operation.
+  // Returns whether the group has a device whose library can reduce elements of this type with this operation.
   bool reduces_on_device(Dtype dtype, Op op) const { return device_ && device_->refuses(dtype, op).empty(); }
 
-  // Starts the messages, in this order, without waiting for one before starting the next. Then waits until all have ended.
-  // Returns the source and the tag of each message. Throws like run() for a call. Any number of threads may call this at once,
-  // also while collective calls run. The link to a peer must exist before the first send to that peer.
+  // Starts the messages in the given order, without waiting for one before starting the next. Then waits until all have
+  // completed, and returns the source and the tag of each message. Throws in the same way as run() for a call. Any number of
+  // threads may call this at once, even while collective calls are running. The link to a peer must exist before the first send
+  // to that peer.
   std::vector<Matched> run(std::span<const Message> messages, const Deadline& deadline);
   // Starts one message and returns. The mailbox's thread then waits for the message.
   std::shared_ptr<Work> start(const Message& message, const Deadline& deadline);
   void add_outgoing(int peer, int fd);
   void add_incoming(int peer, int fd);
-  // Says that a link from the peer is being made. After this call, a recv counts the peer as gone only when that link has ended.
-  // As long as the link has not ended, it does not matter whether left() was called for the peer, or whether the peer's process
-  // has ended.
+  // Tells the communicator that a link from the peer is being set up. From then on, a recv considers the peer gone only when that
+  // link has ended. Until then, it does not matter whether left() was called for the peer, or whether the peer's process has
+  // exited.
   void expect_incoming(int peer);
-  // Throws if the group is broken, if the peer has left the job, or if the peer's process has ended.
+  // Throws if the group is broken, if the peer has left the job, or if the peer's process has exited.
   void check_peer(int peer) const;
 
-  // Breaks the group. Any thread may call this at any time; it does not wait. If the group is broken already, the first failure
-  // is kept, unless it is a symptom and the new one is a verdict.
+  // Breaks the group. Does not wait. Any thread may call this at any time. If the group is already broken, the first failure is
+  // kept, unless it is a symptom and the new one is a verdict.
   void abort(Failure failure);
-  // Says that the given rank of the job has ended without an error. The end of that rank is a failure only if a call or message
-  // waits for it.
+  // Tells the communicator that the given job rank has exited without an error. This is a failure only if a call or message is
+  // waiting for that rank.
   void left(int rank);
   Where where() const;
-  // The number of a call that the device has not ended within a second; 0: there is none. The caller can then check that all
-  // ranks make this call. Each number is returned only once.
+  // Returns the number of a call that has been running on the device for more than a second, or 0 if there is none. The caller
+  // can then check that all ranks have made this call. Each number is returned only once.
   uint64_t stuck() { return stuck_.exchange(0); }
   std::optional<Failure> failure() const;
-  // Compares the last headers from the peers with this rank's own calls. Throws like run() if they differ.
+  // Compares the last headers from the peers with this rank's own calls. Throws in the same way as run() if they differ.
   void last_look();
-  // Waits until the device has ended all work that was enqueued, or until the group is broken. drain() has no deadline. So if a
-  // peer is lost meanwhile, another thread must call abort().
+  // Waits until the device has completed all enqueued work, or until the group is broken. drain() has no deadline, so if a peer
+  // is lost in the meantime, another thread must call abort().
   void drain() const;
   // Ends this rank's part in the group. If another thread is still in a call, that call fails first.
   void close();
 
-  // The functions of Watch:
+  // Implements Watch:
   void look(const Deadline& deadline, const Missing& missing) override;
   bool broken() const override { return broken_.load(std::memory_order_relaxed); }
 
  private:
-  // Marks the thread as being inside run() or start_on_device() as long as the Caller exists. close() waits until no thread is
-  // marked.
+  // Marks the thread as being inside run() or start_on_device() for as long as the Caller exists. close() waits until no thread
+  // is marked.
   class Caller {
    public:
-    // For a thread that sends or receives messages, which have no call numbers.
-    explicit Caller(Communicator& group) : group_(group), in_call_(false), outer_(innermost_) {
+    // A call gets its number here, unless the number was reserved. Messages have no numbers: for them, `call` is nullptr.
+    explicit Caller(Communicator& group, Signature* call = nullptr) : group_(group), outer_(innermost_) {
       const std::lock_guard lock(group_.turn_mutex_);
-      enter();
-    }
-    // For a thread that runs a call. The call gets its number here, unless the number was reserved.
-    Caller(Communicator& group, Signature& call) : group_(group), in_call_(true), outer_(innermost_) {
-      const std::lock_guard lock(group_.turn_mutex_);
-      const uint64_t first = group_.take_numbers(call.number == 0 ? 1 : 0);
-      number_ = call.number = call.number == 0 ? first : call.number;
-      its_turn_ = group_.running_ == number_;
-      enter();
+      const uint64_t first = group_.take_numbers(call && call->number == 0 ? 1 : 0);
+      if (call) {
+        number_ = call->number = call->number == 0 ? first : call->number;
+        its_turn_ = group_.running_ == number_;
+      }
+      group_.callers_++;
+      innermost_ = this;
     }
     ~Caller() {
       innermost_ = outer_;
       group_.leave_caller(ended_ ? number_ : 0);
     }
-    // Whether all earlier calls had already ended when this Caller was made.
+    // Returns whether all earlier calls had already completed when this Caller was created.
     bool its_turn() const { return its_turn_; }
-    // Says that the call has ended without an error. The next call has its turn as soon as this Caller is destroyed.
+    // Records that the call has completed without an error. It is the next call's turn as soon as this Caller is destroyed.
     void ended() { ended_ = true; }
-    // Whether this thread is in a call of the group, perhaps in a signal handler that has interrupted the call.
+    // Returns whether this thread is inside a call of the group, possibly in a signal handler that has interrupted the call.
     static bool calls(const Communicator& group) {
       for (const Caller* one = innermost_; one; one = one->outer_)
-        if (one->in_call_ && &one->group_ == &group) return true;
+        if (one->number_ && &one->group_ == &group) return true;
       return false;
     }
     Caller(const Caller&) = delete;
     Caller& operator=(const Caller&) = delete;
 
    private:
-    void enter() {
-      group_.callers_++;
-      innermost_ = this;
-    }
-
     Communicator& group_;
-    const bool in_call_;
-    uint64_t number_ = 0;
+    uint64_t number_ = 0;  // the number of the call; 0 for a message
     bool its_turn_ = false, ended_ = false;
-    // The Caller of the interrupted call, if this Caller was made in a signal handler that interrupts a call; otherwise nullptr.
+    // If this Caller was created in a signal handler that interrupted a call: the Caller of that call; otherwise nullptr.
     const Caller* const outer_;
     static inline thread_local const Caller* innermost_ = nullptr;
   };
   class Delivery;
-  // Thrown by look() if the interrupt hook throws. cause: what the hook has thrown.
+  // Thrown by look() if the interrupt hook throws. cause: what the hook threw.
   struct Interrupted {
     std::exception_ptr cause;
   };
@@ -231,36 +204,39 @@ class Communicator final : public Watch, private VendorBackend::Observer {
     std::shared_ptr<Work> work;
   };
 
-  // The functions of VendorBackend::Observer:
+  // Implements VendorBackend::Observer:
   void ended(uint64_t number) override;
   void failed(const Signature& call, const Error& error) override;
   void waits(const Signature& call, double waited_s) override;
 
-  void leave_caller(uint64_t ended = 0);  // ended: the number of the call if it has ended without an error, else 0
+  void leave_caller(uint64_t ended = 0);  // ended: the number of the call if it has completed without an error, else 0
   // Throws if this is a forked child or the group is broken. Call this before taking any lock, because in a forked child a mutex
-  // may be locked for ever. Then call it again while holding the lock, because the group may have been broken meanwhile.
+  // may be locked forever. Then call it again while holding the lock, because the group may have been broken in the meantime.
   void check_usable() const;
   void check_no_handler() const;
-  VendorBackend& device() const;
   uint64_t take_numbers(int count);  // the caller must hold turn_mutex_; returns the first number
   void check(const Call& call) const;
   std::shared_ptr<Work> start_on_device(Call call, double timeout_s);
   Backend& backend_of(const Call& call) const { return call.stream ? static_cast<Backend&>(*device_) : *backend_; }
-  std::optional<Error> outcome(const std::function<void()>& part);
+  void complete(Work& work, const Transfer* message, const std::function<void()>& part);
   void work();
   void stop_worker();
   void execute(const Call& call, const Deadline& deadline, bool its_turn);
   void queue_for(const Signature& call, const Deadline& deadline);
-  [[noreturn]] void fail(const Call& call, const Error& error);
+  [[noreturn]] void fail(const Call* call, const std::string& message);
+  void break_off(const Call& call, const Error& error);
   [[noreturn]] void throw_failure() const;
-  // These five functions are in messages.cc:
+  void interrupt() const;
+  void say(const std::string& text) const;
+  std::string in_group() const { return group_ == "world" ? "" : "group " + group_ + ": "; }
+  // These three functions are in messages.cc:
   std::string in_messages() const;
-  [[noreturn]] void fail(const Error& error);
   const char* gone(int peer) const;
   bool expects(int peer) const;
-  Stream link(int peer, int fd) const;
   Error differing(const Differs& differs) const;
-  Error in_call(const Signature& call, const Error& error) const;
+  Error timed_out(const std::string& what, const Deadline& deadline, const std::string& state,
+                  const std::vector<int>& ranks = {}) const;
+  Error here(const Error& error, const std::string& what = "") const;
   std::string current() const;
   const std::string& name_of(int rank) const { return peers_->names[in_job(rank)]; }
   int in_job(int rank) const { return ranks_[rank]; }
@@ -270,8 +246,6 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   void look_for_the_dead(const std::vector<int>& ranks, const Missing& missing) const;
   void say_waiting(double waited_s, const std::vector<int>& missing, bool by_memory);
 
-  static void before_fork();
-  static void after_fork();
   static void in_child();
 
   const std::string group_;
@@ -283,29 +257,30 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   Recorder& recorder_;
   Hooks hooks_;
 
-  std::mutex turn_mutex_;  // protects the order of calls: next_, running_, callers_, jobs_, stopping_, and the making of worker_
+  std::mutex turn_mutex_;  // protects the order of calls: next_, running_, callers_, jobs_, stopping_, and creating worker_
   // turn_ is notified when running_ or callers_ changes, and job_ when the worker has something to do.
   std::unique_ptr<std::condition_variable> turn_ = std::make_unique<std::condition_variable>();
   std::unique_ptr<std::condition_variable> job_ = std::make_unique<std::condition_variable>();
   uint64_t next_ = 1;
-  // The number of the call whose turn it is. It grows when that call has ended without an error and its thread has left.
+  // The number of the call whose turn it is. It is incremented once that call has completed without an error and its thread has
+  // left.
   uint64_t running_ = 1;
-  int callers_ = 0;  // the number of threads inside run(), plus the number of started calls and messages that have not ended
+  int callers_ = 0;  // the number of threads inside run(), plus the number of started calls and messages that have not completed
   std::deque<Job> jobs_;
   bool stopping_ = false;
-  std::unique_ptr<std::thread> worker_;  // made by the first start()
+  std::unique_ptr<std::thread> worker_;  // created by the first start()
 
   mutable std::mutex state_mutex_;  // protects failure_, left_, expected_, delivering_ and on_device_; never held while waiting
   std::optional<Failure> failure_;
   std::vector<bool> left_;
-  std::vector<bool> expected_;                           // peers from which a link for messages exists or is being made
-  std::list<const Delivery*> delivering_;                // messages that callers wait for, oldest first
-  std::map<uint64_t, std::shared_ptr<Work>> on_device_;  // the Work of each call that the device has not ended, by number
+  std::vector<bool> expected_;                           // peers from which a link for messages exists or is being set up
+  std::list<const Delivery*> delivering_;                // messages that callers are waiting for, oldest first
+  std::map<uint64_t, std::shared_ptr<Work>> on_device_;  // the Work of each call that the device has not completed, by number
   std::atomic<bool> broken_{false};
   bool closed_ = false;  // protected by state_mutex_
 
   std::atomic<uint64_t> stuck_{0};
-  std::atomic<double> next_notice_s_{0};  // after how many seconds the running call is next reported
+  std::atomic<double> next_notice_s_{0};  // after how many seconds of waiting the next notice about the running call is due
   std::atomic<bool> forked_{false};
   Mailbox mailbox_;  // the last member, so that it is destroyed first, because its thread uses the members above
 };

@@ -24,8 +24,8 @@ void Recorder::end(uint64_t number, Record::State state) {
 class Recorder::TimeOfDay {
  public:
   TimeOfDay() {
-    // The thread may lose its CPU between reading the two clocks, but hardly three times in a row. So read both clocks three
-    // times, and use the two readings that lie closest together.
+    // The thread may be preempted between reading the two clocks, but hardly three times in a row. So read both clocks three
+    // times, and use the pair of readings that are closest together.
     for (int i = 0; i < 3; i++) {
       const auto before = Clock::now();
       const Seconds day = std::chrono::system_clock::now().time_since_epoch();

@@ -1,11 +1,10 @@
-// Records the last calls of a group: what was called, when, and how it ended. Error messages and Python use the records. So does
-// the answer that a rank gives when the hub asks where the rank is.
+// Records a group's most recent calls: what was called, when, and how it ended. Error messages and Python use these records, and
+// a rank uses them to answer when the hub asks where it is.
 #pragma once
 
 #include <array>
 #include <mutex>
 #include <optional>
-#include <string_view>
 #include <vector>
 
 #include "base/call.h"
@@ -41,7 +40,7 @@ class Recorder {
   static constexpr size_t kept = 1024;
   mutable std::mutex mutex_;  // protects everything below; callers, the member's thread and Python use it
   std::array<Entry, kept> ring_{};
-  uint64_t newest_ = 0;  // the number of the newest call; 0: there is none
+  uint64_t newest_ = 0;  // the number of the newest call, or 0 if there is none
 };
 
 }  // namespace mscomm

@@ -1,4 +1,4 @@
-// The parameters of one kernel launch, which moves data between a bucket and its parts. Kernels get their parameters by value,
+// The parameters of one kernel launch, which moves data between a bucket and its parts. Kernel parameters are passed by value,
 // and all drivers accept up to 4 KiB of them.
 //
 // The bucket is an array of elements. Each part has its place in this array. The bucket is cut into cells of equal size, and also
@@ -8,8 +8,8 @@
 //     cells    |           |           |           |           |           |
 //     pieces   |     0     1 2 | 3|  4 |     5     |     6     |  7   |
 //
-// So a large part has many blocks, and a small part has one. A block needs only its number to find its piece. If a part ends
-// where a cell ends, an empty piece follows (piece 1 above). An empty piece costs a block, but it keeps the counting simple.
+// So a large part is moved by many blocks, and a small part by one. A block needs only its number to find its piece. If a part
+// ends where a cell ends, an empty piece follows (piece 1 above). An empty piece costs a block, but keeps the numbering simple.
 #pragma once
 
 #include <cstddef>
@@ -22,24 +22,25 @@ constexpr unsigned threads = 256;  // per block
 struct Entry {
   uint64_t part;        // the address of the part
   uint64_t begin : 56;  // where the part begins in the bucket, in elements
-  uint64_t gap : 8;     // how many elements of the bucket lie between the end of the part and the next part
+  uint64_t gap : 8;     // how many bucket elements lie between the end of this part and the next part
 };
 
 struct Batch {
   static constexpr size_t most = 251;
 
   uint64_t bucket;    // the address of the bucket
-  uint64_t residual;  // error feedback: the address of an array with a float for each element of the bucket; 0: none
+  uint64_t residual;  // error feedback: the address of an array with one float for each bucket element; 0 if none
   double scale;
   float largest;            // error feedback: the largest value that may go into the bucket
   uint32_t count;           // the number of parts
-  uint32_t packs;           // 1: the data moves into the bucket; 0: out of it
+  uint32_t packs;           // 1 if the data moves into the bucket, 0 if out of it
   uint32_t cell_log2;       // a cell has 2^cell_log2 elements
   Entry entries[most + 1];  // one for each part, and one where the last part ends
 
   constexpr uint64_t cell_of(uint32_t entry) const { return entries[entry].begin >> cell_log2; }
   constexpr uint64_t end_of(uint32_t entry) const { return entries[entry + 1].begin - entries[entry].gap; }
-  // The number of the first piece of this entry's part. For the entry after the last part, this is the number of all pieces.
+  // Returns the number of the first piece of this entry's part. For the entry after the last part, this is the total number of
+  // pieces.
   constexpr uint64_t first_piece(uint32_t entry) const { return cell_of(entry) - cell_of(0) + entry; }
 };
 static_assert(sizeof(Batch) <= 4096);

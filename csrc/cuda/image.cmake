@@ -1,11 +1,11 @@
-# Compiles the kernels of pack.cu for the devices that nvcc knows, and puts them into the core through image.cc
+# Compiles the kernels in pack.cu for the devices that nvcc supports, and embeds them into the core through image.cc
 # (csrc/device/image.cc.in). CMake's own CUDA language is not used, because it would look for the CUDA runtime, which mscomm does
 # not need, and because the build would fail without nvcc.
 #
-# The image holds machine code for the first device of each generation, which all later devices of the generation can run. It also
-# holds PTX for the oldest and the newest device. A driver that is at least as new as nvcc compiles the PTX for the devices
-# between them and for newer ones. A driver that is older than nvcc can use only the machine code, and not even that if nvcc is
-# too new for it. So build wheels with the oldest nvcc that knows the devices.
+# The image holds machine code for the first device of each generation, which all later devices of that generation can run. It
+# also holds PTX for the oldest and the newest device. A driver that is at least as new as nvcc compiles the PTX for devices
+# between these two and for newer ones. A driver that is older than nvcc can use only the machine code, and not even that if nvcc
+# is too new for it. So build wheels with the oldest nvcc that supports the devices.
 set(MSCOMM_CUDA_KERNELS AUTO CACHE STRING "Build the CUDA kernels: ON, OFF, or AUTO, where there is nvcc of CUDA 12 or later")
 set_property(CACHE MSCOMM_CUDA_KERNELS PROPERTY STRINGS AUTO ON OFF)
 
@@ -14,8 +14,8 @@ set(MSCOMM_IMAGE_ARCHITECTURES "")
 set(image ${CMAKE_CURRENT_BINARY_DIR}/mscomm_kernels.fatbin)
 set(kernel_sources csrc/cuda/pack.cu csrc/cuda/batch.h csrc/cuda/numbers.h)
 list(TRANSFORM kernel_sources PREPEND ${CMAKE_CURRENT_SOURCE_DIR}/)
-# Fused multiply-add is off, so that the results have the same bits as the plain operations. The image is not compressed, so that
-# old drivers can read it.
+# Fused multiply-add is off, so that the results are bitwise equal to those of separate operations. The image is not compressed,
+# so that old drivers can read it.
 set(nvcc_flags -std=c++20 -O3 --expt-relaxed-constexpr --fmad=false --no-compress -I${CMAKE_CURRENT_SOURCE_DIR}/csrc)
 
 # Sets `architectures` to 75;80;86;..., or `why_not` to the reason why there are none.

@@ -25,9 +25,9 @@ constexpr float widen(Bfloat16 x) { return std::bit_cast<float>(static_cast<uint
 
 constexpr float widen(Float16 x) {
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13, sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
-  // Adding 224 to the exponent gives infinity and NaN the exponent 255 that they have in a float. Finite numbers become 2^112
-  // times too large, which the multiplication corrects. A subnormal number is 2^-14 * (1 + fraction) - 2^-14. The subtraction is
-  // exact and normalises the number.
+  // Adding 224 to the exponent gives infinity and NaN the exponent 255 that they must have in a float. It makes finite numbers
+  // 2^112 times too large, which the multiplication corrects. A subnormal number is 2^-14 * (1 + fraction) - 2^-14. The
+  // subtraction is exact and normalises the number.
   const float normal = std::bit_cast<float>(magnitude + (224u << 23)) * 0x1p-112f;
   const float subnormal = std::bit_cast<float>(magnitude + (113u << 23)) - 0x1p-14f;
   return std::bit_cast<float>(std::bit_cast<uint32_t>(magnitude < (1u << 23) ? subnormal : normal) | sign);
@@ -48,7 +48,7 @@ constexpr Bfloat16 narrow<Bfloat16, float>(float x) {
 template <>
 constexpr Float16 narrow<Float16, float>(float x) {
   const uint32_t all = std::bit_cast<uint32_t>(x), magnitude = all & 0x7fffffff, sign = all >> 16 & 0x8000;
-  const uint32_t bounded = magnitude < (143u << 23) ? magnitude : 143u << 23;  // 2^16; larger numbers become infinite as well
+  const uint32_t bounded = magnitude < (143u << 23) ? magnitude : 143u << 23;  // 2^16: larger numbers also become inf
   const uint32_t biased = bounded & (255u << 23);
   const uint32_t exponent = biased > (113u << 23) ? biased : 113u << 23;  // 2^-14: smaller numbers are subnormal
   // `weight` is 2^13 times the power of two in `exponent`. Adding it to the number rounds the number to the last bit of a
@@ -60,8 +60,8 @@ constexpr Float16 narrow<Float16, float>(float x) {
   return {static_cast<uint16_t>(sign | (is_nan(x) ? quiet_nan : rounded))};
 }
 
-// The largest number of the narrow type that is not above x. x must be positive. For example, a sum over n ranks cannot overflow
-// if no rank gives more than floor_to(largest / n), where `largest` is the type's largest number.
+// Returns the largest number of the narrow type that is not above x, which must be positive. For example, a sum over n ranks
+// cannot overflow if no rank contributes more than floor_to(largest / n), where `largest` is the type's largest number.
 template <class To>
 constexpr float floor_to(float x) {
   To made = narrow<To>(x);

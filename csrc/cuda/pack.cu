@@ -1,10 +1,10 @@
-// The kernels that gather many arrays into a bucket, or spread a bucket over many arrays, in one launch. On the way they can
-// scale, cast and apply error feedback. The kernels are memory-bound. So all loads and stores should be wide, and many should be
-// in flight at once, whatever the sizes of the parts. batch.h tells which block moves what.
+// The kernels that gather many arrays into a bucket, or scatter a bucket to many arrays, in one launch. On the way, they can
+// scale, cast and apply error feedback. The kernels are memory-bound, so all loads and stores should be wide, and many should be
+// in flight at once, regardless of the sizes of the parts. batch.h describes which block moves what.
 //
-// nvcc compiles this file for devices, and the host's compiler compiles it for tests (tests/core/cuda_on_cpu.h). Both give the
-// same bits, because every operation rounds once (--fmad=false), subnormal numbers are kept, and a computed NaN is always the
-// same one.
+// nvcc compiles this file for devices, and the host compiler compiles it for tests (tests/core/cuda_on_cpu.h). Both give the same
+// bits, because every operation rounds once (--fmad=false), subnormal numbers are kept, and a computed NaN is always the same
+// one.
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -16,8 +16,8 @@ namespace mscomm::cuda {
 
 namespace {
 
-// The data that one instruction loads or stores. It consists of words, so that the compiler does not split it into bytes when it
-// is only copied.
+// The data that one instruction loads or stores. It consists of words, because the compiler might copy an array of bytes byte by
+// byte.
 template <unsigned bytes>
 struct alignas(bytes) Raw {
   using Word = std::conditional_t<bytes % 4 == 0, uint32_t, std::conditional_t<bytes == 2, uint16_t, uint8_t>>;
@@ -29,7 +29,7 @@ struct Vector {
   T at[width];
 };
 
-// Which NaN comes out of a computation depends on the machine. So every NaN is replaced by this one, as in base/reduce.cc.
+// Which NaN results from a computation depends on the machine. So every NaN is replaced with this one, as in base/reduce.cc.
 __device__ inline float one_nan(float x) { return x == x ? x : std::bit_cast<float>(0x7fc00000u); }
 __device__ inline double one_nan(double x) { return x == x ? x : std::bit_cast<double>(0x7ff8000000000000u); }
 
@@ -54,9 +54,9 @@ struct Scaled {
   __device__ To operator()(From x, float&) const { return narrow<To>(one_nan(widen(x) * scale)); }
 };
 
-// Moves an element with error feedback: keeps what rounding and the limit `largest` take away from the value, and adds it when
-// the same element is moved the next time. Infinities and NaN are passed on unchanged, because other code looks for them. Nothing
-// is kept for them. python/mscomm/train/buckets.py does the same on the CPU.
+// Moves an element with error feedback: keeps what rounding and the limit `largest` remove from the value, and adds it when the
+// same element is next moved. Infinities and NaNs are passed on unchanged, because other code looks for them, and nothing is kept
+// for them. python/mscomm/train/buckets.py does the same on the CPU.
 template <class To_>
 struct Owing {
   using From = float;
@@ -73,14 +73,13 @@ struct Owing {
   }
 };
 
-// The addresses that a piece comes from and goes to. They are numbers without a type, because Batch is the same for both
-// directions.
+// The addresses that a piece is moved from and to. They are untyped numbers, because Batch is the same for both directions.
 struct Sides {
   uint64_t from, to, owed;
 };
 
-// Moves `units` units of `width` elements each, starting at element `first`. All units from number `hole` on are `skip` units
-// further away, so `skip` units after the first `hole` ones are left out.
+// Moves `units` units of `width` elements each, starting at element `first`. After the first `hole` units, `skip` units are left
+// out.
 template <unsigned width, class Way>
 __device__ inline void move(const Way& way, const Sides& sides, uint32_t first, uint32_t units, uint32_t hole, uint32_t skip) {
   using From = typename Way::From;
@@ -122,7 +121,7 @@ __device__ inline void move(const Way& way, const Sides& sides, uint32_t first, 
   }
 }
 
-// How many elements come before the first one that is aligned to a vector.
+// Returns how many elements precede the first one that is aligned to a vector.
 template <class T, unsigned width>
 __device__ inline uint32_t before_vectors(uint64_t address) {
   return static_cast<uint32_t>((width - address / sizeof(T) % width) % width);
@@ -139,8 +138,8 @@ __device__ inline void run(const Batch& batch) {
   const Sides sides{batch.packs ? part : bucket, batch.packs ? bucket : part, batch.residual + piece.begin * sizeof(float)};
   const auto count = static_cast<uint32_t>(piece.end - piece.begin);
 
-  // Use vectors of 16 bytes on the side with the wider elements. This is possible only if, on all sides, the same element is the
-  // first one that is aligned to a vector. Otherwise elements are moved one at a time.
+  // Use 16-byte vectors on the side with the wider elements. This is possible only if the same element is the first
+  // vector-aligned one on all sides. Otherwise, elements are moved one at a time.
   constexpr unsigned width = 16 / (sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To));
   uint32_t head = before_vectors<To, width>(sides.to);
   const bool together =
@@ -156,7 +155,7 @@ __device__ inline void run(const Batch& batch) {
 }  // namespace
 
 // device/kernels.h finds the kernels by these names. __grid_constant__ leaves the batch where the driver puts parameters, so that
-// no thread makes a copy.
+// threads do not copy it.
 #define KERNEL(name, ...) \
   extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ Batch batch) { run<__VA_ARGS__>(batch); }
 

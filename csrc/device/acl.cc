@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <mutex>
-#include <sstream>
 
 #include "base/error.h"
 
@@ -19,49 +18,28 @@ constexpr int device_to_device = 3;
 constexpr int event_recorded = 1;  // in aclrtQueryEventStatus; in the older aclrtQueryEvent, 0 means recorded
 
 struct Functions {
-  explicit Functions(const Dynlib& library) {
-    library.need(init, "aclInit");
-    library.need(get_version, "aclrtGetVersion");
-    library.need(device_count, "aclrtGetDeviceCount");
-    library.need(set_device, "aclrtSetDevice");
-    library.need(get_context, "aclrtGetCurrentContext");
-    library.need(set_context, "aclrtSetCurrentContext");
-    library.need(create_stream, "aclrtCreateStream");
-    library.need(destroy_stream, "aclrtDestroyStream");
-    library.need(stream_wait, "aclrtStreamWaitEvent");
-    library.need(create_event, "aclrtCreateEventWithFlag");
-    library.find(create_event_ex, "aclrtCreateEventExWithFlag");
-    library.need(destroy_event, "aclrtDestroyEvent");
-    library.need(record_event, "aclrtRecordEvent");
-    library.need(query_event, "aclrtQueryEventStatus");
-    library.need(copy, "aclrtMemcpyAsync");
-    library.need(set, "aclrtMemsetAsync");
-    library.need(allocate, "aclrtMalloc");
-    library.need(free, "aclrtFree");
-    library.find(soc_name, "aclrtGetSocName");
-    library.find(recent_error, "aclGetRecentErrMsg");
-  }
-
-  Result (*init)(const char* config);
-  Result (*get_version)(int32_t* major, int32_t* minor, int32_t* patch);
-  Result (*device_count)(uint32_t* count);
-  Result (*set_device)(int32_t device);
-  Result (*get_context)(Context* context);
-  Result (*set_context)(Context context);
-  Result (*create_stream)(StreamHandle* stream);
-  Result (*destroy_stream)(StreamHandle stream);
-  Result (*stream_wait)(StreamHandle stream, EventHandle event);
-  Result (*create_event)(EventHandle* event, uint32_t flag);
-  Result (*create_event_ex)(EventHandle* event, uint32_t flag);
-  Result (*destroy_event)(EventHandle event);
-  Result (*record_event)(EventHandle event, StreamHandle stream);
-  Result (*query_event)(EventHandle event, int* status);
-  Result (*copy)(void* to, size_t room, const void* from, size_t bytes, int kind, StreamHandle stream);
-  Result (*set)(void* memory, size_t room, int32_t byte, size_t bytes, StreamHandle stream);
-  Result (*allocate)(void** memory, size_t bytes, int policy);
-  Result (*free)(void* memory);
-  const char* (*soc_name)();
-  const char* (*recent_error)();
+  const Dynlib& library;
+  Result (*init)(const char* config) = library.need("aclInit");
+  Result (*get_version)(int32_t* major, int32_t* minor, int32_t* patch) = library.need("aclrtGetVersion");
+  Result (*device_count)(uint32_t* count) = library.need("aclrtGetDeviceCount");
+  Result (*set_device)(int32_t device) = library.need("aclrtSetDevice");
+  Result (*get_context)(Context* context) = library.need("aclrtGetCurrentContext");
+  Result (*set_context)(Context context) = library.need("aclrtSetCurrentContext");
+  Result (*create_stream)(StreamHandle* stream) = library.need("aclrtCreateStream");
+  Result (*destroy_stream)(StreamHandle stream) = library.need("aclrtDestroyStream");
+  Result (*stream_wait)(StreamHandle stream, EventHandle event) = library.need("aclrtStreamWaitEvent");
+  Result (*create_event)(EventHandle* event, uint32_t flag) = library.need("aclrtCreateEventWithFlag");
+  Result (*create_event_ex)(EventHandle* event, uint32_t flag) = library.find("aclrtCreateEventExWithFlag");
+  Result (*destroy_event)(EventHandle event) = library.need("aclrtDestroyEvent");
+  Result (*record_event)(EventHandle event, StreamHandle stream) = library.need("aclrtRecordEvent");
+  Result (*query_event)(EventHandle event, int* status) = library.need("aclrtQueryEventStatus");
+  Result (*copy)(void* to, size_t room, const void* from, size_t bytes, int kind,
+                 StreamHandle stream) = library.need("aclrtMemcpyAsync");
+  Result (*set)(void* memory, size_t room, int32_t byte, size_t bytes, StreamHandle stream) = library.need("aclrtMemsetAsync");
+  Result (*allocate)(void** memory, size_t bytes, int policy) = library.need("aclrtMalloc");
+  Result (*free)(void* memory) = library.need("aclrtFree");
+  const char* (*soc_name)() = library.find("aclrtGetSocName");
+  const char* (*recent_error)() = library.find("aclGetRecentErrMsg");
 };
 
 // The contexts that this thread's guards (Runtime::Current) will restore. nullptr means that the thread had no context.
@@ -70,9 +48,8 @@ thread_local std::vector<Context> before;
 class Acl final : public Runtime {
  public:
   Acl(Dynlib library, std::vector<std::string> visible)
-      : library_(std::move(library)), functions_(library_), visible_(std::move(visible)) {
-    // Another library in this process may have initialised AscendCL before. In that case the other library also finalises
-    // AscendCL.
+      : library_(std::move(library)), functions_{library_}, visible_(std::move(visible)) {
+    // Another library in this process may have initialised AscendCL already. In that case, the other library also finalises it.
     if (const Result result = functions_.init(nullptr); result != success && result != repeated_initialize)
       throw Error("BackendUnavailable", library_.path() + ": aclInit: " + text_of(result));
     uint32_t count = 0;
@@ -84,9 +61,8 @@ class Acl final : public Runtime {
   std::string version() const override {
     int32_t major = 0, minor = 0, patch = 0;
     check(functions_.get_version(&major, &minor, &patch), "aclrtGetVersion");
-    std::ostringstream text;
-    text << "AscendCL " << major << "." << minor << "." << patch << " (" << library_.path() << ")";
-    return text.str();
+    const std::string number = std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(patch);
+    return "AscendCL " + number + " (" + library_.path() + ")";
   }
 
   int devices() const override { return static_cast<int>(contexts_.size()); }
@@ -96,7 +72,7 @@ class Acl final : public Runtime {
     return name ? name : "Ascend";
   }
 
-  // AscendCL has no uuids, so this is the device's number on its host, as far as this process knows it.
+  // AscendCL has no uuids, so this returns the device's number on its host, as far as this process knows it.
   std::string uuid(int device) const override {
     return "NPU-" + (static_cast<size_t>(device) < visible_.size() ? visible_[device] : std::to_string(device));
   }
@@ -117,7 +93,7 @@ class Acl final : public Runtime {
     return event;
   }
   void destroy_event(EventHandle event) noexcept override { (void)functions_.destroy_event(event); }
-  // An event from aclrtCreateEventWithFlag must be reset before it is used again. That is not possible while something waits for
+  // An event from aclrtCreateEventWithFlag must be reset before it is used again. This is not possible while something waits for
   // the event. An event from aclrtCreateEventExWithFlag needs no reset.
   bool events_can_be_used_again() const override { return functions_.create_event_ex != nullptr; }
   void leave_captures_alone() override {}
@@ -166,8 +142,8 @@ class Acl final : public Runtime {
     if (old) (void)functions_.set_context(old);
   }
 
-  // Returns the device's default context. All libraries that make no context of their own share it. It is kept until the process
-  // ends.
+  // Returns the device's default context. All libraries that do not create a context of their own share it. It is kept until the
+  // process ends.
   Context context_of(int device) {
     if (device < 0 || device >= devices())
       throw Error("ValueError", "there is no NPU " + std::to_string(device) + "; this process sees " + std::to_string(devices()));

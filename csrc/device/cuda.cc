@@ -29,92 +29,63 @@ constexpr int capture_mode_relaxed = 2, attribute_device_ordinal = 9;
 constexpr int multiprocessor_count = 16;  // the number of the device attribute
 
 struct Driver {
-  explicit Driver(const Dynlib& library) {
-    library.need(init, "cuInit");
-    library.need(driver_version, "cuDriverGetVersion");
-    library.need(device_count, "cuDeviceGetCount");
-    library.need(device_name, "cuDeviceGetName");
-    library.find(device_uuid, "cuDeviceGetUuid_v2");  // gives each MIG instance of a GPU a uuid of its own
-    if (!device_uuid) library.need(device_uuid, "cuDeviceGetUuid");
-    library.need(device_attribute, "cuDeviceGetAttribute");
-    library.need(retain, "cuDevicePrimaryCtxRetain");
-    library.need(current_device, "cuCtxGetDevice");
-    library.need(current, "cuCtxGetCurrent");
-    library.need(set_current, "cuCtxSetCurrent");
-    library.need(push, "cuCtxPushCurrent_v2");
-    library.need(pop, "cuCtxPopCurrent_v2");
-    library.need(priority_range, "cuCtxGetStreamPriorityRange");
-    library.need(stream_create, "cuStreamCreateWithPriority");
-    library.need(stream_destroy, "cuStreamDestroy_v2");
-    library.need(stream_wait, "cuStreamWaitEvent");
-    library.need(stream_captures, "cuStreamIsCapturing");
-    library.need(event_create, "cuEventCreate");
-    library.need(event_destroy, "cuEventDestroy_v2");
-    library.need(event_record, "cuEventRecord");
-    library.need(event_query, "cuEventQuery");
-    library.need(copy, "cuMemcpyDtoDAsync_v2");
-    library.need(set, "cuMemsetD8Async");
-    library.need(pointer_attribute, "cuPointerGetAttribute");
-    library.need(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
-    library.need(allocate, "cuMemAlloc_v2");
-    library.need(free, "cuMemFree_v2");
-    library.need(launch, "cuLaunchKernel");
-    library.need(module_load, "cuModuleLoadData");
-    library.need(module_function, "cuModuleGetFunction");
+  const Dynlib& library;
+
+  // Returns a null address if the driver is older than CUDA 12. This function uses driver_version, which must therefore be
+  // declared before all members that call this function.
+  Dynlib::Symbol since_12(const char* name) const {
     int version = 0;
-    if (driver_version(&version) == success && version >= 12000) {
-      library.find(library_load, "cuLibraryLoadData");
-      library.find(library_kernel, "cuLibraryGetKernel");
-      library.find(kernel_function, "cuKernelGetFunction");
-      library.find(function_load, "cuFuncLoad");  // since CUDA 12.4
-    }
-    library.need(error_name, "cuGetErrorName");
-    library.need(error_string, "cuGetErrorString");
+    return driver_version(&version) == success && version >= 12000 ? library.find(name) : Dynlib::Symbol{};
   }
 
-  Result (*init)(unsigned flags);
-  Result (*driver_version)(int* version);
-  Result (*device_count)(int* count);
-  Result (*device_name)(char* name, int length, Device device);
-  Result (*device_uuid)(Uuid* uuid, Device device);
-  Result (*device_attribute)(int* value, int attribute, Device device);
-  Result (*current_device)(Device* device);
-  Result (*retain)(Context* context, Device device);
-  Result (*current)(Context* context);
-  Result (*set_current)(Context context);
-  Result (*push)(Context context);
-  Result (*pop)(Context* context);
-  Result (*priority_range)(int* least, int* greatest);
-  Result (*stream_create)(StreamHandle* stream, unsigned flags, int priority);
-  Result (*stream_destroy)(StreamHandle stream);
-  Result (*stream_wait)(StreamHandle stream, EventHandle event, unsigned flags);
-  Result (*stream_captures)(StreamHandle stream, int* status);
-  Result (*event_create)(EventHandle* event, unsigned flags);
-  Result (*event_destroy)(EventHandle event);
-  Result (*event_record)(EventHandle event, StreamHandle stream);
-  Result (*event_query)(EventHandle event);
-  Result (*copy)(unsigned long long to, unsigned long long from, size_t bytes, StreamHandle stream);
-  Result (*set)(unsigned long long memory, unsigned char byte, size_t bytes, StreamHandle stream);
-  Result (*pointer_attribute)(void* value, int attribute, unsigned long long memory);
-  Result (*exchange_capture_mode)(int* mode);
-  Result (*allocate)(unsigned long long* memory, size_t bytes);
-  Result (*free)(unsigned long long memory);
+  Result (*init)(unsigned flags) = library.need("cuInit");
+  Result (*driver_version)(int* version) = library.need("cuDriverGetVersion");
+  Result (*device_count)(int* count) = library.need("cuDeviceGetCount");
+  Result (*device_name)(char* name, int length, Device device) = library.need("cuDeviceGetName");
+  // cuDeviceGetUuid_v2 returns a different uuid for each MIG instance of a GPU.
+  Result (*device_uuid_v2)(Uuid* uuid, Device device) = library.find("cuDeviceGetUuid_v2");
+  Result (*device_uuid)(Uuid* uuid, Device device) = device_uuid_v2 ? device_uuid_v2 : library.need("cuDeviceGetUuid");
+  Result (*device_attribute)(int* value, int attribute, Device device) = library.need("cuDeviceGetAttribute");
+  Result (*current_device)(Device* device) = library.need("cuCtxGetDevice");
+  Result (*retain)(Context* context, Device device) = library.need("cuDevicePrimaryCtxRetain");
+  Result (*current)(Context* context) = library.need("cuCtxGetCurrent");
+  Result (*set_current)(Context context) = library.need("cuCtxSetCurrent");
+  Result (*push)(Context context) = library.need("cuCtxPushCurrent_v2");
+  Result (*pop)(Context* context) = library.need("cuCtxPopCurrent_v2");
+  Result (*priority_range)(int* least, int* greatest) = library.need("cuCtxGetStreamPriorityRange");
+  Result (*stream_create)(StreamHandle* stream, unsigned flags, int priority) = library.need("cuStreamCreateWithPriority");
+  Result (*stream_destroy)(StreamHandle stream) = library.need("cuStreamDestroy_v2");
+  Result (*stream_wait)(StreamHandle stream, EventHandle event, unsigned flags) = library.need("cuStreamWaitEvent");
+  Result (*stream_captures)(StreamHandle stream, int* status) = library.need("cuStreamIsCapturing");
+  Result (*event_create)(EventHandle* event, unsigned flags) = library.need("cuEventCreate");
+  Result (*event_destroy)(EventHandle event) = library.need("cuEventDestroy_v2");
+  Result (*event_record)(EventHandle event, StreamHandle stream) = library.need("cuEventRecord");
+  Result (*event_query)(EventHandle event) = library.need("cuEventQuery");
+  Result (*copy)(unsigned long long to, unsigned long long from, size_t bytes,
+                 StreamHandle stream) = library.need("cuMemcpyDtoDAsync_v2");
+  Result (*set)(unsigned long long memory, unsigned char byte, size_t bytes,
+                StreamHandle stream) = library.need("cuMemsetD8Async");
+  Result (*pointer_attribute)(void* value, int attribute, unsigned long long memory) = library.need("cuPointerGetAttribute");
+  Result (*exchange_capture_mode)(int* mode) = library.need("cuThreadExchangeStreamCaptureMode");
+  Result (*allocate)(unsigned long long* memory, size_t bytes) = library.need("cuMemAlloc_v2");
+  Result (*free)(unsigned long long memory) = library.need("cuMemFree_v2");
   Result (*launch)(Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
-                   unsigned block_z, unsigned shared_bytes, StreamHandle stream, void** parameters, void** extra);
-  Result (*module_load)(Module* module, const void* image);
-  Result (*module_function)(Function* function, Module module, const char* name);
+                   unsigned block_z, unsigned shared_bytes, StreamHandle stream, void** parameters,
+                   void** extra) = library.need("cuLaunchKernel");
+  Result (*module_load)(Module* module, const void* image) = library.need("cuModuleLoadData");
+  Result (*module_function)(Function* function, Module module, const char* name) = library.need("cuModuleGetFunction");
   Result (*library_load)(Library* library, const void* image, int* jit_options, void** jit_values, unsigned jit_count,
-                         int* options, void** values, unsigned count) = nullptr;
-  Result (*library_kernel)(LoadedKernel* kernel, Library library, const char* name) = nullptr;
-  Result (*kernel_function)(Function* function, LoadedKernel kernel) = nullptr;
-  Result (*function_load)(Function function) = nullptr;
-  Result (*error_name)(Result error, const char** name);
-  Result (*error_string)(Result error, const char** text);
+                         int* options, void** values, unsigned count) = since_12("cuLibraryLoadData");
+  Result (*library_kernel)(LoadedKernel* kernel, Library library, const char* name) = since_12("cuLibraryGetKernel");
+  Result (*kernel_function)(Function* function, LoadedKernel kernel) = since_12("cuKernelGetFunction");
+  Result (*function_load)(Function function) = since_12("cuFuncLoad");  // since CUDA 12.4
+  Result (*error_name)(Result error, const char** name) = library.need("cuGetErrorName");
+  Result (*error_string)(Result error, const char** text) = library.need("cuGetErrorString");
 };
 
 class Cuda final : public Runtime {
  public:
-  Cuda(Dynlib library, Image image) : library_(std::move(library)), driver_(library_), image_(image) {
+  Cuda(Dynlib library, Image image) : library_(std::move(library)), driver_{library_}, image_(image) {
     if (const Result result = driver_.init(0); result != success)
       throw Error("BackendUnavailable", "the CUDA driver " + library_.path() + " finds no GPU: " + text_of(result));
     int count = 0;
@@ -247,7 +218,7 @@ class Cuda final : public Runtime {
     std::string without;  // why the device has no kernels; "" if it has them
   };
 
-  // Returns what was set up when the device was first used. The set-up stays unchanged until the process ends.
+  // Returns what was set up when the device was first used. It stays unchanged until the process ends.
   const Used& used(Device device) {
     if (device < 0 || device >= devices())
       throw Error("ValueError", "there is no GPU " + std::to_string(device) + "; this process sees " + std::to_string(devices()));
@@ -264,8 +235,8 @@ class Cuda final : public Runtime {
     return *place;
   }
 
-  // Loads all kernels for the current device. If that fails, returns why. This is no error: a device without kernels packs by
-  // copies.
+  // Loads all kernels for the current device. If this fails, returns the reason. A failure is not an error: a device without
+  // kernels packs by copying.
   std::string load_kernels(Device device, Used& to) {
     if (image_.bytes.empty()) return "this mscomm was built without nvcc";
     try {

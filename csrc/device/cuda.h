@@ -1,5 +1,5 @@
-// Implements Runtime for NVIDIA GPUs, with the library of the CUDA driver. The core is not linked with the CUDA runtime, so one
-// build works with all drivers.
+// Implements Runtime for NVIDIA GPUs, using the CUDA driver library. The core is not linked with the CUDA runtime, so one build
+// works with all drivers.
 #pragma once
 
 #include <memory>
@@ -11,7 +11,7 @@
 
 namespace mscomm {
 
-// Throws BackendUnavailable if there is no driver or no GPU. The image of the kernels must live as long as the process.
+// Throws BackendUnavailable if there is no driver or no GPU. The kernel image must live as long as the process.
 std::unique_ptr<Runtime> open_cuda(const std::vector<Candidate>& candidates, Image image = embedded_image());
 
 }  // namespace mscomm

@@ -10,8 +10,9 @@ namespace mscomm {
 
 namespace {
 
-// How many bytes a block moves. Each multiprocessor gets about blocks_each blocks, which is about as many as it can run at a
-// time. But a block moves at least least_cell_bytes, which hides the cost of starting it, and at most most_cell_bytes.
+// Limits on the number of bytes that a block moves. Each multiprocessor gets about blocks_each blocks, which is about as many as
+// it can run at a time. But a block moves at least least_cell_bytes, which hides the cost of starting it, and at most
+// most_cell_bytes.
 constexpr uint64_t least_cell_bytes = 4096, most_cell_bytes = 32768, blocks_each = 8;
 
 int place_of(Kernel::Way way, Dtype part, Dtype bucket) {
@@ -20,7 +21,8 @@ int place_of(Kernel::Way way, Dtype part, Dtype bucket) {
   return -1;
 }
 
-// The largest power of two, up to 8, that divides all addresses and sizes of a copy. The copy moves units of that many bytes.
+// Returns the largest power of two, up to 8, that divides all addresses and sizes of a copy. The copy moves units of that many
+// bytes.
 uint64_t common_unit(const Packing& packing) {
   const uint64_t element = size_of(packing.dtype);
   uint64_t all = 8 | reinterpret_cast<uintptr_t>(packing.bucket);
@@ -31,7 +33,7 @@ uint64_t common_unit(const Packing& packing) {
 
 bool aligned(const void* address, size_t bytes) { return reinterpret_cast<uintptr_t>(address) % bytes == 0; }
 
-// Whether every array is aligned to its element size. An array can be unaligned only if it is a view of bytes.
+// Returns whether every array is aligned to its element size. An array can be unaligned only if it is a view of bytes.
 bool aligned(const Packing& packing) {
   return aligned(packing.bucket, size_of(packing.bucket_dtype)) && aligned(packing.residual, sizeof(float)) &&
          std::all_of(packing.parts.begin(), packing.parts.end(),
@@ -40,7 +42,7 @@ bool aligned(const Packing& packing) {
 
 int kernel_for(const Packing& packing, uint64_t unit) {
   using enum Kernel::Way;
-  if (packing.plain()) return std::countr_zero(unit);  // the copying kernels are the first rows of `kernels`
+  if (packing.plain()) return std::countr_zero(unit);  // the copy kernels are the first rows of `kernels`
   if (!aligned(packing)) return -1;
   const Kernel::Way way = packing.residual ? owe : packing.dtype == packing.bucket_dtype ? scale : packing.packs ? pack : unpack;
   return place_of(way, packing.dtype, packing.bucket_dtype);
@@ -56,7 +58,8 @@ cuda::Entry entry(const void* part, uint64_t begin) {
   return {reinterpret_cast<uintptr_t>(part), begin & bits, 0};
 }
 
-// The largest value that the kernel may put into the bucket. It is finite in the bucket's dtype, and not above packing.largest.
+// Returns the largest value that the kernel may put into the bucket. It is finite in the bucket's dtype, and not above
+// packing.largest.
 float bound(const Packing& packing) {
   constexpr double of_float16 = 65504, of_bfloat16 = 0x1.fep127;
   if (packing.bucket_dtype == Dtype::float16)

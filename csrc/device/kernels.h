@@ -1,6 +1,5 @@
-// Divides a packing into launches of the kernels of csrc/cuda, and gives access to the image of these kernels that nvcc has
-// compiled. This file is not in csrc/cuda, because the code there is compiled for devices too, and knows neither dtypes nor
-// vectors.
+// Divides a packing into launches of the kernels in csrc/cuda, and gives access to the compiled image of these kernels. This file
+// is not in csrc/cuda, because the code there is also compiled for devices, and knows neither dtypes nor vectors.
 #pragma once
 
 #include <array>
@@ -18,7 +17,7 @@ struct Kernel {
   enum class Way { copy, scale, pack, unpack, owe };
   const char* name;
   Way way;
-  size_t part_bytes, bucket_bytes;  // the size of one element in a part, and in the bucket
+  size_t part_bytes, bucket_bytes;  // the element size in a part, and in the bucket
   Dtype part, bucket;               // not used by copies
 };
 
@@ -39,7 +38,7 @@ inline constexpr std::array<Kernel, 14> kernels{{
     {"owe_f32_bf16", Kernel::Way::owe, 4, 2, Dtype::float32, Dtype::bfloat16},
 }};
 
-// Whether there is a kernel that scales and, if the dtypes differ, also casts.
+// Returns whether there is a kernel that scales and, if the dtypes differ, also casts.
 bool kernels_convert(Dtype part, Dtype bucket);
 
 struct Launch {
@@ -48,8 +47,8 @@ struct Launch {
   cuda::Batch batch;
 };
 
-// Returns the launches that do the packing on a device with this number of multiprocessors. The vector is empty if there is
-// nothing to do. Returns nullopt if no kernel can do the packing.
+// Returns the launches that perform the packing on a device with this number of multiprocessors, or nullopt if no kernel can
+// perform it. The vector is empty if there is nothing to do.
 std::optional<std::vector<Launch>> plan(const Packing& packing, int multiprocessors);
 
 // The kernels for all devices, as a fatbin, and the architectures in it ("sm_75 sm_80 ... compute_75"). Both are empty if mscomm

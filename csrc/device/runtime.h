@@ -1,5 +1,5 @@
-// What the vendor backend needs from a device's own library: the current device, streams, events and copies. Each vendor has one
-// file that implements it.
+// What the vendor backend needs from a device's runtime library: the current device, streams, events and copies. There is one
+// file for each vendor that implements it.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace mscomm {
 
-// Handles of the vendor's library, opaque to us.
+// The vendor library's handles, which are opaque to us.
 using StreamHandle = void*;
 using EventHandle = void*;
 
@@ -20,12 +20,12 @@ class Runtime {
   virtual std::string version() const = 0;  // "CUDA 13.0 (/usr/lib/libcuda.so.1)"
   virtual int devices() const = 0;
   virtual std::string device_name(int device) const = 0;
-  // The device's uuid. Unlike the index of a device, the uuid is the same in all processes on all hosts.
+  // Returns the device's uuid. Unlike its index, a device's uuid is the same in all processes on all hosts.
   virtual std::string uuid(int device) const = 0;
 
-  // Makes the device the thread's current one. The device is still the current one after the call.
+  // Makes the device the thread's current device, and leaves it current.
   virtual void use(int device) = 0;
-  // A guard: while it lives, the device is the thread's current one.
+  // A guard: while it lives, the device is the thread's current device.
   class Current {
    public:
     Current(Runtime& runtime, int device) : runtime_(runtime), pushed_(runtime.push(device)) {}
@@ -40,43 +40,44 @@ class Runtime {
     const bool pushed_;
   };
 
-  // Called once by a thread that only watches. From then on, the thread's queries do not break a graph capture that another
-  // thread has begun.
+  // Makes sure that this thread's queries do not break a graph capture that another thread has begun. Called once by a watcher
+  // thread.
   virtual void leave_captures_alone() = 0;
 
-  // All functions below act on the current device, except those that take a device's number.
-  virtual StreamHandle make_stream() = 0;  // a stream of high priority that waits for no other stream
+  // All functions below act on the current device, except those that take a device number.
+  virtual StreamHandle make_stream() = 0;  // a high-priority stream that does not wait for any other stream
   virtual void destroy_stream(StreamHandle stream) noexcept = 0;
   virtual EventHandle make_event() = 0;
   virtual void destroy_event(EventHandle event) noexcept = 0;
-  // Whether an event can be recorded again while something still waits for its last recording.
+  // Returns whether an event can be recorded again while something still waits for its last recording.
   virtual bool events_can_be_used_again() const = 0;
   virtual void record(EventHandle event, StreamHandle stream) = 0;
   // After wait(), work that is enqueued on the stream waits for the event.
   virtual void wait(StreamHandle stream, EventHandle event) = 0;
-  // Whether the stream has passed the event. Throws if the device has failed.
+  // Returns whether the stream has passed the event. Throws if the device has failed.
   virtual bool passed(EventHandle event) = 0;
   // Copies from device memory to device memory.
   virtual void copy(void* to, const void* from, size_t bytes, StreamHandle stream) = 0;
   // Fills the memory with zeros.
   virtual void clear(void* memory, size_t bytes, StreamHandle stream) = 0;
-  // The number of the device that the memory belongs to; -1 if the vendor's library cannot tell.
+  // Returns the number of the device that the memory belongs to, or -1 if the vendor's library cannot tell.
   virtual int device_of(const void* memory) = 0;
   virtual void* allocate(size_t bytes) = 0;
   virtual void free(void* memory) noexcept = 0;
-  // Packs with kernels, with one launch for every few hundred parts. Returns false, and enqueues nothing, if no kernel can do it.
+  // Packs with kernels, using one launch for every few hundred parts. Returns false, and enqueues nothing, if no kernel can
+  // perform the packing.
   virtual bool pack(const Packing&, StreamHandle) { return false; }
-  // Returns a text for users that says which kernels the device has, or why it has none. The kernels are loaded when the device
-  // is first used, because loading waits until the device has done its work. Loading them later could hang, because the device
-  // may then be waiting for a call that this process has yet to make.
+  // Returns a human-readable text that says which kernels the device has, or why it has none. The kernels are loaded when the
+  // device is first used, because loading waits until the device has finished its work. Loading them later could hang, because
+  // the device may then be waiting for a call that this process has yet to make.
   virtual std::string kernels(int) { return "none: this vendor's devices get copies"; }
-  // Whether pack() can scale and, if the dtypes differ, also cast.
+  // Returns whether pack() can scale and, if the dtypes differ, also cast.
   virtual bool converts(int, Dtype, Dtype) { return false; }
-  // Whether a graph captures the work that is enqueued on the stream. Captured work does not go to the device.
+  // Returns whether work enqueued on the stream is being captured into a graph. Captured work is not sent to the device.
   virtual bool captures(StreamHandle stream) = 0;
 
  protected:
-  // Returns false, and does nothing, if the device already is the thread's current one, as in most calls.
+  // Returns false, and does nothing, if the device is already the thread's current device, as is usual.
   virtual bool push(int device) = 0;
   virtual void pop() noexcept = 0;
 };

@@ -13,7 +13,7 @@ inline constexpr uint16_t wire_version = 1;
 struct Header {
   uint32_t magic = frame_magic;
   uint16_t wire = wire_version;
-  uint8_t payload = 0;  // 1: the call's data follows; 0: the header only says which call the sender is in
+  uint8_t payload = 0;  // 1 if the call's data follows; 0 if the header only says which call the sender is in
   uint8_t zero = 0;
   uint32_t epoch = 0;
   uint32_t source = 0;

@@ -40,7 +40,7 @@ Stream::Stream(int fd, std::string peer) : fd_(fd), peer_(std::move(peer)) {
     throw system_error("fcntl of the link to " + peer_, cause);
   }
   // With this option, unsent data stays in this process rather than in the kernel. So a rank that sends to several peers can
-  // decide whose data goes first. Unix sockets do not have the option, so an error is ignored.
+  // decide whose data goes first. Unix sockets do not have this option, so errors are ignored.
   setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent_bytes, sizeof unsent_bytes);
 }
 
@@ -78,12 +78,12 @@ void Stream::check_silence() {
   tcp_info info{};
   socklen_t length = sizeof info;
   if (!option(fd_, SOL_SOCKET, SO_KEEPALIVE) || getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &length) < 0) return;
-  // Whether the last thing that was sent has no answer yet. The peer's host answers data that the peer does not read, too: it
-  // acknowledges each repetition, which may come as rarely as every two minutes. tcpi_probes: so many times the kernel has asked
-  // in vain whether the peer reads again. One such question may be lost on its way.
+  // Whether the last packet that was sent is still unanswered. The peer's host also answers data that the peer does not read: it
+  // acknowledges each retransmission, of which there may be as few as one every two minutes. tcpi_probes is the number of
+  // unanswered probes by which the kernel has asked whether the peer is reading again. A single probe may simply have been lost.
   const bool unanswered = (info.tcpi_unacked > 0 && info.tcpi_last_data_sent < info.tcpi_last_ack_recv) || info.tcpi_probes > 1;
   const auto acknowledged = now - std::chrono::milliseconds(info.tcpi_last_ack_recv);
-  // If nobody has asked for a while, a new wait has begun, and what was heard before says nothing about it.
+  // If check_silence() has not been called for a while, a new wait has begun, and what was heard before it is irrelevant.
   heard_ = now - before > same_wait || !unanswered ? now : std::max(heard_, acknowledged);
   const std::chrono::seconds limit(option(fd_, IPPROTO_TCP, TCP_KEEPIDLE) +
                                    option(fd_, IPPROTO_TCP, TCP_KEEPINTVL) * option(fd_, IPPROTO_TCP, TCP_KEEPCNT));
@@ -91,12 +91,14 @@ void Stream::check_silence() {
     throw Broken{"its host has acknowledged nothing for " + std::to_string(limit.count()) + " s (MS_NODE_TIMEOUT)"};
 }
 
+// Waits until the peer's kernel has received all bytes that were sent, so that closing the socket loses none of them. Returns
+// earlier if the link ends or the deadline passes. The sending side of the socket must be shut down before this is called.
 void Stream::deliver(const Deadline& deadline) {
-  // On a unix socket, sent data is already in the receiver's queue, so there is nothing to wait for. The loop below would wait
-  // for the receiver itself, because on a unix socket the kernel counts data as unsent until the receiver has read it.
+  // On a Unix socket, sent data is already in the receiver's queue, so there is nothing to wait for. The loop below would wait
+  // for the receiving process, because on a Unix socket the kernel counts data as unsent until the receiver has read it.
   if (option(fd_, SOL_SOCKET, SO_DOMAIN) == AF_UNIX) return;
-  // If we closed the socket while it holds unread bytes from the peer, the kernel would drop the bytes that we have sent and that
-  // it has not delivered yet. So read until the peer's kernel has all of our data.
+  // If we closed the socket while it held unread bytes from the peer, the kernel would drop any bytes of ours that it has not
+  // delivered yet. So read until the peer's kernel has all of our data.
   char scrap[4096];
   try {
     for (int unsent = 1; unsent > 0 && !deadline.passed();) {
@@ -107,8 +109,14 @@ void Stream::deliver(const Deadline& deadline) {
       poll(&one, 1, 1);
     }
   } catch (const Broken&) {
-    // The peer has closed the link, too, so there is nothing left to deliver.
+    // The peer has also closed the link, so there is nothing left to deliver.
   }
+}
+
+void deliver_all(std::vector<Stream> streams, double timeout_s) {
+  const Deadline deadline(timeout_s);
+  for (const Stream& stream : streams) ::shutdown(stream.fd_, SHUT_WR);
+  for (Stream& stream : streams) stream.deliver(deadline);
 }
 
 void Stream::shut_down() const { ::shutdown(fd_, SHUT_RDWR); }

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/deadline.h"
 
@@ -12,7 +13,7 @@ namespace mscomm {
 
 class Stream {
  public:
-  // Takes ownership of the descriptor. peer: the name of the other end in error messages, such as "rank 3 (10.0.0.7:41022)".
+  // Takes ownership of the descriptor. peer: the peer's name for error messages, such as "rank 3 (10.0.0.7:41022)".
   Stream(int fd, std::string peer);
   ~Stream();
   Stream(Stream&& other) noexcept
@@ -26,19 +27,29 @@ class Stream {
   // They throw Broken if the link has ended.
   size_t send(const void* data, size_t bytes);
   size_t receive(void* data, size_t bytes);
-  // Whether the kernel holds unsent bytes only because the peer does not read, so that no bytes are on the wire. Always true on a
-  // unix socket, which has no wire.
+  // send_more() and receive_more() continue to move a value that may need several pieces. `done` is the number of its bytes that
+  // have been moved so far. They return whether any bytes were moved.
+  template <typename T>
+  bool send_more(const T& value, size_t& done) {
+    const size_t moved = send(reinterpret_cast<const char*>(&value) + done, sizeof value - done);
+    done += moved;
+    return moved > 0;
+  }
+  template <typename T>
+  bool receive_more(T& value, size_t& done) {
+    const size_t moved = receive(reinterpret_cast<char*>(&value) + done, sizeof value - done);
+    done += moved;
+    return moved > 0;
+  }
+  // Returns whether the kernel holds unsent bytes only because the peer is not reading, so that no bytes are on the wire. Always
+  // true on a Unix socket, which has no wire.
   bool waits_for_reader() const;
-  // Throws Broken if the peer's host has acknowledged nothing for as long as the socket's keepalive allows, although sent data
-  // waits for that. The kernel applies keepalive only while no data waits, and otherwise tries for 15 minutes and more. It has a
-  // time limit for data, TCP_USER_TIMEOUT, which would also end the link to a healthy peer that does not read. A rank that waits
-  // for the peer calls this often; the kernel is asked once a second.
+  // Throws Broken if sent data is waiting to be acknowledged, but the peer's host has acknowledged nothing for as long as the
+  // socket's keepalive allows. This is needed because the kernel applies keepalive only while no data is waiting, and otherwise
+  // keeps trying for 15 minutes or more. The kernel's time limit for data, TCP_USER_TIMEOUT, would also end the link to a healthy
+  // peer that is not reading. A rank that is waiting for the peer may call this often: the kernel is queried only once a second.
   void check_silence();
-  // Waits until the peer's kernel has received all bytes that were sent, so that closing the socket loses none of them. Stops
-  // earlier if the link ends or the deadline passes. Drops all bytes that come from the peer meanwhile. Before this call, the
-  // sending side of the socket must be shut down.
-  void deliver(const Deadline& deadline);
-  // Ends the link in both directions, so that both sides notice. Wakes a thread that polls the socket.
+  // Ends the link in both directions, so that both sides notice. Wakes up any thread that is polling the socket.
   void shut_down() const;
 
   struct Broken {
@@ -46,9 +57,16 @@ class Stream {
   };
 
  private:
+  friend void deliver_all(std::vector<Stream> streams, double timeout_s);
+  void deliver(const Deadline& deadline);
+
   int fd_;
   std::string peer_;
-  Clock::time_point asked_{}, heard_{};  // for check_silence(): when it last asked the kernel, and last heard of the peer's host
+  Clock::time_point asked_{}, heard_{};  // for check_silence(): when it last queried the kernel, and last heard from the host
 };
+
+// Waits for at most timeout_s until the peers' kernels have received all bytes that were sent, and then closes the streams. Drops
+// all bytes that arrive from a peer in the meantime.
+void deliver_all(std::vector<Stream> streams, double timeout_s);
 
 }  // namespace mscomm

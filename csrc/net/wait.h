@@ -1,5 +1,5 @@
-// How a rank waits. Every function that waits takes a Wait. The function sleeps for at most longest_sleep_ms at a time, and
-// it calls Wait::look() each time it wakes.
+// How a rank waits. Every function that waits takes a Wait. It sleeps for at most longest_sleep_ms at a time, and calls
+// Wait::look() each time it wakes up.
 #pragma once
 
 #include <functional>
@@ -14,11 +14,11 @@ inline constexpr int longest_sleep_ms = 50;
 // seconds.
 inline constexpr double first_notice_s = 10, second_notice_s = 60, notice_every_s = 300;
 
-// The ranks for which a rank waits.
+// The ranks for which a rank is waiting.
 struct Missing {
   std::function<std::vector<int>()> ranks;
-  // Whether the rank waits in shared memory. In shared memory, a rank whose process has ended never arrives. Over a link, data
-  // from such a rank may still arrive.
+  // Whether the rank is waiting in shared memory. In shared memory, a rank whose process has exited never arrives. Over a link,
+  // data from such a rank may still arrive.
   bool by_memory;
   std::vector<int> operator()() const { return ranks(); }
 };
@@ -29,14 +29,14 @@ class Watch {
  public:
   virtual ~Watch() = default;
   virtual void look(const Deadline& deadline, const Missing& missing) = 0;
-  // Whether the group was aborted. This is cheap enough to call in every iteration of a polling loop.
+  // Returns whether the group was aborted. This is cheap enough to call in every iteration of a polling loop.
   virtual bool broken() const = 0;
 };
 
 struct Wait {
   Watch& watch;
   Deadline deadline;
-  int sleep_ms = longest_sleep_ms;  // the longest sleep between two calls of look()
+  int sleep_ms = longest_sleep_ms;  // the longest sleep between two calls to look()
   void look(const Missing& missing) const { watch.look(deadline, missing); }
 };
 

@@ -1,22 +1,22 @@
-// Puts or gets one string in the launcher's PMIx store, as the rank that the environment names, and exits.
+// Puts one string into the launcher's PMIx store or gets one from it, as the rank that the environment names, and exits.
 //
 //     pmix_helper put KEY TIMEOUT_S LIBRARY...   reads the value from stdin (it holds the job's key, and all users can read argv)
 //     pmix_helper get KEY TIMEOUT_S LIBRARY...   waits for rank 0's value
 //
-// The answer is one message to stdout, which must be a unix socket. The message holds the connection to the server and, for get,
+// The answer is one message on stdout, which must be a Unix socket. The message holds the connection to the server and, for get,
 // the value.
 //
-// The helper is a process of its own, because PMIx_Init and PMIx_Finalize in the user's process break an MPI_Init in that
-// process, whether it comes before or after them. No fence is used: a get waits in the server until rank 0 has committed, so a
+// The helper is a separate process, because PMIx_Init and PMIx_Finalize in the user's process would break any MPI_Init in that
+// process, whether it runs before or after them. No fence is used: a get waits in the server until rank 0 has committed, so a
 // rank waits only for rank 0. The ABI below is that of PMIx 3 to 6.
 //
 // The user's process keeps the connection open after PMIx_Finalize. The servers of PMIx 4.0 to 6.0 answer PMIx_Finalize in one
 // thread. Only then does another thread note that this client has finalized. If a client closes its connection before that, the
-// server counts the client as dead. Then every later fence, such as the one in MPI_Init, waits for one rank too few, and the job
-// hangs or crashes. The server has certainly made the note when it has answered the rank's next PMIx_Init or PMIx_Finalize,
-// whether MPI or the next helper calls it.
+// server considers the client dead. Then every later fence, such as the one in MPI_Init, waits for one rank too few, and the job
+// hangs or crashes. Once the server has answered the rank's next PMIx_Init or PMIx_Finalize, from MPI or from the next helper, it
+// has certainly noted that this client has finalized.
 //
-// The exit status is 0 for success, 1 for an error (with a line on stderr), and TIMED_OUT if rank 0 put nothing in time.
+// The exit status is 0 for success, 1 for an error (with a line on stderr), and TIMED_OUT if rank 0 did not put a value in time.
 
 #include <dlfcn.h>
 #include <signal.h>
@@ -135,7 +135,7 @@ int get(const Pmix& pmix, const Process& me, const char* key, int timeout_s, cha
 }
 
 void answer(int answers, char* text) {
-  // The message includes the final zero, because an empty message would look like no message.
+  // The message includes the terminating zero, because an empty message would look like no message.
   iovec line{text, strlen(text) + 1};
   alignas(cmsghdr) char rights[CMSG_SPACE(sizeof connection)] = {};
   msghdr message{};
@@ -158,7 +158,7 @@ void answer(int answers, char* text) {
 int main(int argc, char** argv) {
   if (argc < 5) fail("usage", "pmix_helper put|get KEY TIMEOUT_S LIBRARY...");
   prctl(PR_SET_PDEATHSIG, SIGKILL);        // do not outlive the rank
-  const int answers = dup(STDOUT_FILENO);  // so that what libraries print does not get into the answer
+  const int answers = dup(STDOUT_FILENO);  // so that library output does not end up in the answer
   dup2(STDERR_FILENO, STDOUT_FILENO);
   const bool puts = strcmp(argv[1], "put") == 0;
   const Pmix pmix = open_first(argv + 4);
@@ -166,7 +166,7 @@ int main(int argc, char** argv) {
   if (const int status = pmix.init(&me, nullptr, 0)) fail("PMIx_Init", pmix.error_string(status));
   char text[VALUE_MAX + 1] = {};
   const int status = puts ? put(pmix, argv[2]) : get(pmix, me, argv[2], atoi(argv[3]), text);
-  pmix.finalize(nullptr, 0);  // without it the launcher reports the job as failed
+  pmix.finalize(nullptr, 0);  // without this, the launcher reports the job as failed
   answer(answers, text);
   if (status == PMIX_ERR_TIMEOUT) fail("PMIx_Get", "rank 0 has published nothing", TIMED_OUT);
   if (status) fail(puts ? "PMIx_Put" : "PMIx_Get", pmix.error_string(status));

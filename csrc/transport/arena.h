@@ -1,5 +1,5 @@
-// An arena is the memory that a group's ranks on one host share. At the start of a call each rank posts which call it makes. The
-// rounds of the gate then keep the ranks in step.
+// An arena is the memory shared by a group's ranks on one host. At the start of a call, each rank posts the call that it is
+// making. The rounds of the gate then keep the ranks in step.
 //
 // docs/design/0001-call.md describes the protocol, and which rank may touch which memory in which state.
 #pragma once
@@ -22,77 +22,78 @@ namespace mscomm {
 
 class Arena {
  public:
-  // ranks: the group's ranks on this host, by their numbers in the job. rank: this rank's index in `ranks`. control: the offset
-  // of the control memory in the lowest rank's heap. spin: whether the host has a CPU for each rank; all ranks must pass the same
-  // value.
+  // ranks: the job ranks of the group's ranks on this host. rank: this rank's index in `ranks`. control: the offset of the
+  // control memory in the lowest rank's heap. spin: whether the host has a CPU for each rank; all ranks must pass the same value.
   Arena(std::vector<int> ranks, int rank, std::shared_ptr<Heaps> heaps, uint64_t control, bool spin);
-  // Tells the other ranks that this rank no longer looks at the control memory.
+  // Tells the other ranks that this rank no longer accesses the control memory.
   ~Arena();
 
-  // Only the lowest rank calls reserve(), release() and abandon(). It must call reserve() before any rank makes an Arena.
+  // Only the lowest rank calls reserve(), release() and abandon(). It must call reserve() before any rank creates an Arena.
   // reserve() reserves zero-filled control memory for a group of `size` ranks, and returns its offset.
   static uint64_t reserve(Heap& heap, int size);
-  // Lets the heap use the control memory again after all ranks have destroyed their Arenas. If a rank never destroys its Arena,
-  // the memory is never used again, because that rank may wake late and look at it.
+  // Lets the heap reuse the control memory once all ranks have destroyed their Arenas. If a rank never destroys its Arena, the
+  // memory is never reused, because that rank may wake up late and access it.
   static void release(Heap& heap, uint64_t control, int size);
-  // The lowest rank calls this instead of release() if it made no Arena itself, although the other ranks may have made theirs.
+  // Called by the lowest rank instead of release() if it has not created an Arena itself, but other ranks may have created
+  // theirs.
   static void abandon(Heap& heap, uint64_t control, int size);
 
   int rank() const { return rank_; }
   int size() const { return control_.size(); }
 
-  // Enters the state ENTERED of docs/design/0001-call.md. Tells the other ranks about this call, and offers them x and out if
-  // these are in the heap and not small. pulled: the arrays that peers may read in this process. The first round of the call must
-  // follow.
+  // Enters the state ENTERED of docs/design/0001-call.md: tells the other ranks about this call, and offers them x and out if
+  // these are in the heap and not small. The first round of the call must follow. pulled: the arrays that peers may read directly
+  // from this process.
   void post(const Call& call, Pulled pulled = Pulled::nothing);
-  // Whether all ranks posted the same signature. Call this after the first round.
+  // Returns whether all ranks posted the same signature. Call this after the first round.
   bool agreed() const;
-  // Call this when the group is broken. It makes the call's arrays unreachable for the other ranks. If that fails for an array,
-  // withdraw() throws, and later calls offer no arrays.
+  // Makes the call's arrays inaccessible to the other ranks. Call this when the group is broken. If it fails for an array, it
+  // throws, and later calls offer no arrays.
   void withdraw(const Call& call);
-  // What the given rank posted for the current call. It is valid from the end of the first round until this rank's next call.
+  // Returns what the given rank posted for the current call. The result is valid from the end of the first round until this
+  // rank's next call.
   const Post& posted(int rank) const { return control_.slot(rank).post[parity_]; }
 
   // Arrives at the next round, and returns when all ranks have arrived.
   void round(const Wait& wait) { gate_.round(wait); }
-  // Wakes every rank that sleeps in this arena, so that the rank calls Wait::look().
+  // Wakes all ranks that are sleeping in this arena, so that they call Wait::look().
   void ring() const { gate_.ring(); }
 
   // Arrays of at most this many bytes are not offered to other ranks, because copying them takes less time than another round.
-  // The limit is higher if there are more ranks than CPUs, because a round then takes longer: ranks must wait until the kernel
-  // gives them a CPU.
+  // The limit is higher if there are more ranks than CPUs, because a round then takes longer: ranks must wait for the kernel to
+  // give them a CPU.
   size_t unoffered_bytes() const { return spin_ ? unshared_bytes : 2 * unshared_bytes; }
-  // The given rank's buffer for its tiny message in the current call. bytes: the size of the largest message of any rank, at most
-  // tiny_bytes. Each rank writes its own message before the first round. All ranks may read the message between the first and the
-  // second round.
+  // Returns the given rank's buffer for its tiny message in the current call. Each rank writes its own message before the first
+  // round. All ranks may read it between the first and the second round. bytes: the size of the largest message of any rank, at
+  // most tiny_bytes.
   char* tiny(int rank, size_t bytes) const {
     return bytes <= inline_bytes ? first_line(rank).data : control_.staging(rank) + parity_ * tiny_bytes;
   }
-  // The given rank's staging chunk for a step. Steps are counted from the creation of the group. Steps s and s + chunks use the
-  // same memory.
+  // Returns the given rank's staging chunk for a step. Steps are counted from the creation of the group. Steps s and s + chunks
+  // use the same memory.
   char* chunk(int rank, uint64_t step) const { return control_.staging(rank) + 2 * tiny_bytes + (step % chunks) * chunk_bytes; }
-  // The number of steps so far. Every rank must add n to it after a call that used n chunks of each rank.
+  // Returns the number of steps so far. After a call that used n chunks of each rank, every rank must add n to it.
   uint64_t& steps() { return steps_; }
 
-  // Whether each rank can read the memory of every other rank with process_vm_readv. The first call of can_pull() tries this,
-  // which takes a round. So all ranks must call can_pull() at the same point of a collective call, after the first round of that
-  // collective call.
+  // Returns whether each rank can read the memory of every other rank with process_vm_readv. The first call to can_pull() tries
+  // this, which takes a round. So all ranks must call can_pull() at the same point of a collective call, after the first round of
+  // that collective call.
   bool can_pull(const Wait& wait) { return pulls_.possible(gate_, wait); }
-  // The result of can_pull(). It is false as long as can_pull() has not been called.
+  // Returns the result of can_pull(), or false if can_pull() has not been called yet.
   bool pulls() const { return pulls_.known_possible(); }
   // Copies `bytes` bytes from `address` in the given rank's process to `to`.
   void pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait) const {
     pulls_.pull(rank, address, to, bytes, wait);
   }
 
-  // The address in this process of an array that the given rank posted. offset: where the array begins in that rank's heap.
-  // Returns nullptr if the offset is not_in_heap. Throws if the array does not lie completely inside the heap.
+  // Returns the address in this process of an array that the given rank posted, or nullptr if `offset` is not_in_heap. Throws if
+  // the array does not lie completely inside the heap. offset: where the array begins in that rank's heap.
   char* at(int rank, uint64_t offset, size_t bytes) const {
     return offset == not_in_heap ? nullptr : heaps_->at(ranks_[rank], offset, bytes);
   }
   bool x_in_heap(int rank) const { return posted(rank).x_offset != not_in_heap; }
 
-  // How many times this rank has left a CPU that it shared with a lower rank.
+  // Returns how many times this rank has left a CPU that it shared with a lower rank.
   uint64_t partings() const { return gate_.partings(); }
 
  private:

@@ -1,7 +1,7 @@
-// The layout of the control memory of a group on one host.
+// The layout of a group's control memory on one host.
 //
-// The control memory is in the heap of the lowest rank. docs/design/0001-call.md describes which rank may touch which part of it
-// in which state.
+// The control memory is in the lowest rank's heap. docs/design/0001-call.md describes which rank may access which part of it in
+// which state.
 #pragma once
 
 #include <sys/types.h>
@@ -18,34 +18,35 @@ inline constexpr uint64_t not_in_heap = ~uint64_t{0};
 // A message of at most this many bytes is tiny. A tiny message in foreign memory (memory outside the heaps) is copied as a whole;
 // see Arena::tiny().
 inline constexpr size_t tiny_bytes = 16 << 10;
-// A larger message in foreign memory goes through staging in chunks of this size. Larger chunks would save rounds, because each
-// chunk costs a round. But the chunks of all ranks must fit into the cache together.
+// A larger message in foreign memory goes through staging in chunks of this size. Each chunk costs a round, so larger chunks
+// would save rounds. But the chunks of all ranks together must fit into the cache.
 inline constexpr size_t chunk_bytes = 512 << 10;
 inline constexpr int chunks = 3;
-// How many bytes of data fit into the cache line in which a rank says that it has arrived at a round.
+// How many bytes of data fit into the cache line in which a rank announces that it has arrived at a round.
 inline constexpr size_t inline_bytes = 48;
 
-// What a rank tells the other ranks about its call before the first round.
+// What a rank tells the other ranks about its call, before the first round.
 struct Post {
   Signature signature;
   uint64_t x_offset = not_in_heap;  // the offset of x in the rank's heap
   uint64_t out_offset = not_in_heap;
-  uint64_t x_address = 0, out_address = 0;  // addresses in the rank's process; 0: peers must not read the array directly
+  uint64_t x_address = 0, out_address = 0;  // addresses in the rank's process; if 0, peers must not read the array directly
 };
 
 class Control {
  public:
   struct Common {
-    // The members of Gate are written only if a rank sleeps. So their cache line usually stays in the caches of all ranks.
+    // The members of Gate are written only if a rank sleeps, so their cache line usually stays in the caches of all ranks.
     struct alignas(64) Gate {
-      std::atomic<uint32_t> bell;  // the futex word: Gate::ring() adds 1 to it to wake the ranks that sleep
+      std::atomic<uint32_t> bell;  // the futex word: Gate::ring() adds 1 to it to wake the sleeping ranks
       std::atomic<uint32_t> sleepers;
     } gate;
     alignas(64) std::atomic<uint32_t> closed;  // the number of ranks that have destroyed their Arena
   };
-  // A cache line of one rank. If messages have at most inline_bytes, the other ranks need to read only this line of that rank.
+  // A cache line of one rank. If messages have at most inline_bytes, this is the only line of that rank that other ranks need to
+  // read.
   struct alignas(64) Line {
-    std::atomic<uint64_t> arrived;  // among the rounds that use this line, the last one at which the rank arrived
+    std::atomic<uint64_t> arrived;  // the last round at which the rank arrived, among those that use this line
     uint64_t fingerprint;           // a hash of the call's signature; set for the first round of a call
     char data[inline_bytes];
   };
@@ -53,12 +54,12 @@ class Control {
     // lines[0] is for even rounds and lines[1] for odd rounds, because a rank may begin the next round while a peer still reads.
     Line lines[2];
     Post post[2];
-    // For pulls: the process id, and the address and the value of a random number in the memory of the process. A peer reads the
-    // number in the process, to check that it reads the right process.
+    // For pulls: the process id, and the address and value of a random number in the process's memory. A peer reads this number
+    // from the process to check that it is reading the right process.
     alignas(64) pid_t process;
     uint64_t token_address, token;
     std::atomic<bool> reads_all;  // whether this rank can read the memory of every other rank
-    // Where the rank last polled. The low 16 bits are the CPU, and the other bits are the round. 0: the rank sleeps.
+    // Where the rank last polled. The low 16 bits are the CPU, and the other bits are the round. 0 means that the rank is asleep.
     std::atomic<uint64_t> place;
   };
   static_assert(sizeof(Line) == 64 && std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
@@ -70,7 +71,8 @@ class Control {
   int size() const { return size_; }
   Common& common() const { return *reinterpret_cast<Common*>(memory_); }
   Slot& slot(int rank) const { return reinterpret_cast<Slot*>(memory_ + sizeof(Common))[rank]; }
-  // The given rank's staging memory. It has two buffers for tiny messages, which calls use in turn, and then the rank's chunks.
+  // Returns the given rank's staging memory. It holds two buffers for tiny messages, which calls use alternately, followed by the
+  // rank's chunks.
   char* staging(int rank) const { return memory_ + before_staging(size_) + rank * staging_bytes; }
 
  private:

@@ -15,12 +15,12 @@ namespace {
 
 // How long a waiting rank polls before it sleeps. See "Waiting" in docs/performance.md.
 constexpr std::chrono::microseconds awake{100};
-// If there are more ranks than CPUs, a yield can be in vain: if the rank that yields has had less than its share of the CPU, or
-// its time slice is not over, the kernel gives the CPU back to it at once. Meanwhile the rank that all others wait for cannot
-// run. So a rank goes to sleep when its yields in vain have taken this long in total, which is about as long as a sleep and a
-// wake take.
+// If there are more ranks than CPUs, a yield can be futile: the kernel gives the CPU back at once if the yielding rank has had
+// less than its share of it, or if its time slice is not over. Meanwhile, the rank that all others are waiting for cannot run. So
+// a rank goes to sleep when its futile yields have taken this long in total, which is about as long as a sleep and a wake-up
+// take.
 constexpr std::chrono::microseconds as_long_as_a_sleep{5};
-constexpr std::chrono::nanoseconds two_switches{1500};  // a yield that takes less time than two context switches was in vain
+constexpr std::chrono::nanoseconds two_switches{1500};  // a yield that takes less time than two context switches was futile
 // This many polls take about a microsecond. In a small call, most peers arrive within that time.
 constexpr int polls_a_turn = 64;
 
@@ -32,7 +32,7 @@ void pause_briefly() {
 #endif
 }
 
-// The word is shared between processes, so FUTEX_PRIVATE_FLAG must not be set.
+// The futex word is shared between processes, so FUTEX_PRIVATE_FLAG must not be set.
 long futex(const std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout = nullptr) {
   return syscall(SYS_futex, &word, operation, value, timeout, nullptr, 0);
 }
@@ -42,8 +42,8 @@ long futex(const std::atomic<uint32_t>& word, int operation, uint32_t value, con
 void Gate::round(const Wait& wait) {
   round_++;
   here_ = 0;
-  // This store, the loads in open() and all accesses to the count of sleepers are seq_cst. So if one rank arrives while another
-  // goes to sleep, at least one of the two notices the other.
+  // This store, the loads in open() and all accesses to the sleeper count are seq_cst. So if one rank arrives while another goes
+  // to sleep, at least one of the two notices the other.
   control_.slot(rank_).lines[round_ & 1].arrived.store(round_);
   if (open()) {
     if (control_.common().gate.sleepers.load() > 0) ring();
@@ -53,7 +53,7 @@ void Gate::round(const Wait& wait) {
   // may have put two ranks on one CPU.
   const int polls = spin_ ? polls_a_turn : 1;
   std::optional<Clock::time_point> start;
-  Clock::duration in_vain{};  // the total time of the latest consecutive yields that were in vain
+  Clock::duration in_vain{};  // the total time of the latest consecutive futile yields
   while (!wait.watch.broken()) {
     for (int i = 0; i < polls; i++) {
       if (open()) return;

@@ -1,4 +1,4 @@
-// The ranks of an arena wait for each other at its gate, in rounds.
+// At the gate of an arena, its ranks wait for each other in rounds.
 #pragma once
 
 #include <cstdint>
@@ -17,16 +17,16 @@ class Gate {
 
   // Arrives at the next round, and returns when all ranks have arrived.
   void round(const Wait& wait);
-  // The last round at which this rank arrived.
+  // Returns the last round at which this rank arrived.
   uint64_t last_round() const { return round_; }
-  // The ranks that have not arrived at the last round at which this rank arrived.
+  // Returns the ranks that have not yet arrived at the round that last_round() returns.
   std::vector<int> missing() const;
-  // Wakes every rank that sleeps at the gate, so that the rank calls Wait::look().
+  // Wakes all ranks that are sleeping at the gate, so that they call Wait::look().
   void ring() const;
   uint64_t partings() const { return parting_.number(); }
 
  private:
-  // Whether all ranks have arrived at this rank's current round.
+  // Returns whether all ranks have arrived at this rank's current round.
   bool open();
   void sleep(const Wait& wait);
 

@@ -35,7 +35,7 @@ void* Heap::allocate(size_t bytes) {
   void* const memory = mapping_.begin() + *start;
   if (need >= huge_page) want_huge_pages(memory, need, true);
   try {
-    // populate() takes long, so the mutex is not held, because calls need the mutex to look up their arrays.
+    // populate() takes a long time, so the mutex is not held here: calls need it to look up their arrays.
     populate(memory, need);
   } catch (...) {
     release(memory);
@@ -58,8 +58,8 @@ void Heap::release(void* memory) {
     // Small arrays or control memory may use these pages next, and should not get huge pages.
     if (bytes >= huge_page) want_huge_pages(memory, bytes, false);
   }
-  // The following calls take long, so the mutex is not held. The range is neither in used_ nor in free_ now, so no other thread
-  // touches it.
+  // The following functions take a long time, so the mutex is not held here. The range is now in neither used_ nor free_, so no
+  // other thread touches it.
   for (const auto& [begin, end] : withdrawn) madvise(mapping_.begin() + begin, end - begin, MADV_DONTNEED);
   for (const auto& [begin, end] : shared) give_pages_back(begin, end);
   const std::lock_guard lock(mutex_);
@@ -68,28 +68,26 @@ void Heap::release(void* memory) {
 
 uint64_t Heap::reserve(size_t bytes) {
   const std::lock_guard lock(mutex_);
-  std::erase_if(leaving_, [this](const Leaving& one) {
-    if (!one.unused()) return false;
-    const auto found = reserved_.find(one.offset);
-    const uint64_t end = one.offset + found->second;
-    reserved_.erase(found);
-    give_pages_back(one.offset, end);  // takes little time, because only the part that was used has pages
-    give(one.offset, end);
+  std::erase_if(reserved_, [this](const auto& one) {
+    const auto& [begin, memory] = one;
+    if (!memory.unused || !memory.unused()) return false;
+    give_pages_back(begin, begin + memory.bytes);  // fast, because only the part that was used has pages
+    give(begin, begin + memory.bytes);
     return true;
   });
-  // Reserve at least give_back_from bytes, so that the pages go back to the kernel when the memory is released.
+  // Reserve at least give_back_from bytes, so that the pages are returned to the kernel when the memory is released.
   const uint64_t need = round_up(std::max<uint64_t>(bytes, give_back_from), page);
   const auto start = take(need, page);
   if (!start) throw Error("MemoryError", "no room for a group's control memory in the shared heap");
   // Small arrays may have left their contents in this range, so clear it.
   if (madvise(mapping_.begin() + *start, need, MADV_REMOVE) < 0) std::memset(mapping_.begin() + *start, 0, need);
-  reserved_[*start] = need;
+  reserved_[*start] = {need};
   return *start;
 }
 
 void Heap::release_when(uint64_t offset, std::function<bool()> unused) {
   const std::lock_guard lock(mutex_);
-  leaving_.push_back({offset, std::move(unused)});
+  reserved_.at(offset).unused = std::move(unused);
 }
 
 std::optional<uint64_t> Heap::take(uint64_t need, uint64_t alignment) {
@@ -142,7 +140,8 @@ void Heap::retire() {
 std::optional<uint64_t> Heap::find(const void* memory, size_t bytes) const {
   const std::lock_guard lock(mutex_);
   const std::optional<uint64_t> offset = exclusive(memory, bytes);
-  return offset && shared_ && !withdrawn(*offset, *offset + bytes) ? offset : std::nullopt;
+  const auto touches = [&](const Range& range) { return *offset < range.second && range.first < *offset + bytes; };
+  return offset && shared_ && !std::ranges::any_of(withdrawn_, touches) ? offset : std::nullopt;
 }
 
 std::optional<uint64_t> Heap::exclusive(const void* memory, size_t bytes) const {
@@ -173,11 +172,6 @@ void Heap::withdraw(const void* memory, size_t bytes, bool keep) {
     throw system_error("mremap of the heap", error);
   }
   withdrawn_.emplace_back(*first, *first + length);
-}
-
-bool Heap::withdrawn(uint64_t begin, uint64_t end) const {
-  return std::any_of(withdrawn_.begin(), withdrawn_.end(),
-                     [&](const auto& range) { return begin < range.second && range.first < end; });
 }
 
 size_t Heap::in_use() const {

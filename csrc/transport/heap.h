@@ -1,5 +1,5 @@
-// The shared heaps of a host. Each rank has one heap, which all ranks of the host map. mscomm.empty allocates an array in the
-// heap of the rank that calls it. A group's control memory is in the heap of the group's lowest rank.
+// The shared heaps of a host. Each rank has one heap, which all ranks on the host map. mscomm.empty allocates an array in the
+// calling rank's heap. A group's control memory is in the heap of the group's lowest rank.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,10 @@
 
 namespace mscomm {
 
-// Copying an array of at most this many bytes takes less time than sharing it.
+// Copying an array of up to this many bytes takes less time than sharing it.
 inline constexpr size_t unshared_bytes = 2 << 10;
-// When an array of at least this many bytes is released, its pages go back to the kernel. The pages of a smaller array stay in
-// the heap for the next array.
+// When an array of at least this many bytes is released, its pages are returned to the kernel. The pages of a smaller array stay
+// in the heap for later arrays.
 inline constexpr size_t give_back_from = 1 << 20;
 
 class Heap {
@@ -25,42 +25,41 @@ class Heap {
   // Takes ownership of the mapping, but not of its descriptor.
   explicit Heap(Mapping mapping);
 
-  // Allocates at least `bytes` bytes. All their pages exist when allocate() returns. Returns nullptr if the heap is full or no
-  // longer shared. The memory is aligned to 64 bytes. Memory of more than unshared_bytes has pages of its own. Memory of 2 MiB
-  // and more is aligned to 2 MiB.
+  // Allocates at least `bytes` bytes, and populates all their pages. Returns nullptr if the heap is full or no longer shared. The
+  // memory is aligned to 64 bytes. Memory of more than unshared_bytes has pages of its own. Memory of 2 MiB and more is aligned
+  // to 2 MiB.
   void* allocate(size_t bytes);
-  // Frees memory that allocate() returned. Does nothing in a forked child, because the parent may still use the memory.
+  // Frees memory from allocate(). Does nothing in a forked child, because the parent may still use the memory.
   void release(void* memory);
-  // Reserves sparse, zero-filled memory that a group uses as control memory, and returns its offset.
+  // Reserves sparse, zero-filled memory for a group's control memory, and returns its offset.
   uint64_t reserve(size_t bytes);
-  // Frees the reserved memory at `offset` once unused() returns true. unused() must return true only when no rank looks at the
+  // Frees the reserved memory at `offset` once unused() returns true. unused() must return true only when no rank accesses the
   // memory any more.
   void release_when(uint64_t offset, std::function<bool()> unused);
 
-  // The offset of [memory, memory + bytes) in the heap, or nullopt if this range cannot be shared. A range can be shared only if
-  // it lies in one allocation and nothing else is in use on its pages, because peers may write to these pages, and withdraw()
-  // replaces whole pages.
+  // Returns the offset of [memory, memory + bytes) in the heap, or nullopt if this range cannot be shared. A range can be shared
+  // only if it lies within one allocation and nothing else on its pages is in use. This is because peers may write to these
+  // pages, and withdraw() replaces whole pages.
   std::optional<uint64_t> find(const void* memory, size_t bytes) const;
 
-  // Call this after a failed collective call. If find() gave an offset for [memory, memory + bytes), withdraw() replaces the
-  // pages of this range by private pages. From then on this process does not see what peers write to the range, peers do not see
-  // what this process writes, and find() returns nullopt for the range. keep: whether the contents are kept. See "late writers"
-  // in docs/design/0001-call.md.
+  // Call this after a failed collective call. If find() returned an offset for [memory, memory + bytes), withdraw() replaces the
+  // pages of this range with private pages. From then on, this process does not see what peers write to the range, peers do not
+  // see what this process writes, and find() returns nullopt for the range. keep: whether to keep the contents. See "late
+  // writers" in docs/design/0001-call.md.
   void withdraw(const void* memory, size_t bytes, bool keep);
 
   // After retire(), no array is allocated or shared in this heap. Existing arrays stay valid.
   void retire();
 
-  // How many bytes the arrays in the heap have in total, without control memory.
+  // Returns the total size in bytes of the arrays in the heap, excluding control memory.
   size_t in_use() const;
   const Mapping& mapping() const { return mapping_; }
 
  private:
-  struct Leaving {
-    uint64_t offset;
-    std::function<bool()> unused;
+  struct Reserved {
+    uint64_t bytes;
+    std::function<bool()> unused{};  // from release_when(); empty before that
   };
-
   struct Room {
     uint64_t bytes;
     uint64_t asked;  // how many bytes the caller asked for
@@ -69,35 +68,33 @@ class Heap {
   using Range = std::pair<uint64_t, uint64_t>;  // [begin, end)
 
   void give_pages_back(uint64_t begin, uint64_t end) const;
-  // The caller of the following functions must hold mutex_.
+  // Callers of the following functions must hold mutex_.
   std::optional<uint64_t> exclusive(const void* memory, size_t bytes) const;
   std::optional<uint64_t> take(uint64_t need, uint64_t alignment);
   void split(uint64_t begin, uint64_t end, std::vector<Range>& shared, std::vector<Range>& withdrawn) const;
   void give(uint64_t begin, uint64_t end);
-  bool withdrawn(uint64_t begin, uint64_t end) const;
 
-  const int owner_;           // the id of the process that made the heap
+  const int owner_;           // the id of the process that created the heap
   mutable std::mutex mutex_;  // protects everything below
   Mapping mapping_;
   bool shared_ = true;
   std::map<uint64_t, uint64_t> free_;  // offset -> bytes; adjacent ranges are merged
   std::map<uint64_t, Room> used_;
-  std::map<uint64_t, uint64_t> reserved_;
+  std::map<uint64_t, Reserved> reserved_;
   std::vector<Range> withdrawn_;  // pages that are private now
-  std::vector<Leaving> leaving_;
 };
 
-// The heaps of a host as one process sees them in one epoch: its own heap, and its mappings of the heaps of other ranks.
+// The heaps of a host as one process sees them in one epoch: its own heap, and its mappings of the other ranks' heaps.
 class Heaps {
  public:
-  // others: the mappings of the heaps of other ranks, indexed by rank of the job. The entries of this rank and of ranks of other
-  // hosts are empty.
+  // others: the mappings of the other ranks' heaps, indexed by job rank. The entries for this rank and for ranks on other hosts
+  // are empty.
   Heaps(int rank, std::shared_ptr<Heap> mine, std::vector<Mapping> others)
       : rank_(rank), mine_(std::move(mine)), others_(std::move(others)) {}
 
   Heap& mine() const { return *mine_; }
-  // The address of [offset, offset + bytes) in the given rank's heap. The offset comes from a peer, so at() checks that the range
-  // is inside the heap, and throws if it is not.
+  // Returns the address of [offset, offset + bytes) in the given rank's heap. The offset comes from a peer, so at() checks that
+  // the range is inside the heap, and throws if it is not.
   char* at(int rank, uint64_t offset, size_t bytes) const;
 
  private:

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <limits>
 #include <new>
 #include <utility>
 
@@ -16,8 +15,8 @@ namespace mscomm {
 
 namespace {
 
-constexpr size_t piece_bytes = 256u << 10;  // the most bytes that one system call moves, while mutex_ is held
-constexpr int messages_a_turn = 64;         // the most messages that are read from one link before other links have their turn
+constexpr size_t piece_bytes = 256u << 10;  // the maximum number of bytes that one system call moves while mutex_ is held
+constexpr int messages_a_turn = 64;         // the maximum number of messages read from one link before it is the next link's turn
 
 using Kind = Envelope::Kind;
 
@@ -25,16 +24,12 @@ size_t payload_bytes(const Envelope& envelope) {
   return envelope.kind == Kind::announce ? 0 : envelope.count * size_of(envelope.dtype);
 }
 
-// How many bytes of the eager window a message uses if it is sent whole.
+// Returns how many bytes of the eager window a message uses if it is sent whole.
 size_t cost(size_t payload) { return sizeof(Envelope) + payload; }
-
-void end_stream(const std::optional<Stream>& stream) {
-  if (stream) stream->shut_down();
-}
 
 bool takes(const Transfer& recv, int64_t tag) { return recv.tag == tag || (recv.tag == any_tag && tag <= last_tag); }
 
-void copy(char* to, const char* from, size_t bytes) {
+void copy(void* to, const void* from, size_t bytes) {
   if (bytes) std::memcpy(to, from, bytes);
 }
 
@@ -45,15 +40,14 @@ Mailbox::Mailbox(std::vector<int> ranks, int rank, uint32_t epoch)
       rank_(rank),
       epoch_(epoch),
       wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-      changed_(std::make_unique<std::condition_variable>()),
-      detaching_(std::make_unique<std::condition_variable>()),
       outgoing_(ranks_.size()),
       incoming_(ranks_.size()) {
   if (wake_fd_ < 0) throw system_error("eventfd", errno);
+  for (int peer = 0; static_cast<size_t>(peer) < ranks_.size(); peer++) outgoing_[peer].peer = incoming_[peer].peer = peer;
 }
 
 Mailbox::~Mailbox() {
-  // The mailbox is closed already, or this is a forked child, in which mutex_ may be locked for ever.
+  // The mailbox is already closed, or this is a forked child, in which mutex_ may be locked forever.
   if (wake_fd_ < 0) return;
   shut_down();
   stop_thread();
@@ -62,23 +56,24 @@ Mailbox::~Mailbox() {
 
 // --- adding links ---
 
-void Mailbox::add_outgoing(int peer, Stream stream) {
+void Mailbox::add_outgoing(int peer, Stream stream) { add_link(true, peer, std::move(stream)); }
+
+void Mailbox::add_incoming(int peer, Stream stream) { add_link(false, peer, std::move(stream)); }
+
+void Mailbox::add_link(bool sends, int peer, Stream stream) {
   check_peer(peer);
   const auto lock = enter();
-  Outgoing& link = outgoing_[peer];
-  if (link.stream) throw Error("RuntimeError", "a second link for messages to " + named(peer));
-  link.stream.emplace(std::move(stream));
-  if (shut_) link.stream->shut_down();
+  Link& added = link(sends, peer);
+  if (added.stream)
+    throw Error("RuntimeError", "a second link for messages " + std::string(sends ? "to " : "from ") + named(peer));
+  added.stream.emplace(std::move(stream));
+  if (shut_) added.stream->shut_down();
+  wake_driver();
 }
 
-void Mailbox::add_incoming(int peer, Stream stream) {
-  check_peer(peer);
-  const auto lock = enter();
-  Incoming& link = incoming_[peer];
-  if (link.stream) throw Error("RuntimeError", "a second link for messages from " + named(peer));
-  link.stream.emplace(std::move(stream));
-  if (shut_) link.stream->shut_down();
-  wake_driver();
+Mailbox::Link& Mailbox::link(bool sends, int peer) {
+  if (sends) return outgoing_[peer];
+  return incoming_[peer];
 }
 
 void Mailbox::check_peer(int peer) const {
@@ -88,78 +83,65 @@ void Mailbox::check_peer(int peer) const {
 
 // --- starting transfers, and waiting for them ---
 
-std::shared_ptr<Transfer> Mailbox::start_send(int peer, int64_t tag, Dtype dtype, const void* data, size_t bytes) {
-  check_peer(peer);
-  // A Transfer has the same pointer for both directions; a send only reads the memory.
-  auto send = std::make_shared<Transfer>(true, peer, tag, dtype, const_cast<char*>(static_cast<const char*>(data)), bytes);
+std::shared_ptr<Transfer> Mailbox::start(const Message& message) {
+  if (message.sends || message.peer != any_source) check_peer(message.peer);
+  auto transfer = std::make_shared<Transfer>(message);
   const auto lock = enter();
-  if (shut_) {
-    finish(send, shut_);
-  } else if (peer == rank_) {
-    Envelope header = envelope(Kind::whole, 0);
-    header.tag = tag;
-    header.dtype = dtype;
-    header.count = bytes / size_of(dtype);
-    if (const Shared recv = match(peer, header)) {
-      if (bytes) std::memmove(recv->data_, send->data_, bytes);
-      finish(recv);
-    } else {
-      keep(peer, header, std::vector<char>(send->data_, send->data_ + bytes));
-    }
-    finish(send);
-  } else {
-    Outgoing& link = outgoing_[peer];
-    if (!link.stream) throw Error("RuntimeError", text(*send) + ": there is no link to it yet");
-    if (link.ended) finish(send, lost(*send, peer, *link.ended));
-    else link.queue.push_back(send);
-  }
+  if (shut_) finish(transfer, shut_);
+  else if (message.sends) begin_send(transfer);
+  else begin_recv(transfer);
   wake_driver();
   tell_finished();
-  return send;
+  return transfer;
 }
 
-std::shared_ptr<Transfer> Mailbox::start_recv(int peer, int64_t tag, Dtype dtype, void* data, size_t bytes) {
-  if (peer != any_source) check_peer(peer);
-  auto recv = std::make_shared<Transfer>(false, peer, tag, dtype, static_cast<char*>(data), bytes);
-  const auto lock = enter();
-  if (shut_) {
-    finish(recv, shut_);
-    return recv;
+void Mailbox::begin_send(const Shared& send) {
+  if (send->peer != rank_) {
+    Outgoing& link = outgoing_[send->peer];
+    if (!link.stream) throw Error("RuntimeError", text(*send) + ": there is no link to it yet");
+    if (link.ended) finish(send, lost(*send, link));
+    else link.queue.push_back(send);
+    return;
   }
-  // Among the messages that have already come, find the first one that this recv accepts.
-  int source = any_source;
+  const Envelope header = header_of(*send, Kind::whole);
+  if (const Shared recv = match(incoming_[rank_], header)) {
+    if (send->bytes) std::memmove(recv->data, send->data, send->bytes);
+    finish(recv);
+  } else {
+    keep(incoming_[rank_], header, std::vector<char>(send->at(0), send->at(send->bytes)));
+  }
+  finish(send);
+}
+
+void Mailbox::begin_recv(const Shared& recv) {
+  // Find the first message that this recv accepts among those that have already arrived.
+  Incoming* source = nullptr;
   std::deque<Unexpected>::iterator early;
-  for (int from = 0; static_cast<size_t>(from) < ranks_.size(); from++) {
-    if (peer != any_source && peer != from) continue;
-    auto& kept = incoming_[from].unexpected;
+  for (Incoming& from : incoming_) {
+    if (recv->peer != any_source && recv->peer != from.peer) continue;
     const auto found =
-        std::find_if(kept.begin(), kept.end(), [&](const Unexpected& message) { return takes(*recv, message.envelope.tag); });
-    if (found != kept.end() && (source == any_source || found->turn < early->turn)) source = from, early = found;
+        std::ranges::find_if(from.unexpected, [&](const Unexpected& message) { return takes(*recv, message.envelope.tag); });
+    if (found != from.unexpected.end() && (!source || found->turn < early->turn)) source = &from, early = found;
   }
-  if (source != any_source) {
-    if (fits(recv, source, early->envelope)) {
-      Incoming& link = incoming_[source];
-      const Unexpected message = std::move(*early);
-      link.unexpected.erase(early);
-      if (message.envelope.kind == Kind::whole) {
-        copy(recv->data_, message.payload.data(), bytes);
-        if (source != rank_) give_back(link, cost(bytes));
-        finish(recv);
-      } else if (link.ended) {
-        finish(recv, lost(*recv, source, *link.ended));
-      } else {
-        clear_to_send(source, recv, message.envelope.id);
-      }
+  if (source) {
+    if (!fits(recv, source->peer, early->envelope)) return;
+    const Unexpected message = std::move(*early);
+    source->unexpected.erase(early);
+    if (message.envelope.kind == Kind::whole) {
+      copy(recv->data, message.payload.data(), recv->bytes);
+      if (source->peer != rank_) give_back(*source, cost(recv->bytes));
+      finish(recv);
+    } else if (source->ended) {
+      finish(recv, lost(*recv, *source));
+    } else {
+      clear_to_send(*source, recv, message.envelope.id);
     }
-  } else if (peer != any_source && incoming_[peer].ended) {
-    finish(recv, lost(*recv, peer, *incoming_[peer].ended));
+  } else if (recv->peer != any_source && incoming_[recv->peer].ended) {
+    finish(recv, lost(*recv, incoming_[recv->peer]));
   } else {
     recv->turn_ = ++last_turn_;
-    (peer == any_source ? posted_for_any_ : incoming_[peer].posted).push_back(recv);
+    (recv->peer == any_source ? posted_for_any_ : incoming_[recv->peer].queue).push_back(recv);
   }
-  wake_driver();
-  tell_finished();
-  return recv;
 }
 
 void Mailbox::wait(const std::shared_ptr<Transfer>& transfer, const Wait& wait) {
@@ -197,7 +179,7 @@ void Mailbox::detach(std::shared_ptr<Transfer> transfer, const Wait& wait, Ended
   detached_.push_back({std::move(transfer), wait, std::move(ended)});
   detaching_->notify_one();
   if (!done) return;
-  // The transfer had ended before it was put into the list. So wake the mailbox's own thread, which may be waiting for other
+  // The transfer completed before it was put into the list. So wake the mailbox's own thread, which may be waiting for other
   // transfers.
   wake_driver();
   changed_->notify_all();
@@ -209,21 +191,21 @@ void Mailbox::serve() {
       return serve_detached();
     } catch (...) {
       // Most likely there was no memory to handle an error. End all transfers, and wake the threads that wait for them.
-      shut_down(Error("Error", "the thread for messages failed: out of memory?"));
+      const auto lock = enter();
+      end_all(Error("Error", "the thread for messages failed: out of memory?"));
     }
 }
 
-// Waits for detached transfers, and calls their callbacks when they have ended. Returns when the mailbox ends.
+// Waits for detached transfers, and calls their callbacks when they have completed. Returns when the mailbox ends.
 void Mailbox::serve_detached() {
   std::unique_lock lock(mutex_);
   auto looked = Clock::now();
   while (true) {
     std::list<Detached> ended;
     for (auto it = detached_.begin(); it != detached_.end();) {
-      const auto next = std::next(it);
-      if (stopping_) drop(it->transfer, Error("Aborted", text(*it->transfer) + " had not ended when the group was released"));
-      if (it->transfer->done()) ended.splice(ended.end(), detached_, it);
-      it = next;
+      const auto one = it++;
+      if (stopping_) drop(one->transfer, Error("Aborted", text(*one->transfer) + " had not ended when the group was released"));
+      if (one->transfer->done()) ended.splice(ended.end(), detached_, one);
     }
     if (!ended.empty()) {
       lock.unlock();
@@ -265,45 +247,28 @@ void Mailbox::serve_detached() {
 
 // --- ending the mailbox ---
 
-void Mailbox::shut_down() { shut_down(Error("Aborted", "the group's links for messages were shut down")); }
-
-void Mailbox::shut_down(const Error& why) {
+void Mailbox::shut_down() {
   const auto lock = enter();
-  if (!shut_) shut_.emplace(why);
-  for (int peer = 0; static_cast<size_t>(peer) < ranks_.size(); peer++) {
-    end_stream(outgoing_[peer].stream);
-    end_stream(incoming_[peer].stream);
-    end_outgoing(peer, {"Aborted", shut_->what()});
-    end_incoming(peer, {"Aborted", shut_->what()});
-  }
-  wake_driver();
-  changed_->notify_all();
+  end_all(Error("Aborted", "the group's links for messages were shut down"));
 }
 
 void Mailbox::close(double timeout_s) {
-  const Deadline deadline(timeout_s);
   stop_thread();
   std::vector<Stream> delivering;
   {
     auto lock = enter();
-    if (!shut_) shut_.emplace("Aborted", "the group was released");
-    for (int peer = 0; static_cast<size_t>(peer) < ranks_.size(); peer++) {
-      end_outgoing(peer, {"Aborted", shut_->what()});
-      end_incoming(peer, {"Aborted", shut_->what()});
-    }
-    wake_driver();
-    changed_->notify_all();
-    changed_->wait(lock, [this] { return !driving_; });
+    // Take out the streams that still have data to deliver, because end_all() shuts streams down.
     for (Outgoing& link : outgoing_) {
       if (link.stream) delivering.push_back(std::move(*link.stream));
       link.stream.reset();
     }
+    end_all(Error("Aborted", "the group was released"));
+    changed_->wait(lock, [this] { return !driving_; });
     for (Incoming& link : incoming_) link.stream.reset();
     // No driver is left, so no thread polls this descriptor.
     if (wake_fd_ >= 0) ::close(std::exchange(wake_fd_, -1));
   }
-  for (const Stream& stream : delivering) ::shutdown(stream.fd(), SHUT_WR);
-  for (Stream& stream : delivering) stream.deliver(deadline);
+  deliver_all(std::move(delivering), timeout_s);
 }
 
 void Mailbox::stop_thread() {
@@ -341,7 +306,7 @@ std::unique_lock<std::mutex> Mailbox::enter() const {
 
 void Mailbox::wake_driver() const {
   const uint64_t one = 1;
-  // The write fails only when the eventfd's count is full, and then the driver wakes anyway.
+  // The write fails only when the eventfd's counter is full, and then the driver wakes up anyway.
   if (driving_ && write(wake_fd_, &one, sizeof one) < 0) return;
 }
 
@@ -349,8 +314,8 @@ void Mailbox::tell_finished() {
   if (std::exchange(finished_, false)) changed_->notify_all();
 }
 
-// Moves the bytes that can move now, for all transfers. If no bytes can move, waits at most longest_sleep_ms until some can, or
-// until another thread wakes this one. Returns false if the wait was in vain.
+// Moves the bytes that can move now, for all transfers. If no bytes can move, waits for at most longest_sleep_ms until some can,
+// or until another thread wakes this one. Returns false if the wait was in vain.
 bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
   const bool moved = move_some();
   tell_finished();
@@ -378,22 +343,17 @@ bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
   return ready > 0;
 }
 
-// Ends the links that transfers use and whose peer's host is silent. Returns whether there were any.
+// Ends those links that are used by transfers and whose peer's host is silent. Returns whether there were any.
 bool Mailbox::end_silent_links() {
   bool ended = false;
-  const auto check = [&](auto& link, bool used, const auto& end) {
-    if (!used) return;
-    try {
-      link.stream->check_silence();
-    } catch (const Stream::Broken& broken) {
-      end({"PeerLost", broken.why});
-      ended = true;
-    }
+  const auto check = [&](Link& link, bool used) {
+    ended |= used && step(link, [&] {
+               link.stream->check_silence();
+               return false;
+             });
   };
-  for (int peer = 0; static_cast<size_t>(peer) < ranks_.size(); peer++) {
-    check(outgoing_[peer], outgoing_[peer].reads(), [&](const Ending& why) { end_outgoing(peer, why); });
-    check(incoming_[peer], reads(incoming_[peer]), [&](const Ending& why) { end_incoming(peer, why); });
-  }
+  for (Outgoing& link : outgoing_) check(link, link.reads());
+  for (Incoming& link : incoming_) check(link, reads(link));
   return ended;
 }
 
@@ -402,11 +362,11 @@ bool Mailbox::await_change(std::unique_lock<std::mutex>& lock) {
   return changed_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms)) == std::cv_status::no_timeout;
 }
 
-// The ranks for which the transfer waits. A recv from any source waits for all other ranks, or for this rank if it is the only
-// one.
+// Returns the ranks for which the transfer is waiting. A recv from any source waits for all other ranks, or for this rank if it
+// is the only one.
 std::vector<int> Mailbox::missing(const Transfer& transfer) const {
   if (transfer.done()) return {};
-  const int peer = transfer.matched_peer();
+  const int peer = transfer.matched_peer_;
   if (peer != any_source) return {peer};
   std::vector<int> others;
   for (int rank = 0; static_cast<size_t>(rank) < ranks_.size(); rank++)
@@ -419,25 +379,38 @@ bool Mailbox::move_some() {
   const int size = static_cast<int>(ranks_.size());
   first_ = (first_ + 1) % size;
   for (int i = 0; i < size; i++) {
-    const int peer = (first_ + i) % size;
+    Incoming& from = incoming_[(first_ + i) % size];
+    Outgoing& to = outgoing_[from.peer];
     try {
-      moved |= read_some(peer);
-      moved |= write_returns(peer);
-      // Read returned credit before writing, because with more credit more messages can be sent whole.
-      moved |= read_returns(peer);
-      moved |= write_some(peer);
+      moved |= step(from, [&] { return read_some(from); });
+      moved |= write_returns(from);
+      // Read returned credit before writing, because more messages can be sent whole with more credit.
+      moved |= step(to, [&] { return read_returns(to); });
+      moved |= step(to, [&] { return write_some(to); });
     } catch (const std::bad_alloc&) {
-      // Memory ran out in the middle of a step: for example, a header was read, but there is no buffer for its payload. So end
-      // both the link to this peer and the link from it.
+      // We ran out of memory in the middle of a step: for example, a header was read, but no buffer could be allocated for its
+      // payload. So end both the link to this peer and the link from it.
       const Ending ending{"MemoryError", "out of memory"};
-      end_stream(outgoing_[peer].stream);
-      end_outgoing(peer, ending);
-      end_stream(incoming_[peer].stream);
-      end_incoming(peer, ending);
+      end(to, ending);
+      end(from, ending);
       moved = true;
     }
   }
   return moved;
+}
+
+// Calls `step`, which moves bytes over a link, and returns its result. If the link ends or the peer violates its protocol, ends
+// the transfers of the link and returns true.
+template <typename Step>
+bool Mailbox::step(Link& link, const Step& step) {
+  try {
+    return step();
+  } catch (const Stream::Broken& broken) {
+    end(link, {"PeerLost", broken.why});
+  } catch (const Ending& ending) {
+    end(link, ending);
+  }
+  return true;
 }
 
 // --- sending: links to peers ---
@@ -451,8 +424,15 @@ Envelope Mailbox::envelope(Kind kind, uint64_t id) const {
   return envelope;
 }
 
-bool Mailbox::write_some(int peer) {
-  Outgoing& link = outgoing_[peer];
+Envelope Mailbox::header_of(const Transfer& send, Kind kind) const {
+  Envelope header = envelope(kind, send.id_);
+  header.tag = send.tag;
+  header.dtype = send.dtype;
+  header.count = send.bytes / size_of(send.dtype);
+  return header;
+}
+
+bool Mailbox::write_some(Outgoing& link) {
   if (!link.writes()) return false;
   if (!link.current) {
     link.current = std::move(link.queue.front());
@@ -462,14 +442,11 @@ bool Mailbox::write_some(int peer) {
     link.kind = send.cleared_ ? Kind::data : whole ? Kind::whole : Kind::announce;
     if (!send.cleared_) send.id_ = ++link.last_id;
     send.begun_ = true;
-    Envelope header = envelope(link.kind, send.id_);
-    header.tag = send.tag;
-    header.dtype = send.dtype;
-    header.count = send.bytes / size_of(send.dtype);
+    const Envelope header = header_of(send, link.kind);
     const auto* bytes = reinterpret_cast<const char*>(&header);
     link.head.assign(bytes, bytes + sizeof header);
     if (link.kind == Kind::whole) {
-      link.head.insert(link.head.end(), send.data_, send.data_ + send.bytes);
+      link.head.insert(link.head.end(), send.at(0), send.at(send.bytes));
       link.credit -= cost(send.bytes);
     }
     link.head_sent = link.payload_sent = 0;
@@ -477,17 +454,12 @@ bool Mailbox::write_some(int peer) {
   const Transfer& send = *link.current;
   const size_t payload = link.kind == Kind::data ? send.bytes : 0;
   size_t moved = 0;
-  try {
-    if (link.head_sent < link.head.size()) {
-      moved = link.stream->send(link.head.data() + link.head_sent, link.head.size() - link.head_sent);
-      link.head_sent += moved;
-    } else {
-      moved = link.stream->send(send.data_ + link.payload_sent, std::min(payload - link.payload_sent, piece_bytes));
-      link.payload_sent += moved;
-    }
-  } catch (const Stream::Broken& broken) {
-    end_outgoing(peer, {"PeerLost", broken.why});
-    return true;
+  if (link.head_sent < link.head.size()) {
+    moved = link.stream->send(link.head.data() + link.head_sent, link.head.size() - link.head_sent);
+    link.head_sent += moved;
+  } else {
+    moved = link.stream->send(send.at(link.payload_sent), std::min(payload - link.payload_sent, piece_bytes));
+    link.payload_sent += moved;
   }
   if (link.head_sent < link.head.size() || link.payload_sent < payload) return moved > 0;
   const Shared written = std::exchange(link.current, nullptr);
@@ -496,39 +468,27 @@ bool Mailbox::write_some(int peer) {
   return true;
 }
 
-bool Mailbox::read_returns(int peer) {
-  Outgoing& link = outgoing_[peer];
+bool Mailbox::read_returns(Outgoing& link) {
   bool moved = false;
-  while (link.reads()) {
-    try {
-      const size_t got =
-          link.stream->receive(reinterpret_cast<char*>(&link.inbox) + link.inbox_got, sizeof link.inbox - link.inbox_got);
-      if (got == 0) return moved;
-      link.inbox_got += got;
-      moved = true;
-    } catch (const Stream::Broken& broken) {
-      end_outgoing(peer, {"PeerLost", broken.why});
-      return true;
-    }
-    if (link.inbox_got == sizeof link.inbox) take_return(peer);
+  while (link.reads() && link.stream->receive_more(link.inbox, link.inbox_got)) {
+    moved = true;
+    if (link.inbox_got == sizeof link.inbox) take_return(link);
   }
   return moved;
 }
 
-void Mailbox::take_return(int peer) {
-  Outgoing& link = outgoing_[peer];
+void Mailbox::take_return(Outgoing& link) {
   const Envelope& back = link.inbox;
   link.inbox_got = 0;
   const auto announced = link.waiting.find(back.id);
-  if (valid(back, peer) && back.kind == Kind::clear && announced != link.waiting.end()) {
+  if (valid(back, link.peer) && back.kind == Kind::clear && announced != link.waiting.end()) {
     announced->second->cleared_ = true;
     link.queue.push_back(std::move(announced->second));
     link.waiting.erase(announced);
-  } else if (valid(back, peer) && back.kind == Kind::credit && back.count <= eager_window - link.credit) {
+  } else if (valid(back, link.peer) && back.kind == Kind::credit && back.count <= eager_window - link.credit) {
     link.credit += back.count;
   } else {
-    end_stream(link.stream);
-    end_outgoing(peer, {"Error", "it sent a header that is none; the link cannot be trusted any more"});
+    throw Ending{"Error", "it sent a header that is none; the link cannot be trusted any more"};
   }
 }
 
@@ -540,84 +500,65 @@ bool Mailbox::valid(const Envelope& envelope, int peer) const {
          envelope.count <= std::numeric_limits<size_t>::max() / size_of(envelope.dtype);
 }
 
-bool Mailbox::read_some(int peer) {
-  Incoming& link = incoming_[peer];
+bool Mailbox::read_some(Incoming& link) {
   bool moved = false;
   size_t left = piece_bytes;
   for (int messages = 0; left > 0 && messages < messages_a_turn && reads(link);) {
-    try {
-      size_t got = 0;
-      if (link.inbox_got < sizeof link.inbox) {
-        got = link.stream->receive(reinterpret_cast<char*>(&link.inbox) + link.inbox_got, sizeof link.inbox - link.inbox_got);
-        link.inbox_got += got;
-      } else {
-        char* to = link.current ? link.current->data_ : link.kept.data();
-        got = link.stream->receive(to + link.payload_got, std::min(payload_bytes(link.inbox) - link.payload_got, left));
-        link.payload_got += got;
-        left -= got;
-        if (link.payload_got == payload_bytes(link.inbox)) deliver(peer);
-      }
+    if (link.inbox_got < sizeof link.inbox) {
+      if (!link.stream->receive_more(link.inbox, link.inbox_got)) return moved;
+    } else {
+      char* to = link.current ? link.current->at(link.payload_got) : link.kept.data() + link.payload_got;
+      const size_t got = link.stream->receive(to, std::min(payload_bytes(link.inbox) - link.payload_got, left));
       if (got == 0) return moved;
-      moved = true;
-    } catch (const Stream::Broken& broken) {
-      end_incoming(peer, {"PeerLost", broken.why});
-      return true;
+      link.payload_got += got;
+      left -= got;
+      if (link.payload_got == payload_bytes(link.inbox)) deliver(link);
     }
+    moved = true;
     if (link.inbox_got == sizeof link.inbox && link.payload_got == 0) {
       messages++;
-      if (!open(peer)) return true;
+      open(link);
     }
   }
   return moved;
 }
 
-// Called when a header is complete. Decides where the payload of the message goes. If the header is invalid, ends the link and
-// returns false.
-bool Mailbox::open(int peer) {
-  Incoming& link = incoming_[peer];
+// Decides where the payload of a message goes. Called when the header is complete.
+void Mailbox::open(Incoming& link) {
   const Envelope& header = link.inbox;
-  bool good = valid(header, peer);
-  const size_t bytes = good ? payload_bytes(header) : 0;
-  if (good && header.kind == Kind::data) {
-    const auto cleared = link.cleared.find(header.id);
-    good = cleared != link.cleared.end();
-    if (good) {
-      link.current = std::move(cleared->second);
-      link.cleared.erase(cleared);
-      good = link.current->matched_tag_ == header.tag && link.current->dtype == header.dtype && link.current->bytes == bytes;
-    }
-  } else if (good) {
+  const auto require = [&](bool good) {
+    if (!good)
+      throw Ending{"Error", "it sent a header that is none (wire " + std::to_string(header.wire) + ", epoch " +
+                                std::to_string(header.epoch) + "); the link cannot be trusted any more"};
+  };
+  require(valid(header, link.peer));
+  const size_t bytes = payload_bytes(header);
+  if (header.kind == Kind::data) {
+    const auto cleared = link.waiting.extract(header.id);
+    require(!cleared.empty());
+    link.current = cleared.mapped();
+    require(link.current->matched_tag_ == header.tag && link.current->dtype == header.dtype && link.current->bytes == bytes);
+  } else {
     const bool whole = header.kind == Kind::whole;
-    good = (whole || header.kind == Kind::announce) && header.id == ++link.last_id &&
-           (!whole || (bytes <= eager_bytes && cost(bytes) <= eager_window - link.uncredited));
-    if (good) {
-      const Shared recv = match(peer, header);
-      if (whole) {
-        link.uncredited += cost(bytes);
-        link.current = recv;
-        if (recv) recv->begun_ = true;
-        else link.kept.resize(bytes);
-      } else {
-        link.inbox_got = 0;
-        if (recv) clear_to_send(peer, recv, header.id);
-        else keep(peer, header, {});
-        return true;
-      }
+    require((whole || header.kind == Kind::announce) && header.id == ++link.last_id);
+    require(!whole || (bytes <= eager_bytes && cost(bytes) <= eager_window - link.uncredited));
+    const Shared recv = match(link, header);
+    if (!whole) {
+      link.inbox_got = 0;
+      if (recv) clear_to_send(link, recv, header.id);
+      else keep(link, header, {});
+      return;
     }
+    link.uncredited += cost(bytes);
+    link.current = recv;
+    if (recv) recv->begun_ = true;
+    else link.kept.resize(bytes);
   }
-  if (!good) {
-    end_stream(link.stream);
-    end_incoming(peer, {"Error", "it sent a header that is none (wire " + std::to_string(header.wire) + ", epoch " +
-                                     std::to_string(header.epoch) + "); the link cannot be trusted any more"});
-    return false;
-  }
-  if (bytes == 0) deliver(peer);
-  return true;
+  if (bytes == 0) deliver(link);
 }
 
-// Called when a payload is complete. Ends the recv of the message, or keeps the message if there is no recv for it.
-void Mailbox::deliver(int peer) {
-  Incoming& link = incoming_[peer];
+// Completes the recv of a message, or keeps the message if there is no recv for it. Called when the payload is complete.
+void Mailbox::deliver(Incoming& link) {
   link.inbox_got = link.payload_got = 0;
   const size_t bytes = payload_bytes(link.inbox);
   Shared recv = std::exchange(link.current, nullptr);
@@ -625,38 +566,34 @@ void Mailbox::deliver(int peer) {
   link.kept.clear();
   if (!recv) {
     // A matching recv may have been posted while the payload was read.
-    recv = match(peer, link.inbox);
-    if (!recv) {
-      keep(peer, link.inbox, std::move(kept));
-      return;
-    }
-    copy(recv->data_, kept.data(), bytes);
+    recv = match(link, link.inbox);
+    if (!recv) return keep(link, link.inbox, std::move(kept));
+    copy(recv->data, kept.data(), bytes);
   }
   if (link.inbox.kind == Kind::whole) give_back(link, cost(bytes));
   finish(recv);
 }
 
 // Returns the recv that was posted first among those that accept this source and tag, and removes it from the posted recvs.
-// Returns nullptr if there is no such recv. A recv that expects another type or size ends with Mismatch, and the next recv is
+// Returns nullptr if there is no such recv. If a recv expects another type or size, it fails with Mismatch, and the next recv is
 // tried.
-std::shared_ptr<Transfer> Mailbox::match(int peer, const Envelope& envelope) {
-  auto& from_peer = incoming_[peer].posted;
+std::shared_ptr<Transfer> Mailbox::match(Incoming& link, const Envelope& envelope) {
   const auto first_of = [&](std::deque<Shared>& posted) {
-    return std::find_if(posted.begin(), posted.end(), [&](const Shared& recv) { return takes(*recv, envelope.tag); });
+    return std::ranges::find_if(posted, [&](const Shared& recv) { return takes(*recv, envelope.tag); });
   };
   while (true) {
-    const auto own = first_of(from_peer), any = first_of(posted_for_any_);
-    const bool has_own = own != from_peer.end(), has_any = any != posted_for_any_.end();
+    const auto own = first_of(link.queue), any = first_of(posted_for_any_);
+    const bool has_own = own != link.queue.end(), has_any = any != posted_for_any_.end();
     if (!has_own && !has_any) return nullptr;
     const bool takes_own = has_own && (!has_any || (*own)->turn_ < (*any)->turn_);
     const Shared recv = std::move(takes_own ? *own : *any);
-    if (takes_own) from_peer.erase(own);
+    if (takes_own) link.queue.erase(own);
     else posted_for_any_.erase(any);
-    if (fits(recv, peer, envelope)) return recv;
+    if (fits(recv, link.peer, envelope)) return recv;
   }
 }
 
-// Matches the recv to the message if both have the same type and size. Otherwise ends the recv with Mismatch and returns false.
+// Matches the recv to the message if both have the same type and size. Otherwise, fails the recv with Mismatch and returns false.
 bool Mailbox::fits(const Shared& recv, int peer, const Envelope& envelope) {
   const uint64_t expected = recv->bytes / size_of(recv->dtype);
   if (recv->dtype == envelope.dtype && expected == envelope.count) {
@@ -673,19 +610,18 @@ bool Mailbox::fits(const Shared& recv, int peer, const Envelope& envelope) {
 }
 
 // Keeps the message until a recv takes it.
-void Mailbox::keep(int peer, const Envelope& envelope, std::vector<char> payload) {
-  incoming_[peer].unexpected.push_back({envelope, ++last_turn_, std::move(payload)});
+void Mailbox::keep(Incoming& link, const Envelope& envelope, std::vector<char> payload) {
+  link.unexpected.push_back({envelope, ++last_turn_, std::move(payload)});
 }
 
-void Mailbox::clear_to_send(int peer, const Shared& recv, uint64_t id) {
-  Incoming& link = incoming_[peer];
+void Mailbox::clear_to_send(Incoming& link, const Shared& recv, uint64_t id) {
   recv->begun_ = true;
-  link.cleared.emplace(id, recv);
+  link.waiting.emplace(id, recv);
   link.outbox.push_back(envelope(Kind::clear, id));
 }
 
 // Counts `bytes` bytes of matched messages. When the count reaches half of the eager window, returns this credit to the sender.
-// Returning credit more often would cost more headers.
+// Returning credit more often would take more headers.
 void Mailbox::give_back(Incoming& link, size_t bytes) {
   link.matched += bytes;
   if (link.matched < eager_window / 2) return;
@@ -695,18 +631,14 @@ void Mailbox::give_back(Incoming& link, size_t bytes) {
   link.uncredited -= std::exchange(link.matched, 0);
 }
 
-bool Mailbox::write_returns(int peer) {
-  Incoming& link = incoming_[peer];
+bool Mailbox::write_returns(Incoming& link) {
   bool moved = false;
   while (link.writes()) {
     try {
-      const auto* bytes = reinterpret_cast<const char*>(&link.outbox.front());
-      const size_t sent = link.stream->send(bytes + link.outbox_sent, sizeof(Envelope) - link.outbox_sent);
-      if (sent == 0) return moved;
-      link.outbox_sent += sent;
+      if (!link.stream->send_more(link.outbox.front(), link.outbox_sent)) return moved;
       moved = true;
     } catch (const Stream::Broken&) {
-      // The peer accepts no headers any more, but the data that it sent before can still be read, up to the end of the link.
+      // The peer no longer accepts headers, but the data that it has already sent can still be read, up to the end of the link.
       link.deaf = true;
       return true;
     }
@@ -724,60 +656,53 @@ void Mailbox::finish(const Shared& transfer, std::optional<Error> error) {
   finished_ = true;
 }
 
-// Called when the thread that waits for the transfer gives up. Ends the transfer. If the transfer has begun, also ends its link.
+// Ends a transfer, and also its link if the transfer has begun. Called when the thread that waits for the transfer gives up.
 void Mailbox::drop(const Shared& transfer, const Error& error) {
   if (transfer->done()) return;
   finish(transfer, error);
-  if (!transfer->begun_ && transfer->peer == any_source) {
-    std::erase(posted_for_any_, transfer);
-    return;
+  const int peer = transfer->matched_peer_;
+  if (transfer->begun_) {
+    end(link(transfer->sends, peer),
+        {"Aborted", std::string("an earlier ") + (transfer->sends ? "send" : "recv") + " was given up in the middle"});
+  } else {
+    std::erase(peer == any_source ? posted_for_any_ : link(transfer->sends, peer).queue, transfer);
   }
-  const int peer = transfer->matched_peer();
-  if (!transfer->begun_) {
-    std::erase(outgoing_[peer].queue, transfer);
-    std::erase(incoming_[peer].posted, transfer);
-    return;
-  }
-  const Ending ending{"Aborted",
-                      std::string("an earlier ") + (transfer->sends ? "send" : "recv") + " was given up in the middle"};
-  end_stream(transfer->sends ? outgoing_[peer].stream : incoming_[peer].stream);
-  if (transfer->sends) end_outgoing(peer, ending);
-  else end_incoming(peer, ending);
 }
 
-void Mailbox::end_outgoing(int peer, Ending ending) {
-  Outgoing& link = outgoing_[peer];
+// Ends a link and its transfers, so that both sides notice.
+void Mailbox::end(Link& link, Ending ending) {
+  if (link.stream) link.stream->shut_down();
   if (!link.ended) link.ended.emplace(std::move(ending));
-  const auto fail = [&](const Shared& send) { finish(send, lost(*send, peer, *link.ended)); };
+  const auto fail = [&](const Shared& transfer) { finish(transfer, lost(*transfer, link)); };
   if (link.current) fail(std::exchange(link.current, nullptr));
-  for (const auto& [id, send] : std::exchange(link.waiting, {})) fail(send);
-  for (const Shared& send : std::exchange(link.queue, {})) fail(send);
-}
-
-void Mailbox::end_incoming(int peer, Ending ending) {
-  Incoming& link = incoming_[peer];
-  if (!link.ended) link.ended.emplace(std::move(ending));
-  const auto fail = [&](const Shared& recv) { finish(recv, lost(*recv, peer, *link.ended)); };
-  if (link.current) fail(std::exchange(link.current, nullptr));
-  for (const auto& [id, recv] : std::exchange(link.cleared, {})) fail(recv);
-  for (const Shared& recv : std::exchange(link.posted, {})) fail(recv);
-  // If the peer is lost, a recv from any source may still get a message from another peer. If the link ended for another reason,
-  // a message for such a recv may be lost, so the recv fails.
-  if (link.ended->kind != "PeerLost")
+  for (const auto& [id, transfer] : std::exchange(link.waiting, {})) fail(transfer);
+  for (const Shared& transfer : std::exchange(link.queue, {})) fail(transfer);
+  // If the peer is lost, a recv from any source may still receive a message from another peer. If the link from a peer ended for
+  // another reason, a message for such a recv may have been lost, so the recv fails.
+  if (&link == &incoming_[link.peer] && link.ended->kind != "PeerLost")
     for (const Shared& recv : std::exchange(posted_for_any_, {})) fail(recv);
 }
 
-Error Mailbox::lost(const Transfer& transfer, int peer, const Ending& ending) const {
-  if (ending.kind == "Aborted") return {"Aborted", text(transfer) + ": " + ending.why};
-  const auto& stream = transfer.sends ? outgoing_[peer].stream : incoming_[peer].stream;
-  return {ending.kind,
-          text(transfer) + ": the link to " + (stream ? stream->peer() : named(peer)) + " ended: " + ending.why,
-          {ranks_[peer]}};
+// Ends all links and transfers, and wakes all waiting threads.
+void Mailbox::end_all(const Error& why) {
+  if (!shut_) shut_.emplace(why);
+  for (Outgoing& link : outgoing_) end(link, {"Aborted", shut_->what()});
+  for (Incoming& link : incoming_) end(link, {"Aborted", shut_->what()});
+  wake_driver();
+  changed_->notify_all();
 }
 
-std::string Mailbox::text(const Transfer& transfer) const {
-  return (transfer.sends ? "send to " : "recv from ") + (transfer.peer == any_source ? "any rank" : named(transfer.peer)) + ", " +
-         (transfer.tag == any_tag ? "any tag" : "tag " + std::to_string(transfer.tag));
+Error Mailbox::lost(const Transfer& transfer, const Link& link) const {
+  const auto& [kind, why] = *link.ended;
+  if (kind == "Aborted") return {"Aborted", text(transfer) + ": " + why};
+  return {kind,
+          text(transfer) + ": the link to " + (link.stream ? link.stream->peer() : named(link.peer)) + " ended: " + why,
+          {ranks_[link.peer]}};
+}
+
+std::string Mailbox::text(const Message& message) const {
+  return (message.sends ? "send to " : "recv from ") + (message.peer == any_source ? "any rank" : named(message.peer)) + ", " +
+         (message.tag == any_tag ? "any tag" : "tag " + std::to_string(message.tag));
 }
 
 }  // namespace mscomm

@@ -2,18 +2,18 @@
 //
 // A link carries messages from one rank to another. The receiver sends only two kinds of header back on the link: permission to
 // send a message's data, and credit. If a message has at most eager_bytes, and the sender has enough credit, the message is sent
-// whole. Any other message is announced first, and its data follows when a recv has been matched to it. So large messages use no
-// memory of the mailbox, and small messages use at most eager_window for each source. An announcement reaches the receiver even
-// if earlier messages still have no recv. So a program hangs only if it would also hang if every send waited for its recv. A send
-// of at most eager_bytes may return before its recv is called, but programs must not rely on that. A message from a rank to
-// itself is copied at once, either to a recv that waits for it or to a buffer of the mailbox.
+// whole. Any other message is announced first, and its data follows once a recv has been matched to it. So large messages use no
+// mailbox memory, and small messages use at most eager_window for each source. An announcement reaches the receiver even if
+// earlier messages still have no recv. So a program hangs only if it would also hang if every send waited for its recv. A send of
+// at most eager_bytes may return before its recv is called, but programs must not rely on that. A message from a rank to itself
+// is copied at once, either to a waiting recv or to a mailbox buffer.
 //
-// A recv may accept any source or any tag. The rules are those of MPI: a message goes to the first recv that accepts it, in the
-// order in which recvs were called. A recv takes the first message that it accepts, in the order in which messages arrived.
-// Messages from one source arrive in the order in which that source sent them.
+// A recv may accept any source or any tag. Matching follows the MPI rules: a message goes to the first recv that accepts it, in
+// the order in which the recvs were called. A recv takes the first message that it accepts, in the order in which the messages
+// arrived. Messages from one source arrive in the order in which that source sent them.
 //
-// The mailbox touches the caller's array only while it holds mutex_, and only until the transfer of that array has ended. So no
-// thread of this process touches the array after wait() has returned or thrown, or after shut_down() has returned.
+// The mailbox accesses the caller's array only while it holds mutex_, and only until the transfer of that array has completed. So
+// no thread of this process accesses the array after wait() has returned or thrown, or after shut_down() has returned.
 #pragma once
 
 #include <atomic>
@@ -40,25 +40,25 @@
 namespace mscomm {
 
 // A message of at most eager_bytes may be sent before its recv is called. On each link, at most eager_window bytes of such
-// messages (with their headers) may be without a recv at the same time.
+// messages (including their headers) may be waiting for a recv at any time.
 inline constexpr size_t eager_bytes = 16u << 10;
 inline constexpr size_t eager_window = 1u << 20;
 inline constexpr uint32_t envelope_magic = 0x5043534d;  // "MSCP" in memory
 
 inline constexpr int any_source = -1;
 inline constexpr int64_t any_tag = std::numeric_limits<int64_t>::min();
-// The highest tag that users may give. Higher tags are for the bytes of Python objects (see python/mscomm/objects.py). any_tag
-// does not match them.
+// The highest tag that users may pass. Higher tags are reserved for the bytes of Python objects (see python/mscomm/objects.py),
+// and any_tag does not match them.
 inline constexpr int64_t last_tag = std::numeric_limits<int32_t>::max();
 
 // The header of a message, or a header that the receiver sends back.
 struct Envelope {
   enum class Kind : uint8_t {
     whole,     // the payload follows
-    announce,  // the payload follows when the receiver has sent `clear` with this id
+    announce,  // the payload follows once the receiver has sent `clear` with this id
     data,      // the payload of an announced message follows
     clear,     // receiver to sender: a recv was matched to the message with this id
-    credit,    // receiver to sender: `count` bytes of whole messages were matched to recvs
+    credit,    // receiver to sender: `count` bytes of whole messages have been matched to recvs
   };
 
   uint32_t magic = envelope_magic;
@@ -69,36 +69,44 @@ struct Envelope {
   uint32_t source = 0;  // the rank that sends this header
   int64_t tag = 0;
   uint64_t count = 0;  // in elements; for credit, in bytes
-  uint64_t id = 0;     // the number of the message on its link, from 1
+  uint64_t id = 0;     // the number of the message on its link, counting from 1
 };
 static_assert(sizeof(Envelope) == 40);
 
-// One send or recv.
-class Transfer {
+// One send or recv. The memory at `data` is in use until the transfer of the message has completed. A send only reads it.
+struct Message {
+  bool sends;
+  int peer;     // a rank of the group, or any_source
+  int64_t tag;  // the tag of the message, or any_tag
+  Dtype dtype;
+  void* data;
+  size_t bytes;
+};
+
+// The message that a recv was matched to: its source (a rank of the group) and its tag.
+struct Matched {
+  int peer;
+  int64_t tag;
+};
+
+// A send or recv that the mailbox has started.
+class Transfer : public Message {
  public:
-  Transfer(bool sends, int peer, int64_t tag, Dtype dtype, char* data, size_t bytes)
-      : sends(sends), peer(peer), tag(tag), dtype(dtype), bytes(bytes), data_(data), matched_peer_(peer), matched_tag_(tag) {}
+  explicit Transfer(const Message& message) : Message(message), matched_peer_(message.peer), matched_tag_(message.tag) {}
 
-  // Whether the transfer has ended, with or without an error.
+  // Returns whether the transfer has completed, successfully or not.
   bool done() const { return done_.load(); }
-  // Call this only when the transfer has ended.
+  // Call this only after done() has returned true.
   const std::optional<Error>& error() const { return error_; }
-  // The rank of the peer. For a recv from any source, any_source until the recv is matched to a message.
-  int matched_peer() const { return matched_peer_.load(); }
-  // The tag of the message. Valid when the transfer has ended without an error.
-  int64_t matched_tag() const { return matched_tag_; }
-
-  const bool sends;
-  const int peer;     // a rank of the group, or any_source
-  const int64_t tag;  // the tag of the message, or any_tag
-  const Dtype dtype;
-  const size_t bytes;
+  // Valid once the transfer has completed without an error.
+  Matched matched() const { return {matched_peer_, matched_tag_}; }
 
  private:
   friend class Mailbox;
-  // The mailbox's mutex protects these:
-  char* const data_;
-  bool begun_ = false;  // the link may carry a part of this transfer, so dropping the transfer ends the link
+  char* at(size_t offset) const { return static_cast<char*>(data) + offset; }
+
+  // The mailbox's mutex protects `data` and the following members:
+  bool begun_ = false;  // part of this transfer may be on the link already, so dropping the transfer ends the link
   uint64_t id_ = 0;     // for a send that has begun: the number of the message on the link to the peer
   uint64_t turn_ = 0;   // for a recv: its place in the order in which recvs were posted
   std::atomic<int> matched_peer_;
@@ -110,96 +118,100 @@ class Transfer {
 
 class Mailbox {
  public:
-  // ranks: the group's ranks by their numbers in the job, for error messages.
+  // ranks: the job ranks of the group's ranks, for error messages.
   Mailbox(std::vector<int> ranks, int rank, uint32_t epoch);
   ~Mailbox();
   Mailbox(const Mailbox&) = delete;
   Mailbox& operator=(const Mailbox&) = delete;
 
-  // Any thread may call add_outgoing() and add_incoming(). The link to a peer must be added before the first send to the peer.
-  // The link from a peer may be added while a recv already waits for a message from the peer. When a link has ended and all its
-  // data has been read, its transfers fail. As long as the link from a peer does not exist, the watch of a recv must find out
-  // whether the peer is gone.
+  // Any thread may call add_outgoing() and add_incoming(). The link to a peer must be added before the first send to that peer.
+  // The link from a peer may be added while a recv is already waiting for a message from that peer. When a link has ended and all
+  // its data has been read, its transfers fail. As long as the link from a peer does not exist, it is up to the watch of a recv
+  // to detect that the peer is gone.
   void add_outgoing(int peer, Stream stream);
   void add_incoming(int peer, Stream stream);
 
-  // start_send() and start_recv() start a transfer and return without waiting. Several threads may call them at once. data must
-  // live until the transfer has ended. A message to this rank itself, or a message that has already come, is copied at once. All
-  // other bytes move later, in wait() or on the mailbox's own thread.
-  std::shared_ptr<Transfer> start_send(int peer, int64_t tag, Dtype dtype, const void* data, size_t bytes);
-  // A recv from any source does not end when peers close their links. So the watch of the recv must find out if no peer is left.
-  std::shared_ptr<Transfer> start_recv(int peer, int64_t tag, Dtype dtype, void* data, size_t bytes);
-  // Returns when the transfer has ended, or throws the transfer's error. If wait.look() throws, the transfer is dropped. If the
-  // transfer had begun by then, its link ends, too.
+  // Starts a send or a recv, and returns without waiting. Several threads may call this at once. A message to this rank itself,
+  // or a message that has already arrived, is copied at once. All other bytes move later, in wait() or on the mailbox's own
+  // thread. A recv from any source does not end when peers close their links, so it is up to the watch of the recv to detect that
+  // no peer is left.
+  std::shared_ptr<Transfer> start(const Message& message);
+  // Returns when the transfer has completed, or throws the transfer's error. If wait.look() throws, the transfer is dropped. If
+  // the transfer had begun by then, its link ends too.
   void wait(const std::shared_ptr<Transfer>& transfer, const Wait& wait);
-  // Whether the link from `peer` has ended and all its data has been read.
+  // Returns whether the link from `peer` has ended and all its data has been read.
   bool ended(int peer) const;
-  // Lets the mailbox's own thread wait for the transfer. When the transfer has ended, that thread calls `ended` with the
+  // Lets the mailbox's own thread wait for the transfer. When the transfer has completed, that thread calls `ended` with the
   // transfer's error, or with nullopt. The watch must not call Python, and must live until `ended` has returned.
   using Ended = std::function<void(const std::optional<Error>&)>;
   void detach(std::shared_ptr<Transfer> transfer, const Wait& wait, Ended ended);
 
   // Ends all links and transfers. Any thread may call this at any time. It calls no callback, and waits only for mutex_. No
-  // thread holds mutex_ for longer than it takes to copy one piece for each link, or a message to this rank itself.
+  // thread holds mutex_ for longer than it takes to copy one piece for each link, or one message to this rank itself.
   void shut_down();
-  // Ends all transfers. Then waits for at most timeout_s until the peers' kernels have received all bytes that were sent. Then
+  // Ends all transfers, waits for at most timeout_s until the peers' kernels have received all bytes that were sent, and then
   // closes the links.
   void close(double timeout_s);
-  // Called in a forked child. Closes the child's copies of the descriptors. Takes no lock.
+  // Closes the child's copies of the descriptors. Called in a forked child. Takes no lock.
   void close_descriptors();
+  // Describes the message for an error text, for example "recv from rank 3, tag 7".
+  std::string text(const Message& message) const;
 
  private:
   using Shared = std::shared_ptr<Transfer>;
+  // Why a link has ended. It is thrown when a peer violates the protocol of the link.
   struct Ending {
     std::string kind, why;
   };
-  struct Outgoing {
+  // What the links to peers and the links from peers have in common.
+  struct Link {
+    int peer = 0;
     std::optional<Stream> stream;
     std::optional<Ending> ended;
-    std::deque<Shared> queue;            // sends that have not begun, and announced sends whose data may be sent now
-    std::map<uint64_t, Shared> waiting;  // announced sends that are not cleared yet, by id
-    uint64_t last_id = 0;
+    uint64_t last_id = 0;  // the number of the last message that has begun
+    // On a link to a peer: sends that have not begun, and announced sends whose data may be sent now. On a link from a peer:
+    // recvs that have no message yet, in order.
+    std::deque<Shared> queue;
+    // Indexed by message number. On a link to a peer: announced sends that have not been cleared yet. On a link from a peer:
+    // recvs that have asked for the data of an announced message.
+    std::map<uint64_t, Shared> waiting;
+    Shared current;  // the transfer whose message is being written or read
+    // The header that is being read. On a link to a peer, this is a header that the receiver sends back.
+    Envelope inbox;
+    size_t inbox_got = 0;
+
+    bool alive() const { return stream && !ended; }
+  };
+  struct Outgoing : Link {
     size_t credit = eager_window;
     // The message that is being written:
-    Shared current;
     Envelope::Kind kind{};
     std::vector<char> head;  // the header, and also the payload if the message is sent whole
     size_t head_sent = 0;
     size_t payload_sent = 0;
-    // The header that the receiver is sending back:
-    Envelope inbox;
-    size_t inbox_got = 0;
 
-    bool writes() const { return stream && !ended && (current || !queue.empty()); }
-    bool reads() const { return stream && !ended && (writes() || !waiting.empty()); }
+    bool writes() const { return alive() && (current || !queue.empty()); }
+    bool reads() const { return alive() && (writes() || !waiting.empty()); }
   };
   struct Unexpected {
     Envelope envelope;
-    uint64_t turn;              // the place of the message in the order in which messages from all sources came
+    uint64_t turn;              // the place of the message in the order in which messages from all sources arrived
     std::vector<char> payload;  // empty if the message was only announced
   };
-  struct Incoming {
-    std::optional<Stream> stream;
-    std::optional<Ending> ended;
-    std::deque<Shared> posted;           // recvs that have no message yet, in order
-    std::deque<Unexpected> unexpected;   // messages that have no recv yet, in order
-    std::map<uint64_t, Shared> cleared;  // recvs that have asked for the data of an announced message, by the id of the message
-    uint64_t last_id = 0;
-    size_t uncredited = 0;  // bytes of whole messages that have come and for which no credit was returned yet
-    size_t matched = 0;     // how many of the uncredited bytes belong to messages that were matched to recvs
-    // The message that is being read:
-    Envelope inbox;
-    size_t inbox_got = 0;
-    Shared current;  // the recv that the payload is for; nullptr: the payload goes to `kept`
+  struct Incoming : Link {
+    std::deque<Unexpected> unexpected;  // messages that have no recv yet, in order
+    size_t uncredited = 0;              // bytes of whole messages that have arrived, without credit being returned yet
+    size_t matched = 0;                 // how many of the uncredited bytes belong to messages that have been matched to recvs
+    // The payload that is being read. It goes to `kept` if there is no `current`.
     std::vector<char> kept;
     size_t payload_got = 0;
     // The headers that are sent back:
     std::deque<Envelope> outbox;
     size_t outbox_sent = 0;
-    bool deaf = false;  // the peer accepts no data any more, but what it has sent can still be read
+    bool deaf = false;  // the peer no longer accepts data, but what it has sent can still be read
 
-    bool reads(bool for_any) const { return stream && !ended && (for_any || !posted.empty() || !cleared.empty() || current); }
-    bool writes() const { return stream && !ended && !deaf && !outbox.empty(); }
+    bool reads(bool for_any) const { return alive() && (for_any || !queue.empty() || !waiting.empty() || current); }
+    bool writes() const { return alive() && !deaf && !outbox.empty(); }
   };
   struct Detached {
     Shared transfer;
@@ -216,57 +228,65 @@ class Mailbox {
   std::vector<int> missing(const Transfer& transfer) const;
   void serve();
   void serve_detached();
-  void shut_down(const Error& why);
   void stop_thread();
 
+  void add_link(bool sends, int peer, Stream stream);
+  Link& link(bool sends, int peer);
+  void begin_send(const Shared& send);
+  void begin_recv(const Shared& recv);
+
   bool move_some();
-  bool write_some(int peer);
-  bool read_returns(int peer);
+  template <typename Step>
+  bool step(Link& link, const Step& step);
+  bool write_some(Outgoing& link);
+  bool read_returns(Outgoing& link);
   bool reads(const Incoming& link) const { return link.reads(!posted_for_any_.empty()); }
-  bool read_some(int peer);
-  bool write_returns(int peer);
-  void take_return(int peer);
-  bool open(int peer);
-  void deliver(int peer);
+  bool read_some(Incoming& link);
+  bool write_returns(Incoming& link);
+  void take_return(Outgoing& link);
+  void open(Incoming& link);
+  void deliver(Incoming& link);
   bool valid(const Envelope& envelope, int peer) const;
   Envelope envelope(Envelope::Kind kind, uint64_t id) const;
+  Envelope header_of(const Transfer& send, Envelope::Kind kind) const;
 
-  Shared match(int peer, const Envelope& envelope);
+  Shared match(Incoming& link, const Envelope& envelope);
   bool fits(const Shared& recv, int peer, const Envelope& envelope);
-  void keep(int peer, const Envelope& envelope, std::vector<char> payload);
-  void clear_to_send(int peer, const Shared& recv, uint64_t id);
+  void keep(Incoming& link, const Envelope& envelope, std::vector<char> payload);
+  void clear_to_send(Incoming& link, const Shared& recv, uint64_t id);
   void give_back(Incoming& link, size_t bytes);
 
   void finish(const Shared& transfer, std::optional<Error> error = {});
   void drop(const Shared& transfer, const Error& error);
-  void end_outgoing(int peer, Ending ending);
-  void end_incoming(int peer, Ending ending);
-  Error lost(const Transfer& transfer, int peer, const Ending& ending) const;
-  std::string text(const Transfer& transfer) const;
+  void end(Link& link, Ending ending);
+  void end_all(const Error& why);
+  Error lost(const Transfer& transfer, const Link& link) const;
   std::string named(int peer) const { return "rank " + std::to_string(ranks_[peer]); }
   void check_peer(int peer) const;
 
   const std::vector<int> ranks_;
   const int rank_;
   const uint32_t epoch_;
-  int wake_fd_;  // an eventfd that wakes the driver from poll(); -1: closed
+  int wake_fd_;  // an eventfd that wakes the driver from poll(); -1 when closed
 
   // mutex_ protects everything below. Threads hold it while bytes move, but not while they wait or run a callback.
   mutable std::mutex mutex_;
-  mutable std::atomic<int> entering_{0};                // how many threads wait for mutex_; the driver lets them go first
-  std::unique_ptr<std::condition_variable> changed_;    // notified when a transfer or the mailbox ends, or the driver leaves
-  std::unique_ptr<std::condition_variable> detaching_;  // wakes the idle thread_ for a new transfer, or when the mailbox ends
+  mutable std::atomic<int> entering_{0};  // how many threads are waiting for mutex_; the driver lets them go first
+  // changed_ is notified when a transfer completes, the mailbox ends, or the driver stops driving. detaching_ wakes the idle
+  // thread_ for a new transfer, or when the mailbox ends.
+  std::unique_ptr<std::condition_variable> changed_ = std::make_unique<std::condition_variable>();
+  std::unique_ptr<std::condition_variable> detaching_ = std::make_unique<std::condition_variable>();
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;     // by source; this rank's own entry has no stream
   std::deque<Shared> posted_for_any_;  // recvs from any source that have no message yet, in order
-  uint64_t last_turn_ = 0;             // the last number that was given as a turn to a posted recv or a kept message
-  int first_ = 0;                      // the peer whose links are served first; it changes each time, so that no peer starves
+  uint64_t last_turn_ = 0;             // the last turn number assigned to a posted recv or a kept message
+  int first_ = 0;                      // the peer whose links are served first; changes each time, so that no peer starves
   std::list<Detached> detached_;
-  bool driving_ = false;   // whether one of the waiting threads, called the driver, is in poll() for all of them
-  bool finished_ = false;  // whether a transfer has ended since changed_ was last notified
+  bool driving_ = false;   // whether one of the waiting threads, the driver, is polling for all of them
+  bool finished_ = false;  // whether a transfer has completed since changed_ was last notified
   bool stopping_ = false;
   std::optional<Error> shut_;
-  std::unique_ptr<std::thread> thread_;  // made by the first detach()
+  std::unique_ptr<std::thread> thread_;  // created by the first detach()
 };
 
 }  // namespace mscomm

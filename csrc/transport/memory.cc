@@ -9,7 +9,6 @@
 
 #include <cerrno>
 #include <fstream>
-#include <string>
 
 #include "base/error.h"
 #include "transport/own_tmpfs.h"
@@ -18,10 +17,10 @@ namespace mscomm {
 
 namespace {
 constexpr int size_seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-// MADV_POPULATE_WRITE from linux/mman.h of kernel 5.14; the headers of the build machine may be older.
+// MADV_POPULATE_WRITE from linux/mman.h of kernel 5.14. The build machine's headers may be older.
 constexpr int advise_populate_write = 23;
 
-// The kernel's setting for huge pages in memfds, such as "advise"; empty if it cannot be read.
+// Returns the kernel's setting for huge pages in memfds, such as "advise", or an empty string if it cannot be read.
 std::string shmem_enabled() {
   std::ifstream file("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
   std::string word;
@@ -36,9 +35,9 @@ struct Opened {
   std::string about;
 };
 
-// Opens a file in memory. If shmem_enabled is "never", which is the kernel's default, a memfd would have only small pages, so
-// this function first tries a tmpfs of our own. If shmem_enabled is "deny", an administrator wants no huge pages in any file in
-// memory, so this function opens a memfd with small pages.
+// Opens an in-memory file. If shmem_enabled is "never", which is the kernel's default, a memfd would have only small pages, so
+// this function first tries a tmpfs of our own. If shmem_enabled is "deny", the administrator has forbidden huge pages in all
+// in-memory files, so this function opens a memfd with small pages.
 Opened open_memory(const char* label, bool own_tmpfs) {
   const std::string enabled = shmem_enabled();
   const std::string setting = "shmem_enabled: " + (enabled.empty() ? "not known" : enabled);
@@ -54,8 +53,8 @@ Opened open_memory(const char* label, bool own_tmpfs) {
   return {fd, true, std::string("memfd, ") + (huge ? "huge" : "small") + " pages (" + setting + why + ")"};
 }
 
-// Whether fd is a file such as open_in_own_tmpfs() makes. The size of such a file cannot be sealed. We accept that, because only
-// ranks of this user have the descriptor, and these ranks could kill each other anyway.
+// Returns whether fd could be a file from open_in_own_tmpfs(). The size of such a file cannot be sealed. We accept that, because
+// only the current user's ranks have the descriptor, and these ranks could kill each other anyway.
 bool own_file_in_tmpfs(int fd, const struct stat& status) {
   struct statfs system{};
   return fstatfs(fd, &system) == 0 && system.f_type == TMPFS_MAGIC && status.st_nlink == 0 && status.st_uid == geteuid();
@@ -95,7 +94,7 @@ void populate(void* begin, size_t bytes) {
   const auto first = reinterpret_cast<uintptr_t>(begin) / page * page;
   const auto last = (reinterpret_cast<uintptr_t>(begin) + bytes + page - 1) / page * page;
   if (madvise(reinterpret_cast<void*>(first), last - first, advise_populate_write) == 0) return;
-  if (errno == EINVAL) return;  // Linux before 5.14 does not know the advice, and allocates pages when they are first touched
+  if (errno == EINVAL) return;  // Linux before 5.14 does not support this advice; it allocates pages when they are first touched
   throw Error("MemoryError", "shared memory: cannot have " + std::to_string(bytes) + " bytes: " + std::strerror(errno));
 }
 

@@ -1,4 +1,4 @@
-// Memory that processes of one host share. It is a file in memory that has no name in any file system. Each process maps the
+// Memory shared by the processes on one host. It is an in-memory file that has no name in any file system. Each process maps the
 // whole file.
 #pragma once
 
@@ -8,26 +8,26 @@
 
 namespace mscomm {
 
-// Makes shared memory of `bytes` bytes and returns its descriptor, which is close-on-exec. The memory is sparse: a page is
-// allocated when it is first touched. Normally the memory is a memfd that is sealed against shrinking and growing. It is a file
-// in a tmpfs of our own instead if own_tmpfs is true, the kernel's default denies huge pages to memfds, and the file can have
-// huge pages.
+// Creates shared memory of `bytes` bytes and returns its descriptor, which is close-on-exec. The memory is sparse: a page is
+// allocated when it is first touched. Normally the memory is a memfd that is sealed against shrinking and growing. Instead, it is
+// a file in a tmpfs of our own if own_tmpfs is true, the kernel's default setting denies huge pages to memfds, and the file can
+// have huge pages.
 int make_memory(const char* label, size_t bytes, bool own_tmpfs = true);
 
-// Says whether make_memory() would make a memfd or a file in a tmpfs of our own, and whether the memory would have huge pages. An
-// example is "memfd, huge pages (shmem_enabled: advise)".
+// Describes whether make_memory() would create a memfd or a file in a tmpfs of our own, and whether the memory would have huge
+// pages. Example: "memfd, huge pages (shmem_enabled: advise)".
 std::string describe_memory(bool own_tmpfs);
 
-// Checks a descriptor of shared memory that a peer sent, and returns the size of the memory. The descriptor must be one of two
-// things: a memfd that is sealed against shrinking, so that reading it cannot raise SIGBUS; or a nameless file of this user in a
-// tmpfs, which cannot be sealed. Throws if it is neither.
+// Checks a shared-memory descriptor that a peer sent, and returns the size of the memory. The descriptor must refer to one of two
+// things: a memfd that is sealed against shrinking, so that reading it cannot raise SIGBUS; or a nameless file of the current
+// user in a tmpfs, which cannot be sealed. Throws if it is neither.
 size_t check_memory(int fd);
 
-// Makes sure that the pages of [begin, begin + bytes) exist. Throws MemoryError if memory is short. Without populate(), a later
-// access would raise SIGBUS in that case.
+// Makes sure that the pages of [begin, begin + bytes) exist. Throws MemoryError if there is not enough memory. Without
+// populate(), a later access would raise SIGBUS in that case.
 void populate(void* begin, size_t bytes);
 
-// Sets whether the pages of [begin, begin + bytes) that do not exist yet will be huge pages, if the kernel can do that. Only
+// Sets whether those pages of [begin, begin + bytes) that do not exist yet will be huge pages, if the kernel supports this. Only
 // large arrays ask for huge pages, because a huge page for a few bytes would waste memory.
 void want_huge_pages(void* begin, size_t bytes, bool wanted);
 
@@ -41,8 +41,8 @@ class Mapping {
     std::swap(begin_, other.begin_), std::swap(bytes_, other.bytes_), std::swap(owned_, other.owned_);
     return *this;
   }
-  // A second Mapping of the same memory at the same address; this object still owns the memory. For tests in which the ranks are
-  // threads.
+  // Returns a second Mapping of the same memory at the same address; this object still owns the memory. For tests in which the
+  // ranks are threads.
   Mapping borrow() const { return Mapping(begin_, bytes_); }
 
   char* begin() const { return begin_; }

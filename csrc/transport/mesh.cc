@@ -1,22 +1,19 @@
 #include "transport/mesh.h"
 
 #include <poll.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 
 namespace mscomm {
 
 namespace {
-// At most this many bytes are moved over one link in one direction. Then the other direction and the other links are served.
+// At most this many bytes are moved over one link in one direction before the other direction and the other links are served.
 constexpr size_t at_once_bytes = 256 << 10;
-// At most this many bytes are sent to one peer in its turn. Then the next peer has its turn.
+// At most this many bytes are sent to a peer in its turn. Then it is the next peer's turn.
 constexpr size_t turn_bytes = 128 << 10;
-// How often to check that the peer whose turn it is has not stopped reading, while data for other peers waits for the end of that
-// turn.
+// While data for other peers waits for a turn to end, this is how often we check that the peer whose turn it is has not stopped
+// reading.
 constexpr int look_at_wire_ms = 5;
 }  // namespace
 
@@ -75,24 +72,22 @@ int Mesh::next() {
   return -1;
 }
 
-void Mesh::receive(std::span<const Piece> in, const Wait& wait) {
-  transfer(in, wait, [this] { return all_received(); });
-}
+void Mesh::receive(std::span<const Piece> in, const Wait& wait) { transfer(in, wait, false); }
 
 void Mesh::exchange(std::span<const Piece> out, std::span<const Piece> in, const Wait& wait) {
   send(out);
-  transfer(in, wait, [this] { return all_received() && all_sent(); });
+  transfer(in, wait, true);
 }
 
-template <typename Done>
-void Mesh::transfer(std::span<const Piece> in, const Wait& wait, const Done& done) {
+// Returns when all pieces of `in` have been received and, if `sends_all`, everything has been sent.
+void Mesh::transfer(std::span<const Piece> in, const Wait& wait, bool sends_all) {
   for (const Piece& piece : in) {
     Link& link = links_[piece.peer];
     link.receiving = true;
     link.receive_at = piece.data;
     link.receive_left = piece.bytes;
   }
-  while (!done()) {
+  while (!all_received() || (sends_all && !all_sent())) {
     // Call look() regularly even while bytes move. Call it before move_some(), so that it cannot throw when this transfer is
     // already complete.
     if (seconds_since(looked_) > longest_sleep_ms * 1e-3 || wait.watch.broken()) look(wait);
@@ -112,17 +107,13 @@ void Mesh::greet(Link& link, bool payload) {
   link.announced |= payload;
 }
 
-bool Mesh::all_sent() const {
-  return std::all_of(links_.begin(), links_.end(), [](const Link& link) { return link.sent(); });
-}
+bool Mesh::all_sent() const { return std::ranges::all_of(links_, &Link::sent); }
 
-bool Mesh::all_received() const {
-  return std::all_of(links_.begin(), links_.end(), [](const Link& link) { return link.received(); });
-}
+bool Mesh::all_received() const { return std::ranges::all_of(links_, &Link::received); }
 
 bool Mesh::move_some() {
   bool moved = false;
-  // Receive before we look at the error of a send: a peer that died mid-call often leaves its last bytes for us to read.
+  // Receive before looking at a send error: a peer that died mid-call often leaves its last bytes for us to read.
   for (int peer = 0; peer < size(); peer++) {
     Link& link = links_[peer];
     if (!link.stream || link.received()) continue;
@@ -167,15 +158,13 @@ bool Mesh::others_wait(int holder) const {
 bool Mesh::send_some(int peer) {
   Link& link = links_[peer];
   if (link.outbox.empty()) return send_piece(link) > 0;
-  const auto* bytes = reinterpret_cast<const char*>(&link.outbox.front());
   try {
-    const size_t moved = link.stream->send(bytes + link.outbox_sent, sizeof(Header) - link.outbox_sent);
-    link.outbox_sent += moved;
+    const bool moved = link.stream->send_more(link.outbox.front(), link.outbox_sent);
     if (link.outbox_sent == sizeof(Header)) link.outbox.pop_front(), link.outbox_sent = 0;
-    return moved > 0;
+    return moved;
   } catch (const Stream::Broken& broken) {
-    // If this rank has announced no data, the failure does not matter yet: the peer may have sent all that we wait for and
-    // exited, and its data can still be read.
+    // If this rank has not announced data, the failure does not matter yet: the peer may have sent everything that we are waiting
+    // for and then exited, and its data can still be read.
     if (link.announced) throw lost(peer, broken);
     link.outbox.clear();
     link.outbox_sent = 0;
@@ -206,10 +195,7 @@ bool Mesh::receive_some(int peer) {
       link.receive_left -= moved;
       return moved > 0;
     }
-    auto* bytes = reinterpret_cast<char*>(&link.inbox);
-    const size_t moved = link.stream->receive(bytes + link.inbox_got, sizeof(Header) - link.inbox_got);
-    link.inbox_got += moved;
-    return moved > 0 && (link.inbox_got < sizeof(Header) || compare_inbox(peer));
+    return link.stream->receive_more(link.inbox, link.inbox_got) && (link.inbox_got < sizeof(Header) || compare_inbox(peer));
   } catch (const Stream::Broken& broken) {
     link.ended = broken;
     return false;
@@ -229,8 +215,8 @@ bool Mesh::compare_inbox(int peer) {
     if (theirs != mine_) throw Differs{{{rank_, mine_}, {peer, theirs}}};
     link.due = header.payload;
   } else {
-    // This is the header of an earlier call, which this rank has already ended without waiting for the header. Not to wait was
-    // right only if the header announces no data, and equals our own call with that number. Otherwise the peer made another call.
+    // This is the header of an earlier call, which this rank completed without waiting for the header. That was correct only if
+    // the header announces no data and equals our own call with that number. Otherwise, the peer made a different call.
     const auto ours = recorded_(theirs.number);
     if (header.payload || (ours && *ours != theirs)) throw Differs{{{rank_, ours.value_or(mine_)}, {peer, theirs}}};
   }
@@ -265,8 +251,9 @@ void Mesh::poll_links(const Wait& wait) {
   const bool looks_at_wire = others_ == Others::wait;
   const int ready = poll(polled.data(), polled.size(), looks_at_wire ? look_at_wire_ms : longest_sleep_ms);
   if (ready == 0 && looks_at_wire) return;
-  // No data came, so tell the peers whose data is missing which call this rank is in. Do not tell them earlier: a peer may have
-  // sent its part and exited. If we then send anything to it, our kernel drops the data from it that we have not received yet.
+  // No data has arrived, so tell the peers whose data is missing which call this rank is in. Do not tell them earlier: a peer may
+  // have sent its part and exited. If we then send anything to that peer, our kernel discards whatever we have not yet received
+  // from it.
   for (Link& link : links_)
     if (ready == 0 && link.stream && !link.greeted && !link.received()) greet(link, false);
   if (ready <= 0) look(wait);
@@ -276,8 +263,8 @@ void Mesh::poll_links(const Wait& wait) {
 
 std::vector<int> Mesh::missing() const {
   std::vector<int> ranks;
-  // If data from peers is missing, name only these peers. A peer that accepts no data may be waiting for the same peers as we
-  // are.
+  // If data from some peers is missing, return only those peers. A peer that accepts no data may be waiting for the same peers as
+  // we are.
   const bool coming = !all_received();
   for (int peer = 0; peer < size(); peer++) {
     const Link& link = links_[peer];
@@ -296,14 +283,12 @@ void Mesh::shut_down() const {
 }
 
 void Mesh::close(double timeout_s) {
-  const Deadline deadline(timeout_s);
-  for (const Link& link : links_)
-    if (link.stream) ::shutdown(link.stream->fd(), SHUT_WR);
+  std::vector<Stream> streams;
   for (Link& link : links_) {
-    if (!link.stream) continue;
-    link.stream->deliver(deadline);
+    if (link.stream) streams.push_back(std::move(*link.stream));
     link.stream.reset();
   }
+  deliver_all(std::move(streams), timeout_s);
 }
 
 void Mesh::close_descriptors() {

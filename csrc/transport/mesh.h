@@ -28,8 +28,8 @@ struct Piece {
 
 class Mesh {
  public:
-  // ranks: the group's ranks by their numbers in the job, for error messages. links: the links to the other ranks, indexed by
-  // rank in the group. recorded: returns this rank's own call with the given number, if it is still recorded.
+  // ranks: the job ranks of the group's ranks, for error messages. links: the links to the other ranks, indexed by rank in the
+  // group. recorded: returns this rank's own call with the given number, if it is still recorded.
   using Recorded = std::function<std::optional<Signature>(uint64_t number)>;
   Mesh(std::vector<int> ranks, int rank, uint32_t epoch, std::vector<std::optional<Stream>> links, Recorded recorded);
 
@@ -38,32 +38,32 @@ class Mesh {
 
   // Starts a call. Compares `mine` with the headers that peers have already sent. Does not wait.
   void begin(const Signature& mine);
-  // Queues the pieces, which are then sent in later calls of receive(), exchange() and progress(). The peers take turns, so that
-  // only one stream at a time uses the wire. When a peer has its turn, this rank sends it a part of its piece. If that peer does
-  // not read, the wire is free, so data is sent to the other peers as well. The data of a piece must stay unchanged until the
-  // next exchange() has returned, or until this rank has received data that the peer sends only after it has received the piece.
+  // Queues the pieces, which later calls to receive(), exchange() and progress() then send. The peers take turns, so that only
+  // one stream at a time uses the wire. When it is a peer's turn, this rank sends it a part of its piece. If that peer does not
+  // read, the wire is free, so data is sent to the other peers as well. The data of a piece must stay unchanged until the next
+  // exchange() has returned, or until this rank has received data that the peer sends only after it has received the piece.
   void send(std::span<const Piece> out);
-  // Receives all pieces, in any order. `in` has at most one piece from each peer. If no data comes for a while, receive() tells
+  // Receives all pieces, in any order. `in` has at most one piece from each peer. If no data arrives for a while, receive() tells
   // the peers whose pieces are missing which call this rank is in.
   void receive(std::span<const Piece> in, const Wait& wait);
   // Sends and receives at the same time. Returns when all pieces of `in` have been received, and all pieces of `out` and all
   // earlier queued pieces have been sent.
   void exchange(std::span<const Piece> out, std::span<const Piece> in, const Wait& wait);
-  // Compares the headers that peers have sent since begin() with this rank's own calls. Does not wait.
+  // Compares this rank's own calls with the headers that peers have sent since begin(). Does not wait.
   void last_look();
   // Sends as much of the queued data as possible without waiting.
   void progress();
-  // Whether everything that was ever queued has been sent.
+  // Returns whether everything that was ever queued has been sent.
   bool all_sent() const;
-  // The peers that this rank waits for.
+  // Returns the peers that this rank is waiting for.
   std::vector<int> missing() const;
 
   // Ends all links at once, so that both sides stop waiting. Any thread may call this.
   void shut_down() const;
-  // Waits for at most timeout_s until the peers' kernels have received all bytes that were sent. Then ends all links.
+  // Waits for at most timeout_s until the peers' kernels have received all bytes that were sent, and then ends all links.
   void close(double timeout_s);
-  // Called in a forked child. Closes the child's copies of the sockets. If these stayed open, the peers would not notice when the
-  // parent ends.
+  // Closes the child's copies of the sockets. Called in a forked child. If these copies stayed open, the peers would not notice
+  // when the parent exits.
   void close_descriptors();
 
  private:
@@ -73,14 +73,14 @@ class Mesh {
   };
   struct Link {
     std::optional<Stream> stream;
-    // Set when the link has ended. This is a failure only if we wait for data from this peer.
+    // Set when the link has ended. This is a failure only if we are waiting for data from this peer.
     std::optional<Stream::Broken> ended;
 
-    bool greeted = false;    // whether the peer was told which call we are in
-    bool announced = false;  // whether the peer was also told that data follows
+    bool greeted = false;    // whether we have told the peer which call we are in
+    bool announced = false;  // whether we have also told the peer that data follows
     std::deque<Header> outbox;
     size_t outbox_sent = 0;    // bytes of outbox.front() that were sent
-    std::deque<Queued> queue;  // pieces to send after the outbox; a part of the first one may be sent already
+    std::deque<Queued> queue;  // pieces to send after the outbox; a part of the first one may have been sent already
 
     Header inbox;
     size_t inbox_got = 0;  // bytes of inbox that were received
@@ -94,15 +94,14 @@ class Mesh {
     bool listens() const { return stream && !ended && inbox_got < sizeof(Header) && (!due || receive_left > 0); }
   };
 
-  template <typename Done>
-  void transfer(std::span<const Piece> in, const Wait& wait, const Done& done);
+  void transfer(std::span<const Piece> in, const Wait& wait, bool sends_all);
   void greet(Link& link, bool payload);
-  // Returns the peer whose turn it is; -1 if no piece is queued.
+  // Returns the peer whose turn it is, or -1 if no piece is queued.
   int next();
   bool send_some(int peer);
   size_t send_piece(Link& link);
   bool receive_some(int peer);
-  // Compares the complete header in the inbox of the link to `peer` with our own calls. Returns false if the peer is in a later
+  // Compares our own calls with the complete header in the inbox of the link to `peer`. Returns false if the peer is in a later
   // call. The header then stays in the inbox until this rank begins that call.
   bool compare_inbox(int peer);
   bool move_some();
@@ -120,16 +119,16 @@ class Mesh {
   Recorded recorded_;
   Signature mine_;
   // When look() was last called, or when the current call began if that was later. A call may have many short exchanges, so this
-  // is kept from one exchange to the next.
+  // time is kept from one exchange to the next.
   Clock::time_point looked_;
-  // The queue of turns. Each entry has a peer and the number of one turn of that peer. The piece of a turn may have been sent
+  // The queue of turns. Each entry holds a peer and the number of one of its turns. The piece for a turn may have been sent
   // already.
   std::deque<std::pair<int, uint64_t>> turns_;
   uint64_t last_turn_ = 0;
   // When bytes were last sent to the peer whose turn it was. Also set when pieces are queued while no others are queued.
   Clock::time_point turn_moved_;
-  // What happens to pieces for other peers if the peer that has its turn accepts no data. wait: these pieces stay queued. go:
-  // these pieces are sent anyway. none: there are no such pieces, or the peer that has its turn accepts data.
+  // What happens to pieces for other peers if the peer whose turn it is accepts no data. wait: these pieces stay queued. go:
+  // these pieces are sent anyway. none: there are no such pieces, or the peer whose turn it is accepts data.
   enum class Others { none, wait, go } others_ = Others::none;
 };
 

@@ -17,8 +17,8 @@ namespace mscomm {
 
 namespace {
 
-// These numbers are from linux/mount.h and the system call table of kernel 5.2. They are the same on all architectures. They are
-// repeated here because the headers of the build machine may be older.
+// These numbers are from linux/mount.h and the system call table of kernel 5.2, and are the same on all architectures. They are
+// repeated here because the build machine's headers may be older.
 constexpr long sys_fsopen = 430, sys_fsconfig = 431, sys_fsmount = 432;
 constexpr int fsopen_cloexec = 1, fsmount_cloexec = 1;
 constexpr int set_string = 1, create = 6;
@@ -32,11 +32,11 @@ constexpr bool may_share_memory_with_a_child = false;
 constexpr bool may_share_memory_with_a_child = true;
 #endif
 
-// The task of making the file: its input and its result. A child process may do the task. The child shares our memory and our
+// The input and the result of creating the file. A child process may do this task. The child shares our memory and our
 // descriptors, but it must not allocate memory or throw.
 struct Task {
   const char* label;
-  std::array<char, 32> users{}, groups{};  // id mappings: "0 1000 1" makes root in the namespace user 1000 outside
+  std::array<char, 32> users{}, groups{};  // id mappings: "0 1000 1" maps root in the namespace to user 1000 outside
   int fd = -1;
   const char* failed = nullptr;  // the first step that failed
   int error = 0;
@@ -77,7 +77,7 @@ bool write_file(const char* path, const char* text) {
   return written;
 }
 
-// The main function of the child: makes the child root in its user namespace, and makes the file. See "Defining user and group ID
+// The child's main function. Makes the child root in its user namespace, and creates the file. See "Defining user and group ID
 // mappings" in user_namespaces(7).
 int in_namespace(void* argument) {
   Task& task = *static_cast<Task*>(argument);
@@ -88,8 +88,8 @@ int in_namespace(void* argument) {
   return 0;
 }
 
-// Only a process with one thread can enter a user namespace, so a short-lived child makes the file for us. The child shares our
-// memory and our table of descriptors. No fork handler runs, no page table is copied, and no SIGCHLD is sent.
+// Creates the file in a short-lived child, because only a single-threaded process can enter a user namespace. The child shares
+// our memory and our descriptor table. No fork handler runs, no page table is copied, and no SIGCHLD is sent.
 void make_file_in_namespace(Task& task) {
   std::snprintf(task.users.data(), task.users.size(), "0 %u 1", geteuid());
   std::snprintf(task.groups.data(), task.groups.size(), "0 %u 1", getegid());

@@ -1,4 +1,4 @@
-// Makes a file in a tmpfs that belongs to this process and is mounted nowhere. The file can have huge pages even if memfds
+// Creates a file in a tmpfs that belongs to this process and is not mounted anywhere. The file can have huge pages even if memfds
 // cannot.
 #pragma once
 
@@ -7,9 +7,9 @@
 namespace mscomm {
 
 // Opens a nameless, empty file and returns its descriptor, which is close-on-exec. With MADV_HUGEPAGE, mappings of the file get
-// huge pages even if shmem_enabled is "never", which denies them to memfds. This needs Linux 5.2, and also CAP_SYS_ADMIN or the
-// right to make a user namespace. If the file cannot be made, returns -1, and `why` says what the kernel refused. label: the name
-// of the file in /proc/self/maps.
+// huge pages even if shmem_enabled is "never", which denies them to memfds. This needs Linux 5.2, and either CAP_SYS_ADMIN or
+// permission to create a user namespace. If the file cannot be created, returns -1 and sets `why` to what the kernel refused.
+// label: the name of the file in /proc/self/maps.
 int open_in_own_tmpfs(const char* label, std::string& why);
 
 }  // namespace mscomm

@@ -12,8 +12,9 @@ constexpr std::chrono::microseconds look_every{50}, part_every{1000};
 
 }  // namespace
 
-// If two ranks wait on one CPU, the kernel separates them only after milliseconds, and even later if they yield to each other
-// (see docs/performance.md). So the rank with the higher number moves: for a moment it forbids its own thread to run on that CPU.
+// If two ranks are waiting on the same CPU, the kernel takes milliseconds to separate them, and even longer if they yield to each
+// other (see docs/performance.md). So the rank with the higher number moves: it briefly removes that CPU from its own thread's
+// affinity mask.
 void Parting::waits_awake(uint64_t round) {
   constexpr uint64_t cpu_bits = 16, recent_rounds = 2;
   const int cpu = sched_getcpu();
@@ -32,7 +33,7 @@ void Parting::waits_awake(uint64_t round) {
   elsewhere = allowed;
   CPU_CLR(cpu, &elsewhere);
   if (CPU_COUNT(&elsewhere) == 0 || sched_setaffinity(0, sizeof elsewhere, &elsewhere) < 0) return;
-  // Allow all CPUs again. If the cpuset has shrunk meanwhile, the kernel allows the CPUs that are left.
+  // Allow all CPUs again. If the cpuset has shrunk in the meantime, the kernel allows the remaining CPUs.
   sched_setaffinity(0, sizeof allowed, &allowed);
   parted_ = now;
   number_++;

@@ -1,4 +1,4 @@
-// If two ranks wait on the same CPU, the one with the higher number moves to another CPU.
+// If two ranks are waiting on the same CPU, the one with the higher number moves to another CPU.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +12,11 @@ class Parting {
  public:
   Parting(const Control& control, int rank) : control_(control), rank_(rank) {}
 
-  // Call this when this rank has polled in vain in the given round. If a lower rank waits on the same CPU, this rank moves to
-  // another one.
+  // Moves this rank to another CPU if a lower rank is waiting on the same CPU. Call this when this rank has polled in vain in the
+  // given round.
   void waits_awake(uint64_t round);
   void sleeps() const { control_.slot(rank_).place.store(0, std::memory_order_relaxed); }
-  // How often this rank has left a CPU.
+  // Returns how often this rank has left a CPU.
   uint64_t number() const { return number_; }
 
  private:

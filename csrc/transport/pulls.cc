@@ -13,8 +13,8 @@ namespace mscomm {
 
 namespace {
 
-// Reads memory of another process. Like read(), returns the number of bytes read, which may be less than `bytes`, or -1 with
-// errno set.
+// Reads another process's memory. Like read(), returns the number of bytes read, which may be less than `bytes`, or returns -1
+// and sets errno.
 ssize_t read_process(pid_t process, uint64_t address, void* to, size_t bytes) {
   const iovec here{to, bytes}, there{reinterpret_cast<void*>(address), bytes};
   return process_vm_readv(process, &here, 1, &there, 1, 0);
@@ -42,8 +42,8 @@ bool Pulls::possible(Gate& gate, const Wait& wait) {
   return all;
 }
 
-// Whether this rank can read the token in the memory of the given rank's process. If that rank is in another pid namespace, its
-// process id may mean another process here. Then the token does not match.
+// Returns whether this rank can read the token in the memory of the given rank's process. If that rank is in another pid
+// namespace, its process id may refer to a different process here. Then the token does not match.
 bool Pulls::reads_token_of(int rank) const {
   const Control::Slot& other = control_.slot(rank);
   uint64_t token = 0;
@@ -51,7 +51,7 @@ bool Pulls::reads_token_of(int rank) const {
 }
 
 void Pulls::offer(const Call& call, Pulled pulled, Post& post) {
-  if (pulled != Pulled::nothing) post.x_address = readable(call.x, call.x_bytes, x_);
+  post.x_address = readable(call.x, call.x_bytes, x_);
   if (pulled == Pulled::x_and_out) post.out_address = readable(call.out, call.out_bytes, out_);
 }
 

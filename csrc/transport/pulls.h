@@ -13,26 +13,26 @@
 
 namespace mscomm {
 
-// Which arrays of a call the peers may read directly in this rank's process. This concerns only arrays in private memory.
+// Which arrays of a call the peers may read directly from this rank's process. This applies only to arrays in private memory.
 enum class Pulled { nothing, x, x_and_out };
 
 class Pulls {
  public:
-  // ranks: the arena's ranks, by their numbers in the job.
+  // ranks: the job ranks of the arena's ranks.
   Pulls(const Control& control, int rank, const std::vector<int>& ranks) : control_(control), rank_(rank), ranks_(ranks) {}
   // Tells the peers how to find this process.
   void introduce();
 
-  // Whether each rank can read the memory of every other rank. See Arena::can_pull.
+  // Returns whether each rank can read the memory of every other rank. See Arena::can_pull.
   bool possible(Gate& gate, const Wait& wait);
   bool known_possible() const { return possible_ == Tried::yes; }
-  // Writes the addresses of the arrays that `pulled` names into the post.
+  // Writes the addresses of the arrays that `pulled` names into the post. `pulled` must not be `nothing`.
   void offer(const Call& call, Pulled pulled, Post& post);
   // Copies `bytes` bytes from `address` in the given rank's process to `to`.
   void pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait) const;
 
  private:
-  // The array that readable() last tested. Most programs use the same arrays again, and these need no new test.
+  // The array that readable() last tested. Most programs reuse the same arrays, which need not be tested again.
   struct Tested {
     const void* memory = nullptr;
     size_t bytes = 0;

@@ -1,7 +1,7 @@
-"""The types of the C++ core, which src/module.cc offers to Python.
+"""The types of the C++ core, which src/module.cc exposes to Python.
 
-The names of collectives, functions, ops and dtypes are given to other functions as numbers: the index of the name in
-the list `collectives`, `functions` or `ops`, or in the list that dtypes() returns.
+Collectives, functions, ops and dtypes are passed to other functions as numbers: the index of the name in the list
+`collectives`, `functions` or `ops`, or in the list that dtypes() returns.
 """
 
 import weakref
@@ -29,33 +29,37 @@ object_dtype: int
 def dtypes() -> list[str]: ...
 def supports(dtype: int, op: int, /) -> bool: ...
 def algorithms() -> list[tuple[str, str, Literal["arena", "mesh", "both"]]]:
-    """List all algorithms, in order of preference. An algorithm is (collective, name, carrier)."""
+    """Return all algorithms, in order of preference, as (collective, name, carrier)."""
 
 def select(
     what: int, hosts: Sequence[int], forced: Sequence[str], /
 ) -> list[tuple[str, Literal["arena", "mesh", "both"]]]:
-    """List the algorithms, with their carriers, that a collective may use among ranks on these hosts.
+    """Return the algorithms that a collective may use among ranks on these hosts, as (name, carrier).
 
-    A call runs the first of these algorithms that accepts the size of the message, or else the last (see Group.chosen).
+    A call runs the first of these algorithms that accepts the size of the message, or the last one if none does (see
+    Group.chosen).
 
-    forced: for each collective the name of the only algorithm that it may use, or "". ValueError if there is no
-    algorithm of this name, or if these hosts do not allow the algorithm.
+    forced: for each collective, the name of the only algorithm that it may use, or "". Raise ValueError if there is no
+    algorithm with this name, or if the algorithm cannot be used on these hosts.
     """
 
 def make_heap(bytes: int, own_tmpfs: bool, /) -> tuple[Heap, int]:
-    """Make a heap. Returns the heap, and the descriptor by which the peers map it, which the caller must close.
+    """Create a heap. Return the heap, and the descriptor with which the peers map it, which the caller must close.
 
-    own_tmpfs: if memfds get no huge pages by the kernel's default setting, try a tmpfs of this process's own.
+    own_tmpfs: if memfds get no huge pages under the kernel's default setting, try a tmpfs of this process's own.
     """
 
 def describe_memory(own_tmpfs: bool, /) -> str:
-    """Say which kind of memory make_heap uses here, and whether this memory has huge pages.
+    """Describe the kind of memory that make_heap uses here, and say whether it has huge pages.
 
-    For example "memfd, huge pages (shmem_enabled: advise)". Raises Error if no memory can be made.
+    An example is "memfd, huge pages (shmem_enabled: advise)". Raise Error if no such memory can be created.
     """
 
 def mismatch(who: str, callers: Sequence[tuple[str, Sequence[int]]], /) -> Error:
-    """The Mismatch of ranks that made different calls. callers: each call as text, and the ranks that made it."""
+    """Return the Mismatch error for ranks that made different calls.
+
+    callers: each call as text, and the ranks that made it.
+    """
 
 @final
 class Failure:
@@ -69,32 +73,33 @@ class Failure:
 
     @property
     def number(self) -> int:
-        """The number of the call that saw the error; -1: no call did."""
+        """The number of the call that saw the error, or -1 if no call did."""
 
 @final
 class Heap:
     """The shared memory of one rank."""
 
     def allocate(self, bytes: int, /) -> np.ndarray[tuple[int], np.dtype[np.uint8]] | None:
-        """Make an array of so many bytes. Its memory stays in use as long as an array refers to it.
+        """Allocate an array of this many bytes. Its memory stays in use as long as an array refers to it.
 
-        Returns None if there is no room, or after retire().
+        Return None if there is no room, or after retire().
         """
 
     def in_use(self) -> int:
-        """How many bytes the arrays in the heap have in total, rounded up. Control memory does not count."""
+        """Return the total size in bytes of all arrays in the heap, rounded up. Control memory does not count."""
 
     def retire(self) -> None:
         """End the epoch: no array is allocated or shared in this heap any more. Existing arrays stay valid."""
 
     def reserve_control(self, size: int, /) -> int:
-        """Reserve control memory for a group of so many ranks. Returns its offset, which all these ranks must know."""
+        """Reserve control memory for a group of `size` ranks. Return its offset, which all these ranks must know."""
 
     def release_control(self, control: int, size: int, /) -> None:
-        """Free the control memory as soon as all ranks have ended their use of it. size 0: no rank has used it."""
+        """Free the control memory as soon as all ranks have stopped using it. size is 0 if no rank has used it."""
 
     def abandon_control(self, control: int, size: int, /) -> None:
-        """Like release_control(), for a rank that made no group with this memory, although the other ranks may have."""
+        """Do the same as release_control(), for a rank that created no group with this memory, though other ranks may
+        have."""
 
 @final
 class Peers:
@@ -112,123 +117,127 @@ class Peers:
     ) -> None:
         """Every sequence has one entry for each rank of the job. A descriptor of -1 means that there is none.
 
-        The core takes over pidfds. The caller keeps heap_fds.
+        The core takes ownership of pidfds. The caller keeps ownership of heap_fds.
         """
 
 @final
 class Runtime:
-    """A vendor's library for its devices, such as CUDA's driver."""
+    """A vendor's library for its devices, such as the CUDA driver."""
 
     def version(self) -> str:
-        """For example "CUDA 13.0 (/usr/lib/x86_64-linux-gnu/libcuda.so.1)"."""
+        """Return the version, such as "CUDA 13.0 (/usr/lib/x86_64-linux-gnu/libcuda.so.1)"."""
 
     def devices(self) -> int:
-        """The number of devices that this process sees."""
+        """Return the number of devices that this process sees."""
 
     def device_name(self, device: int, /) -> str: ...
     def uuid(self, device: int, /) -> str:
-        """The device's id, which is the same in all processes. The number `device` may differ between processes."""
+        """Return the device's id, which is the same in all processes.
+
+        The number `device` may differ between processes.
+        """
 
     def device_of(self, memory: int, /) -> int:
-        """The number of the device that the address belongs to; -1 if the library cannot tell."""
+        """Return the number of the device that the address belongs to, or -1 if the library cannot tell."""
     def kernels(self, device: int, /) -> str:
-        """Which of our kernels run on the device, or "none, " and the reason. Uses the device."""
+        """Return which of our kernels run on the device, or "none, " and the reason. This accesses the device."""
 
     def use(self, device: int, /) -> None:
         """Make this device the current device of the thread."""
 
 @final
 class Vendor:
-    """A vendor's library for collectives, such as NCCL."""
+    """A vendor's collectives library, such as NCCL."""
 
     def name(self) -> str: ...
     def version(self) -> str:
-        """The version of the library, for example "2.28.9"."""
+        """Return the version of the library, for example "2.28.9"."""
 
     def path(self) -> str: ...
     def origin(self) -> str:
-        """The name of the place where the library was found."""
+        """Return the name of the place where the library was found."""
 
     def refuses(self, dtype: int, op: int, /) -> str:
-        """Why the library cannot reduce elements of this dtype with this operation; "" if it can."""
+        """Return why the library cannot reduce elements of this dtype with this operation, or "" if it can."""
 
     def make_id(self, runtime: Runtime, device: int, /) -> bytes:
-        """Make the id of a new group. One rank calls this, for its device, and gives the id to the other ranks."""
+        """Create the id of a new group. One rank calls this for its device, and sends the id to the other ranks."""
 
 def open_nccl(places: Sequence[tuple[str, str, str]], /) -> Vendor:
     """Open the library at the first place that has one. A place is (name, path, kind).
 
-    The kind is "usual", "loaded" or "must" (see csrc/base/dynlib.h). If no place has the library, raises
+    The kind is "usual", "loaded" or "must" (see csrc/base/dynlib.h). If no place has the library, raise
     BackendUnavailable with a list of what was tried.
     """
 
 def describe_dlpack(capsule: object, /) -> tuple[int, tuple[int, ...], tuple[int, ...] | None, str, int, int, bool]:
     """Describe the array in a DLPack capsule.
 
-    Returns (address, shape, strides in bytes or None, dtype, device type, device number, read-only). The capsule can
-    still be used, and still owns the memory. ValueError for an array that mscomm cannot take.
+    Return (address, shape, strides in bytes or None, dtype, device type, device number, read-only). The capsule can
+    still be used, and still owns the memory. Raise ValueError for an array that mscomm does not support.
     """
 
 def open_hccl(
     collectives: Sequence[tuple[str, str, str]], communicators: Sequence[tuple[str, str, str]], soc: str, /
 ) -> Vendor:
-    """Like open_nccl, for HCCL. soc: the device's name.
+    """Open HCCL as open_nccl opens NCCL. soc: the device's name.
 
     communicators: the places of a second library, for communicators, which only newer releases have.
     """
 
 def open_acl(places: Sequence[tuple[str, str, str]], visible: Sequence[str], /) -> Runtime:
-    """Like open_nccl, for AscendCL. Also raises BackendUnavailable if there is no NPU.
+    """Open AscendCL as open_nccl opens NCCL. Also raise BackendUnavailable if there is no NPU.
 
     visible: if this process sees only some of the host's devices, their numbers on the host.
     """
 
 def open_cuda(places: Sequence[tuple[str, str, str]], *, image: bytes | None = None) -> Runtime:
-    """Like open_nccl, for CUDA's driver. Also raises BackendUnavailable if there is no GPU.
+    """Open the CUDA driver as open_nccl opens NCCL. Also raise BackendUnavailable if there is no GPU.
 
-    image: an image of the kernels that replaces the embedded image.
+    image: a kernel image to use in place of the embedded one.
     """
 
 def embedded_image() -> tuple[bytes, str]:
-    """Returns the image of the kernels, and the devices that the image is for, such as "sm_75 ... compute_121".
+    """Return the embedded kernel image, and the devices that it is for, such as "sm_75 ... compute_121".
 
-    The image is empty if this build was made without nvcc.
+    The image is empty if mscomm was built without nvcc.
     """
 
 class Work:
-    """A call that runs beside the caller, from `async_op=True`."""
+    """A call that was started with `async_op=True`, and runs while the caller continues."""
 
     def __init__(self) -> None:
         """For a subclass that overrides all methods."""
 
     def wait(self, timeout: float | timedelta | None = None) -> Any:
-        """Wait for the call, and return its result. Raises the call's error.
+        """Wait until the call has completed, and return its result. If the call has failed, raise its error.
 
-        Raises TimeoutError if the call has not ended in time; the call then goes on. timeout: seconds or a timedelta;
-        None waits as long as the call takes.
+        Raise TimeoutError if the call has not completed in time; the call then continues. timeout: a number of seconds
+        or a timedelta; None waits as long as the call takes.
         """
 
     def done(self) -> bool:
-        """Whether the call has ended, with or without an error."""
+        """Return whether the call has completed, with or without an error."""
 
     def is_completed(self) -> bool:
-        """Does the same as done()."""
+        """Do the same as done()."""
 
     def exception(self) -> BaseException | None:
-        """The error of a call that has ended with an error. Otherwise None."""
+        """Return the error of a call that has failed, otherwise None."""
 
     def _join(self, seconds: float | None, /) -> bool:
-        """Wait like wait(), but for at most the given seconds, and make no result. Returns whether the call has ended.
+        """Wait for at most `seconds` seconds, without producing a result. Return whether the call has completed.
 
-        For a call that is a part of another one.
+        This is for a call that is a part of another call.
         """
 
     def matched(self) -> tuple[int, int] | None:
-        """The source and the tag of the message, for a recv that has ended without an error; otherwise None."""
+        """Return the source and tag of the message if this is a recv that has completed without an error, otherwise
+        None."""
 
 @final
 class Array:
-    """An array that the user gave, as its library describes it."""
+    """An array that the user passed, as its library describes it."""
 
     @property
     def given(self) -> Any: ...
@@ -252,16 +261,16 @@ class Call:
     def target(self) -> np.ndarray[Any, Any]:
         """The memory that the call writes: the memory of out, or of an array that result() copies to out."""
     def result(self) -> Any:
-        """Return what the user gets. Call this once, after the call has ended without an error."""
+        """Return the result for the user. Call this once, after the call has completed without an error."""
 
 def collective(what: int, model: _F, signature: str, /) -> _F:
-    """Make the Python function of a collective. It calls Python code only for unusual arguments.
+    """Create the Python function of a collective. It runs Python code only for unusual arguments.
 
     model: a Python function with the same name, parameters and docstring. signature: the signature of model, as text.
     """
 
 def set_world(core: Group | None, /) -> None:
-    """Set the group of all calls without the argument `group`. core is None before init and after release."""
+    """Set the group for calls without the argument `group`. core is None before init and after release."""
 
 @final
 class Group:
@@ -275,31 +284,34 @@ class Group:
         ranks: Sequence[int],
         rank: int,
         epoch: int,
+        hosts: Sequence[int],
         forced: Sequence[str],
+        at_home: Sequence[int],
         control: int,
         spin: bool,
         links: Sequence[int],
         news_fd: int,
     ) -> None:
-        """ranks: the group's ranks, as ranks of the job. rank: this rank's place among them.
+        """ranks: the group's ranks, as ranks of the job. rank: this rank's place among them. hosts: the number of each
+        rank's host, counted in the order of their first ranks in the group.
 
-        control: the offset of the arena's memory; -1: no arena. links: a socket for each rank of the group, and -1 for
-        this rank; empty: no mesh. The core takes the sockets over. news_fd: an eventfd, or -1. The core writes to it
-        when a started call, a started message or a call on the device has failed, when stuck() has a number, and when
-        there are notices.
+        at_home: the ranks that an arena joins, as ranks of the job; empty if there is no arena. control: the offset of
+        the arena's memory. links: a socket for each rank of the group, and -1 for this rank; empty if there is no mesh.
+        The core takes ownership of the sockets. news_fd: an eventfd, or -1. The core writes to it when a started call,
+        a started message or a call on the device has failed, when stuck() has a number, and when there are notices.
         """
 
     def run(self, call: Call, timeout_s: float, number: int, /) -> None:
-        """Run a call. A call on the device has only been enqueued when run() returns.
+        """Run a call. For a call on the device, run() returns when the call has been enqueued.
 
-        number: the number that was reserved for the call; 0: the next number.
+        number: the number that was reserved for the call, or 0 for the next number.
         """
 
     def start(self, call: Call, timeout_s: float, number: int, /) -> Work:
-        """Start a call on the worker's thread or, for a call on the device, on a stream of the group's own.
+        """Start a call on the worker's thread or, for a call on the device, on the group's own stream.
 
-        On the device, the call runs after all work that is now on the call's stream. The group keeps the call until it
-        has ended. number: as for run(); only a call on the device can have a reserved number.
+        On the device, the call runs after all work that is already on the call's stream. The group keeps the call alive
+        until it has completed. number: as for run(); only a call on the device can have a reserved number.
         """
 
     def join_python(
@@ -312,17 +324,18 @@ class Group:
         noted: bool,
         /,
     ) -> None:
-        """Connect the core's group with the Group of Python. Must be called before the first call.
+        """Connect the core's group with the Python Group. This must happen before the first call.
 
-        python: a weak reference to the mscomm.Group, whose methods the core calls. libraries: from a type of array to
-        its row, an arrays.Plain. backend, device: the device with which this rank has joined; "" and -1: none. noted:
-        whether the core asks Python for the number of each call, and tells Python when the call has ended.
+        python: a weak reference to the mscomm.Group, whose methods the core calls. libraries: maps an array type to its
+        row, an arrays.Plain. backend, device: the device with which this rank has joined, or "" and -1 if there is
+        none. noted: whether the core asks Python for the number of each call, and tells Python when the call has
+        completed.
         """
 
     def array(self, function: int, x: Any, *, argument: str = "x", stream: int | None = None) -> Array:
-        """Describe an array that the user gave, and check it as the x of a call.
+        """Describe an array that the user passed, and check whether it can be the x of a call.
 
-        TypeError or ValueError if x is no array, or an array that this call cannot take.
+        Raise TypeError or ValueError if x is not an array, or not one that this call accepts.
         """
 
     def prepare(
@@ -341,35 +354,38 @@ class Group:
         told: tuple[tuple[int, ...], int] | None = None,
         out_argument: str = "out",
     ) -> Call:
-        """Check the arguments of a call, and prepare it. TypeError or ValueError if an argument is wrong.
+        """Check the arguments of a call, and prepare the call. Raise TypeError or ValueError if an argument is invalid.
 
-        x: an array as the user gave it, or an Array; None in a barrier, and in a scatter on a rank that is not the
-        root. out: None makes a new array like x. what: the collective; None takes the one with the function's name.
-        rows: the number of rows of each rank, if the numbers differ; for all_to_all a table with a line for each
-        sender. digest, head: see Signature in csrc/base/call.h. told: if x is None in a scatter, shape and dtype of the
-        root's x.
+        x: an array as the user passed it, or an Array; None in a barrier, and in a scatter on a rank that is not the
+        root. out: None creates a new array like x. what: the collective; None means the one with the function's name.
+        rows: the number of rows of each rank, if the numbers differ; for all_to_all, a table with a line for each
+        sender. digest, head: see Signature in csrc/base/call.h. told: if x is None in a scatter, the shape and dtype of
+        the root's x.
         """
 
     def part(self, function: int, shape: tuple[int, ...], /) -> tuple[int, ...]:
-        """Divide an array of this shape into equal parts. Returns the shape of one part, or raises ValueError."""
+        """Divide an array of this shape into equal parts. Return the shape of one part, or raise ValueError."""
 
     def op(self, function: int, op: Any, /) -> int:
-        """The number of the operation with this name; ValueError if there is none."""
+        """Return the number of the operation with this name. Raise ValueError if there is none."""
 
     def root(self, function: int, root: Any, /) -> int:
-        """The root as an int. TypeError if it is no integer, ValueError if it is no rank of the group."""
+        """Return the root as an int.
+
+        Raise TypeError if it is not an integer, and ValueError if it is not a rank of the group.
+        """
 
     def join_device(
         self, vendor: Vendor, runtime: Runtime, device: int, id: bytes, timeout_s: float, check: Callable[[], object], /
     ) -> None:
         """Join a device, so that calls accept arrays on it. All ranks must do this before the first call.
 
-        id: the same on all ranks. check: a function that is called at least every 50 ms, and may raise an exception to
-        end the wait. CollectiveTimeout if a rank does not come in time.
+        id: must be the same on all ranks. check: a function that is called at least every 50 ms, and may raise an
+        exception to end the wait. Raise CollectiveTimeout if a rank does not join in time.
         """
 
     def order(self, number: int, stream: int, /) -> None:
-        """Make work that is enqueued on the stream from now on wait for the call with this number."""
+        """Make all work that is later enqueued on the stream wait for the call with this number."""
 
     def pack(
         self,
@@ -384,14 +400,15 @@ class Group:
     ) -> None:
         """Copy the parts, which have one dtype, into the bucket. All arrays are on the device.
 
-        begins: the element of the bucket at which each part begins, in ascending order; None: the parts lie one after
-        the other. Each element is multiplied by scale, and rounded if the bucket has another dtype.
+        begins: the element of the bucket at which each part begins, in ascending order; None means that the parts
+        directly follow each other. Each element is multiplied by scale, and rounded if the bucket has a different
+        dtype.
 
-        residual: a float32 for each element of the bucket. It is added before the rounding. Afterwards it holds what
-        was lost by the rounding and by `largest`, the limit on the values (error feedback).
+        residual: one float32 for each element of the bucket. It is added before the rounding. Afterwards, it holds what
+        was lost by the rounding and by limiting values to `largest` (error feedback).
 
-        ValueError if the parts do not fit. RuntimeError if the device has no kernel for this (see packs). Plain copies,
-        with the same dtype and scale 1, need no kernel.
+        Raise ValueError if the parts do not fit, and RuntimeError if the device has no kernel for this (see packs).
+        Plain copies, with the same dtype and scale 1, need no kernel.
         """
 
     def unpack(
@@ -409,9 +426,9 @@ class Group:
         """Set every byte of a contiguous array on the device to zero."""
 
     def packs(self, dtype: int, bucket: int, /) -> bool:
-        """Whether the device has kernels that pack and unpack parts of this dtype with a scale.
+        """Return whether the device has kernels that pack and unpack parts of this dtype with a scale.
 
-        bucket: the dtype of the bucket. If it differs from dtype, the kernels must also have casts and a residual.
+        bucket: the dtype of the bucket. If it differs from dtype, the kernels must also support casts and a residual.
         """
 
     def reserve(self, count: int, /) -> int:
@@ -419,16 +436,16 @@ class Group:
 
     def send(
         self, peer: int, tag: int, dtype: int, x: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
-    ) -> None:
-        """Send one message to a peer. There must be a link to this peer.
+    ) -> tuple[int, int]:
+        """Send one message to a peer. There must be a link to this peer. Returns peer and tag, as recv() does.
 
-        spent_s: how many of the timeout_s seconds have passed already.
+        spent_s: how many of the timeout_s seconds have already passed.
         """
 
     def recv(
         self, peer: int, tag: int, dtype: int, out: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
     ) -> tuple[int, int]:
-        """Receive one message. Returns its source and tag. peer may be any_source, and tag may be any_tag."""
+        """Receive one message. Return its source and tag. peer may be any_source, and tag may be any_tag."""
 
     def sendrecv(
         self,
@@ -444,73 +461,84 @@ class Group:
         spent_s: float,
         /,
     ) -> tuple[int, int]:
-        """Send and receive, started together. Returns the source and tag of the received message."""
+        """Start a send and a recv together, and wait for both. Return the source and tag of the received message."""
     def start_send(
         self, peer: int, tag: int, dtype: int, x: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
     ) -> Work:
-        """Start a send. The mailbox's thread waits for it to end, and the group keeps x until then."""
+        """Start a send. The mailbox's thread waits for it to complete. The group keeps x alive until then."""
 
     def start_recv(
         self, peer: int, tag: int, dtype: int, out: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
     ) -> Work: ...
     def add_outgoing(self, peer: int, fd: int, /) -> None:
-        """Add the link for messages to the peer. fd is a connected socket, which the core takes over."""
+        """Add the link for messages to the peer. fd is a connected socket, of which the core takes ownership."""
 
     def add_incoming(self, peer: int, fd: int, /) -> None: ...
     def expect_incoming(self, peer: int, /) -> None:
-        """Say that a link from the peer is being made.
+        """Record that a link from the peer is being set up.
 
-        From now on, a recv counts the peer as gone only when this link has ended.
+        From now on, a recv considers the peer gone only when this link has ended.
         """
 
     def check(self, peer: int, /) -> None:
-        """Raise if the group is broken, if the peer has left the job, or if the peer's process has ended."""
+        """Raise an error if the group is broken, if the peer has left the job, or if the peer's process has ended."""
 
     def abort(self, verdict: Error, /) -> None:
-        """Break the group with a verdict. Any thread may call this; it does not wait."""
+        """Break the group with a verdict. Any thread may call this. It does not wait."""
 
     def fail(self, symptom: Error, /) -> None:
         """Break the group with a symptom, which is what this rank has seen. A verdict may replace the symptom."""
 
     def left(self, rank: int, /) -> None:
-        """Say that a rank of the job has left without an error. Only calls and messages that wait for it fail."""
+        """Record that a rank of the job has left without an error. Only calls and messages that wait for it fail."""
 
     def where(self) -> tuple[int, bool, str]:
-        """Say where this rank is: (number of the last call, whether it has not ended well, the place in words)."""
+        """Return where this rank is: (number of the last call, whether that call has not succeeded, the place in
+        words)."""
 
     def called(self, number: int, /) -> str:
-        """Describe the call with this number as Mismatch does; "" if it was not made, or too long ago."""
+        """Describe the call with this number as Mismatch does.
+
+        Return "" if the call was not made, or was made too long ago.
+        """
 
     def stuck(self) -> int:
-        """The number of a call that has been on the device for over a second; 0: none. Each number is returned once."""
+        """Return the number of a call that has been on the device for over a second, or 0.
+
+        Each number is returned once.
+        """
 
     def failure(self) -> Failure | None:
-        """Why the group is broken; None if it is not."""
+        """Return why the group is broken, or None if it is not."""
 
     def notices(self) -> list[str]:
-        """The new lines for the user since the last time, for example that a call has waited long for some ranks."""
+        """Return new messages for the user since the last time, for example that a call has been waiting for some ranks
+        for a long time."""
 
     def calls(self, after: int = 0) -> list[dict[str, Any]]:
-        """List the last calls with numbers above `after`, oldest first, as dicts.
+        """Return the latest calls with numbers above `after`, oldest first, as dicts.
 
         The keys are number, call, state (inside, done, failed), began (seconds since 1970) and took (seconds).
         """
 
     def last_look(self) -> None:
-        """Compare the last headers from the peers with this rank's own calls. Raises Mismatch if they differ."""
+        """Compare the last headers from the peers with this rank's own calls. Raise Mismatch if they differ."""
 
     def drain(self) -> None:
-        """Wait until all started calls and all work on the device have ended, or until the group is broken."""
+        """Wait until all started calls and all work on the device have completed, or until the group is broken."""
 
     def close(self) -> None: ...
     def chosen(self, bytes: int = 0) -> dict[str, str]:
-        """For each collective, the algorithm that runs for a message of so many bytes."""
+        """Return, for each collective, the algorithm that runs for a message of this many bytes."""
 
     def carried(self) -> dict[str, int]:
-        """How many bytes of x and out each carrier ("arena", "mesh") has had in all calls so far."""
+        """Return how many bytes of x and out each carrier ("arena", "mesh") has carried in all calls so far."""
 
     def pulls(self) -> bool:
-        """Whether the ranks can read each other's private memory. False as long as no call has tried it."""
+        """Return whether the ranks can read each other's private memory.
+
+        The result is False until a call has tried it.
+        """
 
     def partings(self) -> int:
-        """How often this rank has moved to another CPU because a lower rank of its host used the same CPU."""
+        """Return how often this rank has moved to another CPU because a lower rank of its host used the same CPU."""

@@ -1,5 +1,5 @@
-// Tests the arena's protocol. The ranks are threads over one mapping. `make test` runs this test under ThreadSanitizer and
-// AddressSanitizer.
+// Tests the arena protocol. The ranks are threads that share one mapping of each heap. `make test` runs this test under
+// ThreadSanitizer and AddressSanitizer.
 #include <chrono>
 #include <random>
 #include <thread>
@@ -20,11 +20,11 @@ namespace {
 void every_collective_in_every_memory() {
   for (int size : sizes_of_groups())
     for (bool spin : {true, false}) {
-      // These sizes are on both sides of every threshold: tiny messages, one chunk, several chunks, and parts that are not equal.
+      // These sizes are on both sides of every threshold: tiny messages, one chunk, several chunks, and parts of unequal size.
       std::vector<size_t> sizes{
           0, 1, 7, inline_bytes / 4, inline_bytes / 4 + 1, tiny_bytes / 4, tiny_bytes / 4 + 1, 3 * chunk_bytes / 4 + 5};
       if (!spin) sizes = {1000, 2000, chunk_bytes / 4};
-      if (size == 2) sizes.push_back((2u << 20) / 4 + 3);  // all_reduce reads a message of this size from the peer's process
+      if (size == 2) sizes.push_back((2u << 20) / 4 + 3);  // at this size, all_reduce reads the peer's memory directly
       const ThreadJob job(size);
       const ThreadGroup world(job, job.all(), "arena", spin);
       const Inputs inputs(world.layout(), Dtype::float32, 2 * sizes.back() + 100);
@@ -57,7 +57,7 @@ void groups_share_the_heaps() {
 
 // Calls run in the order in which they were started, whether on the worker's thread or on the caller's.
 void started_calls_keep_their_order(const ThreadRank& me) {
-  const size_t count = tiny_bytes;  // in bytes, this is more than tiny_bytes, so a call has several rounds
+  const size_t count = tiny_bytes;  // `count` floats take more than tiny_bytes, so a call has several rounds
   std::vector<float> a(count), b(count, 1.0f), c(count);
   std::vector<std::shared_ptr<Work>> works;
   for (int repeat = 0; repeat < 10; repeat++) {
@@ -129,7 +129,7 @@ void abort_wakes_the_waiters(const ThreadRank& me) {
     me.group->abort({Error("Aborted", "enough", {0}), true});
     return;
   }
-  std::thread other([&] {  // calls abort(), as the control plane's thread does when a verdict comes
+  std::thread other([&] {  // calls abort(), as the control plane's thread does when a verdict arrives
     std::this_thread::sleep_for(std::chrono::milliseconds(30));
     me.group->abort({Error("Aborted", "enough", {0}), true});
   });
@@ -170,11 +170,11 @@ void deadline_in_the_queue_names_its_own_call(const ThreadRank& me) {
   CHECK(work->wait(60) && work->error());
 }
 
-// A failed call withdraws its own arrays from the heap, and not those of other groups.
+// A failed call withdraws its own arrays from the heap, but not those of other groups.
 void failed_group_leaves_the_others_whole() {
   const ThreadJob job(2);
   const ThreadGroup failing(job, job.all(), "arena", false), whole(job, job.all(), "arena", false);
-  constexpr size_t count = 32 << 10;  // rank 1 uses only half of the array, and the half is a whole number of pages, too
+  constexpr size_t count = 32 << 10;  // rank 1 uses only half of the array, which is also a whole number of pages
   failing.run([&](const ThreadRank& me) {
     auto* lost = static_cast<float*>(me.heap->allocate(4 * count));
     auto* kept = static_cast<float*>(me.heap->allocate(4 * count));
@@ -225,13 +225,13 @@ void late_writer_is_harmless() {
   std::fill(x, x + bytes, 'n');
   CHECK(theirs.begin()[x_offset] == 'x');
 
-  // The pages of out and x are private now. The rest of the heap is shared as before.
+  // The pages of out and x are private now. The rest of the heap is still shared.
   CHECK(std::count(after, after + bytes, 'a') == static_cast<long>(bytes));
   CHECK(!heap.find(out, bytes) && !heap.find(x, bytes) && !heap.find(out + page, page));
   CHECK(heap.find(after, bytes));
 
-  // A part of an array can be withdrawn. The rest of the array stays shared, and its memory can be allocated again after
-  // release().
+  // A part of an array can be withdrawn. The rest of the array stays shared, and after release() the memory can be allocated
+  // again.
   heap.withdraw(after + page, page, true);
   CHECK(std::count(after, after + bytes, 'a') == static_cast<long>(bytes));
   CHECK(!heap.find(after, bytes) && heap.find(after, page) && heap.find(after + 2 * page, bytes - 2 * page));
@@ -262,7 +262,7 @@ void late_writer_is_harmless() {
   CHECK(heap.in_use() == 0);
 }
 
-// Only whole pages that belong to a single array are offered to peers. Otherwise data beside a withdrawn range would be lost.
+// Only whole pages that belong to a single array are offered to peers. Otherwise, data next to a withdrawn range would be lost.
 void views_that_share_a_page_are_not_offered() {
   constexpr size_t heap_bytes = 4u << 20;
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -280,7 +280,7 @@ void views_that_share_a_page_are_not_offered() {
   CHECK(!heap.find(array, bytes - 4));
   CHECK(!heap.find(array, bytes + 4));
   std::fill(array, array + bytes, 'a');
-  heap.withdraw(array, 10 * page + 64, false);  // was not offered, so nothing is withdrawn
+  heap.withdraw(array, 10 * page + 64, false);  // this array was not offered, so nothing is withdrawn
   CHECK(std::count(array, array + bytes, 'a') == static_cast<long>(bytes));
   CHECK(heap.find(array, bytes));
   heap.release(array);
@@ -315,7 +315,7 @@ void heap_gives_each_byte_once() {
   CHECK(heap.allocate(1) == nullptr);
 }
 
-// A job that makes and leaves groups again and again does not use more and more memory.
+// A job that keeps creating and leaving groups does not use more and more memory.
 void thousand_groups() {
   const ThreadJob job(2);
   Heap& heap = job.heap(0);
@@ -327,7 +327,7 @@ void thousand_groups() {
     second.join();
     CHECK(out == 2 && other == 2);
   }
-  // The next reservation frees the control memory of all groups that all ranks have left.
+  // The next reservation frees the control memory of every group that all ranks have left.
   const uint64_t next = heap.reserve(1);
   CHECK(next == 0);
   const char* memory = heap.mapping().begin();
@@ -337,7 +337,7 @@ void thousand_groups() {
   heap.release(rest);
 }
 
-// Control memory is zero at first, even if an array was in that memory before.
+// Control memory is zeroed when it is reserved, even if an array was in that memory before.
 void control_memory_is_zero() {
   const ThreadJob job(2);
   Heap& heap = job.heap(0);
@@ -349,7 +349,7 @@ void control_memory_is_zero() {
   CHECK(std::count(heap.mapping().begin(), heap.mapping().begin() + 4096, 0) == 4096);
 }
 
-// Control memory is not reused while a rank that has not left its group may still look at it.
+// Control memory is not reused while a rank that has not left the group may still access it.
 void control_memory_waits_for_the_last() {
   const ThreadJob job(2);
   Heap& heap = job.heap(0);
@@ -403,7 +403,7 @@ struct Bare {
   std::vector<std::unique_ptr<Arena>> arenas;
 };
 
-// The last rank to arrive wakes the others. In this test a rank that nobody wakes sleeps until the deadline has passed.
+// The last rank to arrive wakes the others. In this test, a rank that is not woken sleeps until its deadline.
 void every_sleeper_is_woken() {
   for (const bool spin : {false, true}) {
     Bare ranks(2, spin);
@@ -411,7 +411,7 @@ void every_sleeper_is_woken() {
       const Wait sleepy{wait.watch, wait.deadline, 300'000};
       std::mt19937 random(static_cast<unsigned>(arena.rank()));
       for (int round = 0; round < 3000; round++) {
-        // Arrive at about the time when the other rank goes to sleep.
+        // Arrive at about the time the other rank goes to sleep.
         const auto late = std::chrono::microseconds(random() % 150);
         for (const auto start = Clock::now(); Clock::now() - start < late;) continue;
         arena.round(sleepy);
@@ -421,8 +421,8 @@ void every_sleeper_is_woken() {
   }
 }
 
-// In a small all_reduce a rank reads only one cache line of each peer. This line holds the peer's arrival and its message. In
-// this test rank 1 also offers memory in its heap. If rank 0 read the offer, it would wait for another round.
+// In a small all_reduce, a rank reads only one cache line of each peer. This line holds the peer's arrival and its message. In
+// this test, rank 1 also offers memory in its heap. If rank 0 read that offer, it would have to wait for another round.
 void small_calls_do_not_read_posts() {
   Bare ranks(2);
   float sum[2] = {};
@@ -457,32 +457,6 @@ void many_ranks_share_the_adding() {
   });
 }
 
-// Each rank calls the callback `between` a few times per peer, not once for each pair of ranks.
-void moving_asks_in_proportion_to_the_ranks() {
-  constexpr int size = 12;
-  constexpr size_t bytes = 64 << 10;
-  for (const bool rooted : {false, true}) {
-    Bare ranks(size);
-    ranks.run([&](Arena& arena, const Ranks& all, const Wait& wait) {
-      const std::vector<char> x(bytes, static_cast<char>('a' + arena.rank()));
-      std::vector<char> out(bytes * (rooted ? 1 : size));
-      Call call = make_call(rooted ? Collective::broadcast : Collective::all_gather, Dtype::uint8, rooted ? 3 : -1, x.data(),
-                            bytes, out.data(), out.size(), bytes);
-      call.signature.number = 1;
-      int asked = 0;
-      const auto between = [&](int source, int) {
-        asked++;
-        return rooted ? Move{0, 0, source == 3 ? bytes : 0} : Move{0, static_cast<size_t>(source) * bytes, bytes};
-      };
-      const char* const mine = rooted && arena.rank() != 3 ? nullptr : x.data();
-      move_in_arena(call, all, {between, mine, Blocks(bytes, 1), bytes, [&](int) { return bytes; }}, wait);
-      for (int rank = 0; rank < size; rank++)
-        CHECK(out[rooted ? 0 : static_cast<size_t>(rank) * bytes] == (rooted ? 'd' : static_cast<char>('a' + rank)));
-      CHECK(asked <= 6 * size);
-    });
-  }
-}
-
 }  // namespace
 
 int main() {
@@ -494,7 +468,6 @@ int main() {
   every_sleeper_is_woken();
   small_calls_do_not_read_posts();
   many_ranks_share_the_adding();
-  moving_asks_in_proportion_to_the_ranks();
   thousand_groups();
   every_collective_in_every_memory();
   groups_share_the_heaps();

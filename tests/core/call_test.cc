@@ -27,7 +27,7 @@ bool refused(const Call& call, int rank, const std::string& with = "") {
   return !text.empty() && text.find(with) != std::string::npos;
 }
 
-// Runs body with the call that each rank makes of each collective: without counts, and with every pattern of counts.
+// Runs body on every rank's call of every collective: first without counts, then with each pattern of counts.
 void on_every_call(const std::function<void(const Call&, int rank)>& body) {
   static uint32_t memory[4096];
   const Inputs inputs(Layout{0, ranks, std::vector<int>(ranks, 0)}, Dtype::float32, 4096);
@@ -93,12 +93,12 @@ void wrong_counts_are_refused() {
       call = right;
       call.counts[i]++;
       const bool of_others = square && i / n != static_cast<size_t>(rank) && i % n != static_cast<size_t>(rank);
-      CHECK(of_others || refused(call, rank));  // a count between two other ranks is checked only by these two ranks
+      CHECK(of_others || refused(call, rank));  // only the sender and the receiver check a count
       call.counts[i] = ~uint64_t{0};
       CHECK(refused(call, rank, "more bytes than"));  // the sum of counts must not wrap around
       call.counts[i] = ~uint64_t{0} / 4 + 1;          // the number of bytes must not wrap around either
       CHECK(refused(call, rank, "more bytes than"));
-      // The same counts in another order are refused if they give this rank's own part another size.
+      // The same counts in another order are refused if they change the size of this rank's own part.
       call = right;
       std::swap(call.counts[i], call.counts[(i + 1) % call.counts.size()]);
       const auto own = static_cast<size_t>(rank);
@@ -160,7 +160,7 @@ void shapes_that_wrap_around_are_refused() {
   CHECK(refused(unknown, 0, "does not know"));
 }
 
-// Signatures that differ in one or several fields have different fingerprints.
+// Signatures that differ in one or more fields have different fingerprints.
 void fingerprints_tell_signatures_apart() {
   Signature plain;
   plain.number = 7;
@@ -195,7 +195,7 @@ void fingerprints_tell_signatures_apart() {
     }
 }
 
-// A refused call sends nothing, uses no call number and does not break the group, whether it is run or started.
+// A refused call sends nothing, uses no call number and does not break the group, whether it was passed to run() or to start().
 void a_refused_call_leaves_the_group_whole(const ThreadRank& me) {
   float x[8] = {1, 1}, out[8] = {};
   for (int repeat = 0; repeat < 2; repeat++) {

@@ -1,4 +1,4 @@
-// CHECK(expression) prints a false expression and goes on. main() ends with `return failed();`.
+// CHECK(expression) prints the expression if it is false, and continues. main() ends with `return failed();`.
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,5 @@
-// Test cases for every collective: what each rank gives, what it must get, and where its arrays lie. All cases have the same
-// inputs. The expected results are parts of these inputs or of their sums, and are compared bit by bit.
+// Test cases for every collective: what each rank passes in, what it must get back, and where its arrays lie. All cases have the
+// same inputs. The expected results are parts of these inputs or of their sums, and are compared bit by bit.
 #pragma once
 
 #include <cstring>
@@ -14,8 +14,8 @@
 
 namespace mscomm {
 
-// The elements of each rank, their sum in the canonical order (algo/order.h), and for each k the sum over the first k ranks in
-// rank order.
+// The elements of each rank, their sum in the canonical order (algo/order.h), and for each k the sum of the first k ranks'
+// elements in rank order.
 class Inputs {
  public:
   Inputs(const Layout& layout, Dtype dtype, size_t count)
@@ -25,8 +25,8 @@ class Inputs {
       std::minstd_rand random(static_cast<unsigned>(rank + 1));
       x_[rank].resize(count);
       for (uint32_t& element : x_[rank]) {
-        // The floats have very different magnitudes, so that another order of additions gives another sum. If the dtype is an
-        // integer type, any values will do.
+        // The floats have very different magnitudes, so that adding them in a different order gives a different sum. For integer
+        // dtypes, any values will do.
         const float value = static_cast<float>(random() % 2000) * (random() % 2 ? 1e-4f : 1e3f) - 500;
         std::memcpy(&element, &value, 4);
       }
@@ -36,7 +36,7 @@ class Inputs {
     signature.dtype = dtype;
     signature.op = Op::sum;
     reduce_in_order(signature, layout, in.data(), sum_.data(), 4 * count);
-    sums_[0].resize(count);  // the sum over no rank is 0
+    sums_[0].resize(count);  // an empty sum is 0
     sums_.push_back(x_[0]);
     for (size_t rank = 1; rank < x_.size(); rank++) {
       const void* both[] = {sums_.back().data(), in[rank]};
@@ -58,8 +58,8 @@ class Inputs {
   std::vector<std::vector<uint32_t>> sums_;
 };
 
-// How many elements each rank gives to each rank: from_to has a row for each sender. even: all amounts are equal, and the call
-// has no counts.
+// How many elements each rank sends to each rank. from_to has one row per sender. even: all amounts are equal, and the call has
+// no counts.
 struct Amounts {
   std::string name;
   bool even;
@@ -83,13 +83,13 @@ inline std::vector<Amounts> amounts(size_t n, size_t size) {
   const size_t each = (size + n - 1) / n;
   return {
       {"even", true, matrix([&](size_t, size_t) { return each; })},
-      // A rank sends nothing to every third rank. The amounts from s to d and from d to s may differ, but each rank gets as much
-      // in total as it sends.
+      // A rank sends nothing to every third rank. The amounts from s to d and from d to s may differ, but in total each rank
+      // receives as much as it sends.
       {"circulant", false, matrix([&](size_t s, size_t d) {
          const size_t k = (d + n - s) % n;
          return k % 3 == 1 ? 0 : each / 2 + each * k / n + k % 2;
        })},
-      // s and d send each other the same amount, so that a call in place needs no second copy.
+      // s and d send each other the same amount, so an in-place call needs no second copy.
       {"symmetric", false, matrix([&](size_t s, size_t d) { return (s + d) % 3 == 2 ? 0 : each / 2 + (s + d) % 5 * each / 5; })},
       {"one has all", false, matrix([&](size_t, size_t d) { return d + 1 == n ? size : 0; })},
   };
@@ -155,7 +155,7 @@ class Case {
     }
   }
 
-  // Whether x and out can lie in one array in this case.
+  // Returns whether x and out can lie in one array in this case.
   bool fits_in_place() const {
     if (!gives_ || !gets_) return false;
     return what_ != Collective::all_to_all || x_count_ == expected_.size();
@@ -220,7 +220,7 @@ class Case {
   const uint32_t* x_ = nullptr;
   size_t x_count_ = 0;
   std::vector<uint32_t> expected_;
-  size_t offset_of_x_ = 0, offset_of_out_ = 0;  // where x and out begin in one array, if the call is in place
+  size_t offset_of_x_ = 0, offset_of_out_ = 0;  // where x and out begin in their common array, if in place
 };
 
 // ThreadSanitizer makes each step ten times slower. A few ranks and one kind of memory are enough to find races. The run under
@@ -233,7 +233,7 @@ inline constexpr bool only_races = false;
 
 inline std::vector<int> sizes_of_groups() { return only_races ? std::vector{1, 2, 3, 5} : std::vector{1, 2, 3, 5, 8}; }
 
-// The collectives, other than barrier, that have an algorithm of that name in the registry.
+// Returns the collectives for which the registry has an algorithm of this name, except barrier.
 inline std::vector<Collective> collectives_by(const std::string& algorithm) {
   std::vector<Collective> all;
   for (const Algorithm& row : algorithms())
@@ -242,12 +242,12 @@ inline std::vector<Collective> collectives_by(const std::string& algorithm) {
 }
 
 // Runs this rank's calls of every collective that has this algorithm: with every pattern of amounts, in each kind of memory, in
-// place and not in place. With the last kind of memory, each call runs once more, and each rank chooses by itself whether its
-// part of the call is in place.
+// place and out of place. With the last kind of memory, each call runs a third time, and each rank chooses for itself whether its
+// part of that call is in place.
 inline void every_case(const ThreadRank& me, const std::string& algorithm, const Inputs& inputs, const std::vector<size_t>& sizes,
                        const std::vector<Memory>& memories) {
   const int n = me.group->size();
-  std::minstd_rand random(static_cast<unsigned>(me.rank + 1));  // with Memory::mixed, each rank chooses its memory by itself
+  std::minstd_rand random(static_cast<unsigned>(me.rank + 1));  // with Memory::mixed, each rank chooses its own memory
   int root = 0;
   for (size_t size : sizes)
     for (const Amounts& some : amounts(static_cast<size_t>(n), size))

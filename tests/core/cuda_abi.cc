@@ -1,12 +1,12 @@
-// Compares the declarations of the driver's functions in csrc/device/cuda.cc with the driver's own header, cuda.h.
+// Compares our declarations of the driver functions in csrc/device/cuda.cc with the driver's own header, cuda.h.
 // tests/test_pack.py compiles this file if the header is installed.
 #include <cuda.h>
 
 #include <cstddef>
 #include <type_traits>
 
-// Whether two function types have parameters of the same sizes. The types themselves may differ: our declarations have pointers
-// for handles, ints for enums, and 64-bit integers for addresses.
+// True if the parameters of the two function types have the same sizes. The types themselves may differ: our declarations have
+// pointers for handles, ints for enums, and 64-bit integers for addresses.
 template <typename Theirs, typename Ours>
 constexpr bool same_shape = false;
 template <typename... A, typename... B>

@@ -1,6 +1,6 @@
-// Defines what csrc/cuda/pack.cu needs from CUDA, so that the host's compiler can compile it. The kernels become functions that
-// can be looked up by name. launch() runs a kernel's threads one after the other. The threads have no shared memory and never
-// wait for each other, so their order does not matter.
+// Defines what csrc/cuda/pack.cu needs from CUDA, so that the host compiler can compile it. The kernels become functions that can
+// be looked up by name. launch() runs a kernel's threads one after another. The threads have no shared memory and never wait for
+// each other, so their order does not matter.
 #pragma once
 
 #define __global__ __attribute__((visibility("default")))

@@ -1,4 +1,5 @@
-// Tests point-to-point messages with ranks that are threads over socket pairs: what arrives, in which order, and how waits end.
+// Tests point-to-point messages: which messages arrive, in which order, and how waits end. The ranks are threads connected by
+// socket pairs.
 #include "transport/mailbox.h"
 
 #include <poll.h>
@@ -69,10 +70,10 @@ Ints ints(size_t count, int64_t first) {
 }
 
 std::shared_ptr<Transfer> start_send(Mailbox& box, int dst, const Ints& x, int64_t tag = 0) {
-  return box.start_send(dst, tag, Dtype::int64, x.data(), x.size() * 8);
+  return box.start({true, dst, tag, Dtype::int64, const_cast<int64_t*>(x.data()), x.size() * 8});
 }
 std::shared_ptr<Transfer> start_recv(Mailbox& box, int src, Ints& out, int64_t tag = 0) {
-  return box.start_recv(src, tag, Dtype::int64, out.data(), out.size() * 8);
+  return box.start({false, src, tag, Dtype::int64, out.data(), out.size() * 8});
 }
 void send(Mailbox& box, int dst, const Ints& x, int64_t tag = 0) { box.wait(start_send(box, dst, x, tag), within()); }
 Ints recv(Mailbox& box, int src, size_t count, int64_t tag = 0) {
@@ -81,7 +82,7 @@ Ints recv(Mailbox& box, int src, size_t count, int64_t tag = 0) {
   return out;
 }
 
-// Waits until the transfer ends. Returns the kind and text of its error, or "" if it has none.
+// Waits until the transfer ends. Returns the kind and text of its error, or "" if it succeeded.
 std::string error_of(Mailbox& box, const std::shared_ptr<Transfer>& transfer, double timeout_s = 120) {
   try {
     box.wait(transfer, within(timeout_s));
@@ -141,7 +142,8 @@ void a_recv_sees_past_more_than_the_window() {
       if (rank == 0) {
         const Ints x = ints(100 + many, 0);
         std::vector<std::shared_ptr<Transfer>> sends;
-        for (int64_t i = 0; i < many; i++) sends.push_back(box.start_send(1, 1, Dtype::int64, x.data() + i, 800));
+        for (int64_t i = 0; i < many; i++)
+          sends.push_back(box.start({true, 1, 1, Dtype::int64, const_cast<int64_t*>(x.data()) + i, 800}));
         sends.push_back(start_send(box, 1, last, 2));
         for (const auto& one : sends) box.wait(one, within());
       } else {
@@ -189,7 +191,8 @@ void a_rank_sends_to_itself() {
   }
 }
 
-// If no recv is waiting, the message is copied. So the send ends, the caller may reuse the memory, and messages keep their order.
+// If a rank sends a message to itself and no recv is waiting, the message is copied. The send then completes, the caller may
+// reuse the memory, and messages stay in order.
 void a_send_to_itself_waits_for_nobody() {
   Group group(1);
   Mailbox& box = group[0];
@@ -203,7 +206,7 @@ void a_send_to_itself_waits_for_nobody() {
   }
 }
 
-// The messages of one source keep their order, and each recv tells the source and the tag of the message that it got.
+// Messages from one source stay in order, and each recv reports the source and the tag of the message that it received.
 void any_takes_what_comes() {
   Group group(4);
   for (size_t count : {size_t{3}, large}) {
@@ -213,10 +216,10 @@ void any_takes_what_comes() {
         for (int i = 0; i < 30; i++) {
           Ints out(count);
           const auto transfer = start_recv(box, any_source, out, any_tag);
-          CHECK(transfer->matched_peer() == any_source || out.size() == count);
+          CHECK(transfer->matched().peer == any_source || out.size() == count);
           box.wait(transfer, within());
-          const auto source = static_cast<size_t>(transfer->matched_peer());
-          CHECK(transfer->matched_tag() == next[source] % 5 && out == ints(count, 100 * transfer->matched_peer() + next[source]));
+          const auto source = static_cast<size_t>(transfer->matched().peer);
+          CHECK(transfer->matched().tag == next[source] % 5 && out == ints(count, 100 * transfer->matched().peer + next[source]));
           next[source]++;
         }
         CHECK((next == std::vector<int64_t>{10, 10, 10, 0}));
@@ -227,7 +230,8 @@ void any_takes_what_comes() {
   }
 }
 
-// A message goes to the recv that was called first, whether the recvs ask for one source or any, and for one tag or any.
+// A message goes to the recv that was called first, whether the recvs ask for one source or any source, and for one tag or any
+// tag.
 void the_recv_that_was_called_first_gets_the_message() {
   for (size_t count : {size_t{3}, large}) {
     Group group(3);
@@ -241,8 +245,8 @@ void the_recv_that_was_called_first_gets_the_message() {
     });
     for (size_t i = 1; i < 5; i++) {
       box.wait(recvs[i], within());
-      CHECK(recvs[i]->matched_peer() == 1 && out[i] == ints(count, static_cast<int64_t>(i)));
-      CHECK(recvs[i]->matched_tag() == (i == 3 ? 8 : 7));
+      CHECK(recvs[i]->matched().peer == 1 && out[i] == ints(count, static_cast<int64_t>(i)));
+      CHECK(recvs[i]->matched().tag == (i == 3 ? 8 : 7));
     }
     sender.join();
     CHECK(!recvs[0]->done());
@@ -253,7 +257,7 @@ void the_recv_that_was_called_first_gets_the_message() {
   }
 }
 
-// A recv with any tag never gets the body of an object, whether the recv is called before the body comes or afterwards.
+// A recv with any tag never receives the body of an object, whether the recv is called before or after the body arrives.
 void any_tag_leaves_the_bodies_of_objects_alone() {
   Group group(2);
   Ints early(3), late(3), body(3);
@@ -261,7 +265,7 @@ void any_tag_leaves_the_bodies_of_objects_alone() {
   send(group[1], 0, ints(3, 1), last_tag + 1);
   send(group[1], 0, ints(3, 2), last_tag);
   group[0].wait(before, within());
-  CHECK(early == ints(3, 2) && before->matched_tag() == last_tag);
+  CHECK(early == ints(3, 2) && before->matched().tag == last_tag);
   const auto after = start_recv(group[0], any_source, late, any_tag);
   CHECK(!after->done());
   send(group[1], 0, ints(3, 3));
@@ -278,7 +282,7 @@ void a_recv_from_any_outlives_links_and_takes_nothing_when_given_up() {
   const auto first = start_recv(group[0], any_source, late, any_tag);
   group[0].wait(first, within());
   CHECK(late == ints(3, 1) && old == Ints(3));
-  // The link from rank 1 has ended. The link from rank 2 has not.
+  // The link from rank 1 has closed. The link from rank 2 has not.
   const auto second = start_recv(group[0], any_source, late, any_tag);
   CHECK(!group[0].ended(2));
   std::thread receiver([&] { group[0].wait(second, within()); });
@@ -287,8 +291,8 @@ void a_recv_from_any_outlives_links_and_takes_nothing_when_given_up() {
   send(group[2], 0, ints(3, 2));
   receiver.join();
   CHECK(late == ints(3, 2));
-  // If a sender gives up a message that it has announced, a recv from any source must end as well, because the link cannot be
-  // used any more.
+  // If a sender gives up on a message that it has announced, the link becomes unusable, so a recv from any source must end as
+  // well.
   Ints out(large);
   const Ints x = ints(large, 0);
   CHECK(has(error_of(group[2], start_send(group[2], 0, x), 0.1), "CollectiveTimeout"));
@@ -298,16 +302,16 @@ void a_recv_from_any_outlives_links_and_takes_nothing_when_given_up() {
 
 void a_recv_from_any_of_another_type_is_named() {
   for (size_t count : {size_t{4}, large})
-    for (int from : {0, 1}) {  // from 0, the message comes over a link; from 1, the rank sends to itself
+    for (int from : {0, 1}) {  // from 0, the message arrives over a link; from 1, the rank sends to itself
       Group group(2);
       const Ints x = ints(count, 0);
       std::vector<float> out(10);
-      auto wrong = group[1].start_recv(any_source, any_tag, Dtype::float32, out.data(), 40);
+      auto wrong = group[1].start({false, any_source, any_tag, Dtype::float32, out.data(), 40});
       std::thread sender([&] { send(group[from], 1, x, 6); });
       const std::string expected = "Mismatch: recv from any rank, any tag: expects float32 x 10, rank " + std::to_string(from) +
                                    " sent int64 x " + std::to_string(count) + " with tag 6";
       CHECK(error_of(group[1], wrong) == expected);
-      wrong = group[1].start_recv(any_source, any_tag, Dtype::float32, out.data(), 40);
+      wrong = group[1].start({false, any_source, any_tag, Dtype::float32, out.data(), 40});
       CHECK(error_of(group[1], wrong) == expected);
       CHECK(recv(group[1], any_source, count, 6) == x);
       sender.join();
@@ -362,7 +366,7 @@ void a_detached_transfer_keeps_its_deadline() {
   std::atomic<bool> ended{false};
   std::string kind;
   Ints out(3);
-  Group group(2);  // last, because its destructor joins the thread that uses the variables above
+  Group group(2);  // declared last, because its destructor joins the thread that uses the variables above
   group[0].detach(start_recv(group[0], 1, out), within(0.1), [&](const std::optional<Error>& error) {
     kind = error ? error->kind : "none";
     ended = true;
@@ -381,7 +385,7 @@ void a_detached_watch_may_throw_anything() {
   std::atomic<bool> ended{false};
   std::string kind;
   Ints out(3);
-  Group group(2);  // last, because its destructor joins the thread that uses the variables above
+  Group group(2);  // declared last, because its destructor joins the thread that uses the variables above
   group[0].detach(start_recv(group[0], 1, out), {wrong, Deadline(120)}, [&](const std::optional<Error>& error) {
     kind = error ? error->kind : "none";
     ended = true;
@@ -394,7 +398,7 @@ void a_detached_watch_may_throw_anything() {
 void a_link_may_come_late() {
   Group group(2, false);
   std::thread receiver([&] { CHECK(recv(group[1], 0, 3) == ints(3, 5)); });
-  // This is long enough for the receiver to wait before the link exists. If it is not, the test still passes.
+  // This is usually long enough for the receiver to start waiting before the link exists. If it is not, the test still passes.
   poll(nullptr, 0, 120);
   group.link(0, 1);
   send(group[0], 1, ints(3, 5));
@@ -424,7 +428,7 @@ void a_peer_that_is_gone_fails_an_announced_message() {
   const Ints x = ints(large, 0);
   Ints out(large);
   const auto sending = start_send(group[0], 1, x);
-  CHECK(has(error_of(group[0], sending, 0.1), "CollectiveTimeout"));  // the message was announced, then given up
+  CHECK(has(error_of(group[0], sending, 0.1), "CollectiveTimeout"));  // the message was announced, and then the sender gave up
   CHECK(has(error_of(group[1], start_recv(group[1], 0, out)), "PeerLost"));
   CHECK(has(error_of(group[0], start_send(group[0], 1, x)), "Aborted: send to rank 1, tag 0: an earlier send was given up"));
 }
@@ -440,18 +444,18 @@ void a_recv_that_was_given_up_takes_no_message() {
 
 void other_types_and_sizes_are_named() {
   for (size_t count : {size_t{4}, large})
-    for (int from : {0, 1}) {  // from 0, the message comes over a link; from 1, the rank sends to itself
+    for (int from : {0, 1}) {  // from 0, the message arrives over a link; from 1, the rank sends to itself
       Group group(2);
       const Ints x = ints(count, 0);
       std::vector<float> out(10);
-      // The first recv is called before the message comes, the second one afterwards.
-      auto wrong = group[1].start_recv(from, 0, Dtype::float32, out.data(), 40);
+      // The first recv is called before the message arrives, the second one afterwards.
+      auto wrong = group[1].start({false, from, 0, Dtype::float32, out.data(), 40});
       const auto sending = start_send(group[from], 1, x);
       std::thread sender([&] { group[from].wait(sending, within()); });
       const std::string expected = "Mismatch: recv from rank " + std::to_string(from) + ", tag 0: expects float32 x 10, rank " +
                                    std::to_string(from) + " sent int64 x " + std::to_string(count);
       CHECK(error_of(group[1], wrong) == expected);
-      wrong = group[1].start_recv(from, 0, Dtype::float32, out.data(), 40);
+      wrong = group[1].start({false, from, 0, Dtype::float32, out.data(), 40});
       CHECK(error_of(group[1], wrong) == expected);
       CHECK(recv(group[1], from, count) == x);
       sender.join();
@@ -497,7 +501,7 @@ void close_ends_what_was_left_to_the_thread() {
   CHECK(has(error_of(group[0], start_recv(group[0], 1, out)), "Aborted: the group was released"));
 }
 
-// After shut_down() x and out belong to the caller, even if data was being moved at that moment.
+// After shut_down(), x and out belong to the caller, even if data was being moved at that moment.
 void shut_down_lets_go_of_memory() {
   for (int delay_ms = 0; delay_ms < 10; delay_ms++) {
     Group group(2);
@@ -516,7 +520,7 @@ void shut_down_lets_go_of_memory() {
 }
 
 // A peer sends garbage instead of a header. Whatever the bytes are, the transfer ends with an error. The bytes never crash the
-// rank, and are never taken for data.
+// rank and are never mistaken for data.
 void garbage_is_refused() {
   std::mt19937 random(3);
   constexpr int tries = 400;
@@ -540,8 +544,8 @@ void garbage_is_refused() {
     Ints out(2, 42);
     const std::string error = error_of(box, start_recv(box, 1, out));
     refused += !error.empty();
-    // If the changed byte is in the kind, type, count or tag, the header may be valid, but then this recv does not accept the
-    // message.
+    // If the changed byte is in the kind, type, count or tag, the header may still be valid, but then this recv does not accept
+    // the message.
     const bool compared = at < offsetof(Envelope, kind) || (at >= offsetof(Envelope, epoch) && at < offsetof(Envelope, tag)) ||
                           at >= offsetof(Envelope, id);
     if (compared) CHECK(has(error, "Error: recv from rank 1, tag 0: the link to rank 1 ended: it sent a header that is none"));
@@ -609,7 +613,7 @@ void matched_messages_give_credit() {
     }
   });
   std::vector<char> out(eager_bytes);
-  for (uint64_t id = 1; id <= messages; id++) box.wait(box.start_recv(1, 0, Dtype::uint8, out.data(), out.size()), within());
+  for (uint64_t id = 1; id <= messages; id++) box.wait(box.start({false, 1, 0, Dtype::uint8, out.data(), out.size()}), within());
   sender.join();
   Envelope credit;
   CHECK(::recv(wire, &credit, sizeof credit, MSG_WAITALL) == sizeof credit);
@@ -618,7 +622,7 @@ void matched_messages_give_credit() {
   close(wire);
 }
 
-// Peers notice the end of a process even if a child that was forked from it is still running.
+// Peers notice that a process has ended even if a child forked from it is still running.
 void a_forked_child_lets_go() {
   std::array<int, 2> hold{};
   CHECK(pipe(hold.data()) == 0);
@@ -626,7 +630,7 @@ void a_forked_child_lets_go() {
   Group group(2);
   group[0].detach(start_recv(group[0], 1, out), within(), [](const std::optional<Error>& error) { CHECK(error); });
   group[1].detach(start_send(group[1], 0, out, 1), within(), [](const std::optional<Error>& error) { CHECK(!error); });
-  poll(nullptr, 0, 60);  // the mailbox's thread sleeps by now; the child must not wait for it
+  poll(nullptr, 0, 60);  // by now the mailbox's thread is asleep; the child must not wait for it
   const pid_t child = fork();
   if (child == 0) {
     close(hold[1]);

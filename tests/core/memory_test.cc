@@ -1,4 +1,4 @@
-// Tests shared memory: which memory of a peer is accepted, and which pages are huge.
+// Tests shared memory: which memory of a peer is accepted, and which pages are huge pages.
 #include "transport/memory.h"
 
 #include <fcntl.h>
@@ -73,22 +73,22 @@ void long_arrays_have_huge_pages_and_short_ones_do_not() {
   CHECK(huge_kb(array, bytes) > 0);  // if memory is fragmented, only a part of the array may have huge pages
   heap.release(array);
   const char* reserved = heap.mapping().begin() + heap.reserve(control);
-  CHECK(reserved == array || reserved < array);  // at the array's old place or before it
+  CHECK(reserved == array || reserved < array);  // at the array's old address or below it
   for (size_t at = 0; at < control; at += 4096) CHECK(reserved[at] == 0);
   CHECK(huge_kb(reserved, control) == 0);
   heap.release(small);
 }
 
-// The kernel takes long to free the pages of a large array. While one thread releases such an array, calls in other threads must
-// be able to look up their arrays.
+// The kernel takes a long time to free the pages of a large array. While one thread releases such an array, calls in other
+// threads must be able to look up their arrays.
 void a_large_release_holds_up_nobody() {
   constexpr size_t heap_bytes = 1u << 30, large = 128u << 20, small = 64u << 10;
-  const int fd = make_memory("test-heap", heap_bytes, false);  // small pages, unless the kernel gives huge pages to every memfd
+  const int fd = make_memory("test-heap", heap_bytes, false);  // small pages, unless the kernel uses huge pages for every memfd
   Heap heap(Mapping(fd, heap_bytes));
   close(fd);
   void* const kept = heap.allocate(small);
-  // The share of a release for which heap.find() had to wait. The test takes the smallest share of several tries, because in some
-  // tries the thread that calls heap.find() may not get a CPU.
+  // The fraction of a release during which heap.find() had to wait. The test takes the smallest fraction of several tries,
+  // because in some tries the thread that calls heap.find() may not get a CPU.
   double smallest_share = 1;
   for (int i = 0; i < 20 && smallest_share > 0.5; i++) {
     void* const array = heap.allocate(large);

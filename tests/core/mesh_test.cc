@@ -1,4 +1,5 @@
-// Tests the mesh and its algorithms, and that a rank refuses what a peer must not send. The ranks are threads over socket pairs.
+// Tests the mesh and its algorithms, and that a rank refuses what a peer must not send. The ranks are threads connected by socket
+// pairs.
 #include <atomic>
 #include <cstring>
 #include <random>
@@ -21,12 +22,12 @@ std::vector<Memory> memories(const std::string& algorithm) {
 
 void every_collective_by(const std::string& algorithm) {
   for (int size : sizes_of_groups()) {
-    // Sizes below and above a window. With 3 ranks, the largest size gives each part of an all_reduce several windows, so that
-    // the sockets cannot hold a whole part.
+    // Sizes below and above a window. With 3 ranks and the largest size, each part of an all_reduce spans several windows, so
+    // that the sockets cannot hold a whole part.
     const std::vector<size_t> sizes{0, 1, 7, 1000, (size == 3 ? 12 : 2) * window_bytes / 4 + 5};
     const ThreadJob job(size);
     const ThreadGroup world(job, job.all(), algorithm, false);
-    // A ring adds in another order, which makes no difference for integers.
+    // A ring adds in a different order, which makes no difference for integers.
     const Inputs inputs(world.layout(), algorithm == "ring" ? Dtype::int32 : Dtype::float32, 2 * sizes.back() + 100);
     world.run([&](const ThreadRank& me) { every_case(me, algorithm, inputs, sizes, memories(algorithm)); });
   }
@@ -68,8 +69,8 @@ void started_calls_keep_their_order(const ThreadRank& me) {
   }
 }
 
-// Each of two ranks takes the other for the root, so they wait for each other. Each waiting rank sends a header, by which the
-// other one sees the mismatch.
+// Each of two ranks thinks that the other is the root, so they wait for each other. Each waiting rank sends a header, from which
+// the other rank detects the mismatch.
 void crossed_roots(const ThreadRank& me) {
   float x[3] = {}, out[3];
   std::string kind;
@@ -79,7 +80,7 @@ void crossed_roots(const ThreadRank& me) {
   } catch (const Error& error) {
     kind = error.kind;
   }
-  CHECK(kind == "Mismatch" || kind == "PeerLost");  // without a hub the second rank may see only that the link has ended
+  CHECK(kind == "Mismatch" || kind == "PeerLost");  // without a hub, the second rank may see only that the link has closed
 }
 
 // last_look() reads headers from the links only while no call can be using the links.
@@ -104,7 +105,7 @@ struct NeverBroken final : Watch {
 };
 
 // A peer sends garbage instead of a header. Whatever the bytes are, the call ends with Error or Differs. The bytes never crash
-// the rank, and are never taken for data.
+// the rank and are never mistaken for data.
 void garbage_is_refused() {
   std::mt19937 random(3);
   int refused = 0;
@@ -147,7 +148,7 @@ void garbage_is_refused() {
   CHECK(refused == tries);
 }
 
-// A call in many short steps notices its deadline, even if the data for each step is available at once.
+// A call in many short steps notices its deadline, even if the data for each step is available immediately.
 void deadline_ends_a_call_while_bytes_flow() {
   int ends[2];
   CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
@@ -255,8 +256,8 @@ void nobody_waits_behind_a_slow_reader() {
   for (const int end : {slow[1], fast[1]}) close(end);
 }
 
-// On a unix socket, data that was sent is safe even if the receiver has not read it yet. So a rank that leaves does not wait for
-// the receiver.
+// On a unix socket, data that has been sent is safe even if the receiver has not read it yet. So a rank that leaves does not wait
+// for the receiver.
 void leaving_waits_for_no_reader() {
   int ends[2];
   CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);

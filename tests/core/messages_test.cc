@@ -1,5 +1,5 @@
-// Tests messages through the communicator: first causes, concurrent waits, and the end of the group. The ranks are threads over
-// socket pairs.
+// Tests messages through the communicator: first causes, concurrent waits, and the end of the group. The ranks are threads
+// connected by socket pairs.
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -22,7 +22,7 @@ struct Rank {
     for (int i = 0; i < size; i++) names.push_back("rank " + std::to_string(i) + " (here)");
     std::vector<int> ranks(static_cast<size_t>(size));
     std::iota(ranks.begin(), ranks.end(), 0);
-    auto peers = std::make_shared<Peers>(rank, names, ranks, std::vector<int>(names.size(), -1), nullptr);
+    auto peers = std::make_shared<Peers>(names, ranks, std::vector<int>(names.size(), -1), nullptr);
     Communicator::Hooks hooks{[this] {
                                 if (interrupted) throw Interrupt{};
                               },
@@ -31,7 +31,7 @@ struct Rank {
     group = std::make_unique<Communicator>("world", ranks, rank, peers, std::make_unique<NoBackend>(), 7, recorder, hooks);
   }
 
-  // Runs a send or recv. Returns the kind and text of its error, or "" if it has none.
+  // Runs a send or recv. Returns the kind and text of its error, or "" if it succeeded.
   std::string move(bool sends, int peer, std::vector<int32_t>& data, double timeout_s = 120) {
     try {
       const Message one = message(sends, peer, data);
@@ -110,7 +110,7 @@ void a_started_call_may_throw_anything() {
     void run(const Call&, const Wait&) override { throw 7; }
   };
   Recorder recorder;
-  auto peers = std::make_shared<Peers>(0, std::vector<std::string>{"rank 0"}, std::vector{0}, std::vector{-1}, nullptr);
+  auto peers = std::make_shared<Peers>(std::vector<std::string>{"rank 0"}, std::vector{0}, std::vector{-1}, nullptr);
   Communicator group("world", {0}, 0, peers, std::make_unique<Wrong>(), 7, recorder, {});
   Call barrier;
   barrier.signature.what = Collective::barrier;
@@ -176,7 +176,7 @@ void a_recv_from_any_ends_when_no_rank_can_send() {
   const std::string text = "rank 0 (here): recv from any rank, tag 3 (12 B) did not end within 0.2 s: waiting for any of ";
   CHECK(is(me.move(false, any_source, out, 0.2), "CollectiveTimeout: " + text + "rank 1 (here), rank 2 (here), rank 3 (here)"));
   CHECK((me.group->failure()->error.waiting_for == std::vector{1, 2, 3}));
-  // Rank 1 has left, and rank 2 has a link. The link ends when rank 2 leaves.
+  // Rank 1 has left, and rank 2 has a link. The link closes when rank 2 leaves.
   Rank again(0, 3);
   again.group->left(1);
   int ends[2];
@@ -195,7 +195,7 @@ void a_recv_from_any_ends_when_no_rank_can_send() {
   leaver.join();
 }
 
-// A send and a recv can begin together. If one of them fails, neither of them uses its memory any more.
+// A send and a recv can be started together. If one of them fails, neither of them uses its memory any longer.
 void messages_begin_together() {
   Pair pair;
   std::vector<std::thread> threads;

@@ -1,5 +1,5 @@
-// Tests calls of a communicator while there is not enough memory. Such a call must end with an error. It must not take a call
-// number and leave it unused, because all later calls would wait for that number.
+// Tests a communicator's calls when memory runs out. Such a call must end with an error. It must not take a call number and leave
+// it unused, because all later calls would wait for that number.
 #include <cstdlib>
 #include <new>
 #include <numeric>
@@ -10,7 +10,7 @@
 
 namespace {
 
-// How many allocations of this thread succeed before one fails; -1: none fails.
+// How many more allocations of this thread succeed before one fails; -1: none fails
 thread_local int fails_in = -1;
 
 }  // namespace
@@ -30,7 +30,7 @@ namespace {
 // Starts a call in which an allocation fails after `allocation` allocations have succeeded. Checks that a later call does not
 // wait for the failed call. Returns false if no allocation failed.
 bool start_fails_at(int allocation) {
-  auto peers = std::make_shared<Peers>(0, std::vector<std::string>{"rank 0"}, std::vector{0}, std::vector{-1}, nullptr);
+  auto peers = std::make_shared<Peers>(std::vector<std::string>{"rank 0"}, std::vector{0}, std::vector{-1}, nullptr);
   Recorder recorder;
   Communicator group("world", {0}, 0, peers, std::make_unique<NoBackend>(), 0, recorder, {});
   Call barrier;

@@ -31,7 +31,7 @@ std::mt19937_64 random_bits(20261122);
 
 uint64_t random_below(uint64_t end) { return random_bits() % end; }
 
-// Runs a packing as a device does. Returns false if no kernel can do it.
+// Runs a packing as a device would. Returns false if no kernel supports it.
 bool run(const Packing& packing) {
   const auto launches = plan(packing, multiprocessors);
   if (!launches) return false;
@@ -74,7 +74,7 @@ double value_of(Dtype dtype, const void* at) {
   return sign * std::ldexp(whole, std::max(exponent, 1) - 1 + format.least_exponent - format.fraction);
 }
 
-// Stores x as a number of this dtype, rounded to the nearest one, ties to even.
+// Stores x as a number of this dtype, rounded to the nearest value, ties to even.
 void store(Dtype dtype, double x, void* at) {
   if (dtype == Dtype::float64) {
     const auto bits = std::isnan(x) ? 0x7ff8000000000000u : std::bit_cast<uint64_t>(x);
@@ -125,7 +125,7 @@ class Array {
   size_t bytes_, at_;
 };
 
-// Returns a random number: ordinary, next to a limit of the narrow types, subnormal, zero, infinite or NaN.
+// Returns a random number: ordinary, close to a limit of the narrow types, subnormal, zero, infinite or NaN.
 double any_number(Dtype dtype) {
   static const float special[] = {0.0f,        -0.0f,       1.0f,          -1.0f,          infinity,   -infinity,
                                   NAN,         65504.0f,    65519.9f,      65520.0f,       -65536.0f,  0x1p-24f,
@@ -167,7 +167,7 @@ void move_one(const Variant& variant, const void* from, void* to, float* owed) {
     return;
   }
   if (in == Dtype::float64) return store(out, value_of(in, from) * variant.scale, to);
-  // A product or sum of two floats gives the same float whether it is rounded once, or first to double and then to float.
+  // The product or sum of two floats is the same whether it is rounded once, or first to double and then to float.
   const float scaled = static_cast<float>(value_of(in, from) * static_cast<double>(static_cast<float>(variant.scale)));
   if (!variant.owes) return store(out, scaled, to);
   const float whole = static_cast<float>(static_cast<double>(scaled) + static_cast<double>(*owed));
@@ -289,7 +289,7 @@ void test_error_feedback_adds_up() {
     for (int step = 0; step < steps; step++) {
       for (size_t i = 0; i < count; i++) {
         gradient[i] = static_cast<float>(static_cast<double>(random_below(2001)) - 1000) * 1e-4f;
-        if (i == 0 && step == 0) gradient[i] = static_cast<float>(3 * largest);  // larger than what one step can pass on
+        if (i == 0 && step == 0) gradient[i] = static_cast<float>(3 * largest);  // larger than what one step can send
         given[i] += gradient[i];
       }
       Packing packing{true, Dtype::float32, dtype, bucket.data(), {{gradient.data(), 0, count}}, 1, residual.data(), largest};
@@ -346,7 +346,7 @@ void test_numbers_are_those_of_reductions(Dtype dtype) {
 
   std::vector<float> numbers;
   for (int i = 0; i < 1 << 18; i++) numbers.push_back(std::bit_cast<float>(static_cast<uint32_t>(random_bits())));
-  for (size_t i = 0; i + 1 < all.size(); i++) {  // the middle between two neighbours, and the floats next to this middle
+  for (size_t i = 0; i + 1 < all.size(); i++) {  // the midpoint of two neighbours, and the floats next to it
     if (!std::isfinite(wide[i]) || !std::isfinite(wide[i + 1])) continue;
     const auto middle = static_cast<float>((static_cast<double>(wide[i]) + static_cast<double>(wide[i + 1])) / 2);
     for (const float to : {-infinity, middle, infinity}) numbers.push_back(std::nextafterf(middle, to));
@@ -428,7 +428,7 @@ void test_plans() {
       132);
 }
 
-// Returns the number of blocks of a packing, and the largest number of bytes that one of the blocks moves.
+// Returns the number of blocks of a packing, and the largest number of bytes that any block moves.
 std::pair<uint64_t, uint64_t> blocks_and_most(const Packing& packing, int processors) {
   uint64_t blocks = 0, most = 0;
   const auto launches = plan(packing, processors);
@@ -451,7 +451,7 @@ void test_blocks_fit_the_bytes_and_the_device() {
   CHECK(blocks_and_most(one(1 << 18), 132) == Pair(257, 4096));    // 1 MiB: two blocks for each multiprocessor
   CHECK(blocks_and_most(one(1 << 26), 132) == Pair(8193, 32768));  // 256 MiB
   CHECK(blocks_and_most(one((1 << 26) + 1), 132) == Pair(8193, 32768));
-  Packing mixed = one(1 << 22);  // a large part, and many small ones with a block each
+  Packing mixed = one(1 << 22);  // one large part, and many small ones with a block each
   for (uint64_t i = 0; i < 250; i++) mixed.parts.push_back({address(0x10000), (1 << 22) + i, 1});
   CHECK(blocks_and_most(mixed, 132).first <= 16 * 132 + 2 * 251 && plan(mixed, 132)->size() == 1);
   mixed.parts.push_back({address(0x10000), (1 << 22) + 250, 1});

@@ -28,7 +28,8 @@ std::mt19937_64 random_bits(20240607);
 
 int random_below(int end) { return static_cast<int>(random_bits() % static_cast<uint64_t>(end)); }
 
-// For each dtype: how many parts an element has, the type in which the parts accumulate, and each operation on two accumulators.
+// One class for each kind of dtype. The class says how many parts an element has and in which type they accumulate, and
+// implements each operation on two accumulators.
 
 template <class T>
 struct Integer {
@@ -95,7 +96,7 @@ struct Real {
     using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
     return std::bit_cast<Bits>(x) >> (std::numeric_limits<T>::digits - 2) & 1;
   }
-  // Computing in double and then rounding to float gives the same as rounding once, because a double's 53 bits are >= 2 * 24 + 2.
+  // Rounding to double and then to float gives the same float as rounding once, because a double's 53 bits are >= 2 * 24 + 2.
   static T average(T x, int divisor) { return static_cast<T>(static_cast<double>(x) / divisor); }
   static T combine(Op op, T a, T b) {
     const double x = a, y = b;
@@ -238,8 +239,8 @@ void for_each_row(F&& f) {
   }
 }
 
-// Bytes that begin `offset` bytes after an aligned address. They end where the allocation ends, so that AddressSanitizer reports
-// any access beyond the buffer.
+// A buffer that begins `offset` bytes after an aligned address. It ends where the allocation ends, so that AddressSanitizer
+// reports any access beyond it.
 class Buffer {
  public:
   Buffer(size_t bytes, size_t offset) : offset_(offset), bytes_(offset + bytes, 0xa5) {}
@@ -291,7 +292,7 @@ Parts<M> reference(Op op, const std::vector<Parts<M>>& in, int divisor) {
   return out;
 }
 
-// Whether all bits are the same, except that any NaN equals any other.
+// Returns whether all bits are the same, except that any NaN equals any other.
 template <class M>
 bool same(const Parts<M>& actual, const Parts<M>& expected) {
   for (size_t i = 0; i < expected.size(); ++i) {

@@ -13,12 +13,12 @@
 #include <thread>
 #include <vector>
 
-#include "backend/host.h"
 #include "comm/communicator.h"
+#include "comm/founding.h"
 
 namespace mscomm {
 
-// The heaps of a job's ranks, and what each rank knows of the others.
+// The heaps of a job's ranks, and what each rank knows about the others.
 class ThreadJob {
  public:
   static constexpr size_t heap_bytes = 128u << 20;  // the file is sparse
@@ -41,7 +41,7 @@ class ThreadJob {
         if (static_cast<int>(other) != rank && hosts[other] == hosts[static_cast<size_t>(rank)])
           others[other] = memory_[other].borrow();
       auto all = std::make_shared<Heaps>(rank, heaps_[static_cast<size_t>(rank)], std::move(others));
-      peers_.push_back(std::make_shared<Peers>(rank, names, hosts, std::vector<int>(n, -1), std::move(all)));
+      peers_.push_back(std::make_shared<Peers>(names, hosts, std::vector<int>(n, -1), std::move(all)));
     }
   }
 
@@ -96,8 +96,8 @@ struct ThreadRank {
   }
 };
 
-// A group of some of a job's ranks. With the algorithm "arena", an arena joins the ranks. With any other algorithm, socket pairs
-// join them. If the algorithm is "hierarchical" or there are several hosts, each host with several ranks has an arena as well.
+// A group of some of a job's ranks. With the algorithm "arena", the ranks share an arena. With any other algorithm, socket pairs
+// connect them. If the algorithm is "hierarchical" or there are several hosts, each host with several ranks has an arena as well.
 class ThreadGroup {
  public:
   ThreadGroup(const ThreadJob& job, std::vector<int> ranks, const std::string& algorithm, bool spin)
@@ -109,16 +109,14 @@ class ThreadGroup {
     for (const Algorithm& row : algorithms())
       if (row.name == algorithm) forced[static_cast<size_t>(row.what)] = algorithm;
 
-    std::vector<std::vector<std::optional<Stream>>> links(n);
-    for (auto& row : links) row.resize(n);
+    std::vector<std::vector<int>> links(n, std::vector<int>(linked ? n : 0, -1));
     for (size_t a = 0; a < n && linked; a++)
       for (size_t b = a + 1; b < n; b++) {
         int ends[2];
         if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) < 0) throw system_error("socketpair", errno);
         constexpr int little = 64 << 10;  // small buffers, so that the sockets are often full
         for (const int end : ends) setsockopt(end, SOL_SOCKET, SO_SNDBUF, &little, sizeof little);
-        links[a][b].emplace(ends[0], "rank " + std::to_string(ranks_[b]));
-        links[b][a].emplace(ends[1], "rank " + std::to_string(ranks_[a]));
+        links[a][b] = ends[0], links[b][a] = ends[1];
       }
     std::map<int, std::vector<int>> at_home;  // ranks of the job, by host
     for (int rank : ranks_) at_home[host_of(rank)].push_back(rank);
@@ -130,21 +128,16 @@ class ThreadGroup {
     for (int rank = 0; rank < size; rank++) {
       const std::shared_ptr<Peers>& peers = job_.peers(in_job(rank));
       recorders_.push_back(std::make_unique<Recorder>());
-      std::unique_ptr<Arena> own;
-      std::unique_ptr<Mesh> mesh;
+      Founding founding{
+          ranks_, {rank, size, hosts()}, forced, 0, {}, 0, spin, Descriptors(std::move(links[static_cast<size_t>(rank)]))};
       if (const auto control = controls_.find(host_of(in_job(rank))); control != controls_.end()) {
-        const std::vector<int>& members = at_home[control->first];
-        const auto place = std::find(members.begin(), members.end(), in_job(rank)) - members.begin();
-        own = std::make_unique<Arena>(members, static_cast<int>(place), peers->heaps, control->second.offset, spin);
+        founding.at_home = at_home[control->first];
+        founding.control = control->second.offset;
       }
-      if (linked) {
-        const auto recorded = [recorder = recorders_.back().get()](uint64_t number) {
-          const auto record = recorder->find(number);
-          return record ? std::optional(record->signature) : std::nullopt;
-        };
-        mesh = std::make_unique<Mesh>(ranks_, rank, 0, std::move(links[static_cast<size_t>(rank)]), recorded);
-      }
-      auto backend = std::make_unique<HostBackend>(Layout{rank, size, hosts()}, forced, std::move(own), std::move(mesh));
+      auto backend = found(std::move(founding), *peers, [recorder = recorders_.back().get()](uint64_t number) {
+        const auto record = recorder->find(number);
+        return record ? std::optional(record->signature) : std::nullopt;
+      });
       groups_.push_back(std::make_unique<Communicator>("world", ranks_, rank, peers, std::move(backend), 0, *recorders_.back(),
                                                        Communicator::Hooks{}));
     }
@@ -198,7 +191,7 @@ class ThreadGroup {
   std::vector<std::unique_ptr<Communicator>> groups_;
 };
 
-// Makes a job and its world, and runs body on a thread for each rank.
+// Creates a job and its world, and runs body on one thread for each rank.
 inline void on_threads(int size, const std::string& algorithm, bool spin, const std::function<void(const ThreadRank&)>& body,
                        std::vector<int> hosts = {}) {
   const ThreadJob job(size, std::move(hosts));

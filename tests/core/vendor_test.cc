@@ -1,5 +1,5 @@
-// Tests the vendor backend on a pretended device that is made of threads: which operations of the library make up a call, how
-// calls are watched, and how groups are aborted and freed.
+// Tests the vendor backend on a simulated device, which is made of threads: which library operations make up a call, how calls
+// are watched, and how groups are aborted and freed.
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -133,7 +133,7 @@ class Device final : public Runtime {
   void pop() noexcept override {}
 };
 
-// Where the ranks of one group meet. The n-th operations of all ranks together are one common operation.
+// Where the ranks of one group meet. The n-th operations of all ranks form one joint operation.
 class Hall {
  public:
   explicit Hall(int size) : size_(static_cast<size_t>(size)) {}
@@ -143,7 +143,7 @@ class Hall {
     void* out = nullptr;
     std::map<int, std::pair<void*, size_t>> sends{}, receives{};  // by peer
   };
-  // Called by a stream's thread. When all ranks have come, `act` is called once, with the parts of all ranks. Returns false if
+  // Called by a stream's thread. When all ranks have arrived, `act` is called once, with the parts of all ranks. Returns false if
   // the rank was aborted.
   bool meet(uint64_t number, int rank, Part part, const std::function<void(std::map<int, Part>&)>& act) {
     std::unique_lock lock(mutex_);
@@ -235,8 +235,7 @@ class GroupOfThreads final : public VendorGroup {
         }
     });
   }
-  void begin_batch() override {}
-  void end_batch() override {}
+  void batch(const std::function<void()>& calls) override { calls(); }
   bool busy() override {
     if (at_.error) throw Error("Error", "the device failed");
     return at_.busy;
@@ -292,7 +291,7 @@ struct Rank {
     for (int i = 0; i < size; i++) names.push_back("rank " + std::to_string(i) + " (here)");
     std::vector<int> ranks(static_cast<size_t>(size));
     std::iota(ranks.begin(), ranks.end(), 0);
-    auto peers = std::make_shared<Peers>(rank, names, ranks, std::vector<int>(names.size(), -1), nullptr);
+    auto peers = std::make_shared<Peers>(names, ranks, std::vector<int>(names.size(), -1), nullptr);
     Communicator::Hooks hooks{{}, {}, [this] { told++; }};
     group = std::make_unique<Communicator>("world", ranks, rank, peers, std::make_unique<NoBackend>(), 7, recorder, hooks);
     group->add_device(std::make_unique<VendorBackend>(vendor, device, 0, id, size, rank, Deadline(60), [] {}));
@@ -377,13 +376,13 @@ void test_calls_beside_and_their_order() {
       x.assign(8, me + 1);
     });
     const auto work = rank.group->start(rank.call(Collective::all_reduce, x, out, 8), 60);
-    rank.group->order(work->number(), &rank.stream);
+    rank.group->device().order(work->number(), &rank.stream);
     Numbers seen;
     rank.stream.push([&] { seen = out; });
     rank.stream.drain();
     CHECK(seen == Numbers(8, 3));
     CHECK(work->wait(60) && !work->error());
-    rank.group->order(work->number(), &rank.stream);  // the call has ended, so there is nothing to wait for
+    rank.group->device().order(work->number(), &rank.stream);  // the call has completed, so there is nothing to wait for
     rank.group->close();
   });
   CHECK(job.device->alive == 0);
@@ -393,7 +392,7 @@ void test_a_call_after_a_pause_is_seen() {
   Job job(1);
   Rank& rank = *job.ranks[0];
   Numbers x(8, 1), out(8);
-  // When the second call comes, the watching thread still looks at the device. Before the third call it has gone to sleep.
+  // When the second call is made, the watching thread is still polling the device. By the third call, it has gone to sleep.
   for (const int pause_ms : {0, 5, 300}) {
     std::this_thread::sleep_for(std::chrono::milliseconds(pause_ms));
     const auto work = rank.group->start(rank.call(Collective::all_reduce, x, out, 8), 60);
@@ -421,7 +420,7 @@ void test_a_missing_rank_ends_at_the_deadline() {
   } catch (const Error& again) {
     CHECK(again.kind == "CollectiveTimeout");
   }
-  rank.stream.drain();  // ends because the abort has let the stream go on
+  rank.stream.drain();  // returns because the abort has let the stream continue
   rank.group->close();
   CHECK(job.vendor->at.aborts > 0);
 }

@@ -1,0 +1,65 @@
+// Which rank sends what to which rank in the collectives that only move data: all_gather, all_to_all, broadcast, gather and
+// scatter.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "algo/blocks.h"
+#include "base/call.h"
+
+namespace mscomm {
+
+struct Ranks;
+
+// The data that goes from one rank to another. from: its offset in the source's x. to: its offset in the destination's out.
+struct Move {
+  size_t from = 0, to = 0, bytes = 0;
+};
+
+class Moves {
+ public:
+  // Which moves the caller will ask between() for: all of them, or only those to and from this rank. In the latter case, `from`
+  // is valid only if this rank is the source, and `to` only if it is the destination. In an uneven all_to_all, preparing the
+  // moves of one rank takes less time.
+  enum class Of { all_ranks, this_rank };
+  // n: the number of ranks in the group. me: this rank.
+  Moves(const Call& call, int n, int me, Of of);
+
+  // Returns -1 if every rank may send to every other rank. Otherwise, returns the root, which is either the only sender or the
+  // only receiver.
+  int root() const { return root_; }
+  bool sends(int rank) const { return root_ < 0 || to_root_ || rank == root_; }
+  // Returns whether `source` sends to `destination`. It may send an empty block.
+  bool pairs(int source, int destination) const { return root_ < 0 || (to_root_ ? destination : source) == root_; }
+  Move between(int source, int destination) const;
+
+  // Returns how the x of `source` is divided: into one block for each rank, or into a single block that every destination
+  // receives.
+  Blocks blocks_of(int source) const;
+  // largest_x() returns the size in bytes of the largest x of any rank. largest_from() returns the size of the largest move from
+  // `source`, and is only for a collective without a root.
+  size_t largest_x() const;
+  size_t largest_from(int source) const;
+
+  // Returns the array that this rank sends from, or nullptr if it sends nothing. This array is x itself, except in an in-place
+  // uneven all_to_all: then it is a copy of x in scratch memory, so that received blocks do not overwrite blocks that are still
+  // to be sent.
+  const char* source_array(const Call& call, const Ranks& ranks) const;
+
+ private:
+  const Blocks& sent(int source) const { return sent_.empty() ? parts_ : sent_[source]; }
+  const Blocks& got(int destination) const { return got_.empty() ? parts_ : got_[destination]; }
+
+  const int me_;
+  const int root_;
+  const bool to_root_;  // gather
+  const bool divides_;  // whether each destination receives a different part of x
+  const bool gathers_;  // whether the data from each source goes to a different part of out
+  // The parts of the root's message (a single one in a broadcast), of one rank's x, or of all ranks' x together.
+  Blocks parts_;
+  // Used instead of parts_ in an uneven all_to_all: the blocks of each source's x, and the blocks of each destination's out.
+  std::vector<Blocks> sent_, got_;
+};
+
+}  // namespace mscomm

@@ -1,0 +1,183 @@
+// The collectives that only move data, in shared memory. Data moves between each pair of ranks in the fastest way available. If
+// one rank's array is in a heap, the other rank reads or writes this array directly. If the array is in private memory, the other
+// rank reads it directly from the owner's process, provided that this is possible and faster. Otherwise, both ranks copy, through
+// staging.
+#include <algorithm>
+#include <optional>
+
+#include "algo/arena_steps.h"
+#include "algo/moves.h"
+
+namespace mscomm {
+
+namespace {
+
+// How a rank obtains data from its source. own: the rank itself is the source. read: directly from the source's heap. staged:
+// through the source's staging. pulled: directly from the private memory of the source's process.
+enum class Way { own, read, staged, pulled };
+
+struct Plan {
+  Move move;
+  Way way;
+  // The source itself writes the last `share` bytes of the move into the destination's out. The destination copies all other
+  // bytes.
+  size_t share;
+};
+
+// Decides for each pair of ranks how data moves between them. All ranks read the same posts, so all of them make the same
+// decisions.
+class Ways {
+ public:
+  // for_all: whether all destinations receive the same data. pull: whether ranks may read private memory directly from its
+  // owner's process, if the owner has posted the address.
+  Ways(const Moves& moves, const Arena& arena, bool for_all, bool pull)
+      : moves_(moves), arena_(arena), root_(moves.root()), for_all_(for_all), pull_(pull) {
+    if (root_ >= 0) look_at_the_root();
+    else look_at_all();
+  }
+
+  Plan between(int source, int destination) const {
+    const Move move = moves_.between(source, destination);
+    if (source == destination) return {move, Way::own, 0};
+    const bool readable = arena_.x_in_heap(source);
+    const bool writable = arena_.posted(destination).out_offset != not_in_heap;
+    const bool pullable = pull_ && arena_.posted(source).x_address != 0;
+    const Way way = readable ? Way::read : pullable ? Way::pulled : Way::staged;
+    if (!writable) return {move, way, 0};
+    // If the root sends the same message to all ranks, the root writes only a share of it into the out of each rank, and each
+    // rank copies the rest. Otherwise all ranks would wait for the root, which would copy the whole message for every rank.
+    if (for_all_ && source == root_)
+      return {move, way, readable ? part(move.bytes, arena_.size(), arena_.size() - 1).bytes() : 0};
+    // In all other cases, only one of the two ranks copies. If both ranks could copy, the root does not, because it would have to
+    // copy for all ranks.
+    return {move, way, !readable || destination == root_ ? move.bytes : 0};
+  }
+  // Returns the size in bytes of the largest move that goes through staging, or 0 if no move does.
+  size_t largest_staged() const { return largest_staged_; }
+  // Returns whether any rank may read or write another rank's array directly.
+  bool touched() const { return touched_; }
+
+ private:
+  // Sets largest_staged_ and touched_ for a collective with a root. In such a collective, data moves only between the root and
+  // another rank.
+  void look_at_the_root() {
+    for (int peer = 0; peer < arena_.size(); peer++)
+      for (const auto& [move, way, share] : {between(root_, peer), between(peer, root_)}) {
+        if (move.bytes == 0 || way == Way::own) continue;
+        if (way == Way::staged && share < move.bytes) largest_staged_ = std::max(largest_staged_, move.bytes);
+        else touched_ = true;
+      }
+  }
+  // Sets largest_staged_ and touched_ for a collective without a root. In such a collective, the way in which data moves depends
+  // only on what the source offers, and on whether the destination's out can be written. So it is enough to look at each rank
+  // once, instead of at all n squared pairs.
+  void look_at_all() {
+    // How many ranks have data, how many must stage their data, and how many have an out that no other rank can write.
+    int sources = 0, staging = 0, fetching = 0;
+    bool both = false;  // whether one rank is counted both in staging and in fetching
+    size_t largest = 0;
+    for (int rank = 0; rank < arena_.size(); rank++) {
+      const size_t bytes = moves_.largest_from(rank);
+      const bool stages = bytes && !arena_.x_in_heap(rank) && !(pull_ && arena_.posted(rank).x_address != 0);
+      const bool fetches = arena_.posted(rank).out_offset == not_in_heap;
+      sources += bytes > 0, staging += stages, fetching += fetches, both |= stages && fetches;
+      if (stages) largest = std::max(largest, bytes);
+    }
+    const bool only_itself = staging == 1 && fetching == 1 && both;
+    if (fetching > 0 && !only_itself) largest_staged_ = largest;
+    touched_ = staging < sources || fetching < arena_.size();
+  }
+
+  const Moves& moves_;
+  const Arena& arena_;
+  const int root_;
+  const bool for_all_;
+  const bool pull_;
+  size_t largest_staged_ = 0;
+  bool touched_ = false;
+};
+
+// If data is in foreign memory, and only one rank needs it, that rank reads the data directly from the owner's process, provided
+// that the kernel allows it. One copy takes less time than the two copies through staging. But staging takes less time in two
+// cases: when several ranks need the same data, and when one rank would copy a long message while the only other rank waits. See
+// the measurements in docs/performance.md.
+constexpr size_t pulled_from_root_bytes = 1 << 20;
+
+bool worth_pulling(const Call& call, bool for_all, size_t largest_x, int n) {
+  if (!for_all) return largest_x / n >= tiny_bytes;
+  return n == 2 && (call.signature.root < 0 || largest_x <= pulled_from_root_bytes);
+}
+
+}  // namespace
+
+void moves_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
+  Arena& arena = *ranks.arena;
+  const int n = arena.size(), me = arena.rank();
+  const Moves moves(call, n, me, Moves::Of::all_ranks);
+  const char* const x = moves.source_array(call, ranks);
+  const Blocks blocks = moves.blocks_of(me);
+  const bool for_all = blocks.size() == 1;
+  const size_t largest_x = moves.largest_x();
+  // An in-place all_to_all overwrites data that other ranks still need. So this rank does not offer its array, and no other rank
+  // reads or writes the array.
+  const bool hidden = call.signature.what == Collective::all_to_all && call.x == call.out;
+  const Call unoffered{.signature = call.signature};
+  const Call& posted = hidden ? unoffered : call;
+  if (largest_x <= tiny_bytes) {
+    meet_with(x, blocks.total(), largest_x, posted, arena, wait);
+    for (int source = 0; source < n; source++) {
+      const Move move = moves.between(source, me);
+      if (move.bytes) copy(call.result() + move.to, arena.tiny(source, largest_x) + move.from, move.bytes);
+    }
+    return;
+  }
+  const bool pull = worth_pulling(call, for_all, largest_x, n);
+  Staging staging(arena, x, blocks);
+  staging.enter(posted, pull ? Pulled::x : Pulled::nothing, wait);
+  std::optional<Ways> ways(std::in_place, moves, arena, for_all, false);
+  if (pull && ways->largest_staged() > 0 && arena.can_pull(wait)) ways.emplace(moves, arena, for_all, true);
+
+  // Each rank starts with a different peer, so that the ranks do not all write to the same peer at once.
+  for (int i = 1; i < n; i++) {
+    const int destination = (me + i) % n;
+    const auto [move, way, share] = ways->between(me, destination);
+    if (!for_all && (way != Way::staged || share == move.bytes)) staging.leave_out(destination);
+    if (share == 0) continue;
+    const size_t begin = move.bytes - share;
+    copy(arena.at(destination, arena.posted(destination).out_offset + move.to, move.bytes) + begin, x + move.from + begin, share);
+  }
+  const size_t steps = staging.steps(ways->largest_staged());
+  for (size_t k = 0; k < std::max<size_t>(1, steps); k++) {
+    const bool last = k + 1 >= steps;
+    if (!last) staging.put(k + 1);
+    for (int i = 0; i < n; i++) {
+      const int source = (me + i) % n;
+      const auto [move, way, share] = ways->between(source, me);
+      // Even data that is read directly moves piece by piece, because in an in-place call this rank may write a piece of out only
+      // after it has staged that piece of x.
+      Range now = piece(move.bytes - share, staging.piece_bytes(), k);
+      if (last && way != Way::staged) now.end = move.bytes - share;
+      if (now.bytes() == 0) continue;
+      char* const to = call.result() + move.to + now.begin;
+      const Post& post = arena.posted(source);
+      switch (way) {
+        case Way::own:
+          copy(to, x + move.from + now.begin, now.bytes());
+          break;
+        case Way::read:
+          copy(to, arena.at(source, post.x_offset + move.from, move.bytes) + now.begin, now.bytes());
+          break;
+        case Way::staged:
+          copy(to, staging.at(source, k), now.bytes());
+          break;
+        case Way::pulled:
+          arena.pull(source, post.x_address + move.from + now.begin, to, now.bytes(), wait);
+          break;
+      }
+    }
+    if (!last || ways->touched()) arena.round(wait);
+  }
+  arena.steps() += steps;
+}
+
+}  // namespace mscomm
