@@ -1,4 +1,4 @@
-"""Checks of the collectives' arguments that the core leaves to Python: lists of row counts, and lists of arrays."""
+"""The checks of collective arguments that are done in Python, not in the core: lists of row counts and of arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_apart(arrays: Sequence[Any], out: Sequence[Any]) -> None:
     ):
         others = {id(x): i for i, x in enumerate(arrays)}
         if all(others.get(id(y), i) == i for y, _, i in named) and len(others) == len(arrays):
-            return  # the usual case: different arrays, and none is a view, so no two share memory
+            return  # the usual case: the arrays are all different and none is a view, so no two share memory
     spans = [(*_bounds(array), name, i, array) for array, name, i in named]
     spans += [(*_bounds(x), f"arrays[{i}]", i, x) for i, x in enumerate(arrays)]
     spans.sort(key=operator.itemgetter(0))
@@ -36,7 +36,7 @@ def check_apart(arrays: Sequence[Any], out: Sequence[Any]) -> None:
 
 
 def _bounds(array: Any) -> tuple[int, int]:
-    """The address of an array's first byte, and the address after its last byte."""
+    """Return the address of an array's first byte, and the address just past its last byte."""
     begin = end = array.__array_interface__["data"][0]
     if not array.size:
         return begin, begin
@@ -49,9 +49,9 @@ def _bounds(array: Any) -> tuple[int, int]:
 def checked_counts(
     function: str, argument: str, counts: Sequence[int], group: Group, shape: tuple[int, ...] | None
 ) -> list[int]:
-    """Return `counts`, a row count for each rank, as a list of ints. Raises TypeError or ValueError if they are wrong.
+    """Return `counts`, one row count for each rank, as a list of ints. Raise TypeError or ValueError if invalid.
 
-    shape: the shape of the array x that is divided by these counts, or None. With a shape, the counts must add up to
+    shape: the shape of the array x that is divided among the ranks, or None. If it is given, the counts must add up to
     the number of rows of x.
     """
     try:

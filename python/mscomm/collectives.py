@@ -1,24 +1,24 @@
 """The collective operations. All ranks of the group must make the same calls in the same order.
 
-`root` is a rank in the group (in torch.distributed it is a rank in the world). `group` is a Group, the name of a group,
-or None for all ranks. `timeout` is a number of seconds or a timedelta; None takes the timeout given to init. A strided
-x is read in C order.
+`root` is a rank in the group, whereas torch.distributed expects a rank in the world. `group` is a Group, the name of a
+group, or None for all ranks. `timeout` is a number of seconds or a timedelta; None means the timeout passed to init. A
+strided x is read in C order.
 
-`out` receives the result, and has x's dtype. If the result has x's shape, out may be x. Otherwise the smaller of x and
-out may be this rank's part of the larger one: in all_gather x may be this rank's rows of out, and in reduce_scatter out
-may be this rank's rows of x, as with NCCL. Any other overlap is a ValueError.
+`out` receives the result, and must have x's dtype. If the result has x's shape, out may be x itself. Otherwise, the
+smaller of x and out may be this rank's part of the larger one, as with NCCL: in all_gather, x may be this rank's rows
+of out; in reduce_scatter, out may be this rank's rows of x. Any other overlap raises ValueError.
 
-With `async_op=True` a function returns a Work at once; the wait() of this Work returns the result. The calls of a group
-are carried out in the order in which they were made.
+With `async_op=True`, a function returns a Work immediately, and Work.wait() returns the result. The calls of a group
+run in the order in which they were made.
 
-If x is on the rank's device (see init), the accelerator does the work. The call returns when it is enqueued on
-`stream`, a stream handle of the vendor's library; the default is the current stream of the array's library. Work that
-is enqueued on that stream later sees a complete out. All ranks must give x and out on the device, or all on the CPU.
-The uneven forms and scatter first exchange lengths on the CPU; this exchange waits for the other ranks. barrier always
-runs on the CPU.
+If x is on this rank's device (see init), the accelerator runs the call. The function returns once the call is enqueued
+on `stream`, a stream handle of the vendor's library; the default is the current stream of the array's library. Work
+that is later enqueued on that stream sees the complete result in out. Either all ranks pass x and out on their devices,
+or all ranks pass them on the CPU. The uneven calls and scatter first exchange lengths on the CPU, and wait for the
+other ranks to do so. barrier always runs on the CPU.
 
-All functions raise TypeError or ValueError for wrong arguments, before anything is sent. If a call fails, it raises
-PeerLost, CollectiveTimeout, Mismatch or Aborted (see mscomm.errors); then the group is broken and the contents of out
+All functions raise TypeError or ValueError for invalid arguments, before anything is sent. If a call fails, it raises
+PeerLost, CollectiveTimeout, Mismatch or Aborted (see mscomm.errors). The group is then broken, and the contents of out
 are undefined.
 """
 
@@ -50,17 +50,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 FUNCTION = {name: number for number, name in enumerate(_core.functions)}
 
-# all_reduce_many reduces an array of at least ALONE_BYTES in a call of its own; smaller arrays share buckets of
+# all_reduce_many reduces each array of at least ALONE_BYTES in a separate call. Smaller arrays share buckets of
 # BUCKET_BYTES.
 ALONE_BYTES = 1 << 20
 BUCKET_BYTES = 4 << 20
-# The largest page size of any kernel. The filled part of a bucket is rounded up to whole pages, because only whole
-# pages can be shared. The contents of the last page behind the arrays do not matter.
+# The largest page size of any Linux kernel. The filled part of a bucket is rounded up to whole pages, because only
+# whole pages can be shared. The contents of the last page after the arrays do not matter.
 PAGE_BYTES = 64 << 10
 
 
 def _collective(function: F) -> F:
-    """Replace a function by one of the core, with the same name, parameters and docstring (see src/functions.cc)."""
+    """Replace a Python function with one of the core that has the same signature and docstring (see
+    src/functions.cc)."""
     signature = inspect.signature(function)
     plain = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
     text = str(signature.replace(parameters=plain, return_annotation=signature.empty))
@@ -78,13 +79,13 @@ def all_reduce(
     async_op: bool = False,
     stream: int | None = None,
 ) -> Any:
-    """Combine x elementwise over the ranks; every rank gets the same bits.
+    """Reduce x elementwise over all ranks. Every rank gets the same bits.
 
-    op: sum, prod, min, max, avg (not on integers), band, bor, bxor (integers and bool). float16 and bfloat16 are
-    combined in float32 and rounded once. Integers wrap around. min and max propagate NaN as np.minimum does. On bool,
-    sum means "or" and prod means "and".
+    op: sum, prod, min, max, avg (not for integers), band, bor or bxor (these three only for integers and bool). float16
+    and bfloat16 values are combined in float32, and the result is rounded once. Integers wrap around on overflow. min
+    and max propagate NaN as np.minimum does. For bool, sum is a logical or, and prod is a logical and.
 
-    Returns out, or a new array like x. Shape and dtype of x must be the same on all ranks.
+    Return out, or a new array like x. The shape and dtype of x must be the same on all ranks.
 
     >>> mscomm.all_reduce(np.full(3, mscomm.get_rank(), np.float32))       # on 4 ranks
     array([6., 6., 6.], dtype=float32)
@@ -100,7 +101,7 @@ def all_reduce_(
     async_op: bool = False,
     stream: int | None = None,
 ) -> Any:
-    """all_reduce in place: short for `all_reduce(x, op, out=x)`."""
+    """Run all_reduce in place: short for `all_reduce(x, op, out=x)`."""
     return all_reduce(x, op, out=x, group=group, timeout=timeout, async_op=async_op, stream=stream)
 
 
@@ -116,8 +117,9 @@ def all_gather(
 ) -> Any:
     """Concatenate every rank's x along axis 0, in rank order.
 
-    On n ranks, x of shape (a, ...) gives a result of shape (n * a, ...). A scalar x (shape ()) gives a result of shape
-    (n,). Shape and dtype must be the same on all ranks. Returns out, or a new array of x's type.
+    On n ranks, an x of shape (a, ...) gives a result of shape (n * a, ...). A scalar x, which has shape (), gives a
+    result of shape (n,). The shape and dtype of x must be the same on all ranks. Return out, or a new array of x's
+    type.
 
     >>> mscomm.all_gather(np.array([[mscomm.get_rank()]], np.float32))     # on 2 ranks
     array([[0.],
@@ -136,11 +138,12 @@ def reduce_scatter(
     async_op: bool = False,
     stream: int | None = None,
 ) -> Any:
-    """Combine x over the ranks, and give each rank its part along axis 0.
+    """Reduce x elementwise over all ranks, and give each rank its part of the result along axis 0.
 
-    On n ranks, x of shape (n * a, ...) gives results of shape (a, ...): rank r gets the rows r * a to r * a + a - 1 of
-    what all_reduce would give, with the same bits. op: see all_reduce. Raises ValueError if the rows of x cannot be
-    divided by n. Shape and dtype must be the same on all ranks. Returns out, or a new array of x's type.
+    On n ranks, an x of shape (n * a, ...) gives each rank a result of shape (a, ...): rank r gets rows r * a to r * a +
+    a - 1 of the result of all_reduce, with the same bits. op: see all_reduce. Raise ValueError if the number of rows of
+    x is not divisible by n. The shape and dtype of x must be the same on all ranks. Return out, or a new array of x's
+    type.
 
     >>> mscomm.reduce_scatter(np.arange(4.0))                              # on 2 ranks: rank 0, rank 1
     array([0., 2.])
@@ -159,10 +162,10 @@ def broadcast(
     async_op: bool = False,
     stream: int | None = None,
 ) -> Any:
-    """Give every rank the root's x.
+    """Send the root's x to every rank.
 
-    x must have the same shape and dtype on all ranks; its contents are read at the root only. Returns out, or a new
-    array like x. On the root, this new array is a copy of x.
+    x must have the same shape and dtype on all ranks, but only the root's x is read. Return out, or a new array like x.
+    On the root, this new array is a copy of x.
 
     >>> mscomm.broadcast(np.full(2, mscomm.get_rank()), root=1)            # on 2 ranks
     array([1, 1])
@@ -178,7 +181,7 @@ def broadcast_(
     async_op: bool = False,
     stream: int | None = None,
 ) -> Any:
-    """broadcast in place: short for `broadcast(x, root, out=x)`."""
+    """Run broadcast in place: short for `broadcast(x, root, out=x)`."""
     return broadcast(x, root, out=x, group=group, timeout=timeout, async_op=async_op, stream=stream)
 
 
@@ -194,10 +197,10 @@ def reduce(
     async_op: bool = False,
     stream: int | None = None,
 ) -> Any:
-    """Combine x elementwise over the ranks, at the root.
+    """Reduce x elementwise over all ranks, and give the result to the root.
 
-    The root gets out, or a new array like x, with the bits that all_reduce would give. Other ranks get None, and their
-    out is ignored.
+    The root gets out, or a new array like x. The result has the same bits as with all_reduce. The other ranks get None,
+    and their out is ignored.
 
     >>> mscomm.reduce(np.ones(2))                                          # on 4 ranks, at rank 0
     array([4., 4.])
@@ -214,15 +217,16 @@ def scan(
     timeout: Timeout = None,
     async_op: bool = False,
 ) -> Any:
-    """Combine x elementwise over the ranks up to this one: rank r gets the combination of ranks 0 to r.
+    """Compute an inclusive prefix reduction: rank r gets the elementwise reduction of x over ranks 0 to r.
 
-    op: sum, prod, min, max, band, bor, bxor, as in all_reduce. Elements are combined in rank order, so the bits are the
-    same in every run and with every algorithm. float16 and bfloat16 are combined in float32, and each rank's result is
-    rounded once. If each host has one rank, or one host has all ranks, the last rank's result has the bits of
-    all_reduce.
+    op: sum, prod, min, max, band, bor or bxor, as in all_reduce. Elements are combined in rank order, so the bits are
+    the same in every run and with every algorithm. float16 and bfloat16 values are combined in float32, and each rank's
+    result is rounded once. If each host has one rank, or one host has all ranks, the last rank's result has the same
+    bits as with all_reduce.
 
-    Returns out, or a new array like x. Shape and dtype of x must be the same on all ranks. Raises ValueError for avg,
-    and TypeError for an array on a device: copy it to the CPU first. Like MPI_Scan.
+    Return out, or a new array like x. The shape and dtype of x must be the same on all ranks. Raise ValueError for avg,
+    and TypeError for an array on a device, which must first be copied to the CPU. This function corresponds to
+    MPI_Scan.
 
     >>> mscomm.scan(np.full(2, mscomm.get_rank() + 1))                     # on 3 ranks: rank 0, rank 1, rank 2
     array([1, 1])
@@ -241,15 +245,15 @@ def exscan(
     timeout: Timeout = None,
     async_op: bool = False,
 ) -> Any:
-    """Combine x elementwise over the ranks before this one: rank r gets the combination of ranks 0 to r - 1.
+    """Compute an exclusive prefix reduction: rank r gets the elementwise reduction of x over ranks 0 to r - 1.
 
-    Rank 0 gets the operation's identity. This is 0 for sum, bor and bxor, 1 for prod, and all bits set for band. For
-    min it is the largest value of the dtype (infinity, if the dtype has it), and for max the smallest. On bool it is
-    False for sum, max, bor and bxor, and True for prod, min and band. (MPI_Exscan leaves rank 0's result undefined;
-    mpi4py's `exscan` gives None.) Everything else is as in scan.
+    Rank 0 gets the identity of the operation: 0 for sum, bor and bxor, 1 for prod, and all bits set for band. For min,
+    the identity is the largest value of the dtype (infinity, if the dtype has it); for max, it is the smallest. For
+    bool, it is False for sum, max, bor and bxor, and True for prod, min and band. (MPI_Exscan leaves rank 0's result
+    undefined, and mpi4py's `exscan` returns None.) In all other respects, exscan is like scan.
 
-    >>> rows = np.array([len(mine)])                                       # where this rank's rows begin in the whole
-    >>> begin = mscomm.exscan(rows)
+    >>> rows = np.array([len(mine)])
+    >>> begin = mscomm.exscan(rows)                                        # the rows of all earlier ranks
     """
 
 
@@ -264,10 +268,10 @@ def gather(
     async_op: bool = False,
     stream: int | None = None,
 ) -> Any:
-    """Concatenate every rank's x along axis 0, in rank order, at the root.
+    """Concatenate every rank's x along axis 0, in rank order, and give the result to the root.
 
-    The root gets the result of all_gather, in out or in a new array of x's type. Other ranks get None, and their out is
-    ignored. Shape and dtype must be the same on all ranks.
+    The root gets the result of all_gather, in out or in a new array of x's type. The other ranks get None, and their
+    out is ignored. The shape and dtype of x must be the same on all ranks.
 
     >>> mscomm.gather(np.array([mscomm.get_rank()]))                       # on 2 ranks, at rank 0
     array([0, 1])
@@ -284,13 +288,13 @@ def scatter(
     async_op: bool = False,
     stream: int | None = None,
 ) -> Any:
-    """Give each rank its part of the root's x along axis 0.
+    """Divide the root's x along axis 0, and send each rank its part.
 
-    On n ranks, x of shape (n * a, ...) at the root gives each rank a result of shape (a, ...): rank r gets the rows
-    r * a to r * a + a - 1. x is read at the root only. Other ranks may pass None, and learn shape and dtype from the
-    root; if they pass an array, it must have the root's shape and dtype. Returns out, or a new array: of x's type, or a
-    NumPy array if x is None. Raises ValueError if the rows of x cannot be divided by n, and Mismatch on all ranks if a
-    rank's x or out does not fit.
+    On n ranks, an x of shape (n * a, ...) at the root gives each rank a result of shape (a, ...): rank r gets rows r *
+    a to r * a + a - 1. Only the root's x is read. The other ranks may pass None, and then learn the shape and dtype
+    from the root. If they pass an array, it must have the shape and dtype of the root's x. Return out, or a new array
+    of x's type (a NumPy array if x is None). Raise ValueError if the number of rows of x is not divisible by n. If any
+    rank's x or out does not match the root's x, all ranks raise Mismatch.
 
     >>> mscomm.scatter(np.arange(4) if mscomm.get_rank() == 0 else None)   # on 2 ranks: rank 0, rank 1
     array([0, 1])
@@ -311,8 +315,9 @@ def all_to_all(
 ) -> Any:
     """Exchange parts: part d of rank s's x becomes part s of rank d's result.
 
-    Axis 0 of x is divided into n parts, one for each rank; the result has x's shape. Raises ValueError if the rows of x
-    cannot be divided by n. Shape and dtype must be the same on all ranks. Returns out, or a new array of x's type.
+    x is divided along axis 0 into n equal parts, one for each rank. The result has x's shape. Raise ValueError if the
+    number of rows of x is not divisible by n. The shape and dtype of x must be the same on all ranks. Return out, or a
+    new array of x's type.
 
     >>> mscomm.all_to_all(np.array([0, 1]) + 10 * mscomm.get_rank())       # on 2 ranks: rank 0, rank 1
     array([ 0, 10])
@@ -322,10 +327,10 @@ def all_to_all(
 
 @_collective
 def barrier(*, group: Group | str | None = None, timeout: Timeout = None, async_op: bool = False) -> Any:
-    """Wait until every rank of the group has called barrier. With async_op, return a Work, whose wait() waits."""
+    """Wait until every rank of the group has called barrier. With async_op=True, return a Work for the wait."""
 
 
-# -- uneven calls: the parts of the ranks have different lengths
+# -- uneven calls: the ranks' parts differ in length
 
 
 def all_gather_v(
@@ -337,12 +342,12 @@ def all_gather_v(
     async_op: bool = False,
     stream: int | None = None,
 ) -> Any:
-    """all_gather of arrays that differ in the length of axis 0. Returns (rows, counts).
+    """Run all_gather on arrays that may differ in the length of axis 0. Return (rows, counts).
 
-    x has the shape (a, ...), where a may differ between ranks and may be 0. The rest of the shape and the dtype must be
-    the same on all ranks. `rows` is out, or a new array of x's type. It has the shape (sum of all a, ...), and holds
-    the rows of all ranks in rank order. `counts` is the list of the ranks' a. If a rank's out has the wrong shape, all
-    ranks raise Mismatch.
+    x has shape (a, ...), where a may differ between ranks and may be 0. The rest of the shape and the dtype must be the
+    same on all ranks. `rows` is out, or a new array of x's type. Its shape is (sum of all a, ...), and it holds the
+    rows of all ranks in rank order. `counts` is a list with the a of each rank. If any rank's out has the wrong shape,
+    all ranks raise Mismatch.
 
     >>> mscomm.all_gather_v(np.full(mscomm.get_rank() + 1, mscomm.get_rank()))   # on 2 ranks
     (array([0, 1, 1]), [1, 2])
@@ -360,7 +365,7 @@ def gather_v(
     async_op: bool = False,
     stream: int | None = None,
 ) -> Any:
-    """Does what all_gather_v does, at the root only. The root gets (rows, counts), other ranks get None."""
+    """Run all_gather_v, but only the root gets the result (rows, counts). The other ranks get None."""
     group = resolve(group)
     root = group.core.root(FUNCTION["gather_v"], root)
     return gather_rows("gather_v", x, root, out, group, timeout, async_op, stream)
@@ -377,10 +382,10 @@ def scatter_v(
     async_op: bool = False,
     stream: int | None = None,
 ) -> Any:
-    """scatter in parts of different length: rank r gets counts[r] rows of the root's x.
+    """Run scatter with parts of different lengths: rank r gets counts[r] rows of the root's x.
 
-    counts: a list with the number of rows for each rank, the same on all ranks. At the root it must add up to
-    x.shape[0]. Everything else is as in scatter.
+    counts: a list with the number of rows for each rank. It must be the same on all ranks, and at the root it must add
+    up to x.shape[0]. In all other respects, scatter_v is like scatter.
 
     >>> mscomm.scatter_v(np.arange(3) if mscomm.get_rank() == 0 else None, [1, 2])   # on 2 ranks: rank 0, rank 1
     array([0])
@@ -400,10 +405,11 @@ def reduce_scatter_v(
     async_op: bool = False,
     stream: int | None = None,
 ) -> Any:
-    """reduce_scatter in parts of different length: rank r gets counts[r] rows.
+    """Run reduce_scatter with parts of different lengths: rank r gets counts[r] rows.
 
-    counts: a list with the number of rows for each rank, the same on all ranks; it must add up to x.shape[0]. Shape and
-    dtype of x must be the same on all ranks. Returns out, or a new array of shape (counts[rank], ...).
+    counts: a list with the number of rows for each rank. It must be the same on all ranks, and must add up to
+    x.shape[0]. The shape and dtype of x must be the same on all ranks. Return out, or a new array of shape
+    (counts[rank], ...).
 
     >>> mscomm.reduce_scatter_v(np.arange(3.0), [1, 2])                    # on 2 ranks: rank 0, rank 1
     array([0.])
@@ -438,12 +444,12 @@ def all_to_all_v(
     async_op: bool = False,
     stream: int | None = None,
 ) -> Any:
-    """Exchange parts of different length. Returns (rows, recv_counts).
+    """Exchange parts of different lengths. Return (rows, recv_counts).
 
-    The first send_counts[0] rows of x go to rank 0, the next send_counts[1] rows to rank 1, and so on; send_counts must
-    add up to x.shape[0]. `rows` is out, or a new array of x's type. It holds the received rows in rank order:
-    recv_counts[s] rows from rank s. x.shape[1:] and dtype must be the same on all ranks. If a rank's out has the wrong
-    shape, all ranks raise Mismatch.
+    The first send_counts[0] rows of x go to rank 0, the next send_counts[1] rows go to rank 1, and so on. send_counts
+    must add up to x.shape[0]. `rows` is out, or a new array of x's type. It holds the received rows in rank order:
+    recv_counts[s] rows from rank s. x.shape[1:] and the dtype must be the same on all ranks. If any rank's out has the
+    wrong shape, all ranks raise Mismatch.
 
     >>> mscomm.all_to_all_v(np.arange(3), [1, 2])                          # on 2 ranks: rank 0, rank 1
     (array([0, 0]), [1, 1])
@@ -481,7 +487,7 @@ def gather_rows(
     async_op: bool,
     stream: int | None = None,
 ) -> Any:
-    """Carries out all_gather_v or, if there is a root, gather_v. The functions for Python objects use this, too."""
+    """Run all_gather_v, or gather_v if there is a root. The functions for Python objects also use this function."""
     number = FUNCTION[function]
     given = group.core.array(number, x, stream=stream)
     if not given.shape:
@@ -514,8 +520,7 @@ def _scatter(
     async_op: bool,
     stream: int | None,
 ) -> Any:
-    """Carries out scatter or, if there are counts, scatter_v. The root broadcasts dtype and shape, then sends the
-    parts."""
+    """Run scatter, or scatter_v if there are counts. The root broadcasts dtype and shape, and then sends the parts."""
     number, core = FUNCTION[function], group.core
     given = None if x is None else core.array(number, x, stream=stream)
     root = core.root(number, root)
@@ -532,8 +537,9 @@ def _scatter(
             number, x, out, what=FUNCTION["scatter"], root=root, rows=rows, digest=digest, told=told, stream=stream
         )
 
-    # If the root has an out, check it before anything is sent. Otherwise prepare the call after the head: the other
-    # ranks wait for this rank by then, so an error must fail the call on all ranks (see _late).
+    # If the root has an out, prepare the call now, so that a wrong out raises an error before anything is sent.
+    # Otherwise, prepare the call after the head. By then, the other ranks are waiting for this rank, so an error must
+    # fail the call on all ranks (see _late).
     mine = parts(given) if at_root and out is not None and stream is None else None
     if given is not None and rows is None:
         core.part(number, given.shape)
@@ -541,7 +547,7 @@ def _scatter(
         on_device = out is not None and isinstance(memory_anywhere(out, "out", function), OnDevice)
     else:
         on_device = given.on_device
-    # about the root's x: whether it is on a device, dtype, number of dimensions, shape
+    # describes the root's x: whether it is on a device, its dtype, its number of dimensions, and its shape
     told = np.zeros(3 + _core.max_dims, np.int64)
     if given is not None and at_root:
         told[: 3 + len(given.shape)] = (given.on_device, given.dtype, len(given.shape), *given.shape)
@@ -569,7 +575,10 @@ def _scatter(
 
 
 def _late(group: Group, prepare: Callable[[], _core.Call]) -> _core.Call:
-    """Prepare the call that follows a head. The other ranks wait in it by now, so a wrong out is a Mismatch."""
+    """Prepare the call that follows a head.
+
+    If `out` does not fit, raise Mismatch, because the other ranks are already waiting in this call.
+    """
     try:
         return prepare()
     except (TypeError, ValueError) as error:
@@ -589,10 +598,10 @@ def all_reduce_many(
     timeout: Timeout = None,
     async_op: bool = False,
 ) -> Any:
-    """all_reduce of a list of arrays, fused: small arrays of one dtype are reduced together in one call.
+    """Run all_reduce on a list of arrays. Small arrays of one dtype are fused: one call reduces them together.
 
-    Returns the list `[all_reduce(x, op) for x in arrays]`, with the same bits. out: a list of arrays; it may be
-    `arrays` itself. The list must have the same length, shapes and dtypes on all ranks.
+    Return the list `[all_reduce(x, op) for x in arrays]`, with the same bits. out: a list of arrays, which may be
+    `arrays` itself. The number of arrays, their shapes and their dtypes must be the same on all ranks.
 
     >>> mscomm.all_reduce_many([np.ones(2), np.ones(1, np.int32)])         # on 2 ranks
     [array([2., 2.]), array([2], dtype=int32)]
@@ -623,7 +632,7 @@ def all_reduce_many(
             one.spread(group)
         return [one.result() for one in alone]
 
-    if not given:  # an empty list needs a call, too: the call finds ranks whose lists are not empty
+    if not given:  # an empty list also needs a call, to find out whether other ranks' lists are empty, too
         nothing = np.empty(0, np.uint8)
         empty = core.prepare(number, nothing, nothing, what=FUNCTION["all_reduce"], op="sum", digest=digest)
         fused = [_FusedCall([empty])]
@@ -638,7 +647,7 @@ def all_reduce_many(
 
 
 class _FusedCall:
-    """Arrays that one call reduces: several side by side in a bucket in shared memory, or one in its own memory."""
+    """The arrays that one call reduces: one array, or several that lie side by side in a bucket in shared memory."""
 
     def __init__(self, alone: list[_core.Call]) -> None:
         self._alone = alone
@@ -664,7 +673,7 @@ class _FusedCall:
         return prepared(bucket, bucket)
 
     def spread(self, group: Group) -> None:
-        """Copy the results from the bucket to their arrays, unless this was done before. Then the bucket is free."""
+        """Copy the results from the bucket to their arrays, and free the bucket. A second call does nothing."""
         if self._bucket is None:
             return
         room, bucket = self._bucket
@@ -682,14 +691,14 @@ def _fused_call(alone: list[_core.Call], model: _core.Array) -> _FusedCall:
 
 
 class _FusedOnDevice(_FusedCall):
-    """A _FusedCall of arrays on a device. The bucket is an array of the same library."""
+    """A _FusedCall for arrays on a device. The bucket is an array of the same library."""
 
     def __init__(self, alone: list[_core.Call], model: _core.Array) -> None:
         super().__init__(alone)
         self._made: Any = None
         if len(alone) > 1:
-            # Make the bucket here, and not in filled(): an error that is raised here uses up no call number. The bucket
-            # lives as long as this object.
+            # Make the bucket here and not in filled(), because an error that is raised here does not use up a call
+            # number. The bucket lives as long as this object.
             size = sum(math.prod(one.source.shape) for one in alone)
             self._made, self._owner = new("all_reduce_many", model.given, (size,))
 
@@ -708,13 +717,13 @@ class _FusedOnDevice(_FusedCall):
 
 @functools.lru_cache(64)
 def _fused(kinds: tuple[tuple[int, tuple[int, ...], bool], ...]) -> tuple[int, list[list[int]]]:
-    """Divide a list of arrays into calls. Returns a digest of the list, and the indices of the arrays of each call.
+    """Divide a list of arrays into calls. Return a digest of the list, and for each call the indices of its arrays.
 
-    kinds: the dtype and shape of each array, and whether it is on the device. Two different lists may fill buckets of
-    the same size. The digest lets the ranks notice this: it is part of each call's signature.
+    kinds: the dtype and shape of each array, and whether it is on the device. Different lists can fill buckets of the
+    same size. The digest is part of each call's signature, so the ranks notice when their lists differ.
     """
     parts: list[list[int]] = []
-    # by dtype and on_device: the bucket being filled (indices of arrays), and its bytes
+    # for each (dtype, on_device): the bucket that is being filled (a list of array indices), and its size in bytes
     filling: dict[tuple[int, bool], tuple[list[int], int]] = {}
     for i, (code, shape, on_device) in enumerate(kinds):
         size = math.prod(shape) * host.dtype_of(code).itemsize
@@ -734,17 +743,17 @@ def _fused(kinds: tuple[tuple[int, tuple[int, ...], bool], ...]) -> tuple[int, l
 
 
 def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any, Any]:
-    """A new, uninitialised array in memory that the ranks of this host share.
+    """Return a new, uninitialised array in memory that the ranks of this host share.
 
-    If every rank's x and out are in such memory, a collective of more than 16 KiB (all_reduce and reduce: 4 KiB) works
-    on them in place, and copies nothing through buffers of its own. This is true for slices and views of such an array,
-    and for tensors that torch.from_numpy makes of it, too, if their memory pages hold nothing else: they must begin at
-    a page boundary, and end at a page boundary or at the end of the whole array. Other arrays are copied, with the same
-    result.
+    If x and out are in such memory on every rank, a collective call on more than 16 KiB (4 KiB for all_reduce and
+    reduce) accesses them directly, and does not copy them through internal buffers. This also applies to slices and
+    views of such an array, and to tensors that torch.from_numpy makes from it, if no other data is in their memory
+    pages: they must begin at a page boundary, and end at a page boundary or at the end of the whole array. Other arrays
+    are copied, and the result is the same.
 
-    The memory lives as long as an array refers to it. Before init(), and if this rank is alone on its host, the memory
-    is private. A forked child shares the shared memory with its parent. Raises MemoryError if the host has not enough
-    memory.
+    The memory is freed when no array refers to it any more. Before init(), and if this rank is alone on its host, the
+    memory is private. A forked child shares the shared memory with its parent. Raise MemoryError if the host does not
+    have enough memory.
     """
     kind = dtype_named(dtype)
     dtype_code(kind)
@@ -755,7 +764,7 @@ def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any
 
 
 def zeros(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
-    """Does the same as empty(), but fills the array with zeros."""
+    """Return the same kind of array as empty(), but filled with zeros."""
     array = empty(shape, dtype)
     array[...] = 0
     return array
@@ -765,5 +774,8 @@ def zeros(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
 
 
 def _digest(agreed: object) -> int:
-    """A hash of the repr of arguments that must be the same on all ranks. It is never 0, which means "no digest"."""
+    """Return a hash of the repr of arguments that must be equal on all ranks.
+
+    It is never 0, which means "no digest".
+    """
     return int.from_bytes(hashlib.blake2b(repr(agreed).encode(), digest_size=8).digest(), "little") | 1

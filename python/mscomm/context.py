@@ -1,6 +1,6 @@
 """MindSpore's context functions, so that a script can be ported by changing its imports.
 
-Options that mean something to mscomm take effect. The others are accepted with a warning, or refused.
+Options that mscomm supports take effect. The others are accepted with a warning, or rejected.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ _OF_TLS = {"config_file_path", "client_password", "server_password"}
 def set_context(**options: Any) -> None:
     """Set mode, device_target, device_id, save_graphs and save_graphs_path, as the scripts of MindSpore's tutorials do.
 
-    device_target ("CPU", "GPU" or "Ascend") decides the backend if init() is called without one. device_id is the
-    number of the device that this rank uses. Both must be set before init(). The other options have no effect: if one
-    of them is set to a value that is not the default, such as mode=PYNATIVE_MODE or save_graphs=True, there is a
-    warning.
+    device_target ("CPU", "GPU" or "Ascend") determines the backend if init() is called without one. device_id is the
+    number of the device that this rank uses. Both must be set before init(). The other options have no effect: setting
+    one of them to a value that is not the default, such as mode=PYNATIVE_MODE or save_graphs=True, prints a warning.
 
-    Raises ValueError for an unknown option, mode or device_target, and TypeError or ValueError for a wrong device_id.
-    After such an error, nothing is set.
+    Raise ValueError for an unknown option, mode or device_target, and TypeError or ValueError for an invalid device_id.
+    If there is an error, no option is set.
     """
     for name, value in options.items():
         if name not in _context:
@@ -52,7 +51,7 @@ def set_context(**options: Any) -> None:
 
 
 def get_context(name: str) -> Any:
-    """The value of one option of set_context, or its default if the user has not set it."""
+    """Return the value of one option of set_context, or its default if the user has not set it."""
     if name not in _context:
         raise ValueError(f"get_context: {name!r} is none of {', '.join(_context)}")
     value = _context[name]
@@ -60,13 +59,13 @@ def get_context(name: str) -> Any:
 
 
 def device_target() -> str | None:
-    """The device_target that the user has set, or None."""
+    """Return the device_target that the user has set, or None."""
     value: str | None = _context["device_target"]
     return value
 
 
 def device_id() -> int | None:
-    """The device_id that the user has set, or None."""
+    """Return the device_id that the user has set, or None."""
     value: int | None = _context["device_id"]
     return value
 
@@ -75,7 +74,7 @@ def set_ps_context(*, enable_ssl: bool | None = None, **options: Any) -> None:
     """Set how a scheduler and its workers protect their links.
 
     An explicit enable_ssl=False permits links to other hosts (not on loopback) without a job key. A call without
-    enable_ssl permits nothing. enable_ssl=True raises NotImplementedError, because TLS is not in this release.
+    enable_ssl permits nothing. enable_ssl=True raises NotImplementedError, because this release does not support TLS.
     config_file_path, client_password and server_password are also for TLS. They have no effect; a warning says so.
     """
     global _plain_links
@@ -92,12 +91,12 @@ def set_ps_context(*, enable_ssl: bool | None = None, **options: Any) -> None:
 
 
 def plain_links_permitted() -> bool:
-    """Whether the user has called set_ps_context(enable_ssl=False)."""
+    """Return whether the user has called set_ps_context(enable_ssl=False)."""
     return _plain_links
 
 
 class ParallelMode:
-    """The ways in which ranks can share the work of a training; see set_auto_parallel_context."""
+    """The ways in which ranks can share the work of training; see set_auto_parallel_context."""
 
     STAND_ALONE = "stand_alone"
     DATA_PARALLEL = "data_parallel"
@@ -159,7 +158,10 @@ def _only(*values: Any) -> Callable[[Any], None]:
 
 
 def _anything(value: Any) -> None:
-    """Accept any value, because the option means nothing in data parallel training. notices.py warns of the option."""
+    """Accept any value, because the option has no meaning in data-parallel training.
+
+    notices.py warns about the option.
+    """
 
 
 class _Option(NamedTuple):
@@ -202,14 +204,14 @@ def set_auto_parallel_context(**options: Any) -> None:
     * gradients_mean: if False, the default, the ranks' gradients are summed; if True, they are averaged.
     * parameter_broadcast: if True, all ranks begin with rank 0's weights. If False, the default, it is an error if the
       ranks begin with different weights.
-    * device_num, global_rank: if they are set, they must agree with the group when a training begins.
+    * device_num, global_rank: if they are set, they must agree with the group when training begins.
     * comm_fusion: {"allreduce": {"mode": "size", "config": 32}} sets the size of a fusion bucket in MiB; with mode
-      "auto" mscomm chooses the size.
+      "auto", mscomm chooses the size.
 
-    MindSpore's other options are accepted if they mean nothing in data parallel training. If such an option is set to
-    a value that is not the default, one rank of the job writes a warning. Raises ValueError for an unknown name,
-    ValueError or TypeError for a wrong value, and NotImplementedError for a value that this release does not support.
-    After such an error, nothing is set.
+    MindSpore's other options are accepted if they have no meaning in data-parallel training. If such an option is set
+    to a value that is not the default, one rank of the job prints a warning. Raise ValueError for an unknown name,
+    ValueError or TypeError for an invalid value, and NotImplementedError for a value that this release does not
+    support. If there is an error, no option is set.
 
     >>> mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)
     """
@@ -226,7 +228,7 @@ def set_auto_parallel_context(**options: Any) -> None:
 
 
 def get_auto_parallel_context(name: str) -> Any:
-    """The value of one option of set_auto_parallel_context; ValueError for an unknown name."""
+    """Return the value of one option of set_auto_parallel_context. Raise ValueError for an unknown name."""
     if name not in _AUTO_PARALLEL:
         raise ValueError(f"get_auto_parallel_context: {name!r} is none of {', '.join(_AUTO_PARALLEL)}")
     return _auto_parallel.get(name, _AUTO_PARALLEL[name].default)
@@ -238,5 +240,5 @@ def reset_auto_parallel_context() -> None:
 
 
 def auto_parallel_was_set(name: str) -> bool:
-    """Whether the user has set the option, even to its default."""
+    """Return whether the user has set the option, even to its default."""
     return name in _auto_parallel

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-# The kinds of variables, by who sets the variable. The kinds are the headings of docs/env.md, in this order.
+# The kinds of variables, which differ in who sets them. They are the headings of docs/env.md, in this order.
 YOURS, CLUSTER, RUN, LAUNCHER = (
     "Yours to set",
     "A scheduler and workers",
@@ -21,10 +21,10 @@ YOURS, CLUSTER, RUN, LAUNCHER = (
     "Set by other launchers",
 )
 ABOUT = {
-    YOURS: "All are optional. A variable that must be the same on every rank says so.",
-    CLUSTER: "You set these to start a job by hand, or a cluster's operator does. Names and meanings are MindSpore's.",
+    YOURS: "All of these are optional. The description says if a variable must be the same on every rank.",
+    CLUSTER: "Set by you if you start a job by hand, or by the cluster operator. Names and meanings are MindSpore's.",
     RUN: "Leave them alone: they tell a rank its place in the job.",
-    LAUNCHER: "mscomm only reads these. If several variables mean the same, the first one that is set counts.",
+    LAUNCHER: "mscomm only reads these. If several variables have the same meaning, the first one that is set is used.",
 }
 
 
@@ -39,7 +39,7 @@ class Variable(NamedTuple):
     set_by: str = YOURS
 
     def read(self, env: Mapping[str, str]) -> Any:
-        """The parsed value of the variable in `env`, or its default if it is unset or empty."""
+        """Return the parsed value of the variable in `env`, or its default if it is unset or empty."""
         text = env.get(self.name, "").strip()
         if not text:
             return self.default
@@ -96,7 +96,10 @@ def ports(text: str) -> range:
 
 
 def threads(text: str) -> int:
-    """The first number of OMP_NUM_THREADS. OpenMP also allows a list, with a number for each level of nesting."""
+    """Return the first number of OMP_NUM_THREADS.
+
+    OpenMP also allows a list, with a number for each level of nesting.
+    """
     return number(1, 1 << 20, "a number of threads, 1 or more")(text.partition(",")[0].strip())
 
 
@@ -109,13 +112,16 @@ LEVELS = ("VERSION", "WARN", "INFO", "TRACE")
 
 
 def _given(name: str, *readers: str, meaning: str, set_by: str = LAUNCHER) -> Variable:
-    """A row for a variable that a launcher sets. read() returns the text unchecked; the modules `readers` check it."""
+    """Return a row for a variable that a launcher sets.
+
+    read() returns the text of the variable unchecked; the modules `readers` check it.
+    """
     return Variable(name, None, str, f"{meaning[0].upper()}{meaning[1:]}.", readers, set_by)
 
 
 _RANK = "the rank"
 _SIZE = "the number of ranks"
-_LOCAL_RANK = "the rank's place on its host"
+_LOCAL_RANK = "the rank's number on its host"
 _LOCAL_SIZE = "the number of ranks on this host"
 
 VARIABLES = (
@@ -123,44 +129,45 @@ VARIABLES = (
         "MSCOMM_TIMEOUT",
         1800.0,
         seconds,
-        "Seconds that a collective call may take if neither the call nor `init` gives a limit. `inf`: no limit.",
+        "The number of seconds that a collective call may take if neither the call nor `init` sets a limit. `inf`: no"
+        " limit.",
         ("job",),
     ),
     Variable(
         "MSCOMM_ALGO",
         "",
         str,
-        "Forces algorithms: `all_reduce=ring,broadcast=tree`, or one name for every collective that has it."
-        " The same value on every rank.",
+        "Forces algorithms: `all_reduce=ring,broadcast=tree`, or one name for every collective that has it. Must be"
+        " the same on every rank.",
         ("job",),
     ),
     Variable(
         "MSCOMM_NCCL_LIBRARY",
         None,
         str,
-        "The file of NCCL; mscomm tries no other one then. Needed if NCCL is neither in site-packages nor found by the"
-        " loader.",
+        "The NCCL library file. If it is set, mscomm tries no other file. Needed if NCCL is neither in site-packages"
+        " nor found by the loader.",
         ("accelerators.nccl",),
     ),
     Variable(
         "MSCOMM_CUDA_LIBRARY",
         None,
         str,
-        "The file of the CUDA driver, `libcuda.so.1`, if the loader does not find it.",
+        "The CUDA driver library file, `libcuda.so.1`, if the loader does not find it.",
         ("accelerators.nccl",),
     ),
     Variable(
         "MSCOMM_HCCL_LIBRARY",
         None,
         str,
-        "The file of HCCL, `libhccl.so`, if neither the loader nor CANN's own variables lead to it.",
+        "The HCCL library file, `libhccl.so`, if it is found neither by the loader nor through CANN's own variables.",
         ("accelerators.hccl",),
     ),
     Variable(
         "MSCOMM_ACL_LIBRARY",
         None,
         str,
-        "The file of AscendCL, `libascendcl.so`, in the same way.",
+        "The AscendCL library file, `libascendcl.so`; needed under the same condition as `MSCOMM_HCCL_LIBRARY`.",
         ("accelerators.hccl",),
     ),
     Variable(
@@ -168,23 +175,23 @@ VARIABLES = (
         1,
         _switch,
         "0: shared arrays are in a memfd, which has huge pages only if the kernel gives them to memfds. 1: if it does"
-        " not, they are in a tmpfs of the process's own, which is mounted nowhere.",
+        " not, shared arrays are in the process's own tmpfs, which is not attached to any directory.",
         ("cluster.assemble", "cli.doctor"),
     ),
     Variable(
         "MSCOMM_RECORD",
         None,
         str,
-        "A folder: after a failure each rank writes its last calls to `rank_<rank>.json` there."
-        " `mscomm trace` reads them; `mscomm run --log_dir` sets it.",
+        "A folder. After a failure, each rank writes its last calls to the file `rank_<rank>.json` in this folder."
+        " `mscomm trace` reads these files. `mscomm run --log_dir` sets this variable.",
         ("group", "cli.run"),
     ),
     Variable(
         "MSCOMM_TRACEBACK",
         None,
         one_of("SHORT", "FULL"),
-        "`full`: the traceback of an exception that ends a rank also has mscomm's own frames, and the error that this"
-        " rank saw itself of the first failure. Unset: neither.",
+        "`full`: if an exception ends a rank, its traceback also shows mscomm's own frames, and the error that the"
+        " rank observed before it learned the first cause. Unset: neither is shown.",
         ("exits", "launching.processes"),
     ),
     Variable(
@@ -199,32 +206,32 @@ VARIABLES = (
         "MSCOMM_DEBUG_FILE",
         None,
         str,
-        "A file for these lines instead of stderr. `%h` becomes the host's name, `%p` the process id, `%r` the rank,"
-        " `%%` a percent sign.",
+        "A file for these lines, instead of stderr. `%h` stands for the host name, `%p` for the process id, `%r` for"
+        " the rank, `%%` for a percent sign.",
         ("log",),
     ),
     Variable(
         "MSCOMM_JOB_KEY_FILE",
         None,
         str,
-        "A file with the job's key: 32 bytes or more, or 64 hex digits.",
+        "A file with the job key: 32 bytes or more, or 64 hex digits.",
         ("cluster.security",),
     ),
     Variable(
         "MSCOMM_JOB_ID",
         None,
         str,
-        "A name for the job, the same in all its processes. A process with another name, or with none, is refused. So"
-        " two jobs that use the same port by mistake stay apart.",
+        "A name for the job, the same in all its processes. A process with another name, or with none, is refused."
+        " This keeps two jobs apart that use the same port by mistake.",
         ("cluster.links",),
     ),
     Variable(
         "MSCOMM_SOCKET_IFNAME",
         None,
         str,
-        "The network on which rank 0's hub and the ranks' links listen: names of interfaces, beginnings of names"
-        " (`eth`) or networks (`10.0.0.0/8`), separated by commas; `^` before one excludes it."
-        " Default: the address that routes to other networks.",
+        "The network on which rank 0's hub and the ranks listen for connections: interface names, prefixes of such"
+        " names (`eth`) or networks (`10.0.0.0/8`), separated by commas; a leading `^` excludes an entry. Default: the"
+        " address that routes to other networks.",
         ("cluster.interfaces",),
     ),
     Variable(
@@ -238,68 +245,72 @@ VARIABLES = (
         "GLOO_SOCKET_IFNAME",
         None,
         str,
-        "Read if neither of these two is set. `mscomm bench --vs torch-gloo` sets it to `lo` if it is unset.",
+        "Read if neither of the two variables above is set. `mscomm bench --vs torch-gloo` sets it to `lo` if it is"
+        " unset.",
         ("cluster.interfaces", "bench.peers"),
     ),
     Variable(
         "MSCOMM_PORT",
         None,
         number(1, 65535, "a port from 1 to 65535, the same on every rank"),
-        "With a rank table, or Slurm's variables, over several hosts: the port of rank 0's host at which the ranks"
-        " meet, the same on every rank. Default: one of eight ports between 61440 and 65535, computed from the job.",
+        "The port on which rank 0 listens for the other ranks, if a rank table or Slurm's variables describe a job on"
+        " several hosts. Must be the same on every rank. Default: one of eight ports between 61440 and 65535, computed"
+        " from the job.",
         ("bootstrap.rendezvous",),
     ),
     Variable(
         "MSCOMM_PORTS",
         None,
         ports,
-        "Ports that a firewall lets through between the hosts, such as `20000-20100`, the same on every rank. Whenever"
-        " mscomm picks a TCP port to listen at, it takes one of these. Ports that you name yourself need not be among"
-        " them. A host needs two or three ports for each of its ranks while groups are made.",
+        "A range of ports that a firewall between the hosts lets through, such as `20000-20100`. Must be the same on"
+        " every rank. Whenever mscomm picks a TCP port to listen on, it takes one from this range. Ports that you"
+        " specify yourself need not be in the range. While groups are being created, a host needs two or three ports"
+        " for each of its ranks.",
         ("cluster.links", "bootstrap.rendezvous"),
     ),
     Variable(
         "MSCOMM_SSH",
         "ssh",
         str,
-        "The command that `mscomm run --hosts` uses for `ssh`, with its options: `ssh -p 2222 -i key`.",
+        "The command that `mscomm run --hosts` uses as `ssh`, with its options: `ssh -p 2222 -i key`.",
         ("cli.remote",),
     ),
     Variable(
         "MSCOMM_HOST_ID",
         None,
         str,
-        "Ranks with different values count as being on different hosts: they share no memory and talk over TCP."
-        " For tests. Default: made of the boot's id and the process's namespaces.",
+        "Ranks with different values count as being on different hosts: they share no memory and communicate over TCP."
+        " For tests. Default: derived from the boot id and the process's namespaces.",
         ("cluster.assemble",),
     ),
     Variable(
         "OMP_NUM_THREADS",
         None,
         threads,
-        "The number of threads of NumPy's and torch's libraries. If it is unset, `mscomm run` sets it to the number of"
-        " CPUs divided by the number of ranks.",
+        "The number of threads that NumPy's and torch's libraries use. If it is unset, `mscomm run` sets it to the"
+        " number of CPUs divided by the number of ranks.",
         ("cli.run", "cli.doctor"),
     ),
     Variable(
         "MS_TOPO_TIMEOUT",
         600.0,
         seconds,
-        "Seconds in which all ranks must have joined.",
+        "The number of seconds within which all ranks must join.",
         ("cluster.deadline",),
     ),
     Variable(
         "MS_NODE_TIMEOUT",
         30.0,
         silence,
-        "Seconds of silence on a TCP connection after which its host counts as lost.",
+        "The number of seconds of silence on a TCP connection after which the host at its other end counts as lost.",
         ("cluster.links",),
     ),
     Variable(
         "MS_ROLE",
         None,
         one_of("MS_SCHED", "MS_WORKER"),
-        "`MS_SCHED`: `init()` serves the job and ends the process with it. `MS_WORKER`: this process is a rank.",
+        "`MS_SCHED`: `init()` serves the job, and exits the process when the job ends. `MS_WORKER`: this process is a"
+        " rank.",
         ("bootstrap.ms_cluster",),
         CLUSTER,
     ),
@@ -307,7 +318,7 @@ VARIABLES = (
         "MS_WORKER_NUM",
         None,
         number(1, 1 << 20, "the number of workers, 1 or more, the same in every process"),
-        "How many workers there are, the same in every process.",
+        "The number of workers. Must be the same in every process.",
         ("bootstrap.ms_cluster",),
         CLUSTER,
     ),
@@ -331,7 +342,7 @@ VARIABLES = (
         "MS_NODE_ID",
         None,
         str,
-        "A worker's name. If the names of all workers are numbers, these are the ranks.",
+        "The worker's name. If the names of all workers are numbers, these are the ranks.",
         ("bootstrap.ms_cluster",),
         CLUSTER,
     ),
@@ -339,7 +350,7 @@ VARIABLES = (
         "MS_WORKER_IP",
         None,
         str,
-        "The address from which a worker connects.",
+        "The address from which the worker connects.",
         ("bootstrap.ms_cluster",),
         CLUSTER,
     ),
@@ -355,8 +366,8 @@ VARIABLES = (
         "MS_ENABLE_RECOVERY",
         0,
         _switch,
-        "1, for the scheduler: a lost worker may come back under its `MS_NODE_ID`; the others wait for it in `rejoin`."
-        " With another launcher it has no effect, and rank 0 says so.",
+        "1, for the scheduler: a lost worker may rejoin with the same `MS_NODE_ID`; the others wait for it in"
+        " `rejoin`. With any other launcher, the variable has no effect, and rank 0 says so.",
         ("bootstrap.ms_cluster", "job"),
         CLUSTER,
     ),
@@ -364,7 +375,8 @@ VARIABLES = (
         "MS_RECOVERY_PATH",
         None,
         str,
-        "Has no effect, and rank 0 says so: the scheduler keeps no file. `Model.resume` goes on from checkpoints.",
+        "Has no effect, and rank 0 says so: the scheduler does not save its state. Use `Model.resume` to continue from"
+        " checkpoints.",
         ("job",),
         CLUSTER,
     ),
@@ -376,81 +388,81 @@ VARIABLES = (
         "MSCOMM_RESTART_COUNT",
         "launching.processes",
         set_by=RUN,
-        meaning="how often `mscomm run --max-restarts` has started this rank again; 0 at first",
+        meaning="the number of times that `mscomm run --max-restarts` has restarted this rank; 0 at first",
     ),
     _given(
         "MSCOMM_SCHED",
         "bootstrap.launcher",
         set_by=RUN,
-        meaning="on several hosts: where the launcher of node 0 listens",
+        meaning="on several hosts: the address at which the launcher of node 0 listens",
     ),
     _given(
         "MSCOMM_KEY_FD",
         "bootstrap.launcher",
         set_by=RUN,
-        meaning="on several hosts: an inherited descriptor, from which the job's key is read",
+        meaning="on several hosts: an inherited descriptor from which the job key is read",
     ),
     _given(
         "MSCOMM_CONTROL_FD",
         "bootstrap.launcher",
         set_by=RUN,
-        meaning="an inherited descriptor, the link to the launcher",
+        meaning="the link to the launcher, an inherited descriptor",
     ),
     _given("TORCHELASTIC_RUN_ID", "bootstrap.torchrun", meaning="torchrun: the job's name"),
     _given(
-        "TORCHELASTIC_RESTART_COUNT", "bootstrap.torchrun", meaning="torchrun: how often it has started the job again"
+        "TORCHELASTIC_RESTART_COUNT", "bootstrap.torchrun", meaning="torchrun: how many times it has restarted the job"
     ),
-    _given("RANK", "bootstrap.torchrun", "bootstrap.torch_env", meaning=f"torchrun and torch's programs: {_RANK}"),
+    _given("RANK", "bootstrap.torchrun", "bootstrap.torch_env", meaning=f"torchrun and other torch launchers: {_RANK}"),
     _given(
         "WORLD_SIZE",
         "bootstrap.torchrun",
         "bootstrap.torch_env",
         "bootstrap.kubernetes",
-        meaning=f"torchrun, torch's programs, Kubernetes: {_SIZE}",
+        meaning=f"torchrun, other torch launchers, Kubernetes: {_SIZE}",
     ),
-    _given("LOCAL_RANK", "bootstrap.torchrun", meaning=f"torchrun and torch's programs: {_LOCAL_RANK}"),
-    _given("LOCAL_WORLD_SIZE", "bootstrap.torchrun", meaning=f"torchrun and torch's programs: {_LOCAL_SIZE}"),
+    _given("LOCAL_RANK", "bootstrap.torchrun", meaning=f"torchrun and other torch launchers: {_LOCAL_RANK}"),
+    _given("LOCAL_WORLD_SIZE", "bootstrap.torchrun", meaning=f"torchrun and other torch launchers: {_LOCAL_SIZE}"),
     _given(
         "MASTER_ADDR",
         "bootstrap.torchrun",
         "bootstrap.torch_env",
         "bootstrap.kubernetes",
-        meaning="torchrun, torch's programs, Kubernetes: the host of rank 0",
+        meaning="torchrun, other torch launchers, Kubernetes: the host of rank 0",
     ),
     _given(
         "MASTER_PORT",
         "bootstrap.torchrun",
         "bootstrap.kubernetes",
-        meaning="torchrun, torch's programs: the port of torch's own store, beside which rank 0 listens; Kubernetes:"
-        " the port of rank 0",
+        meaning="torchrun, other torch launchers: the port of torch's own store; rank 0 listens on a later port."
+        " Kubernetes: the port of rank 0",
     ),
-    _given("PET_NNODES", "cli.run", meaning="the default of `--nnodes`, for torchrun and `mscomm run`"),
-    _given("PET_NPROC_PER_NODE", "cli.run", meaning="the default of `-n`"),
-    _given("PET_NODE_RANK", "cli.run", meaning="the default of `--node-rank`"),
-    _given("PET_MASTER_ADDR", "cli.run", meaning="the default of `--master-addr`"),
-    _given("PET_MASTER_PORT", "cli.run", meaning="the default of `--master-port`"),
+    _given("PET_NNODES", "cli.run", meaning="the default for `--nnodes`, in torchrun and `mscomm run`"),
+    _given("PET_NPROC_PER_NODE", "cli.run", meaning="the default for `-n`"),
+    _given("PET_NODE_RANK", "cli.run", meaning="the default for `--node-rank`"),
+    _given("PET_MASTER_ADDR", "cli.run", meaning="the default for `--master-addr`"),
+    _given("PET_MASTER_PORT", "cli.run", meaning="the default for `--master-port`"),
     _given("PMIX_RANK", "bootstrap.pmix", meaning=f"PMIx: {_RANK}"),
     _given("PMIX_NAMESPACE", "bootstrap.pmix", meaning="PMIx: the job's name"),
-    _given("PMIX_PREFIX", "bootstrap.pmix", meaning="PMIx: the folder of its library"),
+    _given("PMIX_PREFIX", "bootstrap.pmix", meaning="PMIx: the folder that contains its library"),
     _given("OMPI_COMM_WORLD_RANK", "bootstrap.pmix", meaning=f"Open MPI: {_RANK}"),
     _given("OMPI_COMM_WORLD_SIZE", "bootstrap.pmix", meaning=f"Open MPI: {_SIZE}"),
     _given("OMPI_COMM_WORLD_LOCAL_RANK", "bootstrap.pmix", meaning=f"Open MPI: {_LOCAL_RANK}"),
     _given("OMPI_COMM_WORLD_LOCAL_SIZE", "bootstrap.pmix", meaning=f"Open MPI: {_LOCAL_SIZE}"),
-    _given("PMI_FD", "bootstrap.pmi", meaning="MPICH: an inherited descriptor, the link to mpirun"),
-    _given("PMI_PORT", "bootstrap.pmi", meaning="MPICH: where mpirun listens, if there is no descriptor"),
-    _given("PMI_ID", "bootstrap.pmi", meaning=f"MPICH: {_RANK}, with PMI_PORT"),
+    _given("PMI_FD", "bootstrap.pmi", meaning="MPICH: the link to mpirun, an inherited descriptor"),
+    _given("PMI_PORT", "bootstrap.pmi", meaning="MPICH: the address of mpirun, if there is no descriptor"),
+    _given("PMI_ID", "bootstrap.pmi", meaning=f"MPICH, with PMI_PORT: {_RANK}"),
     _given("PMI_RANK", "bootstrap.pmi", meaning=f"MPICH, Intel MPI: {_RANK}"),
     _given("PMI_SIZE", "bootstrap.pmi", meaning=f"MPICH, Intel MPI: {_SIZE}"),
     _given("MPI_LOCALRANKID", "bootstrap.pmi", meaning=f"MPICH, Intel MPI: {_LOCAL_RANK}"),
     _given("MPI_LOCALNRANKS", "bootstrap.pmi", meaning=f"MPICH, Intel MPI: {_LOCAL_SIZE}"),
     _given("SLURM_STEP_NUM_TASKS", "bootstrap.pmix", "bootstrap.slurm", meaning=f"Slurm: {_SIZE}"),
-    _given("SLURM_NTASKS", "bootstrap.slurm", meaning=f"Slurm: {_SIZE}, if the step has no number of its own"),
+    _given("SLURM_NTASKS", "bootstrap.slurm", meaning=f"Slurm: {_SIZE}, if the step does not set its own"),
     _given("SLURM_PROCID", "bootstrap.slurm", meaning=f"Slurm: {_RANK}"),
-    _given("SLURM_JOB_ID", "bootstrap.slurm", meaning="Slurm: the job"),
-    _given("SLURM_STEP_ID", "bootstrap.slurm", meaning="Slurm: the step of the job"),
+    _given("SLURM_JOB_ID", "bootstrap.slurm", meaning="Slurm: the job id"),
+    _given("SLURM_STEP_ID", "bootstrap.slurm", meaning="Slurm: the id of the job step"),
     _given("SLURM_STEP_NODELIST", "bootstrap.slurm", meaning="Slurm: the step's hosts"),
     _given("SLURM_JOB_NODELIST", "bootstrap.slurm", meaning="Slurm: the job's hosts"),
-    _given("SLURM_NODELIST", "bootstrap.slurm", meaning="Slurm: the job's hosts, the older name"),
+    _given("SLURM_NODELIST", "bootstrap.slurm", meaning="Slurm: the job's hosts (an older name)"),
     _given("SLURM_LOCALID", "bootstrap.pmix", "bootstrap.pmi", "bootstrap.slurm", meaning=f"Slurm: {_LOCAL_RANK}"),
     _given("SLURM_STEP_TASKS_PER_NODE", "bootstrap.pmix", "bootstrap.pmi", meaning=f"Slurm: {_LOCAL_SIZE}"),
     _given("JSM_NAMESPACE_SIZE", "bootstrap.pmix", meaning=f"LSF: {_SIZE}"),
@@ -460,16 +472,16 @@ VARIABLES = (
     _given(
         "ASCEND_RT_VISIBLE_DEVICES",
         "accelerators.hccl",
-        meaning="Ascend: the devices that the process sees, by their numbers on the host",
+        meaning="Ascend: the devices that are visible to the process, by their numbers on the host",
     ),
-    _given("RANK_TABLE_FILE", "bootstrap.rank_table", meaning="a rank table: the file"),
-    _given("MINDSPORE_HCCL_CONFIG_PATH", "bootstrap.rank_table", meaning="an older name of `RANK_TABLE_FILE`"),
+    _given("RANK_TABLE_FILE", "bootstrap.rank_table", meaning="the path of the rank table"),
+    _given("MINDSPORE_HCCL_CONFIG_PATH", "bootstrap.rank_table", meaning="an older name for `RANK_TABLE_FILE`"),
     _given("RANK_ID", "bootstrap.rank_table", meaning=f"with a rank table: {_RANK}"),
-    _given("RANK_SIZE", "bootstrap.rank_table", meaning=f"with a rank table: {_SIZE}; may be left out"),
+    _given("RANK_SIZE", "bootstrap.rank_table", meaning=f"with a rank table: {_SIZE}; may be omitted"),
     _given(
         "DEVICE_ID",
         "bootstrap.rank_table",
-        meaning="with a rank table: the rank's device_id there; may be left out",
+        meaning="with a rank table: the rank's device_id in the table; may be omitted",
     ),
 )
 
@@ -477,20 +489,23 @@ _BY_NAME = {variable.name: variable for variable in VARIABLES}
 
 
 def read(name: str, env: Mapping[str, str]) -> Any:
-    """The parsed value of a variable in `env`, or its default. Raises ValueError if the variable's text is invalid."""
+    """Return the parsed value of a variable in `env`, or its default.
+
+    Raise ValueError if the variable's text is invalid.
+    """
     return _BY_NAME[name].read(env)
 
 
 def given(env: Mapping[str, str], *set_by: str) -> dict[str, str]:
-    """The names and texts of the variables that are set in `env`. set_by: the kinds to return, by default all.
+    """Return the names and texts of the variables that are set in `env`. set_by: the kinds to return; by default, all.
 
-    The texts may be shown, because no variable of the table holds a secret.
+    The texts may be printed, because no variable in the table holds a secret.
     """
     return {row.name: env[row.name] for row in VARIABLES if env.get(row.name) and row.set_by in (set_by or ABOUT)}
 
 
 def read_by(module: str, env: Mapping[str, str]) -> dict[str, str]:
-    """The names and texts of the variables that are set in `env` and that the module `module` reads."""
+    """Return the names and texts of the variables that are set in `env` and that the module `module` reads."""
     return {row.name: env[row.name] for row in VARIABLES if module in row.readers and env.get(row.name)}
 
 
@@ -498,14 +513,14 @@ def read_by(module: str, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def page() -> str:
-    """The text of docs/env.md."""
+    """Return the text of docs/env.md."""
     parts = [
         "# Environment variables",
         "",
         "<!-- Written by `python -m mscomm.environment` from python/mscomm/environment.py. Change that file. -->",
         "",
-        "The variables that mscomm reads. An empty variable counts as unset. An invalid value raises an error that",
-        "names the variable, its value and what was expected.",
+        "This page lists the variables that mscomm reads. An empty variable counts as unset. An invalid value raises",
+        "an error that names the variable, its value and what was expected.",
     ]
     for kind, about in ABOUT.items():
         rows = [row for row in VARIABLES if row.set_by == kind]

@@ -1,8 +1,8 @@
-"""The errors that a failed collective call raises.
+"""The errors that failed calls raise.
 
 Every error says which rank and host failed, in which operation and call number, what was expected and what to do. A
 failed call breaks the group on all its members: each later call on the group raises the same error again. A call with
-wrong arguments raises TypeError or ValueError instead. It sends nothing, and the group can still be used.
+invalid arguments raises TypeError or ValueError instead. It sends nothing, and the group can still be used.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 class Error(RuntimeError):
     """The base class of mscomm's errors.
 
-    An Error is also the record of a failure: the hub's verdict is an Error, and so is what breaks a group. Such a
-    record is never raised itself, because each raise changes an exception's traceback; again() makes the exception.
+    An Error is also used as the record of a failure: the hub's verdict is an Error, and so is the cause that a broken
+    group keeps. Such a record is never raised itself, because each raise changes an exception's traceback. again()
+    creates the exception to raise.
     """
 
     def __init__(self, text: str, ranks: Iterable[int] = (), waiting_for: Iterable[int] = ()) -> None:
@@ -29,31 +30,31 @@ class Error(RuntimeError):
         return type(self).__name__
 
     def again(self, text: str | None = None) -> Error:
-        """A new exception of the same class, with the same ranks. text: None takes the same text."""
+        """Return a new exception of the same class, with the same ranks. text: its text; None keeps the same text."""
         return make(self.kind, str(self) if text is None else text, self.ranks, self.waiting_for)
 
     def fields(self) -> dict[str, Any]:
-        """What a control frame carries of the error; of_fields() makes an error of it."""
+        """Return the error as fields of a control frame. of_fields() turns them into an error again."""
         return {"kind": self.kind, "text": str(self), "ranks": self.ranks, "waiting_for": self.waiting_for}
 
 
 class PeerLost(Error):
-    """A rank ended, or its host went silent, while other ranks still needed that rank. `.ranks` has the lost ranks."""
+    """A rank ended, or its host went silent, while other ranks still needed it. `.ranks` holds the lost ranks."""
 
 
 class CollectiveTimeout(Error, TimeoutError):
-    """A deadline passed. `.waiting_for` has the ranks that are silent or behind."""
+    """A deadline passed. `.waiting_for` holds the ranks that are silent or behind."""
 
 
 class Mismatch(Error, ValueError):
-    """Ranks made different calls under one call number. The error's text names the calls.
+    """Ranks made different calls with the same call number. The text of the error names these calls.
 
-    `.ranks` has the ranks whose call differs from rank 0's.
+    `.ranks` holds the ranks whose call differs from that of rank 0.
     """
 
 
 class BackendUnavailable(Error):
-    """The backend, or a library that it needs, is not on this machine; the text says what was looked for and where."""
+    """The backend, or a library that it needs, was not found. The text says what was looked for, and where."""
 
 
 class AuthenticationError(Error, PermissionError):
@@ -61,7 +62,7 @@ class AuthenticationError(Error, PermissionError):
 
 
 class Aborted(Error):
-    """A rank called abort(), or ended with an uncaught exception, which the text quotes. `.ranks` has that rank."""
+    """A rank called abort(), or ended with an uncaught exception, which the text quotes. `.ranks` holds that rank."""
 
 
 KINDS: dict[str, type[Error]] = {
@@ -71,10 +72,13 @@ KINDS: dict[str, type[Error]] = {
 
 
 def make(kind: str, text: str, ranks: Iterable[int] = (), waiting_for: Iterable[int] = ()) -> Error:
-    """An error of the class named `kind`. An unknown name, which only a newer peer could send, gives a plain Error."""
+    """Return an error of the class named `kind`.
+
+    An unknown name, which only a newer peer could send, gives a plain Error.
+    """
     return KINDS.get(kind, Error)(text, ranks, waiting_for)
 
 
 def of_fields(fields: Mapping[str, Any]) -> Error:
-    """The error that a control frame carries; the opposite of Error.fields()."""
+    """Return the error that a control frame carries. This is the inverse of Error.fields()."""
     return make(fields["kind"], fields["text"], fields["ranks"], fields["waiting_for"])

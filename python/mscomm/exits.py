@@ -1,6 +1,6 @@
-"""What a rank's process does when it ends: it leaves the job, and tells the other ranks of an uncaught exception.
+"""Makes a rank leave the job when its process ends, and tell the other ranks about an uncaught exception.
 
-The module also makes a rank end when its launcher is killed.
+Also makes a rank end when its MPI launcher is killed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _watching = False
 
 
 def watch(release: Callable[[], None], tell: Callable[[BaseException, str], bool]) -> None:
-    """Make the process call `release` and `tell` when it ends. Only the first call of watch() has an effect.
+    """Make the process call `release` and `tell` when it ends. Only the first call to watch() has an effect.
 
     release() leaves the job. tell(error, words) is called if an uncaught exception ends this rank. It tells the other
-    ranks of the exception, and returns whether there are other ranks. words: the exception and its place, as text.
+    ranks about the exception, and returns whether there are other ranks. words: the exception and its location.
     """
     global _watching
     full = environment.read("MSCOMM_TRACEBACK", os.environ) == "FULL"
@@ -39,13 +39,13 @@ def watch(release: Callable[[], None], tell: Callable[[BaseException, str], bool
 
 
 _PR_SET_PDEATHSIG = 1
-# The programs of MPIs that start ranks, by the name that the kernel keeps (at most 15 characters). If one of them is
-# killed by SIGKILL, its ranks would otherwise run for ever.
+# The programs that start ranks in MPI implementations, by the name that the kernel stores (at most 15 characters).
+# Without end_with_mpi_launcher(), the ranks would run forever if SIGKILL killed one of these programs.
 _MPI_LAUNCHERS = ("prterun", "prted", "orterun", "orted", "mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy")
 
 
 def end_with_mpi_launcher() -> None:
-    """Let SIGTERM end this process when its parent ends, if the parent is a launcher of an MPI."""
+    """If the parent process is an MPI launcher, let SIGTERM end this process when the parent ends."""
     parent = os.getppid()
     try:
         name = Path(f"/proc/{parent}/comm").read_text().strip()
@@ -67,7 +67,7 @@ def _release(release: Callable[[], None]) -> None:
 class _TellingHook:
     """An excepthook that tells the other ranks why this rank ends, then calls the previous excepthook.
 
-    full: True if the previous hook gets the whole traceback, False if it gets only the frames of the user's program.
+    full: True passes the whole traceback to the previous hook, False only the frames of the user's program.
     """
 
     def __init__(self, before: Any, tell: Callable[[BaseException, str], bool], full: bool) -> None:

@@ -1,4 +1,4 @@
-"""A group of ranks, its calls, and the handles of calls that run beside the caller."""
+"""A group of ranks, its calls, and the handles of asynchronous calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Work = _core.Work
 
 
 class _Beside:
-    """A function that runs on a thread of its own."""
+    """A function that runs on its own thread."""
 
     def __init__(self, group: Group, function: Callable[[], Any]) -> None:
         self.result: Any = None
@@ -75,7 +75,7 @@ class _Beside:
 
 
 class _Several(Work):
-    """The Work of a call that consists of several calls, or whose result is made in Python."""
+    """The Work of a call that consists of several calls, or whose result is computed in Python."""
 
     def __init__(self, group: Group, parts: Sequence[Work | _Beside], result: Callable[[], Any]) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class _Several(Work):
         seconds = None if timeout is None else seconds_of(timeout)
         if not self._join(seconds):
             raise TimeoutError(f"Work.wait: the call has not ended within {seconds:g} s; it goes on")
-        with self._group.collecting:  # only one of several waiting threads makes the result
+        with self._group.collecting:  # only one of several waiting threads computes the result
             if self._result is not None and not self._making:  # _making: this is a signal handler inside self._result()
                 self._making = True
                 try:
@@ -98,7 +98,7 @@ class _Several(Work):
                 finally:
                     self._making = False
         if self.done():
-            self._parts = ()  # lets go of the arrays
+            self._parts = ()  # releases the arrays
         return self._value
 
     def _join(self, seconds: float | None, /) -> bool:
@@ -116,9 +116,10 @@ class _Several(Work):
 
 
 class Group:
-    """Ranks that make collective calls together. Attributes: name, rank, size, ranks (the members' ranks in the world).
+    """A set of ranks that make collective calls together.
 
-    bool(group) says whether this rank is a member. If it is not, every other use of the group raises RuntimeError.
+    Attributes: name; rank (this rank's number in the group); size; ranks (the members' ranks in the world).
+    bool(group) is True if this rank is a member. If it is not, every other use of the group raises RuntimeError.
     """
 
     def __init__(self, name: str, ranks: list[int], timeout_s: float) -> None:
@@ -139,12 +140,12 @@ class Group:
         self.control, self._control_ranks = founded.control, founded.control_ranks
         self.member = epoch.member
         self.hosts = [epoch.hosts[rank] for rank in self.ranks]
-        self.raised = False  # whether the user has seen the failure of the group
-        self._cause: Error | None = None  # the failure that every call raises; None: the group works
+        self.raised = False  # whether a failure of the group was raised to the user
+        self._cause: Error | None = None  # the failure that every call raises; None if the group is not broken
         # the line of Python code of each call, by call number
         self._lines: dict[int, str] | None = {} if self.record_dir else None
         self.beside: set[threading.Thread] = set()  # threads of _Beside that have not ended
-        # The number of the last call that has a line in the log; None: calls get no lines in the log.
+        # the number of the last call that has a line in the log; None if calls are not logged
         self._traced: int | None = 0 if log.enabled(log.TRACE) else None
         mine = epoch.accelerator
         self.core.join_python(
@@ -161,8 +162,10 @@ class Group:
             self.member.attach(id, self.core, self._message_links.dialled)
 
     def leave(self) -> None:
-        """End this rank's use of the group. Control memory that this rank lent is freed when all ranks have ended their
-        use."""
+        """End this rank's use of the group.
+
+        Control memory that this rank lent to the group is freed when all ranks have ended their use of the group.
+        """
         self.core.close()
         if self._traced is not None:
             self._trace()
@@ -191,19 +194,17 @@ class Group:
     ) -> Any:
         """Make two calls as one: the head, and the call that then() prepares from the results of the head.
 
-        Returns the result of the second call, or a Work. Both calls get their numbers at once. An error on this rank
-        alone, after the head, breaks the group, because the other ranks have gone on to the second call.
+        Return the result of the second call, or a Work. Both call numbers are reserved at once. An error that occurs
+        only on this rank, after the head, breaks the group, because the other ranks have gone on to the second call.
 
-        on_device: whether the second call is on arrays of a device. Such a call must be started by this thread, whose
-        current stream it uses. So this thread waits for the head, which runs on the CPU, even with async_op.
+        on_device: whether the second call is on device arrays. This thread must start such a call, because the call
+        uses the thread's current stream. Therefore, this thread waits for the head, which runs on the CPU, even with
+        async_op.
         """
         seconds = self.seconds(timeout)
         function = _core.functions[head.function]
         first = self.reserve(2)
-        began = time.monotonic()
-
-        def left() -> float:
-            return max(seconds - (time.monotonic() - began), 0.001)
+        left = seconds_left(seconds)
 
         def second() -> tuple[_core.Call, Callable[[], Any]]:
             self.run(head, seconds, first)
@@ -229,7 +230,7 @@ class Group:
         return self.together([beside], lambda: beside.result)
 
     def check_device(self, function: str, argument: str, there: OnDevice) -> None:
-        """Raise TypeError unless the array is on the device with which this rank has joined."""
+        """Raise TypeError unless the array is on the device with which this rank joined the job."""
         mine = self.epoch.accelerator
         if mine is not None and there.index < 0:
             there.index = mine.opened.runtime.device_of(there.__array_interface__["data"][0])
@@ -243,22 +244,37 @@ class Group:
             )
 
     def apart(self, function: str, x: Any, there: OnDevice) -> np.ndarray[Any, Any]:
-        """Copy x on its device, in the order of x's stream. Returns the memory of the copy."""
+        """Copy x on its device, on the stream of x. Return the memory of the copy."""
         made, _ = new(function, x, there.shape)
         self.core.pack(made, [there], there.stream)
         return made
 
+    def pack(self, bucket: OnDevice, parts: Sequence[OnDevice], stream: int, **options: Any) -> None:
+        """Copy device arrays into a bucket, with casts, a scale and error feedback; see `_core.Group.pack`."""
+        with self.failing():
+            self.core.pack(bucket, parts, stream, **options)
+
+    def unpack(self, bucket: OnDevice, parts: Sequence[OnDevice], stream: int, **options: Any) -> None:
+        """Copy a device bucket into arrays, with casts and a scale; see `_core.Group.unpack`."""
+        with self.failing():
+            self.core.unpack(bucket, parts, stream, **options)
+
+    def clear(self, memory: OnDevice, stream: int) -> None:
+        """Set a device array to zero."""
+        with self.failing():
+            self.core.clear(memory, stream)
+
     def refuses(self, dtype: int, op: int) -> str:
-        """Why the accelerator cannot reduce elements of this dtype with this operation; "" if it can."""
+        """Return why the accelerator cannot reduce elements of this dtype with this operation; "" if it can."""
         assert self.epoch.accelerator
         return self.epoch.accelerator.opened.vendor.refuses(dtype, op)
 
     def seconds(self, timeout: Any) -> float:
-        """The timeout of one call in seconds. None stands for the group's timeout."""
+        """Return the timeout of one call in seconds. timeout: None stands for the group's timeout."""
         return self.timeout_s if timeout is None else seconds_of(timeout)
 
     def reserve(self, count: int) -> int:
-        """Reserve `count` consecutive call numbers, and return the first. A call must then be run with each number."""
+        """Reserve `count` consecutive call numbers, and return the first. The caller must use all of these numbers."""
         try:
             first = self.core.reserve(count)
         except Error as symptom:
@@ -270,11 +286,17 @@ class Group:
         return first
 
     def next_number(self) -> int:
-        """Reserve a number if the call's line of Python code is to be noted. Otherwise return 0: the core chooses."""
+        """If the call's line of Python code is to be recorded, reserve a call number and return it.
+
+        Otherwise return 0, which lets the core choose the number.
+        """
         return 0 if self._lines is None else self.reserve(1)
 
     def run(self, call: _core.Call, seconds: float, number: int = 0) -> None:
-        """Run one collective call. A failure raises the group's first cause. number: a reserved one; 0: the next."""
+        """Run one collective call. A failure raises the group's first cause.
+
+        number: a reserved call number; 0 stands for the next one.
+        """
         number = number or self.next_number()
         with self.failing():
             self.core.run(call, seconds, number)
@@ -283,24 +305,24 @@ class Group:
     def start(self, call: _core.Call, seconds: float, number: int = 0) -> Work:
         """Start a call on the group's worker thread, or on a stream of the device. The core keeps the arrays alive.
 
-        Returns the call's Work. number: as in run().
+        Return the call's Work. number: as in run().
         """
         return self.core.start(call, seconds, number)
 
     def together(self, parts: Sequence[Work | _Beside], result: Callable[[], Any]) -> Work:
-        """Make one Work of several parts. Its wait() returns what result() returns."""
+        """Combine several parts into one Work. Its wait() returns what result() returns."""
         return _Several(self, parts, result)
 
     def drain(self) -> None:
-        """Wait until all calls that run beside the caller have ended. Their errors are not raised here."""
+        """Wait until all asynchronous calls have ended. Do not raise their errors."""
         for thread in tuple(self.beside):
             thread.join()
         self.core.drain()
 
     def _interrupted(self, error: BaseException) -> None:
-        """Deal with `error`, which a signal handler raised in a call. The caller raises `error` again.
+        """Handle `error`, which a signal handler raised in a call. The caller raises `error` again.
 
-        If `error` has broken the group, the other ranks are told why.
+        If `error` has broken the group, tell the other ranks why.
         """
         failure = self.core.failure()
         if failure is not None and self.member is not None:
@@ -314,12 +336,12 @@ class Group:
     def committed(self, what: str) -> Iterator[None]:
         """A context in which the other ranks rely on further calls of this rank.
 
-        An exception in it breaks the group, and the other ranks are told why.
+        An exception in the context breaks the group, and the other ranks are told why.
         """
         try:
             yield
         except Error:
-            raise  # raised by a call, which has told the other ranks
+            raise  # the call that raised this has told the other ranks
         except BaseException as error:
             if self.core.failure() is None:
                 text = printable(f"rank {self.epoch.rank}: {what}: {type(error).__name__}: {error}")
@@ -339,20 +361,23 @@ class Group:
             self.core.send(peer, tag, dtype, x, seconds, self._reach(peer, tag, x, seconds))
 
     def recv(self, peer: int, tag: int, dtype: int, out: Array, seconds: float) -> tuple[int, int]:
-        """Receive one message. Returns its source and tag."""
+        """Receive one message. Return its source and tag. A failure raises the group's first cause."""
         with self.failing():
             return self.core.recv(peer, tag, dtype, out, seconds, 0.0)
 
     def sendrecv(
         self, sending: tuple[int, int, int, Array], receiving: tuple[int, int, int, Array], seconds: float
     ) -> tuple[int, int]:
-        """Send and receive together. Both are (peer, tag, dtype, array). Returns the received message's source, tag."""
+        """Send and receive at the same time. Return the source and tag of the message that was received.
+
+        sending, receiving: each is (peer, tag, dtype, array).
+        """
         peer, tag, _, x = sending
         with self.failing():
             return self.core.sendrecv(*sending, *receiving, seconds, self._reach(peer, tag, x, seconds))
 
     def start_send(self, peer: int, tag: int, dtype: int, x: Array, seconds: float) -> Work:
-        """Start a send that runs beside the caller. The first send to a peer waits here for the link to that peer."""
+        """Start an asynchronous send. The first send to a peer waits here for the link to that peer."""
         with self.failing():
             return self.core.start_send(peer, tag, dtype, x, seconds, self._reach(peer, tag, x, seconds))
 
@@ -361,7 +386,7 @@ class Group:
             return self.core.start_recv(peer, tag, dtype, out, seconds, 0.0)
 
     def _reach(self, peer: int, tag: int, x: Array, seconds: float) -> float:
-        """Make the link to the peer if there is none yet. Returns the seconds that this took."""
+        """Set up the link to the peer if there is none yet. Return how many seconds this took."""
         if peer in self._message_links.linked:
             return 0.0
         began = time.monotonic()
@@ -372,7 +397,7 @@ class Group:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """A context: a failure in it raises the group's first cause instead."""
+        """A context in which a failure is replaced by the group's first cause."""
         try:
             yield
         except Error as symptom:
@@ -384,18 +409,24 @@ class Group:
     # -- failures
 
     def fail(self, symptom: Error) -> NoReturn:
-        """Raise the first cause of the failure instead of the symptom that this rank saw. Each call raises it again."""
+        """Raise the first cause of the failure instead of the symptom that this rank saw.
+
+        Each later call on the group raises it again.
+        """
         cause = self.settle(symptom)
         self.raised = True
         try:
             raise cause from symptom if str(cause) != str(symptom) else None
         finally:
-            # The traceback of `cause` refers to this frame, which refers to `cause`. Without this line, both would live
-            # until the garbage collector runs, with everything that the frames above refer to.
+            # The traceback of `cause` refers to this frame, which refers to `cause`. Without this line, both, and all
+            # objects that the frames above refer to, would stay alive until the garbage collector runs.
             del cause
 
     def settle(self, symptom: Error) -> Error:
-        """Return the group's first cause as a new exception. The first time, the other ranks learn of the symptom."""
+        """Return the first cause of the group's failure as a new exception.
+
+        The first call also reports the symptom to the other ranks.
+        """
         if self._cause is None:
             self._cause = self._first_cause(symptom)
             self._write_record(str(self._cause))
@@ -406,7 +437,7 @@ class Group:
 
     def _first_cause(self, symptom: Error) -> Error:
         failure = self.core.failure()
-        if failure is not None and failure.is_verdict:  # it has arrived, perhaps after the symptom was seen
+        if failure is not None and failure.is_verdict:  # the verdict has arrived, perhaps after the symptom was seen
             return failure.error
         number = self.core.where()[0] if failure is None else failure.number
         return self.member.settle(self.id, symptom, number) if self.member is not None else symptom
@@ -414,12 +445,12 @@ class Group:
     # -- called when a call has failed, started or ended
 
     def failed(self, error: BaseException) -> NoReturn:
-        """Raise what the user gets when a call has raised `error`."""
+        """Raise the error that the user sees when a call has raised `error`."""
         with self.failing():
             raise error
 
     def raise_cause(self, error: BaseException) -> NoReturn:
-        """Raise what the user gets when a call that ran beside the caller has ended with `error`."""
+        """Raise the error that the user sees when an asynchronous call has failed with `error`."""
         try:
             if isinstance(error, Error):
                 self.fail(error)
@@ -435,12 +466,12 @@ class Group:
         return self.settle(error)
 
     def noted(self, number: int) -> None:
-        """Note the line of Python code of a call that has been started."""
+        """Record the line of Python code of a call that has been started."""
         if self._lines is not None:
             self._note_line(number)
 
     def ended(self) -> None:
-        """Called when a call has ended: write its line to the log."""
+        """Log a call that has ended, if calls are logged."""
         if self._traced is not None:
             self._trace()
 
@@ -453,7 +484,7 @@ class Group:
                 self._traced = call["number"]
                 log.trace(f"group {self.name}: {call['call']} {call['state']} in {call['took'] * 1e6:.1f} us")
 
-    # -- the record of the last calls
+    # -- the record of the latest calls
 
     def _note_line(self, number: int) -> None:
         assert self._lines is not None
@@ -461,7 +492,7 @@ class Group:
         self._lines.pop(number - _LINES_KEPT, None)
 
     def _write_record(self, cause: str) -> None:
-        """Write the last calls, with their lines of Python code, to MSCOMM_RECORD/rank_<rank>.json."""
+        """Write the latest calls, with their lines of Python code, to MSCOMM_RECORD/rank_<rank>.json."""
         if self.record_dir is None or self._lines is None:
             return
         calls = self.core.calls()
@@ -483,10 +514,10 @@ class Group:
 
 
 class NonMember(Group):
-    """What create_group and split return on a rank that is not a member. It is false, and its repr names the rank.
+    """The Group that create_group and split return on a rank that is not a member. It is false; its repr says why.
 
-    `ranks` is set if this rank knows the members. The other attributes of a Group are not set, so that reading one
-    raises RuntimeError.
+    `ranks` is set if this rank knows the members. The other attributes of a Group are not set, so reading one raises
+    RuntimeError.
     """
 
     def __init__(self, name: str, ranks: list[int] | None, me: int) -> None:
@@ -502,14 +533,14 @@ class NonMember(Group):
         return f"<mscomm.Group {self.name}: rank {self._me} is no member>"
 
     def refusal(self) -> RuntimeError:
-        """The error that every use of this group raises."""
+        """Return the error to raise for any use of this group."""
         ranks = vars(self).get("ranks")
         why = "it gave split the color None" if ranks is None else f"the members are {ranks}"
         return RuntimeError(
             f"rank {self._me} is no member of {self.name}: {why}; only members may use a group (`if group:`)"
         )
 
-    if not TYPE_CHECKING:  # hidden from type checkers: if they saw it, they would accept every misspelt name as Any
+    if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any misspelt name
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):
@@ -517,13 +548,19 @@ class NonMember(Group):
             raise self.refusal()
 
 
+def seconds_left(seconds: float) -> Callable[[], float]:
+    """Start a timeout that several calls share. Return a function that returns how many seconds are left."""
+    until = time.monotonic() + seconds
+    return lambda: max(until - time.monotonic(), 0.001)
+
+
 def printable(text: str) -> str:
-    """Make text that can be sent as UTF-8: stray bytes, for example of file names, are written as escapes."""
+    """Return the text in a form that can be encoded as UTF-8: stray bytes, as in some file names, become escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _caller() -> str:
-    """The file and the line of the first frame outside mscomm."""
+    """Return the file and line of the innermost frame outside mscomm."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back

@@ -1,6 +1,6 @@
-"""The job that this process takes part in: joining it, leaving it, joining it again, and the ranks of its groups.
+"""The job that this process has joined: joining, leaving and rejoining it, and the ranks of its groups.
 
-A Job holds what init() made. The functions of this module work on the job that this process has joined.
+init() creates a Job. The functions of this module work on the job that this process has joined.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mscomm.bootstrap import ms_cluster
 from mscomm.bootstrap.invitation import Invitation, Launcher
 from mscomm.cluster import assemble, links, plan
 from mscomm.cluster.deadline import Deadline, join_timeout_s, seconds_of
-from mscomm.cluster.frames import FROM_HUB_BYTES, Frames
+from mscomm.cluster.frames import Frames
 from mscomm.cluster.hello import CONTROL, UNKNOWN_RANK, package_version
 from mscomm.cluster.member import Member, Welcome
 from mscomm.context import device_id, device_target, plain_links_permitted
@@ -39,14 +39,14 @@ WORLD_NAMES = ("hccl_world_group", "nccl_world_group", "mccl_world_group")
 
 
 class Making(NamedTuple):
-    """A create_group or split call of this rank, which rejoin() repeats in each epoch."""
+    """A create_group or split call that this rank has made. rejoin() repeats it in each epoch."""
 
     group: Group  # the result of the call
     make: Callable[[Deadline], object]
 
 
 class Job:
-    """What init() made. It lasts until release()."""
+    """The job that init() has joined. The object is used until release()."""
 
     def __init__(self, epoch: assemble.Epoch, asked: assemble.Asked, algo: str, timeout_s: float) -> None:
         self.epoch = epoch
@@ -57,15 +57,15 @@ class Job:
         self.local_rank = 0
         self.hub: Any = None  # the hub's process, if this rank started it
         self.pid = os.getpid()
-        # True in a forked child of the process that joined. Every call reads this flag, because getpid() is slow
+        # True in a forked child of the process that joined. Calls check this flag because getpid() is slow
         self.forked = False
         self.world = Group("world", list(range(epoch.size)), timeout_s)
-        self.groups: dict[str, Group] = {}  # by name, in the order of their creation, the world first
-        # by name: groups for which this rank called create_group without being a member
+        self.groups: dict[str, Group] = {}  # by name, in the order of creation; the world comes first
+        # groups, by name, for which this rank called create_group without being a member
         self.others: dict[str, NonMember] = {}
         self.makings: list[Making] = []  # in the order in which rejoin() repeats them
         self.splits: dict[str, int] = {}  # how often each group was split in this epoch
-        self.creations: dict[str, int] = {}  # how often each name was used for each list of ranks in this epoch
+        self.creations: dict[str, int] = {}  # how often each pair of name and ranks was used in this epoch
 
     @property
     def rank(self) -> int:
@@ -89,7 +89,10 @@ class Job:
         return self.pid == os.getpid()
 
     def found(self, group: Group, deadline: Deadline, forced: list[str] | None = None) -> None:
-        """Set up the group for use. All its ranks must call this. forced: None takes the job's choice of algorithms."""
+        """Set up the group for use. All its ranks must call this.
+
+        forced: the algorithms that the group must use; None stands for those that the job must use.
+        """
         ranks = hashlib.blake2b(repr(group.ranks).encode(), digest_size=8).hexdigest()
         key = f"{group.name}:{ranks}"
         turn = self.creations.get(key, 0) + 1
@@ -104,7 +107,7 @@ class Job:
         try:
             founded = self.epoch.found(id, group.name, group.ranks, deadline, all_came, forced or self.epoch.forced)
         except Error as symptom:
-            if self.member is None or not met:  # if the ranks have not met, all ranks fail: no need to tell them
+            if self.member is None or not met:  # if the ranks have not met, they all fail; no need to tell them
                 raise
             cause = self.member.settle(id, symptom, 0)
             if cause is symptom:
@@ -115,7 +118,7 @@ class Job:
         self.others.pop(group.name, None)
 
     def resolve(self, group: Group | str | None) -> Group:
-        """Return the Group that the argument names. Raises RuntimeError if this rank is not a member of it."""
+        """Return the Group that the argument stands for. Raise RuntimeError if this rank is not a member of it."""
         if group is None:
             return self.world
         if isinstance(group, Group):
@@ -143,10 +146,9 @@ class Job:
             try:
                 group.core.last_look()
             except Error as symptom:
-                # If no call has raised a failure of this group, tell the other ranks of the mismatch before this rank
-                # leaves.
+                # If no call has raised a failure of this group, tell the other ranks about the mismatch before leaving.
                 unseen = None if group.raised else group.settle(symptom)
-        # Tell the hub before the links close, so that ranks that still wait for this rank learn that it has left.
+        # Tell the hub before closing the links, so that ranks that still wait for this rank learn that it has left.
         if self.member is not None:
             self.member.leave(self.world.core.where()[0])
         for group in groups:
@@ -158,7 +160,7 @@ class Job:
             raise unseen
 
     def abort(self, text: str) -> None:
-        """End all groups on all ranks. text: the reason, which the other ranks see."""
+        """Break all groups on all ranks. text: the reason, which the other ranks show."""
         for group in self.groups.values():
             group.raised = True
         cause = Aborted(text, [self.rank])
@@ -172,12 +174,12 @@ class Job:
         if self.member is None:
             raise RuntimeError("rejoin: this is a job of one rank")
         while True:
-            # Leave the groups and retire the heap. Then no rank of the old epoch can reach this rank's shared memory.
+            # Leave the groups and retire the heap, so that no rank of the old epoch can access this rank's memory.
             for group in self.groups.values():
                 group.leave()
             if self.epoch.heap is not None:
                 self.epoch.heap.retire()
-            with assemble.unix_listener() as memory:
+            with links.unix_listener(128) as memory:
                 facts = assemble.facts(self.asked, self.size, self.algo, memory)
                 welcome = self.member.rejoin(facts, deadline)
                 try:
@@ -186,10 +188,10 @@ class Job:
                 except PeerLost:
                     if deadline.passed:
                         raise
-                    # Another rank was lost meanwhile. The next turn of the loop finds out whether that rank comes back.
+                    # Another rank was lost meanwhile. The next iteration finds out whether that rank comes back.
 
     def _begin_epoch(self, member: Member, welcome: Welcome, memory: socket.socket, deadline: Deadline) -> None:
-        """Set up this rank for the new epoch. Only the control link and the Group objects of the old epoch stay."""
+        """Set up this rank for the new epoch. Only the control link and the Group objects of the old epoch are kept."""
         with _telling(member, welcome.rank, welcome.epoch):
             self.epoch = assemble.share(member, welcome, memory, self.epoch.forced, deadline, self.asked.backend)
             self.creations.clear()
@@ -216,27 +218,30 @@ def init(
     timeout: float | timedelta | None = None,
     device: int | None = None,
 ) -> None:
-    """Join the job that the environment describes; return when all its ranks have joined.
+    """Join the job that the environment describes. Return when all its ranks have joined.
 
-    backend_name: "gloo", "mccl" or "cpu" is the CPU core alone. "nccl" adds NCCL, for arrays on NVIDIA GPUs. `device`
-    is the number of this rank's GPU, by default the local rank; this GPU becomes the current device. "hccl" adds HCCL,
-    for Ascend NPUs, in the same way. None takes the backend of set_context(device_target=...) if that was called; else
-    nccl if every rank has a GPU of its own; else hccl if every rank has an NPU of its own; else the CPU core. All ranks
-    take the same backend. init() asks the driver for the GPUs, so set CUDA_VISIBLE_DEVICES earlier. If a rank cannot
-    use the backend that was named, all ranks raise BackendUnavailable with the reason of each such rank. If the ranks
-    have different versions of the backend, they raise Mismatch.
+    backend_name: "gloo", "mccl" and "cpu" use only the CPU core. "nccl" also uses NCCL, for arrays on NVIDIA GPUs, and
+    "hccl" also uses HCCL, for arrays on Ascend NPUs. None uses the backend of set_context(device_target=...) if that
+    was called; otherwise nccl if every rank has its own GPU; otherwise hccl if every rank has its own NPU; otherwise
+    only the CPU core. All ranks use the same backend. If a rank cannot use the backend that was named, all ranks raise
+    BackendUnavailable with the reason from each such rank. If the ranks have different versions of the backend, they
+    raise Mismatch.
 
-    timeout: the default timeout of collective calls, in seconds. None takes MSCOMM_TIMEOUT (1800). Joining itself takes
-    at most MS_TOPO_TIMEOUT seconds (600).
+    device: the number of this rank's GPU or NPU, by default the local rank. It becomes the current device. init()
+    queries the driver for the devices, so set CUDA_VISIBLE_DEVICES before you call it.
 
-    Launchers: `mscomm run`, MS_ROLE and MS_SCHED_* (a scheduler and workers), torchrun, mpirun, Slurm, Kubernetes, a
-    rank table. If several have set their variables, the first in bootstrap.LAUNCHERS counts. If none has, this process
-    is a job of one rank. If MS_ROLE is MS_SCHED, init() serves the job, and the process ends with the job.
+    timeout: the default timeout of collective calls, send and recv, in seconds or as a timedelta. None uses
+    MSCOMM_TIMEOUT (1800 s). Joining itself takes at most MS_TOPO_TIMEOUT seconds (600).
 
-    To join without a launcher, give init_method="tcp://host:port", rank and world_size; rank 0 listens at this address.
-    Or give an mpi4py communicator as init_method.
+    init() recognises these launchers: `mscomm run`, MS_ROLE and MS_SCHED_* (a scheduler and workers), torchrun, mpirun,
+    Slurm, Kubernetes and a rank table. If the variables of several launchers are set, init() uses the first of these
+    launchers in bootstrap.LAUNCHERS. If none are set, this process is a job of one rank. If MS_ROLE is MS_SCHED, init()
+    runs the scheduler of the job, and the process exits when the job ends.
 
-    Calling init() again with the same backend does nothing; with another backend it raises RuntimeError.
+    To join without a launcher, pass init_method="tcp://host:port", rank and world_size; rank 0 listens at this address.
+    Alternatively, pass an mpi4py communicator as init_method.
+
+    Calling init() again with the same backend does nothing. With another backend, it raises RuntimeError.
 
     >>> import mscomm
     >>> mscomm.init()
@@ -297,8 +302,11 @@ def _tell_variables_without_effect(launcher: Launcher | None) -> None:
 
 
 def _local_rank_of(invitation: Invitation) -> int | None:
-    """The local rank that the launcher gave; None if it gave none, or if MSCOMM_HOST_ID decides what a host is."""
-    return None if environment.read("MSCOMM_HOST_ID", os.environ) else invitation.local_rank
+    """Return the local rank that the launcher assigned.
+
+    Return None if it assigned none, or if MSCOMM_HOST_ID defines the hosts.
+    """
+    return None if environment.read("MSCOMM_HOST_ID", os.environ) else invitation.seat.local_rank
 
 
 def _join(
@@ -309,22 +317,16 @@ def _join(
     timeout_s: float,
     deadline: Deadline,
 ) -> Job:
-    """Join the job to which this process is invited. Returns when every rank is ready to use the world group."""
-    sock, rank = invitation.sock, invitation.rank
-    with contextlib.ExitStack() as failing, assemble.unix_listener() as memory:
+    """Join the job to which this process is invited. Return when every rank is ready to use the world."""
+    sock, key, rank = invitation.sock, invitation.key, invitation.seat.rank
+    with contextlib.ExitStack() as failing, links.unix_listener(128) as memory:
         failing.callback(sock.close)
         if not invitation.greeted:
-            mine = links.newcomer(os.environ, UNKNOWN_RANK if rank is None else rank)
-            links.greet(sock, invitation.key, CONTROL, mine, deadline)
-        member = Member(
-            Frames(sock, FROM_HUB_BYTES),
-            key=invitation.key,
-            rank=rank,
-            node_id=invitation.node_id,
-            hub=invitation.where,
-        )
+            links.greet(sock, key, CONTROL, links.newcomer(os.environ, rank), deadline)
+        known = None if rank == UNKNOWN_RANK else rank
+        member = Member(Frames(sock), key=key, rank=known, node_id=invitation.node_id, hub=invitation.where)
         failing.callback(member.close)
-        welcome = member.join(assemble.facts(asked, invitation.size, algo, memory), deadline)
+        welcome = member.join(assemble.facts(asked, invitation.seat.size, algo, memory), deadline)
         log.set_rank(welcome.rank)
         with _telling(member, welcome.rank, welcome.epoch):
             epoch = assemble.share(member, welcome, memory, forced, deadline, asked.backend)
@@ -333,13 +335,13 @@ def _join(
             member.ready(deadline)
         failing.pop_all()
     job.launcher, job.hub = invitation.launcher, invitation.hub
-    job.local_rank = epoch.neighbours().index(job.rank) if asked.local_rank is None else asked.local_rank
+    job.local_rank = epoch.neighbours.index(job.rank) if asked.local_rank is None else asked.local_rank
     return job
 
 
 @contextlib.contextmanager
 def _telling(member: Member, rank: int, epoch: int) -> Iterator[None]:
-    """A context for the set-up of the world. If it fails, tell the other ranks, which must not wait for this rank."""
+    """A context for setting up the world. If that fails, tell the other ranks, so that they do not wait any longer."""
     world = plan.world_id(epoch)
     try:
         yield
@@ -347,8 +349,7 @@ def _telling(member: Member, rank: int, epoch: int) -> Iterator[None]:
         cause = member.settle(world, symptom, 0)
         if cause is symptom:
             raise
-        # Show the text only once if cause and symptom have the same text, for example when libnccl is missing on all
-        # ranks.
+        # If cause and symptom have the same text, show it only once; this happens if libnccl is missing on all ranks.
         raise cause from (None if str(cause) == str(symptom) else symptom)
     except BaseException as error:
         member.report(Aborted(f"rank {rank}: init: {type(error).__name__}: {error}", [rank]))
@@ -366,7 +367,7 @@ def _backend(name: str | None) -> str:
 
 
 def _device(device: int | None) -> int | None:
-    """The device that the user gave to init or to set_context; None if the user gave none."""
+    """Return the device that the user passed to init() or set_context(), or None."""
     if device is None:
         device = device_id()
     try:
@@ -376,10 +377,10 @@ def _device(device: int | None) -> int | None:
 
 
 def release() -> None:
-    """Leave the job. Raises the failure of a group if no call has raised it because it came after the last call.
+    """Leave the job. If a group failed after its last call, so that no call has raised the failure, raise it now.
 
-    release() waits for calls that still run beside the caller (async_op). Other
-    ranks fail only if they wait for a rank that has left. An exit handler calls release(), too.
+    release() waits for asynchronous calls (async_op) that are still running. The other ranks fail only if they wait for
+    a rank that has left. An exit handler also calls release().
     """
     global _default
     _core.set_world(None)
@@ -389,42 +390,45 @@ def release() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether init() has joined a job that this process has not left."""
+    """Return whether this process has joined a job and has not left it."""
     return _default is not None and _default.is_ours
 
 
 def abort(reason: str) -> None:
-    """End the job's communication: every rank's current and later calls raise Aborted with this rank and the reason."""
+    """Stop the job's communication: all current and later calls, on every rank, raise Aborted.
+
+    The error names this rank and the reason.
+    """
     job = default()
     job.abort(printable(f"rank {job.rank} called abort: {reason}"))
 
 
 def rejoin(timeout: float | timedelta | None = None) -> int:
-    """After PeerLost: wait until every lost rank has been started again, and go on with all ranks in a new epoch.
+    """After PeerLost, wait until every lost rank has been restarted, and continue with all ranks in a new epoch.
 
-    Works after Aborted, too, if the rank that failed is started again. The ranks that are left call rejoin(); the ranks
-    that are started again call init(). Returns the epoch's number, which is 1 after the first rejoin(). Two ranks may
-    get different numbers if another rank was lost meanwhile; then the rank that got the lower epoch number raises
-    PeerLost in its next call.
+    The surviving ranks call rejoin(), and the restarted ranks call init(). This also works after Aborted if the rank
+    that failed is restarted. Return the number of the epoch, which is 1 after the first rejoin(). If another rank is
+    lost meanwhile, two ranks may get different numbers; the rank with the lower number then raises PeerLost in its next
+    call.
 
-    The groups come back in the order of their creation. So a rank that is started again must make the same create_group
-    and split calls as at the start, except for groups that were destroyed. A split comes back if its parent and all its
-    parts still exist. Groups that shrink() made do not come back. Arrays keep their contents, but arrays that
-    mscomm.empty made earlier are in private memory from now on. The program itself must bring all ranks to the same
-    state.
+    The groups are created again in their original order. Therefore, a restarted rank must make the same create_group
+    and split calls as it did at the start, except those for groups that were destroyed. The groups of a split are
+    created again only if the parent and all these groups still exist. Groups from shrink() are not created again.
+    Arrays keep their contents, but arrays that were created by mscomm.empty are in private memory from then on. The
+    program itself must bring all ranks to the same state.
 
-    timeout: seconds or a timedelta; None takes MS_TOPO_TIMEOUT (600). When this time has passed, rejoin() raises
-    CollectiveTimeout, whose waiting_for names the ranks that did not come; rejoin() may then be called again. Raises
-    PeerLost if a rank has left the job, or if nothing starts the lost ranks again, as `mscomm run --max-restarts N`
-    does. Raises RuntimeError in a job of one rank.
+    timeout: seconds or a timedelta; None means MS_TOPO_TIMEOUT (600 s). After this time, rejoin() raises
+    CollectiveTimeout, whose waiting_for holds the ranks that did not join; rejoin() may then be called again. Raise
+    PeerLost if a rank has left the job, or if nothing restarts the lost ranks, as `mscomm run --max-restarts N` would.
+    Raise RuntimeError in a job of one rank.
     """
     return default().rejoin(Deadline(join_timeout_s(os.environ) if timeout is None else seconds_of(timeout)))
 
 
 def _tell_others(error: BaseException, words: str) -> bool:
-    """Tell the other ranks of the exception that ends this rank, unless a failed group has told them.
+    """Tell the other ranks about the exception that ends this rank, unless a failed group has already told them.
 
-    Returns whether there are other ranks.
+    Return whether there are other ranks.
     """
     job = _default
     if job is None or not job.is_ours or job.member is None:
@@ -439,7 +443,7 @@ def _tell_others(error: BaseException, words: str) -> bool:
 
 
 def default() -> Job:
-    """Return the job that this process has joined. Raises RuntimeError before init(), and in a forked child."""
+    """Return the job that this process has joined. Raise RuntimeError before init(), and in a forked child."""
     if _default is None:
         raise RuntimeError("mscomm: no job joined; call mscomm.init() first")
     if _default.forked:
@@ -451,9 +455,9 @@ def default() -> Job:
 
 
 def resolve(group: Group | str | None) -> Group:
-    """Return the group that the argument names. None is the world.
+    """Return the group that the argument stands for. None stands for the world.
 
-    Raises RuntimeError before init(), in a forked child, and if this rank is not in the group.
+    Raise RuntimeError before init(), in a forked child, and if this rank is not in the group.
     """
     job = _default
     if job is None or job.forked:
@@ -471,12 +475,12 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def get_rank(group: Group | str | None = None) -> int:
-    """This process's rank in the group, from 0."""
+    """Return the rank of this process in the group, counted from 0."""
     return resolve(group).rank
 
 
 def get_group_size(group: Group | str | None = None) -> int:
-    """How many ranks the group has."""
+    """Return the number of ranks in the group."""
     return resolve(group).size
 
 
@@ -484,9 +488,9 @@ get_world_size = get_group_size
 
 
 def get_local_rank(group: Group | str | None = None) -> int:
-    """This process's index among the group's ranks on its host.
+    """Return the index of this process among the group's ranks on its host.
 
-    In the world it is the local rank that the launcher gave, except if the launcher gave none or MSCOMM_HOST_ID is set.
+    In the world, return the local rank that the launcher assigned, unless it assigned none or MSCOMM_HOST_ID is set.
     """
     job, found = default(), resolve(group)
     if found is job.world:
@@ -496,24 +500,24 @@ def get_local_rank(group: Group | str | None = None) -> int:
 
 
 def get_local_rank_size(group: Group | str | None = None) -> int:
-    """How many ranks of the group are on this host."""
+    """Return the number of the group's ranks on this host."""
     found = resolve(group)
     return found.hosts.count(found.hosts[found.rank])
 
 
 def get_backend(group: Group | str | None = None) -> str:
-    """The job's backend: "cpu", "nccl" or "hccl". It is the same for all groups."""
+    """Return the job's backend: "cpu", "nccl" or "hccl". It is the same for all groups."""
     resolve(group)
     return default().backend
 
 
 def get_launcher() -> str:
-    """What started this job: "mscomm run", "MS_* cluster", "PMIx", ...; "none" if there was no launcher."""
+    """Return the launcher of this job: "mscomm run", "MS_* cluster", "PMIx", ...; "none" if there was no launcher."""
     return default().launcher
 
 
 def get_process_group_ranks(group: Group | str | None = None) -> list[int]:
-    """The group's ranks as ranks in the world, in the order of the group."""
+    """Return the group's members as ranks in the world, in the order of their ranks in the group."""
     return list(resolve(group).ranks)
 
 
@@ -524,7 +528,7 @@ def get_world_rank_from_group_rank(group: Group | str, group_rank_id: int) -> in
 
 
 def get_group_rank_from_world_rank(world_rank_id: int, group: Group | str) -> int:
-    """Convert a rank in the world to a rank in the group. Raises ValueError if that rank is not in the group."""
+    """Convert a rank in the world to a rank in the group. Raise ValueError if that rank is not in the group."""
     found = resolve(group)
     rank = rank_in(default().size, world_rank_id, "get_group_rank_from_world_rank: world_rank_id")
     if rank not in found.ranks:
@@ -543,7 +547,7 @@ def rank_in(size: int, rank: Any, what: str) -> int:
 
 
 def shared_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Make an uninitialised array in memory that the ranks of this host share, or else in private memory."""
+    """Create an uninitialised array in memory that the ranks of this host share, or else in private memory."""
     heap = _default.epoch.heap if _default is not None and _default.is_ours else None
     size = dtype.itemsize
     for extent in shape:

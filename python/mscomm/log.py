@@ -1,4 +1,4 @@
-"""Writes a log of what mscomm does, to help find faults. MSCOMM_DEBUG and MSCOMM_DEBUG_FILE control it.
+"""Writes a log of what mscomm does, for troubleshooting. MSCOMM_DEBUG and MSCOMM_DEBUG_FILE control it.
 
 A line of the log looks like this:
 
@@ -22,7 +22,8 @@ from mscomm import environment
 
 VERSION, WARN, INFO, TRACE = range(1, 5)
 _NAMES = dict(zip((VERSION, WARN, INFO, TRACE), environment.LEVELS, strict=True))
-# At most this many texts are kept until the rank is known, if the log file has the rank (%r) in its name.
+# The maximum number of log entries that are kept back until the rank is known. Entries are kept back if the name of the
+# log file contains the rank (%r).
 _HELD = 1000
 _PIECE = select.PIPE_BUF  # a pipe that is ready for writing takes this many bytes without blocking
 
@@ -45,7 +46,7 @@ class Log:
         self.flush()
 
     def write(self, level: int, text: str) -> None:
-        """Write `text`, which may have several lines. Output of other processes never comes inside a line."""
+        """Write `text`, which may have several lines. Output of other processes never appears inside a line."""
         place = "-" if self._rank is None else self._rank
         head = f"mscomm {self._host}:{os.getpid()} [{place}] {_NAMES[level]} "
         data = "".join(f"{head}{line}\n" for line in text.splitlines()).encode("utf-8", "backslashreplace")
@@ -58,7 +59,7 @@ class Log:
             self._put(data)
 
     def flush(self) -> None:
-        """Write the lines that were kept back. If the rank is still unknown, the file's name has `-` in place of %r."""
+        """Write the lines that were kept back. If the rank is still unknown, the file name has `-` in place of %r."""
         if self._fd is None and self._held:
             self._fd = self._open()
             self._put(b"".join(self._held))
@@ -94,7 +95,7 @@ def _get() -> Log:
 
 
 def enabled(level: int) -> bool:
-    """Whether lines of that level are written. Ask this before you build a line in a collective call."""
+    """Return whether lines of this level are written. Check this before you build a line in a collective call."""
     return _get().level >= level
 
 
@@ -110,7 +111,7 @@ def version(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Log something that the user should know, though the job goes on."""
+    """Log something that the user should know, although the job continues."""
     if enabled(WARN):
         _get().write(WARN, text)
 
@@ -122,7 +123,10 @@ def info(text: str) -> None:
 
 
 def notice(text: str) -> None:
-    """Write a line to stderr without blocking or raising. Text that cannot be written at once is dropped."""
+    """Write a line to stderr without blocking or raising an exception.
+
+    Text that cannot be written at once is dropped.
+    """
     data = f"{text}\n".encode("utf-8", "backslashreplace")
     stderr = select.poll()
     stderr.register(2, select.POLLOUT)

@@ -1,15 +1,15 @@
-"""Messages from one rank to another. There is no order between messages and the group's collective calls.
+"""Messages from one rank to another. Messages are not ordered with respect to the group's collective calls.
 
 Messages are matched by source and tag, in the order in which they were sent. Several threads of a rank may send and
-receive at once, also while other threads make collective calls on the same group. Strided arrays are read and written
-in C order.
+receive at the same time, even while other threads make collective calls on the same group. Strided arrays are read and
+written in C order.
 
 Messages travel through the CPU. To send a device array, mscomm waits for the work on the current stream of the array's
-library, and copies the array to the host. A message for a device array is received on the host, and then copied to the
-device. The sender and the receiver may use devices of different backends.
+library, and then copies the array to the host. A message for a device array is received on the host, and then copied to
+the device. The sender and the receiver may use devices of different backends.
 
-All functions raise TypeError or ValueError for wrong arguments, before anything is sent. If the message fails, they
-raise PeerLost, CollectiveTimeout, Mismatch or Aborted (see mscomm.errors). Then the group is broken, as after a failed
+All functions raise TypeError or ValueError for invalid arguments before they send anything. If the message fails, they
+raise PeerLost, CollectiveTimeout, Mismatch or Aborted (see mscomm.errors). The group is then broken, as after a failed
 collective call, and the contents of out are undefined.
 """
 
@@ -37,7 +37,7 @@ LAST_TAG = _core.last_tag  # 2^31 - 1
 
 
 class _Any(enum.Enum):
-    """The wildcards. Unlike MPI's wildcards they are not ints, so a wrong rank or tag is never taken for a wildcard."""
+    """The wildcards. Unlike MPI's, they are not ints, so an invalid rank or tag is never mistaken for a wildcard."""
 
     ANY_SOURCE = _core.any_source
     ANY_TAG = _core.any_tag
@@ -52,9 +52,10 @@ ANY_TAG: Literal[_Any.ANY_TAG] = _Any.ANY_TAG
 
 @dataclasses.dataclass
 class Status:
-    """Describes the message that recv or sendrecv has received. Before that, all fields are None.
+    """Describes the message that recv, sendrecv or recv_object received. All fields are None until it has arrived.
 
-    source: the sender's rank in the group. tag: the message's tag. count: its number of elements; 1 for an object.
+    source: the sender's rank in the group. tag: the tag of the message. count: the number of elements in the message,
+    or 1 for an object.
 
     >>> status = mscomm.Status()
     >>> mscomm.recv(out, mscomm.ANY_SOURCE, mscomm.ANY_TAG, status=status)
@@ -76,22 +77,22 @@ def send(
     timeout: Timeout = None,
     async_op: bool = False,
 ) -> Any:
-    """Send x to rank dst, which receives it by recv with this rank as src and the same tag.
+    """Send x to rank dst. dst receives it with recv, passing this rank as src and the same tag.
 
-    x: an array of any shape, also empty, of a dtype that collective calls take. dst: a rank in the group (in
-    torch.distributed it is a rank in the world). dst may be this rank itself: the message is then copied, and kept
-    until it is received. tag: an int from 0 to 2^31 - 1. group: None for all ranks, or a Group or its name. timeout:
-    seconds or a timedelta; None means the timeout given to init().
+    x: an array of any shape, which may be empty; its dtype must be one that collective calls accept. dst: a rank in the
+    group (in torch.distributed, it is a rank in the world). dst may be this rank itself; the message is then copied,
+    and the copy is kept until it is received. tag: an int from 0 to 2^31 - 1. group: a Group, its name, or None for all
+    ranks. timeout: seconds or a timedelta; None means the timeout passed to init().
 
-    Returns None as soon as x may be used again. send may wait until dst has called recv, so two ranks that exchange
-    arrays must use sendrecv or async_op. async_op=True: returns a Work at once; do not change x until the Work has
-    ended. Even with async_op, the first send to a rank waits until the two ranks are connected.
+    Return None as soon as x may be used again. send may wait until dst has called recv, so two ranks that exchange
+    arrays must use sendrecv or async_op. With async_op=True, return a Work at once; do not change x until the Work has
+    completed. Even with async_op, the first send to a rank waits until the two ranks are connected.
 
-    The receiver's out must have x's dtype and number of elements, in any shape; otherwise both ranks raise Mismatch.
-    Raises CollectiveTimeout, whose `.waiting_for` is dst, if the message was not received in time. Raises PeerLost if
-    dst ended or left before it received the message.
+    The receiver's out must have the same dtype and number of elements as x, but may have any shape; otherwise both
+    ranks raise Mismatch. Raise CollectiveTimeout, whose `.waiting_for` holds dst, if the message was not received in
+    time. Raise PeerLost if dst ended or left the job before it received the message.
 
-    Like MPI_Send, without MPI's datatypes and limits on tags; like torch.distributed.send.
+    This is like torch.distributed.send, and like MPI_Send without datatypes and with tags up to 2^31 - 1.
 
     >>> if mscomm.get_rank() == 0:                                         # on 2 ranks
     ...     mscomm.send(np.arange(3.0), dst=1, tag=7)
@@ -118,25 +119,25 @@ def recv(
     timeout: Timeout = None,
     async_op: bool = False,
 ) -> Any:
-    """Receive the next message that rank src sends to this rank with this tag. Fills and returns out.
+    """Receive the next message that rank src sends to this rank with this tag. Fill out with it, and return out.
 
-    out: a writable array with the dtype and the number of elements that were sent, in any shape; otherwise both ranks
-    raise a Mismatch that names both sides. src: a rank in the group (in torch.distributed it is a rank in the world),
-    or mscomm.ANY_SOURCE. tag: an int from 0 to 2^31 - 1, or mscomm.ANY_TAG. status: a mscomm.Status, to which recv
-    writes the message's source, tag and count. group: None for all ranks, or a Group or its name. timeout: seconds or
-    a timedelta; None means the timeout given to init().
+    out: a writable array of any shape, with the same dtype and number of elements as the array that was sent; otherwise
+    both ranks raise a Mismatch that describes both arrays. src: a rank in the group (in torch.distributed, it is a rank
+    in the world), or mscomm.ANY_SOURCE. tag: an int from 0 to 2^31 - 1, or mscomm.ANY_TAG. status: a mscomm.Status, in
+    which recv stores the message's source, tag and count. group: a Group, its name, or None for all ranks. timeout:
+    seconds or a timedelta; None means the timeout passed to init().
 
-    Messages of one source and tag are received in the order in which they were sent. A message with another tag or from
-    another source may overtake them. With ANY_SOURCE, messages are received in the order in which they reach this rank.
-    If a message fits several recvs, the recv that was called first gets it. async_op=True: returns a Work, whose wait()
-    returns out and fills status; do not use `out` before that.
+    Messages from one source with one tag are received in the order in which they were sent. A message with another tag
+    or from another source may overtake them. With ANY_SOURCE, messages are received in the order in which they reach
+    this rank. If a message matches several recvs, the recv that was called first gets it. With async_op=True, return a
+    Work. Its wait() fills in status and returns out; do not use out before that.
 
-    Raises CollectiveTimeout, whose `.waiting_for` is src, if no message came in time. Raises PeerLost if src ended or
-    left without sending a message. With ANY_SOURCE, `.waiting_for` has all ranks that could have sent a message, and
-    PeerLost is raised when all of them have left. After 10 s of waiting, recv writes a line to stderr.
+    Raise CollectiveTimeout, whose `.waiting_for` holds src, if no message arrived in time. Raise PeerLost if src ended
+    or left the job without sending a message. With ANY_SOURCE, `.waiting_for` holds all ranks that could have sent a
+    message, and PeerLost is raised when all of them have left. After waiting for 10 s, recv writes a line to stderr.
 
-    Like MPI_Recv, but MPI_Recv also takes a message that is shorter than the buffer. Like torch.distributed.recv, but
-    that function returns the sender's rank.
+    This is like MPI_Recv, except that MPI_Recv also accepts a message that is shorter than the buffer. It is like
+    torch.distributed.recv, except that the latter returns the sender's rank.
 
     >>> out = mscomm.recv(np.empty(3), src=0)                              # on rank 1, while rank 0 sends
     """
@@ -167,12 +168,13 @@ def sendrecv(
     group: Group | str | None = None,
     timeout: Timeout = None,
 ) -> Any:
-    """Send x to rank dst, and at the same time receive from rank src into out. Returns out.
+    """Send x to rank dst, and at the same time receive from rank src into out. Return out.
 
-    Ranks that exchange arrays by sendrecv in any pattern, in pairs or around a ring, never deadlock, whatever the
-    sizes. The other side of each message may be a send, a recv or a sendrecv. dst and src may be the same rank, even
-    this rank itself. x and out may differ in shape and dtype, but must not share memory. sendrecv raises ValueError if
-    arrays on the CPU share memory. All other arguments and errors are those of send and recv. Like MPI_Sendrecv.
+    Ranks may exchange arrays of any size with sendrecv in any pattern, for example in pairs or around a ring, and never
+    deadlock. The other side of each message may be a send, a recv or a sendrecv. dst and src may be the same rank, even
+    this rank itself. x and out may differ in shape and dtype, but must not share memory; if they are on the CPU and
+    share memory, sendrecv raises ValueError. All other arguments and errors are those of send and recv. This is like
+    MPI_Sendrecv.
 
     >>> right, left = (rank + 1) % size, (rank - 1) % size
     >>> mscomm.sendrecv(np.full(3, rank), right, np.empty(3, int), left)   # on rank 1 of 4
@@ -189,14 +191,14 @@ def sendrecv(
 
 
 class _Receiving(NamedTuple):
-    message: tuple[int, int, int, np.ndarray[Any, Any]]  # source, tag, the dtype's number, the array to receive into
-    result: Callable[[tuple[int, int]], Any]  # takes the message's source and tag; returns what the user gets
+    message: tuple[int, int, int, np.ndarray[Any, Any]]  # source, tag, dtype number, array to receive into
+    result: Callable[[tuple[int, int]], Any]  # takes the message's source and tag; returns the user's result
 
 
 def _sending(
     function: str, x: Any, dst: Any, tag: Any, tag_argument: str, group: Group
 ) -> tuple[int, int, int, np.ndarray[Any, Any]]:
-    """Check the arguments. Returns the message to send: destination, tag, the dtype's number, and the array."""
+    """Check the arguments. Return the message to send: its destination, tag, dtype number and array."""
     source = readable(on_host(x, "x", function))
     code = dtype_code(source.dtype)
     return checked_rank(function, "dst", dst, group), checked_tag(function, tag_argument, tag), code, source
@@ -225,7 +227,7 @@ def _receiving(
 
 
 def checked_source(function: str, src: Any, tag: Any, tag_argument: str, status: Any, group: Group) -> tuple[int, int]:
-    """Check the arguments. Returns the source and tag that a message must have, as numbers for the core."""
+    """Check the arguments. Return the source and tag to match, as numbers for the core."""
     if status is not None and not isinstance(status, Status):
         raise TypeError(f"{function}: status is a {type(status).__name__}, not a mscomm.Status")
     source = _core.any_source if src is ANY_SOURCE else checked_rank(function, "src", src, group)
@@ -233,7 +235,7 @@ def checked_source(function: str, src: Any, tag: Any, tag_argument: str, status:
 
 
 def _on_host_for(function: str, out: Any, there: OnDevice) -> tuple[np.ndarray[Any, Any], Callable[[], None]]:
-    """A host array to receive into, and a function that copies it to `out`, a device array."""
+    """Return a host array to receive into, and a function that copies it to the device array `out`."""
     if not hasattr(library(out, "out", function), "namespace"):
         kind = type(out).__name__
         raise TypeError(f"{function}: out is a {kind}, which mscomm knows by its protocol alone: receive to the CPU")

@@ -1,11 +1,11 @@
-"""Warnings that concern all ranks of a job, and that only one rank writes; and the options that have no effect.
+"""Warnings about the whole job, which only one rank writes, and the table of options that have no effect.
 
-Options without effect are accepted because scripts written for MindSpore set them. Each such option has a row in
-WITHOUT_EFFECT. A script that sets the option gets a warning.
+mscomm accepts options without effect because scripts written for MindSpore set them. Each such option has a row in
+WITHOUT_EFFECT, and a script that sets the option gets a warning.
 
-Rank 0 writes the warnings. A process that has not joined a job yet takes its rank from its launcher's variables. If the
-launcher announces no rank, the warning waits until init() has found out the rank. A process without a launcher writes
-its own warnings.
+Rank 0 writes the warnings. A process that has not joined a job yet reads its rank from its launcher's variables. If
+these do not contain the rank, the warning waits until init() knows it. A process without a launcher writes its own
+warnings.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def warn_once(text: str, rank: int | None = None) -> None:
 
 
 def know_rank(rank: int) -> None:
-    """Set this process's rank, which decides whether it writes warnings. Write or drop the warnings that wait."""
+    """Set this process's rank, which decides whether it writes warnings. Write or drop the pending warnings."""
     global _rank
     _rank = rank
     waiting, _waiting[:] = list(_waiting), []
@@ -59,7 +59,7 @@ def _speaks() -> bool | None:
 class Option(NamedTuple):
     """A row of WITHOUT_EFFECT."""
 
-    silent: tuple[Any, ...]  # the values that give no warning, such as the default
+    silent: tuple[Any, ...]  # the values that cause no warning, such as the default
     instead: str  # why the option has no effect, or what to do instead
     secret: bool = False  # whether the warning hides the value
 
@@ -125,7 +125,7 @@ WITHOUT_EFFECT: dict[tuple[str, str], Option] = {
 
 
 def tell_without_effect(function: str, **options: Any) -> None:
-    """Warn of each option that has a row in WITHOUT_EFFECT, unless its value is one of the row's silent values."""
+    """Warn about each option that has a row in WITHOUT_EFFECT, unless its value is one of the row's silent values."""
     for name, value in options.items():
         row = WITHOUT_EFFECT.get((function, name))
         if row is not None and not any(value == quiet for quiet in row.silent):

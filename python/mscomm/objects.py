@@ -1,28 +1,34 @@
-"""Python objects between ranks: collective calls, and messages from one rank to another.
+"""Collective calls and messages for Python objects.
 
-These objects can be sent: None; a bool, int, float, complex, str or bytes; a NumPy array or a NumPy scalar; a date,
-time, datetime or timedelta, with a timezone or a ZoneInfo; a path of pathlib; a CPU tensor of PyTorch, JAX or
-MindSpore, which arrives as a tensor that needs no gradient; an object of a class registered by register_object; and a
-list, tuple, set, frozenset, dict or OrderedDict of such objects. Every object keeps its type. For anything else, the
-call raises a TypeError that says where in the object the fault is. As for any wrong argument, the error is raised
-before anything is sent, and uses up no call number. This rank has then not made the call. The other ranks wait until
-this rank makes the call or ends, or until their timeout passes.
+The following objects can be sent:
+
+- None, and any bool, int, float, complex, str or bytes
+- NumPy arrays and NumPy scalars
+- a date, time, datetime, timedelta, timezone or ZoneInfo
+- pathlib paths
+- PyTorch, JAX and MindSpore tensors on the CPU, which arrive as tensors that do not require a gradient
+- objects whose class was registered with register_object
+- a list, tuple, set, frozenset, dict or OrderedDict of such objects
+
+Every object keeps its type. For any other object, the call raises a TypeError that says which part of the object cannot
+be sent. As with any invalid argument, the error is raised before anything is sent. It does not use up a call number, so
+this rank has not made the call. The other ranks wait until this rank makes the call or ends, or until their timeout
+expires.
 
 A rank that cannot read an object, for example because it has not registered the class, raises an Error, and the group
-stays usable. It raises TypeError if the object has a tensor of a library that is not installed on this rank.
+stays usable. The rank raises TypeError if the object contains a tensor of a library that is not installed there.
 
-With `allow_pickle=True` the sender pickles what it cannot send otherwise, and the receiver unpickles it. This can run
-any code of the sender's choice, so use it only if you trust every rank of the group. A call without allow_pickle that
-receives a pickle raises an Error.
+With `allow_pickle=True`, the sender pickles what it cannot send otherwise, and the receiver unpickles it. Unpickling
+can run arbitrary code chosen by the sender, so use this option only if you trust every rank of the group. A call
+without allow_pickle raises an Error if it receives a pickle.
 
-`group`, `root` and `timeout` are as in the collectives; `src` and `dst` are ranks in the group.
+`group`, `root` and `timeout` have the same meaning as in the collectives. `src` and `dst` are ranks in the group.
 """
 
 from __future__ import annotations
 
 import itertools
 import struct
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -32,7 +38,7 @@ import numpy as np
 from mscomm import _core
 from mscomm.arrays.numpy import dtype_code
 from mscomm.collectives import FUNCTION, gather_rows
-from mscomm.group import Group
+from mscomm.group import Group, seconds_left
 from mscomm.job import resolve
 from mscomm.messages import LAST_TAG, Status, checked_rank, checked_source, checked_tag
 from mscomm.packing import pack, unpack
@@ -40,9 +46,9 @@ from mscomm.registry import register_object as register_object
 
 Timeout = float | timedelta | None
 
-# An object is sent as two messages. The first has the length of the object's bytes and the tag of the second message,
-# which has the bytes. Each object has a tag of its own, above all tags of users, so that messages of several threads to
-# one rank cannot be mixed up.
+# An object is sent as two messages. The first holds the length of the packed object and the tag of the second message,
+# which holds the packed object itself. Each object gets its own tag for the second message, above the range of user
+# tags, so that messages from several threads to one rank cannot be mixed up.
 _HEADER = struct.Struct("<QQ")
 _tags = itertools.count(LAST_TAG + 1)
 
@@ -50,9 +56,10 @@ _tags = itertools.count(LAST_TAG + 1)
 def all_gather_object(
     obj: Any, *, group: Group | str | None = None, timeout: Timeout = None, allow_pickle: bool = False
 ) -> list[Any]:
-    """A list of every rank's obj, in rank order, as new objects. The ranks' objects need not be alike.
+    """Gather every rank's obj. Return a list of new objects, in rank order.
 
-    mscomm.objects says what obj may be, what allow_pickle does, and which errors are raised.
+    The objects may have different types and sizes. See help(mscomm.objects) for the objects that can be sent, the
+    meaning of allow_pickle, and the errors.
 
     >>> mscomm.all_gather_object({"rank": mscomm.get_rank()})              # on 2 ranks
     [{'rank': 0}, {'rank': 1}]
@@ -70,7 +77,7 @@ def gather_object(
     timeout: Timeout = None,
     allow_pickle: bool = False,
 ) -> list[Any] | None:
-    """At the root, a list of every rank's obj, in rank order, as new objects. Other ranks get None.
+    """Gather every rank's obj at the root. There, return a list of new objects, in rank order; elsewhere, return None.
 
     Objects are sent as in all_gather_object.
 
@@ -92,9 +99,9 @@ def broadcast_object(
     timeout: Timeout = None,
     allow_pickle: bool = False,
 ) -> Any:
-    """The root's obj as a new object, on every rank. Only the root reads obj.
+    """Send the root's obj to every rank. Return it as a new object, at the root too.
 
-    The object is sent as in all_gather_object.
+    The other ranks' obj is ignored. The object is sent as in all_gather_object.
 
     >>> mscomm.broadcast_object({"lr": 0.1} if mscomm.get_rank() == 0 else None)
     {'lr': 0.1}
@@ -122,10 +129,11 @@ def scatter_object(
     timeout: Timeout = None,
     allow_pickle: bool = False,
 ) -> Any:
-    """This rank's item of the root's objs, as a new object.
+    """Send each rank its item of the root's objs. Return this rank's item as a new object.
 
-    objs: a list or tuple with one object for each rank; only the root reads it. The root raises TypeError if objs is
-    something else, and ValueError if it has another length. The objects are sent as in all_gather_object.
+    objs: a list or tuple with one object for each rank; only the root reads it. The root raises TypeError if objs
+    is not a sequence or is a str or bytes, and ValueError if its length is not the number of ranks. The objects are
+    sent as in all_gather_object.
 
     >>> mscomm.scatter_object(["a", {"b": 1}] if mscomm.get_rank() == 0 else None)   # on 2 ranks: rank 0, rank 1
     'a'
@@ -167,11 +175,12 @@ def send_object(
     timeout: Timeout = None,
     allow_pickle: bool = False,
 ) -> None:
-    """Send obj to rank dst, which receives it by recv_object with this rank as src and the same tag.
+    """Send obj to rank dst. dst receives it with recv_object, passing this rank as src and the same tag.
 
-    dst, tag, the errors, and the moment of return are as in send. mscomm.objects says what obj may be, and what
-    allow_pickle does. Several threads may send to one rank and tag at once. If a recv gets the object, or a recv_object
-    gets the message of a send, both ranks raise Mismatch.
+    dst and tag have the same meaning as in send. send_object raises the same errors as send, and may wait for the
+    receiver in the same way. See help(mscomm.objects) for the objects that can be sent and the meaning of allow_pickle.
+    Several threads may send to the same rank with the same tag at once. If a send is matched by a recv_object, or a
+    send_object by a recv, both ranks raise Mismatch.
 
     >>> if mscomm.get_rank() == 0:                                         # on 2 ranks
     ...     mscomm.send_object({"step": 7}, dst=1)
@@ -182,7 +191,7 @@ def send_object(
     group = resolve(group)
     dst, tag = checked_rank("send_object", "dst", dst, group), checked_tag("send_object", "tag", tag)
     data = _bytes_of(pack(obj, allow_pickle))
-    left = _seconds_left(group.seconds(timeout))
+    left = seconds_left(group.seconds(timeout))  # both messages share one timeout
     at = next(_tags)
     header = _bytes_of(_HEADER.pack(data.size, at))
     with group.committed(f"send_object to rank {group.ranks[dst]}"):
@@ -199,16 +208,16 @@ def recv_object(
     timeout: Timeout = None,
     allow_pickle: bool = False,
 ) -> Any:
-    """The next object that rank src sends to this rank by send_object with this tag.
+    """Receive and return the next object that rank src sends to this rank with send_object and this tag.
 
-    src and tag (also mscomm.ANY_SOURCE and ANY_TAG), status, the errors, and the order of messages are as in recv. If
-    the object cannot be read, recv_object raises an Error, and the group stays usable.
+    src and tag (which may be mscomm.ANY_SOURCE and mscomm.ANY_TAG), status, the errors and the order of messages are as
+    in recv. If the object cannot be read, recv_object raises an Error, and the group stays usable.
 
     >>> obj = mscomm.recv_object(src=0, tag=7)                             # on rank 1, while rank 0 sends
     """
     group = resolve(group)
     wanted = checked_source("recv_object", src, tag, "tag", status, group)
-    left = _seconds_left(group.seconds(timeout))
+    left = seconds_left(group.seconds(timeout))
     header = np.empty(_HEADER.size, np.uint8)
     with group.committed("recv_object"):
         source, its_tag = group.recv(*wanted, _core.object_dtype, header, left())
@@ -230,12 +239,3 @@ def _unpacked(gathered: tuple[np.ndarray[Any, Any], list[int]], allow_pickle: bo
     rows, counts = gathered
     ends = np.cumsum(counts).tolist()
     return [unpack(rows[begin:end], allow_pickle) for begin, end in zip([0, *ends], ends, strict=False)]
-
-
-def _seconds_left(seconds: float) -> Callable[[], float]:
-    """A function that returns how many seconds are left of a timeout that begins now.
-
-    The two messages of an object share one timeout.
-    """
-    until = time.monotonic() + seconds
-    return lambda: max(until - time.monotonic(), 0.001)

@@ -1,9 +1,9 @@
 """MindSpore's communication operators as callables, with MindSpore's argument names: AllReduce(ReduceOp.SUM)(x).
 
-The operators call the functions of mscomm, take the same arrays and raise the same errors. The timeout of the group
-applies to them. An operator may be made before init(), because its group is looked up only when the operator is called.
-An argument such as dest_rank is a rank in the group. Wrong arguments raise TypeError and ValueError as in MindSpore. A
-rank that has no result gets None, where MindSpore would return a meaningless tensor.
+The operators call the functions of mscomm, accept the same arrays and raise the same errors. The group's timeout
+applies to them. An operator may be created before init(), because its group is looked up only when the operator is
+called. An argument such as dest_rank is a rank in the group. Invalid arguments raise TypeError or ValueError as in
+MindSpore. A rank that has no result gets None, where MindSpore would return a meaningless tensor.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class ReduceOp:
 
 
 class _Operator:
-    """The base class of the operators. The constructor raises an error for wrong arguments, as MindSpore does, and
-    warns of arguments without effect.
+    """The base class of the operators. The constructor raises an error for invalid arguments, as MindSpore does, and
+    warns about arguments that have no effect.
     """
 
     def __post_init__(self) -> None:
@@ -52,8 +52,9 @@ class _Operator:
     def __ms_class__(self) -> bool:
         """Raises RuntimeError, because operators do not work in a cell that MindSpore compiles.
 
-        Only MindSpore's compiler reads this attribute. Without the error, the compiler would go on with mscomm's Python
-        code and fail somewhere inside it. Also, a compiled graph may run its calls in another order on each rank.
+        Only MindSpore's compiler reads this attribute. Without the error, the compiler would continue with mscomm's
+        Python code and fail somewhere inside it. Also, a compiled graph may run its calls in a different order on each
+        rank.
         """
         raise RuntimeError(
             f"mscomm.ops.{type(self).__name__} is called in a cell that MindSpore compiles (GRAPH_MODE, or jit), and"
@@ -96,7 +97,7 @@ class ReduceScatter(_Operator):
 
 @dataclass(frozen=True)
 class Broadcast(_Operator):
-    """Calls mscomm.broadcast. For a tuple of arrays it returns a tuple, as in MindSpore; for an array, an array."""
+    """Calls mscomm.broadcast. Returns a tuple for a tuple of arrays, as in MindSpore, and an array for an array."""
 
     root_rank: int
     group: Group | str | None = _WORLD
@@ -205,9 +206,9 @@ class Send(_Operator):
 
 @dataclass(frozen=True)
 class Receive(_Operator):
-    """Calls mscomm.recv with a new NumPy array of that shape and dtype, and returns the array.
+    """Calls mscomm.recv with a new NumPy array of the given shape and dtype, and returns the array.
 
-    dtype is a dtype of NumPy, MindSpore or PyTorch, such as mindspore.float32. group_back has no effect; a warning says
+    dtype is a NumPy, MindSpore or PyTorch dtype, such as mindspore.float32. group_back has no effect; a warning says
     so.
     """
 

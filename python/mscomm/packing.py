@@ -1,9 +1,9 @@
-"""Turns Python objects into bytes, and bytes into Python objects.
+"""Converts Python objects to bytes, and bytes to Python objects.
 
-The bytes are one msgpack value. Nothing in them can name code: reading runs only decode functions that this process has
-registered (registry.py), and unpickles only if the call allows it. A value of a type that msgpack lacks is written as
-an array whose first item is an empty extension; the extension's code says what the other items are. Before the reader
-allocates memory for a container of n items, it checks that the rest of the bytes is long enough for n items.
+The bytes are one msgpack value. Nothing in them can name code: the reader runs only decode functions that this process
+has registered (registry.py), and unpickles only if the call allows it. A value of a type that msgpack lacks is written
+as an array whose first item is an empty extension; the code of the extension says what the other items are. Before the
+reader allocates memory for a container of n items, it checks that enough bytes are left for n items.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pickle
 import re
 import reprlib
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import msgpack
 import numpy as np
@@ -24,18 +24,18 @@ from mscomm import registry
 from mscomm.arrays.numpy import dtype_by_name
 from mscomm.errors import Error
 
-DEEPEST = 128  # how deep containers may be nested; each level needs two frames of Python's stack
+DEEPEST = 128  # how deep containers may be nested; each level needs two Python stack frames
 
-# The codes of the extension at the beginning of an array. The comments say which items follow in the array.
+# The codes of the extension at the beginning of an array. The comments say which items follow it in the array.
 _TUPLE, _SET, _FROZENSET = 1, 2, 3  # followed by the items of the container
 _COMPLEX = 4  # followed by the real part and the imaginary part
-_INTEGER = 5  # an int of more than 64 bits; followed by its bytes, little endian, two's complement
+_INTEGER = 5  # an int of more than 64 bits; followed by its bytes in little-endian two's complement
 _ARRAY = 6  # followed by the dtype, the shape, and the elements in C order
 _SCALAR = 7  # followed by the dtype and the element
-_NAMED = 8  # followed by the name of a row of the registry, and the value that the row made of the object
+_NAMED = 8  # followed by the name of a row of the registry, and the value to which the row encoded the object
 _PICKLE = 9  # followed by the name of the class and the pickle
 
-# The dtypes that mean the same on every machine, as numpy.dtype.str spells them. bfloat16 is sent by its name.
+# The dtypes that have the same meaning on every machine, as spelled by numpy.dtype.str. bfloat16 is sent by name.
 _DTYPE = re.compile(
     r"[|<>](b1|[iu][1248]|f[248]|c8|c16|[SU][1-9]\d{0,8}|[mM]8(\[([1-9]\d{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
 )
@@ -44,15 +44,16 @@ _PICKLE_PROTOCOL = 5  # every supported version of Python has this protocol
 
 
 def pack(obj: Any, allow_pickle: bool = False, called: str = "obj") -> bytes:
-    """Return obj as bytes. From these bytes, unpack makes an equal object of the same types.
+    """Convert obj to bytes, from which unpack() creates an equal object of the same type.
 
-    There are two exceptions: arrays come back in C order, and numpy.longlong comes back as numpy.int64, which is equal.
+    There are two exceptions: unpack() returns arrays in C order, and returns numpy.longlong as the equal numpy.int64.
 
     allow_pickle: pickle what cannot be sent otherwise. called: the name of the object in error messages.
 
-    Raises TypeError for what cannot be sent. Raises ValueError for a container inside itself, for single values over
-    4 GiB, and for containers that are nested more than 128 deep. (An object of a registered class counts as a container
-    with one item, the value that is sent for it.) Each error says where in obj the fault is.
+    Raise TypeError if obj contains something that cannot be sent. Raise ValueError for a container that contains
+    itself, for a single value over 4 GiB, and for containers that are nested more than 128 levels deep. (An object of a
+    registered class counts as a container with one item, the value that is sent for it.) Each error says which part of
+    obj is at fault.
     """
     writer = _Writer(allow_pickle, called)
     writer.write(obj)
@@ -60,11 +61,11 @@ def pack(obj: Any, allow_pickle: bool = False, called: str = "obj") -> bytes:
 
 
 def unpack(data: Any, allow_pickle: bool = False) -> Any:
-    """Return the object that pack has turned into `data`. data: any bytes-like object. Arrays are new and writable.
+    """Return the object that pack() converted to `data`, a bytes-like object. Arrays are new and writable.
 
-    Raises Error if pack did not make data, if data has a pickle and allow_pickle is False, if the class of an object is
-    not registered here, or if an object cannot be decoded. Raises TypeError for a tensor of a library that is not
-    installed.
+    Raise Error if data is not the output of pack(), if it contains a pickle and allow_pickle is False, if the class of
+    an object is not registered here, or if an object cannot be decoded. Raise TypeError for a tensor of a library that
+    is not installed.
     """
     reader = _Reader(bytes(memoryview(data)), allow_pickle)
     try:
@@ -78,14 +79,14 @@ def unpack(data: Any, allow_pickle: bool = False) -> Any:
 
 
 class _Writer:
-    """Writes one object. Error messages say at which item of the object the writer was."""
+    """Writes one object. Error messages say which item of the object was being written."""
 
     def __init__(self, allow_pickle: bool, called: str) -> None:
         self._allow_pickle = allow_pickle
         self._called = called
         self.packer = msgpack.Packer(autoreset=False, unicode_errors="surrogatepass")
         self._path: list[tuple[str, Any]] = []  # for each container being written: its current item
-        self._entered: dict[int, int] = {}  # id of each container that is being written -> its depth
+        self._entered: dict[int, int] = {}  # the depth of each container that is being written, by id
 
     def write(self, obj: Any) -> None:
         write = _WRITERS.get(type(obj))
@@ -95,10 +96,8 @@ class _Writer:
             self._scalar(obj)
         elif (row := registry.row_of(obj)) is not None:
             self._named(obj, row)
-        elif self._allow_pickle:
-            self._pickle(obj)
         else:
-            self._refuse(obj)
+            self._unknown(obj)
 
     def _plain(self, obj: Any) -> None:
         try:
@@ -110,13 +109,10 @@ class _Writer:
         if -(1 << 63) <= obj < 1 << 64:
             self.packer.pack(obj)
         else:
-            self._marked(_INTEGER, 1)
-            self._plain(obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True))
+            self._parts(_INTEGER, obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True))
 
     def _complex(self, obj: complex) -> None:
-        self._marked(_COMPLEX, 2)
-        self.packer.pack(obj.real)
-        self.packer.pack(obj.imag)
+        self._parts(_COMPLEX, obj.real, obj.imag)
 
     def _list(self, obj: list[Any]) -> None:
         self.packer.pack_array_header(len(obj))
@@ -156,38 +152,38 @@ class _Writer:
             data = pickle.dumps(obj, _PICKLE_PROTOCOL)
         except Exception as error:  # an error of pickle, or any error of the object's own methods
             raise TypeError(f"{self._where()}: {_a(name)} cannot be pickled: {error}") from error
-        self._marked(_PICKLE, 2)
-        self.packer.pack(name)
-        self._plain(data)
+        self._parts(_PICKLE, name, data)
 
     def _array(self, obj: np.ndarray[Any, Any]) -> None:
         dtype = _name_of_dtype(obj.dtype)
         if dtype is None:
             return self._unknown(obj, f"an array of dtype {obj.dtype} cannot be sent")
-        self._marked(_ARRAY, 3)
-        self.packer.pack(dtype)
-        self.packer.pack(list(obj.shape))
         elements = np.asarray(obj, order="C").reshape(-1).view(np.uint8)
-        self._plain(elements.data)
+        self._parts(_ARRAY, dtype, list(obj.shape), elements.data)
 
     def _scalar(self, obj: np.generic) -> None:
         if isinstance(obj, (str, bytes)):  # numpy.str_ and numpy.bytes_, whose trailing NULs an array would lose
-            return self._pickle(obj) if self._allow_pickle else self._refuse(obj)
+            return self._unknown(obj)
         dtype = _name_of_dtype(obj.dtype)
         if dtype is None:
             return self._unknown(obj, f"a scalar of dtype {obj.dtype} cannot be sent")
-        self._marked(_SCALAR, 2)
-        self.packer.pack(dtype)
-        self.packer.pack(obj.tobytes())
+        self._parts(_SCALAR, dtype, obj.tobytes())
 
-    def _unknown(self, obj: Any, why: str) -> None:
+    def _unknown(self, obj: Any, why: str = "") -> None:
+        """Pickle an object that cannot be sent otherwise, or refuse it. why: the reason, unless it is the type."""
         if not self._allow_pickle:
-            raise TypeError(f"{self._where()}: {why}")
+            raise TypeError(f"{self._where()}: {why or self._refusal(obj)}")
         self._pickle(obj)
 
     def _marked(self, code: int, items: int) -> None:
         self.packer.pack_array_header(1 + items)
         self.packer.pack_ext_type(code, b"")
+
+    def _parts(self, code: int, *parts: Any) -> None:
+        """Write a value whose parts msgpack can write."""
+        self._marked(code, len(parts))
+        for part in parts:
+            self._plain(part)
 
     def _items(self, container: Any, kind: str, items: Iterable[tuple[Any, Any]]) -> None:
         self._enter(container)
@@ -209,7 +205,8 @@ class _Writer:
         self._path.pop()
         del self._entered[id(container)]
 
-    def _refuse(self, obj: Any) -> NoReturn:
+    @staticmethod
+    def _refusal(obj: Any) -> str:
         kind = type(obj)
         plain = next((known for known in registry.PLAIN if isinstance(obj, known)), None)
         if isinstance(obj, enum.Enum) or dataclasses.is_dataclass(kind):
@@ -217,13 +214,13 @@ class _Writer:
         elif plain is not None:
             way_out = "give it as np.asarray(...)" if plain is np.ndarray else f"make it a plain {plain.__name__}"
         elif hasattr(kind, "detach"):
-            way_out = "give it as x.detach()"  # obj is a parameter of PyTorch
+            way_out = "give it as x.detach()"  # obj is a PyTorch parameter
         else:
             way_out = "see mscomm.register_object"
-        raise TypeError(f"{self._where()}: {_a(_name_of(obj))} cannot be sent; {way_out}")
+        return f"{_a(_name_of(obj))} cannot be sent; {way_out}"
 
     def _where(self, depth: int | None = None) -> str:
-        """The path to the current item, such as obj["model"].lr[3]. depth: how many levels of the path to show."""
+        """Return the path to the current item, such as obj["model"].lr[3]. depth: the number of levels to show."""
         text = self._called
         for kind, key in self._path[:depth]:
             if kind == "field":
@@ -255,7 +252,7 @@ _WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
 
 
 class _Reader:
-    """Reads one object. Before a size in the data is used, it is compared with the number of bytes that are left."""
+    """Reads one object. Before it uses a size in the data, it compares the size with the number of bytes left."""
 
     def __init__(self, data: bytes, allow_pickle: bool) -> None:
         self.data = data
@@ -265,7 +262,7 @@ class _Reader:
         self.at: Callable[[], int] = self._unpacker.tell
 
     def read(self, depth: int) -> Any:
-        """Read and return the next object, which is inside `depth` containers."""
+        """Read and return the next object, which is nested in `depth` containers."""
         head = self._head()
         if head & 0xF0 == 0x90 or head in (0xDC, 0xDD):
             return self._array(depth + 1)
@@ -276,7 +273,7 @@ class _Reader:
         return self._unpacker.unpack()  # a single value; raises OutOfData if bytes of it are missing
 
     def _head(self) -> int:
-        """The byte that says what kind of value comes next."""
+        """Return the byte that says what kind of value comes next."""
         if self.at() == len(self.data):
             raise msgpack.OutOfData
         return self.data[self.at()]
@@ -375,17 +372,17 @@ class _Reader:
 
     def _checked(self, size: int, depth: int) -> int:
         left = len(self.data) - self.at()
-        if size > left:  # each item has one byte at least
+        if size > left:  # each item takes at least one byte
             raise ValueError(f"{size} items in the {left} bytes that are left")
-        if depth > DEEPEST + 2:  # 2 more: a NumPy array, and the shape in it, are containers here, too
+        if depth > DEEPEST + 2:  # 2 more, because a NumPy array and the shape in it also count as containers here
             raise ValueError(f"containers are more than {DEEPEST} deep in each other")
         return size
 
     @staticmethod
     def _distinct(make: Callable[[list[Any]], _C], items: list[Any], hashed: list[Any], what: str) -> _C:
-        """Make a dict or set of the items. `hashed` has the keys of the dict, or the items of the set.
+        """Create a dict or set from the items. `hashed` holds the keys of the dict, or the items of the set.
 
-        Raises ValueError if two elements of `hashed` are equal, or if an element cannot be hashed.
+        Raise ValueError if two elements of `hashed` are equal, or if an element cannot be hashed.
         """
         for one in hashed:
             try:
@@ -413,7 +410,7 @@ def _a(name: str) -> str:
 
 
 def _name_of_dtype(dtype: np.dtype[Any]) -> str | None:
-    """The name that stands for the dtype in the bytes; None if arrays of this dtype cannot be sent."""
+    """Return the name that represents the dtype in the bytes; None if arrays of this dtype cannot be sent."""
     if dtype.name == "bfloat16":
         return "bfloat16"
     return dtype.str if _DTYPE.fullmatch(dtype.str) else None

@@ -1,8 +1,8 @@
-"""The table of classes whose objects can be sent, besides plain types.
+"""The table of classes whose objects can be sent, in addition to objects of plain types.
 
 An object is sent as a name and a value of a sendable type. On the receiving rank, the name only selects the row of this
-table that decodes the value. If the receiver's table has no row of that name, the call raises an error. So no rank can
-make another rank run code by sending the name of that code.
+table that decodes the value. If the receiver's table has no row with that name, the call raises an error. Therefore, no
+rank can make another rank run arbitrary code by sending the name of that code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
 
 class Fields(dict[str, Any]):
-    """The fields of an object of a dataclass, by name. They are sent as a dict."""
+    """The fields of a dataclass object, by name. They are sent as a dict."""
 
 
 class NotInstalled(TypeError):
@@ -55,20 +55,20 @@ def register_object(
     *,
     name: str | None = None,
 ) -> C:
-    """Let the object functions send and receive objects of the class `cls`. Returns the class.
+    """Register the class `cls`, so that the object functions can send and receive its objects. Return the class.
 
-    Every rank that receives such objects must register the class, too. encode(obj) returns something that can be sent:
-    plain values, arrays, or objects of other registered classes. decode(value) makes the object from this value. If
-    encode and decode are not given, cls must be a dataclass or an Enum. An object of a dataclass is sent as its fields;
-    the receiver does not run __init__ and __post_init__. A member of an enum is sent as its name. If the class has not
-    the same fields or members on both ranks, the receiver raises an Error. Subclasses must be registered separately.
+    Every rank that receives such objects must also register the class. encode(obj) returns a value that can be sent:
+    plain values, arrays, or objects of other registered classes. decode(value) creates the object from this value. If
+    encode and decode are omitted, cls must be a dataclass or an Enum. A dataclass object is sent as its fields; the
+    receiver does not run __init__ or __post_init__. An enum member is sent as its name. If the class does not have the
+    same fields or members on both ranks, the receiver raises an Error. Subclasses must be registered separately.
 
-    name: the name by which the ranks know the class. The default is the module and the name of the class. Give a name
-    if these differ between ranks. Registering a class again replaces its functions.
+    name: the name that identifies the class on all ranks. The default is the module and the name of the class. Pass a
+    name if these differ between ranks. Registering a class again replaces its functions.
 
-    Raises TypeError if cls is not a class, or if it is neither dataclass nor Enum and encode or decode is missing.
-    Raises ValueError if another class has the name, if the class is registered under another name, or if objects of the
-    class can be sent without being registered.
+    Raise TypeError if cls is not a class, if only one of encode and decode is passed, or if both are omitted and cls is
+    neither a dataclass nor an Enum. Raise ValueError if another class has the name, if the class is registered under
+    another name, or if objects of the class can be sent without being registered.
 
     >>> @mscomm.register_object
     ... @dataclasses.dataclass
@@ -95,13 +95,13 @@ def register_object(
             raise ValueError(
                 f"register_object: the name {name!r} is that of {_full_name(other.cls)}; give another name="
             )
-        _by_class.pop(other.cls, None)  # the class was defined again, as in a notebook's cell
+        _by_class.pop(other.cls, None)  # the class was defined again, for example in a notebook cell
     _by_class[cls] = _by_name[name] = Row(name, cls, encode, decode)
     return cls
 
 
 def row_of(obj: Any) -> Row | None:
-    """The row that encodes the object; None if the table has none for it."""
+    """Return the row that encodes the object, or None if there is none."""
     row = _by_class.get(type(obj))
     return row if row is not None else _row_of_tensor(obj)
 
@@ -135,7 +135,7 @@ def _defaults(cls: type) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
 
 
 def _fields_of(names: list[str], obj: Any) -> Fields:
-    kept = (functools.cached_property,)  # need not be sent: the receiver computes the value again
+    kept = (functools.cached_property,)  # not sent: the receiver computes the value again
     own = vars(obj) if hasattr(obj, "__dict__") else {}
     others = [one for one in own if one not in names and not isinstance(getattr(type(obj), one, None), kept)]
     if others:
@@ -151,7 +151,7 @@ def _of_fields(cls: type, names: list[str], value: Any) -> Any:
         )
     obj: Any = object.__new__(cls)
     for name in names:
-        object.__setattr__(obj, name, value[name])  # works for frozen dataclasses, too
+        object.__setattr__(obj, name, value[name])  # also works for frozen dataclasses
     return obj
 
 
@@ -171,12 +171,18 @@ def _flags_of(cls: type[enum.Flag], obj: Any) -> list[str]:
 
 
 def _flags(cls: type[enum.Flag], names: Any) -> enum.Flag:
-    if type(names) is not list:
-        raise ValueError(f"a {type(names).__name__} where a list of names belongs")
-    return functools.reduce(operator.or_, [_member(cls, name) for name in names], cls(0))
+    members = [_member(cls, name) for name in _checked(names, list, "a list of names")]
+    return functools.reduce(operator.or_, members, cls(0))
 
 
-# -- the rows for classes of the standard library
+def _checked(value: Any, kind: type, expected: str) -> Any:
+    """Return the value if it is of exactly this type; otherwise raise ValueError."""
+    if type(value) is not kind:
+        raise ValueError(f"a {type(value).__name__} where {expected} belongs")
+    return value
+
+
+# -- the rows for classes from the standard library
 
 
 def _ints(value: Any, count: int) -> list[int]:
@@ -191,18 +197,6 @@ def _parts(value: Any, *kinds: type) -> list[Any]:
     return value
 
 
-def _date(value: Any) -> datetime.date:
-    return datetime.date(*_ints(value, 3))
-
-
-def _timedelta(value: Any) -> datetime.timedelta:
-    return datetime.timedelta(*_ints(value, 3))
-
-
-def _timezone_of(zone: datetime.timezone) -> list[Any]:
-    return [zone.utcoffset(None), zone.tzname(None)]
-
-
 def _timezone(value: Any) -> datetime.timezone:
     offset, name = _parts(value, datetime.timedelta, str)
     unnamed = datetime.timezone(offset)
@@ -215,52 +209,37 @@ def _zone_of(zone: zoneinfo.ZoneInfo) -> str:
     return zone.key
 
 
-def _zone(key: Any) -> zoneinfo.ZoneInfo:
-    if type(key) is not str:
-        raise ValueError(f"a {type(key).__name__} where a key belongs")
-    return zoneinfo.ZoneInfo(key)
+def _datetime_of(x: datetime.datetime) -> list[Any]:
+    return [[x.year, x.month, x.day, x.hour, x.minute, x.second, x.microsecond, x.fold], x.tzinfo]
 
 
 def _time_of(x: datetime.time) -> list[Any]:
     return [[x.hour, x.minute, x.second, x.microsecond, x.fold], x.tzinfo]
 
 
-def _time(value: Any) -> datetime.time:
+def _with_zone(cls: Any, count: int, value: Any) -> Any:
+    """Create a time or datetime from the value that _time_of() or _datetime_of() returned: `count` ints and a zone."""
     clock, zone = _parts(value, list, object)
-    hour, minute, second, microsecond, fold = _ints(clock, 5)
-    return datetime.time(hour, minute, second, microsecond, zone, fold=fold)
-
-
-def _datetime_of(x: datetime.datetime) -> list[Any]:
-    return [[x.year, x.month, x.day, x.hour, x.minute, x.second, x.microsecond, x.fold], x.tzinfo]
-
-
-def _datetime(value: Any) -> datetime.datetime:
-    clock, zone = _parts(value, list, object)
-    year, month, day, hour, minute, second, microsecond, fold = _ints(clock, 8)
-    return datetime.datetime(year, month, day, hour, minute, second, microsecond, zone, fold=fold)
+    *ints, fold = _ints(clock, count)
+    return cls(*ints, zone, fold=fold)
 
 
 def _path(cls: type[pathlib.PurePath], value: Any) -> pathlib.PurePath:
-    if type(value) is not str:
-        raise ValueError(f"a {type(value).__name__} where a str belongs")
-    return cls(value)
+    return cls(_checked(value, str, "a str"))
 
 
-def _ordered(value: Any) -> OrderedDict[Any, Any]:
-    if type(value) is not dict:
-        raise ValueError(f"a {type(value).__name__} where a dict belongs")
-    return OrderedDict(value)
-
-
-register_object(datetime.date, lambda x: [x.year, x.month, x.day], _date)
-register_object(datetime.time, _time_of, _time)
-register_object(datetime.datetime, _datetime_of, _datetime)
-register_object(datetime.timedelta, lambda x: [x.days, x.seconds, x.microseconds], _timedelta)
-register_object(datetime.timezone, _timezone_of, _timezone)
-register_object(zoneinfo.ZoneInfo, _zone_of, _zone)
-register_object(OrderedDict, dict, _ordered)
-# These classes need a name, because their modules are not the same in all versions of Python.
+register_object(datetime.date, lambda x: [x.year, x.month, x.day], lambda value: datetime.date(*_ints(value, 3)))
+register_object(datetime.time, _time_of, functools.partial(_with_zone, datetime.time, 5))
+register_object(datetime.datetime, _datetime_of, functools.partial(_with_zone, datetime.datetime, 8))
+register_object(
+    datetime.timedelta,
+    lambda x: [x.days, x.seconds, x.microseconds],
+    lambda value: datetime.timedelta(*_ints(value, 3)),
+)
+register_object(datetime.timezone, lambda zone: [zone.utcoffset(None), zone.tzname(None)], _timezone)
+register_object(zoneinfo.ZoneInfo, _zone_of, lambda key: zoneinfo.ZoneInfo(_checked(key, str, "a key")))
+register_object(OrderedDict, dict, lambda value: OrderedDict(_checked(value, dict, "a dict")))
+# These classes need a name because their modules differ between versions of Python.
 for _cls in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath):
     register_object(_cls, str, functools.partial(_path, _cls), name=f"pathlib.{_cls.__name__}")
 
@@ -269,7 +248,10 @@ for _cls in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath):
 
 
 def _row_of_tensor(obj: Any) -> Row | None:
-    """The row for a tensor; None if obj is no tensor, or a tensor of a subclass that would arrive as the base class."""
+    """Return the row for a tensor, or None if obj is not a tensor.
+
+    Also return None for a tensor of a subclass, which would arrive as a tensor of the base class.
+    """
     library = arrays.packable(obj)
     return None if library is None else _by_name[f"{library} tensor"]
 
@@ -282,8 +264,7 @@ def _numbers_of(tensor: Any) -> np.ndarray[Any, Any]:
 
 
 def _tensor(library: str, numbers: Any) -> Any:
-    if type(numbers) is not np.ndarray:
-        raise ValueError(f"a {type(numbers).__name__} where an array belongs")
+    _checked(numbers, np.ndarray, "an array")
     try:
         module = importlib.import_module(f"mscomm.arrays.{library}")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Groups of some of the job's ranks: create_group, split, shrink, destroy_group."""
+"""Creates and destroys groups of some of the job's ranks: create_group, split, shrink, destroy_group."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ _NAME_OF_SPLIT = re.compile(r"\.\d+\.-?\d+$")
 
 
 def create_group(group: str, rank_ids: list[int]) -> Group:
-    """Create a group of some of the ranks. All of these ranks call it with the same name and the same list.
+    """Create a group of some of the ranks. All of these ranks must call it with the same name and the same list.
 
-    rank_ids: ranks in the world; a rank's place in the list is its rank in the group. A rank that is not in the list
-    need not call create_group. If such a rank calls it, nothing is sent, and the call returns a Group that is False, so
-    that the rank can test `if group:`. Any other use of this Group, or of its name, raises RuntimeError. If a group
-    with this name and the same ranks exists already, that group is returned. Groups may overlap, and two threads may
-    use two groups at once. create_group returns when all ranks of the list have called it. Therefore, ranks that are in
-    several groups must create these groups in the same order.
+    rank_ids: ranks in the world; a rank's index in the list is its rank in the group. A rank that is not in the list
+    need not call create_group. If it does, nothing is sent, and the call returns a Group that is false, so that the
+    rank can test `if group:`. Any other use of this Group, or of its name, raises RuntimeError. If a group with this
+    name and the same ranks already exists, that group is returned. Groups may overlap, and two threads may use two
+    groups at once. create_group returns when all ranks in the list have called it. Therefore, ranks that are in several
+    groups must create these groups in the same order.
 
-    Raises TypeError if group is not a str or rank_ids is not a list of ints. Raises ValueError if the list is empty,
-    has a number that is no rank, or has a rank twice, or if the name belongs to a group of other ranks. Raises Mismatch
-    if the ranks do not agree on the list, PeerLost if one of them is lost, and CollectiveTimeout after MS_TOPO_TIMEOUT.
+    Raise TypeError if group is not a str or rank_ids is not a list of ints. Raise ValueError if the list is empty,
+    contains an invalid rank or contains a rank twice, or if a group of other ranks already has this name. Raise
+    Mismatch if the ranks passed different lists, PeerLost if one of them is lost, and CollectiveTimeout if they have
+    not all called create_group after MS_TOPO_TIMEOUT seconds.
 
     >>> pair = mscomm.create_group("pair", [0, 1])
     >>> if pair:                                                           # ranks 0 and 1
@@ -61,10 +62,10 @@ def create_group(group: str, rank_ids: list[int]) -> Group:
 
 
 def create_variant(group: str, algo: str) -> Group:
-    """Create one more group of all ranks, whose collectives use the algorithms `algo`, to measure these algorithms.
+    """Create another group of all ranks whose collectives use the algorithms `algo`, to measure these algorithms.
 
-    algo: a text in the form of MSCOMM_ALGO. Raises ValueError if algo is invalid; the other errors are those of
-    create_group. All ranks call this. rejoin() does not create the group again.
+    All ranks must call this. algo: a string in the format of MSCOMM_ALGO. Raise ValueError if algo is invalid; the
+    other errors are those of create_group. rejoin() does not create the group again.
     """
     job = default()
     made = Group(group, list(job.world.ranks), job.timeout_s)
@@ -73,11 +74,11 @@ def create_variant(group: str, algo: str) -> Group:
 
 
 def split(color: int | None, key: int = 0, *, group: Group | str | None = None) -> Group:
-    """Divide a group: the ranks with the same color form a new group, ordered by key, then by rank.
+    """Split a group: the ranks that pass the same color form a new group, ordered by key, then by rank.
 
-    All ranks of the group (None: the world) call split. Returns the new group of this rank. A rank with color None is
-    in none of the new groups; it gets a Group that is False, like a rank outside of the list in create_group. The
-    errors are those of create_group. Like MPI_Comm_split.
+    All ranks of the group must call split; group=None splits the world. Return this rank's new group. A rank that
+    passes color=None is in none of the new groups. It gets a Group that is false, like a rank that is not in the list
+    of create_group. The errors are those of create_group. This is like MPI_Comm_split.
     """
     job = default()
     parent = resolve(group)
@@ -94,7 +95,7 @@ def split(color: int | None, key: int = 0, *, group: Group | str | None = None) 
         before, made.name = made.name, f"{parent.name}.{turn}.{color}"
         if color is None:
             return
-        job.groups.pop(before, None)  # removes the group of an earlier epoch, which may have had another name
+        job.groups.pop(before, None)  # remove the group of an earlier epoch, which may have had another name
         alike = [(fact["key"], place) for place, fact in enumerate(said) if fact["color"] == color]
         ranks = [parent.ranks[place] for _, place in sorted(alike)]
         made.ranks, made.size = ranks, len(ranks)
@@ -107,9 +108,9 @@ def split(color: int | None, key: int = 0, *, group: Group | str | None = None) 
 
 
 def shrink(group: Group | str | None, name: str) -> Group:
-    """After PeerLost, create a new group of those ranks of the group that are not lost, in the same order.
+    """After PeerLost, create a new group of the ranks of the group that are not lost, in the same order.
 
-    All of these ranks call shrink. The new group lasts until rejoin(). The errors are those of create_group.
+    All of these ranks must call shrink. The new group exists until rejoin(). The errors are those of create_group.
     """
     job = default()
     parent = resolve(group)
@@ -127,9 +128,9 @@ def shrink(group: Group | str | None, name: str) -> Group:
 
 
 def destroy_group(group: Group | str) -> None:
-    """Leave the group and free its memory. On a rank that is not in the group, only forget the group's name.
+    """Leave the group and free its memory. A rank that is not in the group only forgets the group's name.
 
-    Raises ValueError for the group of all ranks.
+    Raise ValueError for the world.
     """
     job = default()
     outside = job.others.get(group) if isinstance(group, str) else group

@@ -1,4 +1,4 @@
-"""What a rank shows of an uncaught exception: the frames of the user's program, and only the first cause."""
+"""Shortens an uncaught exception: keeps only the frames of the user's program, and only the first cause."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 
 
 def shorten(error: BaseException) -> None:
-    """Remove mscomm's own frames from the tracebacks of error and of the exceptions in its chain.
+    """Remove mscomm's own frames from the tracebacks of `error` and of the exceptions in its chain.
 
-    If the cause of an mscomm error is another mscomm error, the cause is removed from the chain, because it only says
-    what this rank noticed of the failure. A traceback that has only frames of mscomm keeps them.
+    If the cause of an mscomm error is another mscomm error, remove the cause from the chain: it is only the symptom
+    that this rank saw. A traceback that has only mscomm frames keeps them.
     """
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -34,12 +34,12 @@ def shorten(error: BaseException) -> None:
 
 
 def users_part(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without mscomm's frames; unchanged if all frames are mscomm's."""
+    """Return the traceback without mscomm's frames; unchanged if all frames are mscomm's."""
     kept: TracebackType | None = None
-    ours = False  # whether the frame inside this one is mscomm's
+    ours = False  # whether the next inner frame is mscomm's
     for entry in reversed(list(_entries(trace))):
         path = entry.tb_frame.f_code.co_filename
-        # A frame of contextlib around a frame of mscomm comes from a `with` statement of mscomm.
+        # A contextlib frame just outside an mscomm frame comes from a `with` statement in mscomm.
         ours = path.startswith(PACKAGE) or (ours and path == contextlib.__file__)
         if not ours:
             kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
@@ -47,13 +47,13 @@ def users_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def place(trace: TracebackType | None) -> str:
-    """The innermost line of the user's own program, such as "train.py:6"; "" if there is none."""
+    """Return the innermost line of the user's own program, such as "train.py:6"; "" if there is none."""
     entries = _entries(users_part(trace))
     return innermost((entry.tb_frame.f_code.co_filename, entry.tb_lineno) for entry in entries)
 
 
 def innermost(lines: Iterable[tuple[str, int]]) -> str:
-    """The innermost line outside of installed libraries; if there is none, the innermost line of all.
+    """Return the innermost line outside of installed libraries; if there is none, the innermost line of all.
 
     lines: pairs of path and line number, the outermost first.
     """

@@ -1,7 +1,7 @@
 """Finds the accelerators that this process can use, and chooses one for the job. There is one module per backend.
 
-The module of a backend has three functions. `load(env)` opens the backend's libraries, or raises BackendUnavailable if
-a library is missing. `shares_devices(env)` and `settings(interface)` are described in shares_devices() and set_up()
+Each backend's module has three functions. `load(env)` opens the backend's libraries, or raises BackendUnavailable if a
+library is missing. `shares_devices(env)` and `settings(interface)` are described in shares_devices() and set_up()
 below. No library is opened before it is needed, because a library that is loaded early may be the wrong one for a
 framework that is imported later.
 
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from mscomm import _core
 from mscomm.errors import BackendUnavailable, Error, Mismatch
 
-NAMES = ("nccl", "hccl")  # init() without a backend's name tries them in this order
+NAMES = ("nccl", "hccl")  # if init() gets no backend name, it tries them in this order
 CPU = "cpu"
 
 Facts = Mapping[str, Any]
@@ -42,7 +42,7 @@ class Accelerator(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What the job uses: the backend, each rank's device (-1: none), and the reason for the choice."""
+    """What the job uses: the backend, each rank's device (-1 if it has none), and the reason for the choice."""
 
     backend: str
     devices: list[int]
@@ -51,13 +51,19 @@ class Chosen(NamedTuple):
 
 @functools.cache
 def opened(name: str) -> Opened:
-    """Open the accelerator's libraries once, and return them. BackendUnavailable says which places were tried."""
+    """Open the accelerator's libraries once, and return them.
+
+    If this fails, raise BackendUnavailable, which lists the places that were tried.
+    """
     found: Opened = importlib.import_module(f"{__name__}.{name}").load(os.environ)
     return found
 
 
 def wanted(asked: str) -> tuple[str, ...]:
-    """Return the accelerators that a rank looks for if the user asked for `asked`. For "auto", these are all."""
+    """Return the accelerators that a rank looks for if the user asked for `asked`.
+
+    For "auto", these are all of them.
+    """
     return NAMES if asked == "auto" else (asked,) if asked in NAMES else ()
 
 
@@ -77,10 +83,10 @@ def facts(asked: str, device: int | None, local_rank: int | None, env: Mapping[s
 
 
 def set_up(name: str, interface: str | None, env: MutableMapping[str, str]) -> dict[str, str]:
-    """Set variables for the accelerator's libraries, unless the user has set them. Return the variables that were set.
+    """Set environment variables for the accelerator's libraries, unless the user has set them. Return what was set.
 
-    Call this function before the libraries are first used. interface: the network interface by which ranks of other
-    hosts reach this rank; None if there are no other hosts.
+    Call this function before the libraries are first used. interface: the network interface through which ranks on
+    other hosts reach this rank; None if there are no other hosts.
     """
     wished: Mapping[str, str] = importlib.import_module(f"{__name__}.{name}").settings(interface)
     told = {variable: text for variable, text in wished.items() if variable not in env}
@@ -89,7 +95,10 @@ def set_up(name: str, interface: str | None, env: MutableMapping[str, str]) -> d
 
 
 def shares_devices(name: str, env: Mapping[str, str]) -> str:
-    """Return the value of a variable that the user can set. Ranks with different values may share a device."""
+    """Return the value of an environment variable that users can set.
+
+    Ranks with different values may share a device.
+    """
     module = importlib.import_module(f"{__name__}.{name}")
     return str(module.shares_devices(env))
 
@@ -116,7 +125,7 @@ def choose(asked: str, everyone: Sequence[Facts], hosts: Sequence[int], names: S
 
 
 def _devices(name: str, everyone: Sequence[Facts], hosts: Sequence[int], names: Sequence[str]) -> list[int]:
-    """Return the number of each rank's device. Raises the errors of choose()."""
+    """Return the number of each rank's device. Raise the same errors as choose()."""
     told = [fact["accelerators"][name] for fact in everyone]
     missing = {rank: fact["missing"] for rank, fact in enumerate(told) if "missing" in fact}
     if missing:
@@ -149,8 +158,8 @@ def _devices(name: str, everyone: Sequence[Facts], hosts: Sequence[int], names: 
 
 
 def _device(rank: int, everyone: Sequence[Facts], told: Facts, hosts: Sequence[int]) -> int:
-    """Return the device that the user chose. By default, return the rank's place among the ranks of its host, modulo
-    the number of devices, because a launcher may let each rank see only one device."""
+    """Return the number of the device that the user chose for this rank. By default, return the rank's place among the
+    ranks of its host, modulo the number of devices: a launcher may let each rank see only one device."""
     if (said := everyone[rank]["device"]) is not None:
         return int(said)
     place = everyone[rank]["local_rank"]

@@ -1,5 +1,5 @@
-"""Ascend NPUs, with HCCL and AscendCL. This module was not tested on hardware. docs/guide.md says how it was tested
-instead."""
+"""Ascend NPUs, with HCCL and AscendCL. This module has not been tested on hardware. docs/guide.md says how it was
+tested instead."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def hcomm_places(env: Mapping[str, str]) -> list[Candidate]:
 
 
 def visible(env: Mapping[str, str]) -> list[str]:
-    """Return the devices that this process can see, by their numbers on the host. An empty list means all devices."""
+    """Return the devices that this process can see, as their numbers on the host. An empty list means all devices."""
     said: str = environment.read("ASCEND_RT_VISIBLE_DEVICES", env) or ""
     return [number.strip() for number in said.split(",") if number.strip()]
 

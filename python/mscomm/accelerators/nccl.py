@@ -32,7 +32,7 @@ def vendor(env: Mapping[str, str]) -> _core.Vendor:
 
 
 def load(env: Mapping[str, str]) -> Opened:
-    """Open NCCL and the CUDA driver. BackendUnavailable says which libraries are missing."""
+    """Open NCCL and the CUDA driver. If any is missing, raise BackendUnavailable, which names it."""
     opened: list[Any] = []
     missing = []
     for open_one in (lambda: vendor(env), lambda: _core.open_cuda(cuda_places(env))):

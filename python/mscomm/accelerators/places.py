@@ -1,9 +1,9 @@
 """The places where a vendor's library may be, in the order in which they are tried.
 
-If the user gives a path, no other place is tried. Otherwise the first place is the process itself, because it may
-already have loaded the library, and two copies of a library do not know each other's handles. The next places are the
-library's Python package, the search path of the dynamic loader, and known folders, such as those of conda and of the
-vendor.
+If the user has specified a path, no other place is tried. Otherwise the first place is the process itself, because it
+may already have loaded the library, and two copies of a library cannot use each other's handles. The next places are
+the library's Python package, the search path of the dynamic loader, and known folders, such as those of conda and of
+the vendor.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The array libraries, with one module for each. mscomm chooses the module by the package that defines an array's type.
+"""The array libraries, with one module for each. The package that defines an array's type determines its module.
 
 A library module has
 
-* `is_array(x)`: whether mscomm takes x;
+* `is_array(x)`: whether mscomm accepts x;
 * `memory(x)` -> a numpy.ndarray over x's memory, with any strides, read-only if x cannot be written. If mscomm cannot
   reach x's memory, for example because no backend supports x's device, `memory` raises TypeError. The error's text
   continues a sentence that begins with "x", such as "x is on ...";
@@ -11,20 +11,21 @@ A library module has
 * `over(memory)`, if the library's arrays can be written -> an array over the memory of a C-contiguous numpy.ndarray;
 * `written((x,))`, if the library must be told that mscomm has written the memory of x;
 * `of_numpy(numbers)`, if mscomm can send the library's tensors in Python objects (PACKABLE) -> a tensor on the CPU with
-  the shape, dtype and elements of `numbers`, a writable numpy.ndarray in C order. The caller does not use `numbers` any
-  more.
+  the shape, dtype and elements of `numbers`, a writable numpy.ndarray in C order. The caller must not use `numbers`
+  afterwards.
 
 If the library has arrays on devices, `memory` returns an `OnDevice` of device.py for them, and the module also has
 
 * `packed(x)` -> x if it is in C order; otherwise a copy of x in C order, which is enqueued on the current stream;
 * `assign(out, made)`: enqueues a copy of made to out on the current stream;
-* `on_host(x)` -> a numpy.ndarray with the elements that x has when the work on the current stream is done;
+* `on_host(x)` -> a numpy.ndarray with the elements that x has when the work on the current stream has completed;
 * `from_host(x, numbers)` -> an array on x's device with the shape, dtype and elements of `numbers`, a numpy.ndarray.
   The caller may change `numbers` after the call;
 * `namespace`, if mscomm may compute with the arrays: the module that has `isfinite`, `clip`, `where` and the dtypes;
 * `used(x)`, if the library may reuse freed memory on another stream: tells the library that the current stream uses x.
 
-To make calls on its arrays cheap, the module may also have these names, which src/calls.cc finds in `plain_types`:
+To make calls on its arrays cheap, the module may also define the following names, which src/calls.cc finds in
+`plain_types`:
 
 * `PLAIN`: a dict with the library's array types (but not their subclasses) as keys. The value is the backend for arrays
   of that type on a device;
@@ -32,7 +33,7 @@ To make calls on its arrays cheap, the module may also have these names, which s
   device, current stream), with device -1 for the CPU. The function returns None if x is not contiguous or cannot be
   written; then mscomm calls `memory`;
 * `pending`, if `plain` is an exchange API: a dict from a dtype's number to functions of x that say whether the library
-  has put off an operation on x, such as a negation, so that x's memory holds other values than x;
+  has deferred an operation on x, such as a negation, so that the values in x's memory are not those of x;
 * `empty(x, shape)` -> an array of x's type, dtype and device, in C order.
 """
 
@@ -64,7 +65,7 @@ _found: dict[type, ModuleType] = {}
 
 
 class Plain(NamedTuple):
-    """What makes calls on arrays of one type cheap: see the docstring of this module.
+    """What makes calls on arrays of one type cheap; see the module docstring.
 
     backend: the backend for arrays of this type on a device.
     """
@@ -77,7 +78,8 @@ class Plain(NamedTuple):
 
 
 plain_types: dict[type, Plain] = {}
-"""A row for each type of array that was used so far. The core keeps pointers into a row, so no row is replaced."""
+"""A row for each array type that has been used so far. The core keeps pointers into a row, so rows are never
+replaced."""
 
 
 def names(x: Any) -> Iterator[str]:
@@ -89,7 +91,7 @@ def names(x: Any) -> Iterator[str]:
 
 
 def library(x: Any, argument: str, function: str) -> ModuleType:
-    """The module for x's array library. Raises TypeError, naming the function and its argument, if there is none."""
+    """Return the module for x's array library. If there is none, raise TypeError, naming the function and argument."""
     try:
         return _found[type(x)]
     except KeyError:
@@ -110,9 +112,9 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
 
 
 def memory_anywhere(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
-    """The memory of an array on the CPU, or an OnDevice for an array on a device.
+    """Return the memory of an array on the CPU, or an OnDevice for an array on a device.
 
-    Raises TypeError, naming the function and its argument, if x is no array or its memory cannot be reached. Raises
+    Raise TypeError, naming the function and its argument, if x is not an array or its memory cannot be reached. Raise
     OverflowError for an int of more than 64 bits.
     """
     if type(x) is np.ndarray:  # the usual case first: small calls take only microseconds
@@ -126,11 +128,11 @@ def memory_anywhere(x: Any, argument: str, function: str) -> np.ndarray[Any, Any
 
 
 def new(function: str, x: Any, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], Callable[[], Any]]:
-    """Memory for a result of x's type, dtype and device, and a function to call when the memory has been filled.
+    """Return memory for a result of x's type, dtype and device, and a function to call when the memory has been filled.
 
-    The function returns the result.
+    This function returns the result.
 
-    Raises TypeError, naming the function, if mscomm cannot make arrays of x's library.
+    Raise TypeError, naming the function, if mscomm cannot create arrays of x's library.
     """
     try:
         return library(x, "x", function).new(x, shape)  # type: ignore[no-any-return]
@@ -139,7 +141,7 @@ def new(function: str, x: Any, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, 
 
 
 def packed(function: str, argument: str, x: Any) -> OnDevice:
-    """The memory of x, an array on a device; if x is not in C order, the memory of a copy that is in C order.
+    """Return the memory of x, an array on a device, or of a copy in C order if x is not in C order.
 
     The returned memory keeps x or the copy alive.
     """
@@ -151,7 +153,7 @@ def packed(function: str, argument: str, x: Any) -> OnDevice:
 
 
 def packable(x: Any) -> str | None:
-    """The name of x's library if mscomm can send x in a Python object, else None.
+    """Return the name of x's library if mscomm can send x in a Python object, else None.
 
     The type of x must be exactly the type that the library's of_numpy returns, not a subclass.
     """
@@ -163,7 +165,7 @@ def packable(x: Any) -> str | None:
 
 
 def on_cpu(x: Any) -> np.ndarray[Any, Any]:
-    """The memory of a tensor on the CPU. For other tensors, raises the same kind of TypeError as `memory(x)`."""
+    """Return the memory of a tensor on the CPU. For other tensors, raise the same kind of TypeError as `memory(x)`."""
     there = library(x, "x", "on_cpu").memory(x)
     if isinstance(there, OnDevice):
         raise TypeError(f"is on device {there.index}; copy it to the CPU first")
@@ -171,9 +173,9 @@ def on_cpu(x: Any) -> np.ndarray[Any, Any]:
 
 
 def on_host(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
-    """The elements of x as a NumPy array: x's memory if x is on the CPU, otherwise a copy.
+    """Return the elements of x as a NumPy array: x's memory if x is on the CPU, otherwise a copy.
 
-    The copy is made when the work on the current stream is done.
+    The copy is made when the work on the current stream has completed.
     """
     there = memory_anywhere(x, argument, function)
     if not isinstance(there, OnDevice):
@@ -185,7 +187,7 @@ def on_host(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
 
 
 def fill(x: Any, numbers: np.ndarray[Any, Any], argument: str, function: str) -> None:
-    """Copy `numbers` into x, which is on the CPU or on a device, and has the same shape. Converts to x's dtype."""
+    """Copy `numbers` into x, and convert them to x's dtype. x has the same shape, and is on the CPU or on a device."""
     there = memory_anywhere(x, argument, function)
     if not isinstance(there, OnDevice):
         there[...] = numbers
@@ -200,7 +202,7 @@ def fill(x: Any, numbers: np.ndarray[Any, Any], argument: str, function: str) ->
 
 
 def assigned(out: Any, made: Any) -> Any:
-    """Copy `made`, an array of out's library, to `out`. Returns `out`, or `made` if `out` cannot be written."""
+    """Copy `made`, an array of out's library, to `out`. Return `out`, or `made` if `out` cannot be written."""
     if isinstance(out, np.ndarray):
         out[...] = made
         return out
@@ -212,7 +214,7 @@ def assigned(out: Any, made: Any) -> Any:
 
 
 def beside(x: Any, numbers: np.ndarray[Any, Any]) -> Any:
-    """`numbers` as an array of x's library on x's device; if x is not on a device, `numbers` itself."""
+    """Return `numbers` as an array of x's library on x's device, or `numbers` itself if x is not on a device."""
     arrays = _library_of_its_own(x)
     if arrays is None or not isinstance(arrays.memory(x), OnDevice):
         return numbers
@@ -220,7 +222,7 @@ def beside(x: Any, numbers: np.ndarray[Any, Any]) -> Any:
 
 
 def _library_of_its_own(x: Any) -> ModuleType | None:
-    """The module for x's library. None for NumPy arrays, for numbers, and for arrays known only by a protocol."""
+    """Return the module for x's library, or None for NumPy arrays, numbers, and arrays known only by a protocol."""
     return library(x, "x", "library") if next(names(x), "numpy") != "numpy" else None
 
 
@@ -230,7 +232,7 @@ def written_all(arrays: tuple[Any, ...]) -> None:
 
 
 def written(x: Any) -> None:
-    """Tell x's library that the memory of x was written, if the library must be told."""
+    """Tell x's library that x's memory was written, if the library must be told."""
     if type(x) is not np.ndarray:
         tell = getattr(library(x, "x", "written"), "written", None)
         if tell is not None:

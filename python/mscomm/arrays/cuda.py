@@ -1,7 +1,7 @@
-"""Arrays with the CUDA array interface (version 3) of libraries without a module of their own, such as Numba.
+"""Arrays that have the CUDA array interface (version 3), from libraries without a module here, such as Numba.
 
-Calls are enqueued on the stream that the interface of the array names; if it names none, on the legacy default stream.
-mscomm cannot make such arrays, so `out` must be given.
+Calls are enqueued on the stream that the array's interface names, or on the legacy default stream if it names none.
+mscomm cannot create such arrays, so `out` must be passed.
 """
 
 from __future__ import annotations

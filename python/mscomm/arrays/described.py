@@ -1,4 +1,4 @@
-"""Makes NumPy arrays over memory that another library owns, from the address of this memory."""
+"""Makes NumPy arrays over memory that another library owns, given the address of the memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def in_memory(
     *,
     writable: bool = True,
 ) -> np.ndarray[Any, Any]:
-    """A NumPy array of that shape and dtype over the memory at `address`. The array keeps `owner` alive.
+    """Return a NumPy array of this shape and dtype over the memory at `address`. The array keeps `owner` alive.
 
     strides: in bytes; None means C order without gaps.
     """
@@ -33,7 +33,7 @@ def in_memory(
         "shape": shape,
         "typestr": f"|V{dtype.itemsize}",  # raw bytes, because NumPy has no typestr for bfloat16
         "strides": strides,
-        # An array without elements may have address 0, for which NumPy would allocate new memory. It gets address 4096.
+        # An empty array may have address 0, for which NumPy would allocate new memory. Such an array gets address 4096.
         "data": (address or 1 << 12, not writable),
     }
     return np.asarray(_Described(owner, interface)).view(dtype)

@@ -16,9 +16,9 @@ class OnDevice(np.ndarray[Any, Any]):
     """The memory of an array on a device: address, shape, strides and dtype, as NumPy describes them.
 
     The host cannot read or write this memory: an attempt raises TypeError. `backend` is the backend that reaches the
-    memory, and `index` is the number of the device. Calls on the array are enqueued on `stream`, which is the vendor's
-    handle of a stream. `current()` returns the handle of the stream that is the library's current stream at the time of
-    this call.
+    memory, and `index` is the number of the device. Calls on the array are enqueued on `stream`, which is a stream
+    handle of the vendor's library. `current()` returns the handle of the stream that is the array library's current
+    stream at that time.
     """
 
     backend: str

@@ -1,4 +1,7 @@
-"""Functions for arrays that mscomm knows only by a protocol. mscomm cannot make such arrays: each raises TypeError."""
+"""Functions for arrays known only by a protocol.
+
+mscomm cannot create such arrays, so each function raises TypeError.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """JAX arrays on the CPU. They cannot be written, so each result is a new array over memory that the core has filled.
 
-Calls must be made outside of functions that JAX compiles (jit). In compiled code, the compiler chooses the order of the
+Calls must be outside of functions that JAX compiles (jit). In compiled code, the compiler chooses the order of the
 calls, and the order may differ between ranks.
 """
 

@@ -22,7 +22,7 @@ def memory(x: mindspore.Tensor) -> np.ndarray[Any, Any]:
     there: np.ndarray[Any, Any] = x.asnumpy()
     if x.asnumpy().__array_interface__["data"] != there.__array_interface__["data"]:
         there.flags.writeable = False  # x is a view, so `there` is a copy: x would not see what is written to it
-    # For bfloat16, `asnumpy()` uses a NumPy dtype of MindSpore. mscomm uses the dtype of ml_dtypes.
+    # For bfloat16, `asnumpy()` uses MindSpore's own NumPy dtype. mscomm uses the dtype of ml_dtypes.
     return there.view(dtype_by_name("bfloat16")) if there.dtype.name == "bfloat16" else there
 
 

@@ -1,4 +1,4 @@
-"""NumPy arrays; and functions for the memory of any array on the CPU, because a NumPy array describes such memory.
+"""NumPy arrays, and functions for the memory of any CPU array, because NumPy arrays describe such memory.
 
 NumPy scalars and Python numbers count as arrays of shape () that cannot be written.
 """
@@ -24,7 +24,7 @@ _NUMBERS: dict[type, type[np.generic]] = {
     int: np.int64,
     float: np.float64,
     complex: np.complex128,
-}  # Only these types count as numbers, not their subclasses: a member of an IntEnum, for example, is refused.
+}  # Only these types count as numbers, not their subclasses: a member of an IntEnum, for example, is rejected.
 
 
 def is_array(x: Any) -> bool:
@@ -34,7 +34,7 @@ def is_array(x: Any) -> bool:
 
 
 def dtype_code(dtype: np.dtype[Any]) -> int:
-    """The core's number for dtype. Raises TypeError if mscomm does not move elements of this dtype.
+    """Return the core's number for dtype. Raise TypeError if mscomm does not move elements of this dtype.
 
     bfloat16, a dtype of ml_dtypes, is recognised by its name.
     """
@@ -50,7 +50,7 @@ def dtype_code(dtype: np.dtype[Any]) -> int:
 
 
 def known_code(dtype: np.dtype[Any]) -> int | None:
-    """The core's number for dtype; None if mscomm does not move elements of this dtype."""
+    """Return the core's number for dtype, or None if mscomm does not move elements of this dtype."""
     try:
         return dtype_code(dtype)
     except TypeError:
@@ -58,10 +58,10 @@ def known_code(dtype: np.dtype[Any]) -> int | None:
 
 
 def dtype_named(given: Any) -> np.dtype[Any]:
-    """The NumPy dtype for what a user has given as a dtype.
+    """Return the NumPy dtype for a dtype that the user has passed.
 
-    given: anything that numpy.dtype takes, or a dtype of MindSpore or PyTorch, which is recognised by its name (such as
-    mindspore.int32, torch.bfloat16). None means float64, as in NumPy. Raises TypeError for anything else.
+    given: anything that numpy.dtype accepts, or a MindSpore or PyTorch dtype such as mindspore.int32 or torch.bfloat16,
+    which is recognised by its name. None means float64, as in NumPy. Raise TypeError for anything else.
 
     >>> dtype_named("int32")
     dtype('int32')
@@ -74,13 +74,19 @@ def dtype_named(given: Any) -> np.dtype[Any]:
 
 
 def dtype_of(code: int) -> np.dtype[Any]:
-    """The NumPy dtype for a number of the core. Raises TypeError for bfloat16 if ml-dtypes is not installed."""
+    """Return the NumPy dtype for a dtype number of the core.
+
+    Raise TypeError for bfloat16 if ml-dtypes is not installed.
+    """
     return dtype_by_name(DTYPES[code])
 
 
 @functools.cache
 def dtype_by_name(name: str) -> np.dtype[Any]:
-    """The NumPy dtype for a name of the core. Raises TypeError for bfloat16 if ml-dtypes is not installed."""
+    """Return the NumPy dtype for a dtype name of the core.
+
+    Raise TypeError for bfloat16 if ml-dtypes is not installed.
+    """
     if name != "bfloat16":
         return np.dtype(name)
     try:
@@ -116,12 +122,12 @@ def over(memory: Array) -> Array:
 
 
 def readable(x: Array) -> Array:
-    """x itself if it is contiguous and aligned; otherwise a copy in C order."""
+    """Return x itself if it is contiguous and aligned, otherwise a copy in C order."""
     return x if x.flags.carray or (x.flags.c_contiguous and x.flags.aligned) else np.array(x, order="C", subok=False)
 
 
 def writable(out: Array) -> tuple[Array, Callable[[], None] | None]:
-    """The array to write a result to, and a function that copies the result to `out` afterwards.
+    """Return the array to write a result to, and a function that copies the result to `out` afterwards.
 
     If the result can be written to `out` directly, the array is `out` and the function is None.
     """

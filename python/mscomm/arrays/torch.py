@@ -1,6 +1,6 @@
 """PyTorch tensors. Their memory is used without a copy; results are tensors that need no gradient.
 
-Calls on tensors of a GPU are enqueued on PyTorch's current stream for that GPU.
+Calls on GPU tensors are enqueued on PyTorch's current stream for that GPU.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
         resolved = memory(x.detach().resolve_conj().resolve_neg())
         resolved.flags.writeable = False
         return resolved
-    x = x.detach()  # keeps the storage alive, even if the user gives the original tensor another storage
+    x = x.detach()  # keeps the storage alive, even if the user assigns another storage to the original tensor
     if x.device.type == "cuda":
         return _on_cuda(x)
     if x.device.type != "cpu":
@@ -63,7 +63,7 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _on_cpu(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The memory of a tensor on the CPU, by its address. x.numpy() would keep PyTorch from resizing the storage."""
+    """Return the memory of a CPU tensor, given its address. x.numpy() would keep PyTorch from resizing the storage."""
     dtype = dtype_of(_code(x))
     try:
         address = x.data_ptr()
@@ -96,7 +96,7 @@ def _on_cuda(x: torch.Tensor) -> OnDevice:
 
 
 def _repeats(x: torch.Tensor) -> bool:
-    """Whether several elements of x share one place in memory, as after expand()."""
+    """Return whether several elements of x share one place in memory, as after expand()."""
     return x.numel() > 0 and any(step == 0 and extent > 1 for step, extent in zip(x.stride(), x.shape, strict=True))
 
 
@@ -116,7 +116,7 @@ def over(memory: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def of_numpy(numbers: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A tensor over the memory of `numbers`; or over a copy, if `numbers` is strided or read-only.
+    """Return a tensor over the memory of `numbers`, or over a copy if `numbers` is strided or read-only.
 
     PyTorch does not support negative strides, and warns about read-only memory.
     """
@@ -151,8 +151,8 @@ def _written(tensors: tuple[torch.Tensor]) -> None:
 
 
 # A function that tells autograd that tensors were written, as in-place operations do. A backward pass that needs the
-# old values then raises an error. PyTorch's own function, which is not public, is used from PyTorch 2.10 on, because it
-# skips tensors of inference mode since that version.
+# old values then raises an error. From PyTorch 2.10 on, this is PyTorch's own function, which is not public: since that
+# version, it skips inference-mode tensors.
 written: Callable[[tuple[torch.Tensor]], None] = (
     getattr(torch._C, "_increment_version", _written) if plain else _written
 )

@@ -2,9 +2,9 @@
 
 The first part compares one fused call with one call for each gradient. The second part runs training steps with several
 sizes of the fusion bucket. In place of a backward pass, a step multiplies small matrices. The number of products for a
-gradient is in proportion to the number of elements of the gradient. All products of a step together take as long as the
-communication alone. Without overlap, a step therefore takes twice as long as the backward pass. If computing hides all
-communication, a step takes as long as the backward pass.
+gradient is proportional to the number of its elements. All products of a step together take as long as the
+communication alone. So without overlap, a step takes twice as long as the backward pass. If the computation hides all
+communication, a step takes only as long as the backward pass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MATRIX = np.full((48, 48), 1 / 48, np.float32)  # so small that BLAS uses only 
 
 
 def gradients() -> list[int]:
-    """The number of elements of each gradient of a ResNet-50, in layer order: 161 arrays, 25 557 032 elements."""
+    """Return the number of elements of each ResNet-50 gradient, in layer order: 161 arrays, 25 557 032 elements."""
     sizes = [64 * 3 * 7 * 7, 64, 64]
     inputs = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -45,7 +45,7 @@ def gradients() -> list[int]:
 
 
 def lists(dtype: np.dtype[Any]) -> dict[str, list[int]]:
-    """The lists to measure, by name. A list has the number of elements of each gradient."""
+    """Return the lists to measure, by name. A list has the number of elements of each gradient."""
     whole = gradients()
     return {
         f"up to {_SMALL >> 10} KiB": [count for count in whole if count * dtype.itemsize <= _SMALL],
@@ -54,7 +54,10 @@ def lists(dtype: np.dtype[Any]) -> dict[str, list[int]]:
 
 
 def measure(plan: Plan, rank: int, ranks: int) -> dict[str, Any]:
-    """Measure fused and single calls in turn, in place, and then the overlap with computing. Returns all results."""
+    """Measure fused and single calls in turn, all of them in place. Then measure the overlap with computation.
+
+    Return all results.
+    """
     dtype = dtype_of(plan.dtype)
     case = Case(COLLECTIVES["all_reduce"], dtype, plan.op, 0, ranks, rank)
     contents = Contents(case)
@@ -111,7 +114,7 @@ def _each(arrays: list[Array], op: str) -> Callable[[], object]:
 
 
 def _overlap(plan: Plan, dtype: np.dtype[Any]) -> list[dict[str, Any]]:
-    """For each bucket size: the times of the backward pass alone, of the communication alone, and of a step, in us."""
+    """Return, for each bucket size, the times of the backward pass alone, the communication alone and a step, in us."""
     counts = gradients()[::-1]  # in the order in which a backward pass computes them
     works = _works(counts, _step(counts, dtype, plan.op, max(BUCKETS_MB)))
     rows: list[dict[str, Any]] = [
@@ -119,7 +122,7 @@ def _overlap(plan: Plan, dtype: np.dtype[Any]) -> list[dict[str, Any]]:
         for megabytes in BUCKETS_MB
     ]
     for _ in range(max(plan.rounds, ROUNDS_WITH_PEERS)):
-        for row in rows:  # only one Step exists at a time, so that each Step can reuse the memory of the Step before
+        for row in rows:  # only one Step exists at a time, so each can reuse the memory of the previous one
             step = _step(counts, dtype, plan.op, row["bucket_mb"])
             row["buckets"] = step.bucket_count
             for way, call in _ways(works, step).items():
@@ -140,7 +143,8 @@ def _ways(works: list[int], step: Step) -> dict[str, Callable[[], None]]:
 
 
 def _step(counts: list[int], dtype: np.dtype[Any], op: str, megabytes: float) -> Step:
-    """A Step, which takes the gradients one by one. (GradientReducer.reduce() would take all gradients at once.)"""
+    """Return a Step, which accepts gradients one by one. (GradientReducer.reduce() would need all gradients at
+    once.)"""
     return Step(
         [f"gradient {i}" for i in range(len(counts))],
         [(dtype, count) for count in counts],
@@ -154,7 +158,10 @@ def _step(counts: list[int], dtype: np.dtype[Any], op: str, megabytes: float) ->
 
 
 def _works(counts: list[int], step: Step) -> list[int]:
-    """For each gradient, the number of matrix products: the same on all ranks, from the times of the slowest rank."""
+    """Return the number of matrix products to run for each gradient.
+
+    It is computed from the slowest rank's times, so it is the same on all ranks.
+    """
     product = times_ns(lambda: _compute(1000), 3).min() / 1000
     communication = times_ns(lambda: _reduce([0] * len(counts), step), 3).min()
     slowest = mscomm.all_reduce(np.array([product, communication]), "max")
@@ -168,7 +175,7 @@ def _compute(products: int) -> None:
 
 
 def _backward(works: list[int], step: Step | None) -> None:
-    """Do the matrix products for each gradient. If there is a step, then report the gradient to the step as ready."""
+    """Compute the matrix products for each gradient. If there is a step, then report the gradient to it as ready."""
     for index, products in enumerate(works):
         _compute(products)
         if step is not None:

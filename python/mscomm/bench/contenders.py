@@ -1,7 +1,7 @@
-"""The contenders that are measured: mscomm itself, and peers that run in the processes of the mscomm ranks.
+"""The contenders that are measured: mscomm itself, and peers that run in the processes of mscomm's ranks.
 
-A contender makes one cell for each size. All ranks of the job make the same cells and call the same methods on them in
-the same order. Only the results that a cell returns on rank 0 count.
+A contender creates one cell for each size. All ranks of the job create the same cells, and call the same methods on
+them in the same order. Only the results that a cell returns on rank 0 count.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Cell(Protocol):
     """One contender at one size."""
 
     def measure(self, warmup: int, iterations: int) -> list[float]:
-        """Make the calls. Returns the time of each call after the warm-up in microseconds, averaged over the ranks."""
+        """Make the calls. Return the time of each call after the warm-up in microseconds, averaged over the ranks."""
 
     def wrong(self) -> int:
-        """Make one call. Returns the number of wrong elements in the results of all ranks."""
+        """Make one call. Return the number of wrong elements in the results of all ranks."""
 
     def close(self) -> None:
         """Free the memory."""
@@ -36,7 +36,7 @@ class Contender(Protocol):
     about: str  # versions and settings, for the header of the output
 
     def plan(self, case: Case) -> None:
-        """Set the case for all cells that are made after this call."""
+        """Set the case for all cells that are created from now on."""
 
     def cell(self, count: int, in_place: bool) -> Cell: ...
 
@@ -46,7 +46,7 @@ class Contender(Protocol):
 class Local:
     """A contender that runs in the ranks of the mscomm job. `bind(case, buffers)` returns the call to measure.
 
-    If has_result is False, only the time counts, because there are no results to check.
+    If has_result is False, only the time matters, because there are no results to check.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Local:
         return _LocalCell(buffers, self.call(buffers), self._has_result)
 
     def call(self, buffers: Buffers) -> Callable[[], object]:
-        """A function that makes one call on these buffers, for code that measures the time itself."""
+        """Return a function that makes one call on these buffers, for code that measures the time itself."""
         return self._bind(self._case, buffers)
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class Local:
 
 
 def times_us(call: Callable[[], object], warmup: int, iterations: int, op: str) -> list[float]:
-    """Make the calls on all ranks. Returns the time of each call after the warm-up in microseconds, combined by op."""
+    """Make the calls on all ranks. Return the time of each call after the warm-up in microseconds, combined by op."""
     for _ in range(warmup):
         call()
     mscomm.barrier()
@@ -96,7 +96,7 @@ class _LocalCell:
 
     def wrong(self) -> int:
         self._buffers.fill()
-        mscomm.barrier()  # all ranks have filled their buffers: a call may now write to a peer's memory
+        mscomm.barrier()  # now all ranks have filled their buffers, and a call may write to a peer's memory
         self._call()
         wrong = self._buffers.wrong() if self._has_result else 0
         return int(mscomm.all_reduce(np.array([wrong]))[0])
@@ -106,7 +106,7 @@ class _LocalCell:
 
 
 def available(row: Collective) -> bool:
-    """Whether this release of mscomm has the collective."""
+    """Return whether this release of mscomm has the collective."""
     return all(hasattr(mscomm, name) for name in _functions(row))
 
 
@@ -115,7 +115,7 @@ def _functions(row: Collective) -> tuple[str, ...]:
 
 
 def mscomm_call(case: Case, buffers: Buffers, group: Group | None = None) -> Callable[[], object]:
-    """A function that makes one mscomm call on these buffers. group: None for the world, or a group of all ranks."""
+    """Return a function that makes one mscomm call on these buffers. group: None, or a group of all ranks."""
     functions = [getattr(mscomm, name) for name in _functions(case.row)]
     x, out = buffers.x, buffers.out
     if case.row.name == "barrier":
@@ -135,7 +135,7 @@ def mscomm_call(case: Case, buffers: Buffers, group: Group | None = None) -> Cal
 
 
 def ourselves(case: Case, shared: bool, name: str = "mscomm") -> Contender:
-    """mscomm as a contender. If `shared`, the arrays come from mscomm.empty; otherwise they are ordinary arrays."""
+    """Return mscomm as a contender. If `shared`, arrays come from mscomm.empty; otherwise they are ordinary arrays."""
     from mscomm.job import resolve
 
     chosen = assemble.chosen(resolve(None).core).get(case.row.name, "not known")
@@ -145,6 +145,6 @@ def ourselves(case: Case, shared: bool, name: str = "mscomm") -> Contender:
 
 
 def by(algorithm: str, case: Case, shared: bool, group: Group) -> Contender:
-    """mscomm with this algorithm as a contender. `group` has all ranks, and its calls use the algorithm."""
+    """Return mscomm with this algorithm as a contender. `group` has all ranks, and its calls use the algorithm."""
     bind = functools.partial(mscomm_call, group=group)
     return Local(algorithm, "", case, mscomm.empty if shared else np.empty, bind)

@@ -1,4 +1,4 @@
-"""Measures contenders, which take turns in rounds; and ends all ranks if one of them cannot measure."""
+"""Measures contenders, which take turns in rounds. Ends all ranks if one of them cannot measure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Result = dict[str, Any]
 
 
 def rehearse(contender: Contender, count: int, in_place: bool) -> None:
-    """Try a contender before anything is measured. Raises Unfit if it cannot make the call."""
+    """Try a contender before anything is measured. Raise Unfit if it cannot make the call."""
     cell = contender.cell(count, in_place)
     try:
         cell.measure(1, 1)
@@ -30,16 +30,16 @@ def rehearse(contender: Contender, count: int, in_place: bool) -> None:
 
 
 def of_size(plan: Plan, case: Case, contenders: list[Contender], count: int) -> Result:
-    """Measure the contenders in turn, round by round. Returns the times of each round and the number of wrong elements
+    """Measure the contenders in turn, round by round. Return the times of each round and the number of wrong elements,
     for each contender and mode (in place or not).
     """
     found: Result = {contender.name: {} for contender in contenders}
     for in_place in plan.modes(case):
         cells = {contender.name: contender.cell(count, in_place) for contender in contenders}
         rounds: dict[str, list[list[float]]] = {name: [] for name in cells}
-        # For each contender, the times of a few calls, from which the number of calls in a round is computed. An MPI
-        # gives its times only to rank 0, and rank 0 tells the MPI how many calls to make. The other ranks therefore use
-        # 1.0 in place of an MPI's times, which has no effect.
+        # The times of a few calls of each contender. The number of calls in a round is computed from them. Only rank 0
+        # gets an MPI's times, and rank 0 tells the MPI how many calls to make. So the other ranks can use 1.0 in place
+        # of an MPI's times.
         trials = {name: [1.0] for name in cells}
         if plan.warmup is None or plan.iterations is None:
             trials = {name: cell.measure(WARMUP_CALLS, WARMUP_CALLS) or [1.0] for name, cell in cells.items()}
@@ -59,7 +59,7 @@ def of_size(plan: Plan, case: Case, contenders: list[Contender], count: int) -> 
 
 @contextlib.contextmanager
 def telling(rank: int) -> Iterator[None]:
-    """A context manager. If ranks raise Unfit inside it, all ranks exit, and the lowest rank that raised prints why."""
+    """Return a context in which all ranks exit if any rank raises Unfit. The lowest rank that raised it prints why."""
     problem = ""
     try:
         yield

@@ -2,9 +2,9 @@
 
     mpirun -n 4 python mpi_rank.py SOCKET [single]
 
-It carries out commands from a Unix socket, and sleeps between them. Commands and answers are lines of JSON; peers.py
-sends the commands. The MPI's own Python environment needs numpy and mpi4py but not mscomm: table.py is loaded from the
-folder of this file.
+It executes commands from a Unix socket, and sleeps between them. Commands and answers are lines of JSON; peers.py sends
+the commands. The MPI's own Python environment needs numpy and mpi4py but not mscomm: table.py is loaded from the folder
+of this file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpi4py import MPI  # noqa: E402 - the import reads mpi4py.rc
 sys.path.insert(0, str(Path(__file__).parents[2]))
 table = importlib.import_module("mscomm.bench.table")
 
-# For each reduction of mscomm: the MPI operation for numbers, and the MPI operation for bool.
+# mscomm's name for a reduction -> the MPI operation for numbers, and the MPI operation for bool.
 OPS = {
     "sum": (MPI.SUM, MPI.LOR),
     "prod": (MPI.PROD, MPI.LAND),
@@ -42,7 +42,7 @@ THREADS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", 
 
 
 def bind(case: Any, buffers: Any) -> Callable[[], object]:
-    """A function that makes one MPI call on these buffers."""
+    """Return a function that makes one MPI call on these buffers."""
     comm, x, out, root = MPI.COMM_WORLD, buffers.x, buffers.out, case.root
     op = OPS.get(case.op, OPS["sum"])[case.dtype == np.bool_]
     send = MPI.IN_PLACE if buffers.in_place and out is not None else x
@@ -125,7 +125,7 @@ def main(address: str) -> None:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(address)
         file = sock.makefile("rb")
-        for line in file:  # sleeps here between commands; ends if the socket is closed
+        for line in file:  # sleeps here between commands; the loop ends if the socket is closed
             command = json.loads(line)
             if command is None:
                 answer = {"rank": MPI.COMM_WORLD.Get_rank()}

@@ -1,9 +1,9 @@
-"""The peers to compare with: torch.distributed's gloo in the ranks' own processes, and MPIs in processes of their own.
+"""The peers to compare with: torch.distributed's gloo, in the ranks' own processes, and MPIs, in separate processes.
 
 Each peer has two functions, `check` and `start`. `check` runs before anything is measured, and says what to install if
 the peer is missing. Some peers appear twice, with their defaults and with another setting. Two rows are not real peers:
-`private` is mscomm itself on ordinary arrays, and `memory` is NumPy, which only reads and writes as many bytes as the
-collective must.
+`private` is mscomm itself on ordinary arrays; `memory` is NumPy, which only reads and writes as many bytes as the
+collective must read and write.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _LAST_LINES = 12
 
 
 class Missing(Exception):
-    """A peer is not installed; the message says what to do."""
+    """Raised if a peer is not installed. The message says what to do."""
 
 
 class Unfit(Exception):
-    """A peer cannot do what is asked; the message says what."""
+    """Raised if a peer cannot do what is asked. The message says what it cannot do."""
 
 
 def lacks(peer: str, collective: str) -> bool:
-    """Whether the peer lacks the collective: gloo has no scans, and MPI's exscan leaves rank 0's result undefined."""
+    """Return whether the peer lacks the collective. gloo has no scans. MPI's exscan gives rank 0 no defined result."""
     if peer in GLOO_INTERFACES:
         return collective in ("scan", "exscan")
     return collective == "exscan" and peer.removesuffix(SINGLE) in FLAVOURS
@@ -66,8 +66,8 @@ class Peer(NamedTuple):
 # -- gloo --------------------------------------------------------------------------------------------------------------
 
 
-# The gloo peers, and how many times GLOO_SOCKET_IFNAME names the interface. Each time adds a set of connections, and
-# successive calls use the sets in turn. A blocking call uses only one set, however many there are.
+# The gloo peers, and how many times GLOO_SOCKET_IFNAME names the interface for each. Every mention adds a set of
+# connections, and successive calls use the sets in turn. A blocking call uses only one set, however many there are.
 GLOO_INTERFACES = {"torch-gloo": 1, "torch-gloo-4": 4}
 
 
@@ -101,7 +101,7 @@ def _start_gloo(name: str, case: Case, prefix: Path | None) -> Contender:
     interfaces = ",".join([given] * GLOO_INTERFACES[name])
     os.environ["GLOO_SOCKET_IFNAME"] = interfaces
     limit = timedelta(seconds=ROUND_S)
-    if not dist.is_initialized():  # a second torch-gloo peer only makes another group in the same torch job
+    if not dist.is_initialized():  # a second torch-gloo peer only creates another group in the same torch job
         folder = tempfile.mkdtemp(prefix="mscomm-bench-") if case.rank == 0 else ""
         if case.rank == 0:
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -152,8 +152,8 @@ def _said_by_rank_0(text: str) -> str:
 # -- NumPy, which only reads and writes memory -------------------------------------------------------------------------
 
 
-# For n ranks: how many parts a rank must read, and how many it must write, if the ranks share the work evenly. A part
-# is 1/n of the message. Each x is read once, and each out is written once. all_reduce reads and writes the same array.
+# How many parts a rank must read, and how many it must write, if n ranks share the work evenly. A part is 1/n of the
+# message. Each x is read once, and each out is written once. all_reduce reads and writes the same array.
 _MOVES: dict[str, Callable[[int], tuple[int, int]]] = {
     "all_reduce": lambda n: (n, n),
     "reduce": lambda n: (n, 1),
@@ -172,10 +172,10 @@ _BLOCK = 256 << 10  # bytes; a block stays in a core's cache while several passe
 
 
 def _start_memory(case: Case) -> Contender:
-    """Each rank reads and writes as many bytes as the collective must, in its own memory, without waiting for others.
+    """Return a contender that reads and writes as many bytes as the collective must, in each rank's own memory.
 
-    This time is for comparison. It is not a lower bound: stores that bypass the cache can be faster. If ranks share
-    CPUs, a rank may finish a short call while the others do not run.
+    Ranks do not wait for each other. The time is for comparison. It is not a lower bound: stores that bypass the cache
+    can be faster. If ranks share CPUs, a rank may finish a short call while the others are not running.
     """
     reads, writes = _MOVES[case.row.name](case.ranks)
     if case.row.name == "all_reduce":
@@ -213,7 +213,7 @@ class Flavour(NamedTuple):
     """One kind of MPI: how to recognise its mpirun and its library, and what to install."""
 
     name: str
-    words: str  # a regular expression for what mpirun and the library say about themselves
+    words: str  # a regular expression for how mpirun and the library identify themselves
     package: str
     flags: list[str]  # the options of mpirun
 
@@ -223,7 +223,7 @@ def _openmpi_flags() -> list[str]:
     return [*root, "--oversubscribe", "--bind-to", "none"]
 
 
-SINGLE = "-single"  # suffix of the peers whose mpi4py asks for MPI_THREAD_SINGLE, not for MPI_THREAD_MULTIPLE
+SINGLE = "-single"  # suffix of peers whose mpi4py requests MPI_THREAD_SINGLE, not MPI_THREAD_MULTIPLE
 
 FLAVOURS = {
     "openmpi": Flavour("Open MPI", r"Open MPI|PRRTE|OpenRTE", "openmpi", _openmpi_flags()),
@@ -232,16 +232,16 @@ FLAVOURS = {
 
 
 class Installed(NamedTuple):
-    """An MPI that was found: its mpirun, and a Python with mpi4py that runs its ranks."""
+    """An installed MPI: its mpirun, and a Python with mpi4py that runs its ranks."""
 
     mpirun: Path
     python: Path
 
 
 def find_mpi(peer: str, prefix: Path | None) -> Installed:
-    """Find the MPI of `peer`: in the folder `prefix` if it is given, otherwise beside this Python or on PATH.
+    """Find the MPI of `peer`: in the folder `prefix` if there is one, otherwise next to this Python or on PATH.
 
-    Raises Missing, which says what to install.
+    If it is not found, raise Missing, which says what to install.
     """
     peer = peer.removesuffix(SINGLE)
     flavour = FLAVOURS[peer]
@@ -279,7 +279,7 @@ class Mpi:
     """An MPI job with one process for each rank, under its own mpirun.
 
     Rank 0 of the mscomm job controls the MPI job. It has a Unix socket to each MPI rank. An MPI rank reads a command,
-    carries it out, answers, and sleeps until the next command. Meanwhile the other mscomm ranks sleep in a barrier.
+    executes it, answers, and sleeps until the next command. Meanwhile the other mscomm ranks sleep in a barrier.
     """
 
     def __init__(self, peer: str, case: Case, prefix: Path | None) -> None:
@@ -336,7 +336,7 @@ class Mpi:
         self._all(_words_of(self._case))
 
     def _all(self, commands: list[dict[str, Any]] | dict[str, Any]) -> list[dict[str, Any]]:
-        """Send each MPI rank its command, and return all answers in rank order. A dict is the command of every rank."""
+        """Send each MPI rank its command, and return all answers in rank order. A single dict is sent to every rank."""
         if isinstance(commands, dict):
             commands = [commands] * len(self._links)
         try:
@@ -368,7 +368,7 @@ class Mpi:
             mscomm.barrier()
 
     def plan(self, case: Case) -> None:
-        """Set the case for all cells that are made after this call."""
+        """Set the case for all cells that are created from now on."""
         self.ask(**_words_of(case))
 
     def cell(self, count: int, in_place: bool) -> Cell:
@@ -439,10 +439,10 @@ def _words_of(case: Case) -> dict[str, Any]:
 
 
 def environment_for_mpirun(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` without the variables of the launcher that started this process.
+    """Return `env` without the variables of the launcher that started this process.
 
-    Variables OMPI_MCA_* are kept, because they are settings of the user. But if an mpirun started this process, then
-    that mpirun may have set them, and they are left out, too.
+    OMPI_MCA_* variables are kept, because they are the user's settings. But if mpirun started this process, it may have
+    set these variables, so they are left out, too.
     """
     launcher = r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE|HYDRA|HYDI|MPI|MPIR)_"
     inside_mpirun = "OMPI_COMM_WORLD_RANK" in env or "PMIX_RANK" in env
@@ -454,7 +454,7 @@ def environment_for_mpirun(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _affinity_of_ranks() -> list[list[int]]:
-    """For each mscomm rank, the CPUs that it may use. Every rank gets the whole list.
+    """Return, for each mscomm rank, the CPUs that it may use. Every rank gets the whole list.
 
     Rank r of an MPI job will use the CPUs of rank r of the mscomm job.
     """

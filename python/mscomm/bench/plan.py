@@ -15,12 +15,12 @@ BUCKETS = "buckets"
 TUNE = "tune"
 ROUNDS_WITH_PEERS = 5  # fewer rounds say little on a machine that has other work too
 
-WARMUP_CALLS = 5  # the least number of warm-up calls in a round, unless the user sets the number
+WARMUP_CALLS = 5  # the smallest number of warm-up calls in a round, unless the user sets the number
 _WARMUP_US = 50e3
 _ROUND_US = 100e3
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-# nccl-tests' names for dtypes, and NumPy's names.
+# nccl-tests' dtype names -> NumPy's dtype names.
 _DTYPES = {
     "float": "float32",
     "double": "float64",
@@ -39,13 +39,13 @@ class Plan(NamedTuple):
     dtype: str
     op: str
     root: int
-    iterations: int | None  # None: calls() derives this number from the time of a call
-    warmup: int | None  # None: calls() derives this number, too
+    iterations: int | None  # None: calls() computes this number from the time of a call
+    warmup: int | None  # None: calls() computes this number, too
     rounds: int
     check: bool
     shared: bool
     peers: tuple[str, ...]
-    prefixes: dict[str, Path]  # peer: where this MPI is installed
+    prefixes: dict[str, Path]  # a peer -> where this MPI is installed
     json: Path | None
     plot: Path | None
 
@@ -53,14 +53,14 @@ class Plan(NamedTuple):
         return Case(COLLECTIVES[self.collective], dtype_of(self.dtype), self.op, self.root, ranks, rank)
 
     def counts(self, case: Case) -> list[int]:
-        """The number of elements of one part, for each size. Sizes that give the same number are measured once."""
+        """Return the number of elements of one part, for each size. Sizes with equal numbers are measured once."""
         return list(dict.fromkeys(case.count(size) for size in (self.sizes if moves_data(case.row) else (0,))))
 
     def calls(self, us: float) -> tuple[int, int]:
-        """How many warm-up calls and timed calls a contender makes in one round. us: the time of a call.
+        """Return how many warm-up calls and timed calls a contender makes in one round. us: the time of a call.
 
-        A round must be so long that it hardly matters how the previous contender has left the machine, for example what
-        is in the caches, and which ranks the kernel has put on the same CPU.
+        A round must be long enough that it hardly matters in which state the previous contender has left the machine:
+        for example, what is in the caches, and which ranks the kernel has placed on the same CPU.
         """
         warmup = max(WARMUP_CALLS, int(_WARMUP_US / us)) if self.warmup is None else self.warmup
         iterations = min(1000, max(5, int(_ROUND_US / us))) if self.iterations is None else self.iterations
@@ -72,9 +72,10 @@ class Plan(NamedTuple):
         return WARMUP_CALLS if self.warmup is None else self.warmup
 
     def modes(self, case: Case) -> tuple[bool, ...]:
-        """Which forms to measure: True is in place, False is out of place.
+        """Return which forms to measure: True is in place, False is out of place.
 
-        With peers, only one form is measured: in place if the collective has this form, because all contenders have it.
+        If there are peers, only one form is measured: the in-place form if the collective has one, because all
+        contenders support it.
         """
         if self.peers:
             return (case.row.in_place,)
@@ -82,7 +83,7 @@ class Plan(NamedTuple):
 
 
 def size_of(text: str) -> int:
-    """The number of bytes that a text such as "64K" (65536) means. Raises ValueError if the text is not a size."""
+    """Return the number of bytes that a text such as "64K" (65536) means. Raise ValueError if it is not a size."""
     found = re.fullmatch(r"(\d+)([KMG]?)(i?B)?", text.strip(), re.ASCII | re.IGNORECASE)
     if not found:
         raise ValueError(f"{text!r} is no size: give bytes, or a number with K, M or G, such as 64M")
@@ -90,7 +91,7 @@ def size_of(text: str) -> int:
 
 
 def sizes(smallest: int, largest: int, factor: int | None, step: int | None) -> tuple[int, ...]:
-    """The sizes from smallest to largest: each is `factor` times the size before it, or `step` bytes more.
+    """Return the sizes from smallest to largest. Each is `factor` times the previous size, or `step` bytes more.
 
     The last size is always `largest`.
     """
@@ -107,9 +108,9 @@ def sizes(smallest: int, largest: int, factor: int | None, step: int | None) -> 
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """The dtype with that name in NumPy or nccl-tests.
+    """Return the dtype with this name in NumPy or nccl-tests.
 
-    Raises ValueError for an unknown name, and ImportError for bfloat16 if ml_dtypes is not installed.
+    Raise ValueError for an unknown name, and ImportError for bfloat16 if ml_dtypes is not installed.
     """
     name = _DTYPES.get(name, name)
     if name == "bfloat16":

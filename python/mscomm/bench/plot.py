@@ -1,4 +1,4 @@
-"""Draws what `mscomm bench` measured: call time over message size, in a panel for each collective and number of ranks.
+"""Plots what `mscomm bench` measured: call time over message size, in a panel for each collective and number of ranks.
 
     python -m mscomm.bench.plot all_reduce-2.json all_reduce-4.json compare.svg
 
@@ -33,9 +33,9 @@ _LINES = {
 }
 _GREY = "#666666"
 _X_TICKS = 4  # how many labels such as "64 KiB" fit below a panel
-_FEW_DECADES = 100.0  # if slowest / fastest time is below this, times between the powers of ten get labels, too
+_FEW_DECADES = 100.0  # if slowest / fastest time is below this, times between powers of ten also get labels
 
-Panel = dict[str, dict[int, float]]  # for each line, and then for each size, the time in microseconds
+Panel = dict[str, dict[int, float]]  # line -> size -> the time in microseconds
 
 
 def missing() -> bool:
@@ -43,7 +43,7 @@ def missing() -> bool:
 
 
 def panels_of(documents: list[dict[str, Any]]) -> dict[tuple[str, int], Panel]:
-    """The times of all files, in a panel for each collective and number of ranks. In-place times are preferred."""
+    """Return the times in all files, in a panel for each collective and number of ranks. Prefer in-place times."""
     panels: dict[tuple[str, int], Panel] = {}
     for document in documents:
         plan = document["plan"]
@@ -57,14 +57,14 @@ def panels_of(documents: list[dict[str, Any]]) -> dict[tuple[str, int], Panel]:
 
 
 def _line_of(name: str, shared: bool) -> str:
-    """A contender's key in _LINES. `shared`: whether `mscomm bench` had the option --shared."""
+    """Return a contender's key in _LINES. `shared`: whether `mscomm bench` had the option --shared."""
     if name == "private" or (name == "mscomm" and not shared):
         return "mscomm, private"
     return "mscomm, shared" if name == "mscomm" else name
 
 
 def _in_units(value: float, units: tuple[str, ...], step: int) -> str:
-    """The value with a fitting unit: _in_units(65536, ("B", "KiB"), 1024) is "64 KiB"."""
+    """Return the value with a fitting unit: _in_units(65536, ("B", "KiB"), 1024) is "64 KiB"."""
     for unit in units[:-1]:
         if value < step:
             return f"{value:g} {unit}"
@@ -73,7 +73,7 @@ def _in_units(value: float, units: tuple[str, ...], step: int) -> str:
 
 
 def draw(documents: list[dict[str, Any]], picture: Path) -> None:
-    """Draw the documents and write the picture. The same numbers always give the same file."""
+    """Draw the documents and write the picture. The same numbers always produce the same file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -122,8 +122,8 @@ def _style(ax: Any, panels: dict[tuple[str, int], Panel]) -> None:
     times = [us for cell in cells for us in cell.values()]
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    # Label about four of the measured sizes. Label the times that are powers of ten; and times between them, if the
-    # range of times is small.
+    # Label about four of the measured sizes. Label the times that are powers of ten. If the range of times is small,
+    # also label times between them.
     ax.xaxis.set_major_locator(FixedLocator(sizes[:: max(1, (len(sizes) + 1) // _X_TICKS)]))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _in_units(value, ("B", "KiB", "MiB", "GiB"), 1024)))

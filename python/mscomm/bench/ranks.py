@@ -1,4 +1,4 @@
-"""What each rank of `mscomm bench` does: it joins, makes the contenders, and measures them in turn. Rank 0 reports."""
+"""What each rank of `mscomm bench` does: it joins, creates contenders, and measures them in turn. Rank 0 reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mscomm.bench.table import Case
 
 
 def run(plan: Plan, wanted_ranks: int | None) -> None:
-    """Measure and report. Every rank exits with status 1 if something cannot be measured or if a result is wrong."""
+    """Measure and report. Exit with status 1 on every rank if something cannot be measured or if a result is wrong."""
     mscomm.init()
     rank, ranks = mscomm.get_rank(), mscomm.get_group_size()
     with telling(rank):

@@ -25,7 +25,7 @@ _MODES = ("out_of_place", "in_place")
 
 
 def environment(ranks: int) -> dict[str, Any]:
-    """The machine, the versions and the settings of a measurement."""
+    """Return the machine, the versions and the settings of a measurement."""
     return {
         "mscomm": mscomm.__version__,
         "python": platform.python_version(),
@@ -72,7 +72,7 @@ def say(text: str) -> None:
 
 
 def head(plan: Plan, case: Case, env: dict[str, Any]) -> None:
-    """Print what stands above the rows: machine, versions, contenders, how times are computed, and column titles."""
+    """Print what is above the rows: machine, versions, contenders, how times are computed, and column titles."""
     _head(plan, env)
     _how(plan)
     if plan.peers:
@@ -130,7 +130,7 @@ def row(plan: Plan, case: Case, row: dict[str, Any]) -> None:
 
 
 def bandwidths(case: Case, size: int, us: float) -> tuple[float, float]:
-    """The algorithm bandwidth and the bus bandwidth in GB/s, as nccl-tests defines them."""
+    """Return the algorithm bandwidth and the bus bandwidth in GB/s, as nccl-tests defines them."""
     algbw = size / us / 1e3
     return algbw, algbw * case.row.bus(case.ranks)
 
@@ -177,7 +177,7 @@ def buckets_row(plan: Plan, row: dict[str, Any]) -> None:
 
 
 def overlap(rows: list[dict[str, Any]]) -> None:
-    """Print for each bucket size how much of the communication is hidden, and then the size with the shortest step."""
+    """Print how much of the communication each bucket size hides, and then the bucket size with the shortest step."""
     say("#")
     say("# a step of training with that network: backward computes as long as the communication takes by itself")
     say(f"# {'bucket':>8}{'buckets':>9}{'backward':>14}{'communication':>16}{'step':>14}{'exposed':>14}{'hidden':>9}")
@@ -221,7 +221,7 @@ def tune_row(row: dict[str, Any]) -> None:
 
 
 def tune_choices(choices: dict[str, list[tuple[str, int]]], faster: list[tuple[str, int, str, str, float]]) -> None:
-    """Print which algorithms init() chooses for these ranks, and for which sizes another one was clearly faster."""
+    """Print which algorithms init() chooses for these ranks, and for which sizes another was clearly faster."""
     say("#")
     say("# What init chooses for these ranks and hosts")
     for what, rows in choices.items():
@@ -237,7 +237,7 @@ def tune_choices(choices: dict[str, list[tuple[str, int]]], faster: list[tuple[s
 
 
 def finish(plan: Plan, result: dict[str, Any]) -> int:
-    """Write the files and print the last lines. Returns how many elements were wrong."""
+    """Write the files and print the last lines. Return how many elements were wrong."""
     document = {"schema": SCHEMA, "plan": _as_json(plan), **result}
     if plan.json:
         write(plan.json, document)
@@ -256,7 +256,7 @@ def finish(plan: Plan, result: dict[str, Any]) -> int:
 
 
 def _comparison(plan: Plan, result: dict[str, Any]) -> Iterator[str]:
-    """Lines that compare mscomm with each peer over all sizes."""
+    """Yield lines that compare mscomm with each peer over all sizes."""
     for peer in plan.peers:
         ratios = []
         for row in result["rows"]:
@@ -273,7 +273,7 @@ def _comparison(plan: Plan, result: dict[str, Any]) -> Iterator[str]:
 
 
 def _average_busbw(plan: Plan, result: dict[str, Any]) -> float:
-    """mscomm's mean bus bandwidth over all rows and modes, as in nccl-tests."""
+    """Return mscomm's mean bus bandwidth over all rows and modes, as in nccl-tests."""
     name, ours = ("all_reduce", "fused") if plan.collective == BUCKETS else (plan.collective, "mscomm")
     ranks = result["environment"]["ranks"]
     factor = COLLECTIVES[name].bus(ranks)

@@ -1,7 +1,7 @@
-"""The collectives that can be measured: each rank's input and output, the bandwidth factor, and the right result.
+"""The collectives that can be measured: each rank's input and output, the bandwidth factor, and the correct result.
 
-This module needs only NumPy, because the ranks of an MPI use it too. Sizes are defined as in nccl-tests: everything
-that one rank sends, or everything that it receives, whichever is more.
+This module needs only NumPy, because MPI ranks use it too. Sizes are defined as in nccl-tests: the size of a message is
+everything that one rank sends, or everything that it receives, whichever is more.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Case(NamedTuple):
     rank: int
 
     def count(self, size: int) -> int:
-        """The number of elements in a part of a message of `size` bytes: at least 1, but 0 if no data is moved."""
+        """Return the number of elements in a part of a message of `size` bytes: at least 1, or 0 if no data moves."""
         if not moves_data(self.row):
             return 0
         return max(1, size // (self.dtype.itemsize * self._parts))
 
     def size(self, count: int) -> int:
-        """The size in bytes of a message whose parts have `count` elements."""
+        """Return the size in bytes of a message whose parts have `count` elements."""
         return count * self.dtype.itemsize * self._parts
 
     @property
@@ -67,8 +67,8 @@ class Case(NamedTuple):
 class Contents:
     """What the ranks' arrays contain: each rank repeats its own pattern of PERIOD elements.
 
-    The results are exact in every dtype. With up to 128 ranks, no sum is above 256. bfloat16 has all integers up to
-    256, so the order of additions does not matter.
+    The results are exact in every dtype. With up to 128 ranks, no sum is above 256. bfloat16 can represent all integers
+    up to 256, so the order of additions does not matter.
     """
 
     def __init__(self, case: Case) -> None:
@@ -77,11 +77,11 @@ class Contents:
         self._op = case.op if case.row.reduces else ""
 
     def of(self, rank: int, start: int, count: int) -> Array:
-        """The elements from start to start + count of that rank's x."""
+        """Return the elements from start to start + count of that rank's x."""
         return _repeated(self._pattern(rank).astype(self._dtype), start, count)
 
     def reduced(self, start: int, count: int, ranks: int | None = None) -> Array:
-        """The elements from start to start + count of a reduction over all ranks, or over the first `ranks` ranks."""
+        """Return the elements from start to start + count of a reduction over all ranks or the first `ranks` ranks."""
         ranks = self.ranks if ranks is None else ranks
         if ranks == 0 and self._op in ("min", "max"):
             return np.full(count, _limit(self._dtype, self._op), self._dtype)
@@ -117,9 +117,9 @@ OPS = (*_REDUCE, "avg")
 
 
 def _wide(dtype: np.dtype[Any]) -> type:
-    """The type in which to compute the correct result.
+    """Return the type in which to compute the correct result.
 
-    It is exact, and its conversion to `dtype` wraps around as arithmetic in `dtype` does.
+    This type is exact, and its conversion to `dtype` wraps around as arithmetic in `dtype` does.
     """
     for kind, wide in ((np.bool_, np.bool_), (np.integer, np.int64), (np.complexfloating, np.complex128)):
         if np.issubdtype(dtype, kind):
@@ -128,7 +128,7 @@ def _wide(dtype: np.dtype[Any]) -> type:
 
 
 def _limit(dtype: np.dtype[Any], op: str) -> Any:
-    """The result of min or max over no ranks."""
+    """Return the result of min or max over no ranks."""
     if np.issubdtype(dtype, np.integer):
         return np.iinfo(dtype).max if op == "min" else np.iinfo(dtype).min
     return op == "min" if dtype == np.bool_ else np.inf if op == "min" else -np.inf
@@ -157,21 +157,21 @@ class Buffers:
         self.x[...] = self._contents.of(self.case.rank, 0, self.x.size)
 
     def fill_for_repetition(self) -> None:
-        """Fill the arrays so that repeated calls do not change them. Otherwise sums in place would grow without end."""
+        """Fill the arrays so that repeated calls do not change them. Otherwise, in-place sums would keep growing."""
         if self.in_place and self.case.row.reduces:
             self.x[...] = 0
         else:
             self.fill()
 
     def wrong(self) -> int:
-        """The number of wrong elements in out after one call on filled buffers."""
+        """Return the number of wrong elements in out after one call on filled buffers."""
         if self.out is None:
             return 0
         return int((self.out != self.case.row.expected(self._contents, self.case.rank, self.count)).sum())
 
 
 def times_ns(call: Callable[[], object], iterations: int) -> Array:
-    """The time in ns that each of `iterations` calls took on this rank."""
+    """Return the time in ns that each of `iterations` calls took on this rank."""
     clock = time.perf_counter_ns
     spent = np.empty(iterations)
     for i in range(iterations):
@@ -255,8 +255,8 @@ def moves_data(row: Collective) -> bool:
 
 
 def ring(send: Callable[[int], object], recv: Callable[[int], object], rank: int, ranks: int) -> None:
-    """One call of send_recv: send to the next rank and receive from the rank before. Even ranks send first, and odd
-    ranks receive first: if all ranks sent first, they could wait for each other forever.
+    """Make one call of send_recv: send to the next rank, and receive from the previous rank. Even ranks send first, and
+    odd ranks receive first. If all ranks sent first, they could wait for each other forever.
     """
     right, left = (rank + 1) % ranks, (rank - 1) % ranks
     if rank % 2 == 0:

@@ -1,7 +1,7 @@
 """`mscomm bench tune`: measures each collective with each of its algorithms, and shows which algorithm init() chooses.
 
 The choice depends only on the ranks, the hosts and the size of the message, so that all ranks make the same choice
-without communication. This command shows how good the choice is on these hosts. MSCOMM_ALGO forces another choice.
+without communication. This command shows how good the choice is on these hosts. MSCOMM_ALGO can force another choice.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mscomm.bench.plan import ROUNDS_WITH_PEERS, Plan, dtype_of
 from mscomm.bench.table import COLLECTIVES, Case
 from mscomm.group import Group
 
-_FASTER = 0.9  # faster: takes less than this share of the chosen algorithm's time, in every round
+_FASTER = 0.9  # an algorithm is faster if it takes less than this share of the chosen one's time, in every round
 
 
 def algorithms(hosts: list[int]) -> dict[str, list[str]]:
-    """For each collective, the algorithms that ranks on these hosts can use. Leaves out collectives with only one."""
+    """Return the algorithms that each collective can use on these hosts. Leave out collectives with only one."""
     alone, apart = len(set(hosts)) == 1, len(set(hosts)) == len(hosts)
     fit = {"arena": alone, "both": not alone and not apart, "mesh": True}
     names: dict[str, list[str]] = {}
@@ -36,7 +36,7 @@ def algorithms(hosts: list[int]) -> dict[str, list[str]]:
 
 
 def measure(plan: Plan, rank: int, ranks: int) -> dict[str, Any]:
-    """Measure all collectives, one after the other. Every rank must call this. Returns all results."""
+    """Measure all collectives, one after the other. Every rank must call this. Return all results."""
     world = job.resolve(None)
     with telling(rank):
         if any(world.epoch.forced):
@@ -87,9 +87,10 @@ def _of_collective(plan: Plan, case: Case, variants: dict[str, Group], core: _co
 
 
 def choice(core: _core.Group, what: str, sizes: list[int]) -> list[tuple[str, int]]:
-    """Which algorithm is chosen for which message sizes, up to the last of `sizes`.
+    """Return which algorithm is chosen for which message sizes, up to the last of `sizes`.
 
-    Returns pairs in the order of the sizes: an algorithm, and the size in bytes from which on it is chosen.
+    The result is a list of pairs, in the order of the sizes: an algorithm, and the size in bytes from which it is
+    chosen.
     """
 
     def chosen(size: int) -> str:
@@ -97,15 +98,15 @@ def choice(core: _core.Group, what: str, sizes: list[int]) -> list[tuple[str, in
 
     found = [(chosen(0), 0)]
     for small, large in itertools.pairwise([0, *sizes]):
-        if chosen(large) != chosen(small):
+        while chosen(large) != found[-1][0]:
             within = range(small, large + 1)
-            first = within[bisect.bisect_left(within, True, key=lambda size: chosen(size) == chosen(large))]
-            found.append((chosen(large), first))
+            small = within[bisect.bisect_left(within, True, key=lambda size: chosen(size) != found[-1][0])]
+            found.append((chosen(small), small))
     return found
 
 
 def faster(rows: list[dict[str, Any]]) -> list[tuple[str, int, str, str, float]]:
-    """The cases in which another algorithm was faster than the chosen algorithm.
+    """Return the cases in which another algorithm was faster than the chosen algorithm.
 
     Each case is a tuple (collective, size, chosen, best, time of best / time of chosen).
     """
@@ -119,7 +120,7 @@ def faster(rows: list[dict[str, Any]]) -> list[tuple[str, int, str, str, float]]
 
 
 def _cell(row: dict[str, Any], name: str) -> dict[str, Any]:
-    """The results of the algorithm `name`, which was measured in only one mode: in place, or out of place."""
+    """Return the results of the algorithm `name`, which was measured in only one mode: in place, or out of place."""
     (cell,) = row["results"][name].values()
     found: dict[str, Any] = cell
     return found

@@ -1,5 +1,6 @@
-"""Finds out the job of this process, and its rank. There is one module per launcher; mscomm takes the first launcher
-that recognises the environment.
+"""Finds the job that this process belongs to, and its rank.
+
+There is one module per launcher. mscomm uses the first launcher that recognises the environment.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ LAUNCHERS = (
 def find(
     env: Mapping[str, str], init_method: Any = None, rank: int | None = None, world_size: int | None = None
 ) -> Launcher | None:
-    """Return the launcher that init's arguments describe, else the one that started this process.
+    """Return the launcher that the arguments of init() describe, otherwise the one that started this process.
 
-    None for a job of one rank.
+    Return None for a job of one rank.
     """
     if init_method not in (None, "env://") or rank is not None or world_size is not None:
         from mscomm.bootstrap import by_hand
@@ -48,7 +49,7 @@ def _detected(env: Mapping[str, str]) -> Found | None:
 
 
 class Announced(NamedTuple):
-    """What a launcher says about a process, even before the process joins. None: the launcher does not say."""
+    """What a launcher says about a process before the process joins. A field is None if the launcher does not say."""
 
     launcher: str
     rank: int | None
@@ -56,7 +57,7 @@ class Announced(NamedTuple):
 
 
 def announced(env: Mapping[str, str]) -> Announced | None:
-    """What the environment variables alone say about this process; None if no launcher started it."""
+    """Return what the environment variables alone say about this process; None if no launcher started it."""
     launcher = _detected(env)
     if launcher is None:
         return None

@@ -1,7 +1,7 @@
-"""Joins the job that init(init_method=...) names: at tcp://host:port, where the ranks meet, or by an MPI communicator.
+"""Joins the job that init(init_method=...) names: at tcp://host:port, or with the ranks of an MPI communicator.
 
-Any object with rank, size, Bcast and Allgather of plain buffers, as in mpi4py, counts as a communicator. This module
-does not import MPI.
+A communicator is any object that has rank, size, Bcast and Allgather for plain buffers, as in mpi4py. This module does
+not import MPI.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from mscomm.bootstrap import kvs
-from mscomm.bootstrap.invitation import Invitation, Launcher
-from mscomm.bootstrap.rendezvous import Seat, Spot, meet
+from mscomm.bootstrap.invitation import Invitation, Launcher, Seat
+from mscomm.bootstrap.rendezvous import Spot, meet
 from mscomm.cluster.assemble import host_id
 from mscomm.cluster.deadline import Deadline
 
@@ -57,7 +57,7 @@ class _Tcp:
 
     def __init__(self, host: str, port: int, rank: int, size: int) -> None:
         if (host, port) in self._used:
-            # The hub of the previous job may still serve there, and would take this process for a rank of that job.
+            # The previous job's hub may still serve there, and would mistake this process for a rank of that job.
             raise ValueError(f"init: this process has joined a job at {host}, port {port} before; use another port")
         self._used.add((host, port))
         self._place = Seat(rank, size, None, one_host=False)

@@ -1,11 +1,11 @@
-"""The interface of the launcher modules in this folder, and the Invitation that each returns."""
+"""The interface of the launcher modules in this folder, and the Invitation that each of them returns."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from mscomm.cluster.deadline import Deadline
 
@@ -13,25 +13,32 @@ if TYPE_CHECKING:
     import subprocess
 
 
+class Seat(NamedTuple):
+    """This process's place in the job, according to the launcher."""
+
+    rank: int  # UNKNOWN_RANK if the scheduler will assign it
+    size: int
+    local_rank: int | None
+    one_host: bool
+
+
 @dataclass
 class Invitation:
     """A way into the job: a socket connected to the hub, the job's key, and what the launcher says about this rank.
 
-    `greeted`: the socket needs no hello any more, because the hello is done or the socket is inherited. `hub`: the
-    hub's process, if this rank started it.
+    `where`: the name of the hub in messages. `greeted`: the socket needs no hello, because the hello is done or the
+    socket is inherited. `hub`: the hub process, if this rank started it.
     """
 
+    launcher: str
+    seat: Seat
     sock: socket.socket
     key: bytes
-    greeted: bool
-    rank: int | None
-    size: int
-    local_rank: int | None
-    node_id: str | None
-    launcher: str
+    where: str
+    greeted: bool = False
     hub: subprocess.Popen[bytes] | None = None
-    where: str = "the scheduler"  # the name of the hub in messages
-    device: int | None = None  # the accelerator's number, if the launcher gives one
+    node_id: str | None = None
+    device: int | None = None  # the number of the accelerator, if the launcher provides one
 
 
 class Launcher(Protocol):
@@ -40,14 +47,14 @@ class Launcher(Protocol):
     NAME: str
 
     def detect(self, env: Mapping[str, str]) -> bool:
-        """Whether this launcher started the process. It looks only at `env`."""
+        """Return whether this launcher started the process. Look only at `env`."""
 
     def accept(self, env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-        """Connect to the job. If no connection succeeds, raises an Error that says what was tried."""
+        """Connect to the job. If no connection succeeds, raise an Error that says what was tried."""
 
 
 class Found(Launcher, Protocol):
-    """What each launcher module of this folder contains."""
+    """What each launcher module in this folder contains."""
 
     PLACE: tuple[tuple[str, ...], tuple[str, ...]]
     """The variables that give the rank, and those that give the number of ranks; of each list, the first variable that

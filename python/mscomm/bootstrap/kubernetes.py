@@ -11,8 +11,8 @@ import re
 import socket
 from collections.abc import Mapping
 
-from mscomm.bootstrap.invitation import Invitation
-from mscomm.bootstrap.rendezvous import Seat, Spot, meet, number, port_range, ports_after
+from mscomm.bootstrap.invitation import Invitation, Seat
+from mscomm.bootstrap.rendezvous import Spot, meet, number, port_range, ports_after
 from mscomm.bootstrap.torchrun import DEFAULT_PORT
 from mscomm.cluster.deadline import Deadline
 from mscomm.errors import BackendUnavailable
@@ -42,19 +42,12 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
         f"Does the job have a headless service, and the pod template its name as subdomain? Else set MASTER_ADDR to "
         f"pod 0's name. Its {port_range(ports)} must be open to the other pods"
     )
-    return meet(
-        NAME,
-        Seat(rank, size, 0, one_host=size == 1),
-        Spot(f"kubernetes {host} {port} {next(_calls)}", host, ports),
-        env,
-        deadline,
-        permit_plain,
-        advice,
-    )
+    seat, spot = Seat(rank, size, 0, one_host=size == 1), Spot(f"kubernetes {host} {port} {next(_calls)}", host, ports)
+    return meet(NAME, seat, spot, env, deadline, permit_plain, advice)
 
 
 def pod_0(name: str, index: int) -> str:
-    """The name of the job's first pod, made from the name of the pod with this index: train-3.svc gives train-0.svc."""
+    """Return the name of the job's first pod. name, index: those of this pod. train-3.svc becomes train-0.svc."""
     pod, dot, domain = name.partition(".")
     if not pod.endswith(f"-{index}"):
         raise BackendUnavailable(

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import socket
 import subprocess
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from mscomm.bootstrap.invitation import Invitation
-from mscomm.bootstrap.rendezvous import Seat, invitation
+from mscomm.bootstrap.invitation import Invitation, Seat
 from mscomm.cluster import hub_process, interfaces, links, security
 from mscomm.cluster.deadline import Deadline
 from mscomm.errors import BackendUnavailable
@@ -32,7 +30,7 @@ _FAILED = "mscomm1,failed"
 
 
 class Names(NamedTuple):
-    """The variables that tell a rank its place. In each list of names, the first variable that is set counts."""
+    """The variables that tell a rank its place. Of each list of names, the first variable that is set is used."""
 
     rank: tuple[str, ...]
     size: tuple[str, ...]
@@ -51,7 +49,7 @@ class Store(NamedTuple):
 
 
 def place(env: Mapping[str, str], names: Names, launcher: str) -> Seat:
-    """Read this process's place in the job from the variables; BackendUnavailable if they are invalid."""
+    """Read this process's place in the job from the variables; raise BackendUnavailable if they are invalid."""
     rank, size, local_rank, local_size = (_first(env, group) for group in names)
     if rank is None or size is None or not 0 <= rank < size:
         said = ", ".join(f"{name}={env.get(name)}" for group in names[:2] for name in group)
@@ -60,7 +58,7 @@ def place(env: Mapping[str, str], names: Names, launcher: str) -> Seat:
 
 
 def _first(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    """The value of the first of these variables that is set; None if no variable is set, or the value is no number."""
+    """Return the value of the first of these variables that is set; None if there is none or it is not a number."""
     text = next((env[name] for name in names if name in env), "")
     return int(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else None
 
@@ -92,9 +90,9 @@ def join(
 def _host(
     launcher: str, seat: Seat, store: Store, env: Mapping[str, str], deadline: Deadline, permit_plain: bool
 ) -> Invitation:
-    """Rank 0's part of join(): start the hub, publish its address and connect to it.
+    """Do rank 0's part of join(): start the hub, publish its address, and connect to it.
 
-    The other ranks may connect before the hub's process runs. Until then, connections wait in the listener's backlog.
+    The other ranks may connect before the hub process runs. Until then, connections wait in the listener's backlog.
     """
     try:
         process, address, key, text = _open(launcher, seat, env, deadline, permit_plain)
@@ -113,11 +111,11 @@ def _host(
 def _open(
     launcher: str, seat: Seat, env: Mapping[str, str], deadline: Deadline, permit_plain: bool
 ) -> tuple[subprocess.Popen[bytes], links.Address, bytes, str]:
-    """Start a hub. Returns its process, its address, the job's key, and the text to publish."""
+    """Start a hub. Return its process, its address, the job's key, and the text to publish."""
     with _listen(launcher, seat, env) as listener:
-        address: links.Address = listener.getsockname()
+        address = links.address_of(listener)
         if isinstance(address, tuple):
-            host, port = address = address[:2]
+            host, port = address
             key = security.worker_key(env, host, port, permit_plain)
             text = f"mscomm1,tcp,{host.partition('%')[0]},{port}"
         else:
@@ -129,14 +127,7 @@ def _open(
 def _listen(launcher: str, seat: Seat, env: Mapping[str, str]) -> socket.socket:
     if not seat.one_host:
         return links.listen(_own_address(launcher, env), seat.size + 64, env)
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        listener.bind(f"\0mscomm-{secrets.token_hex(16)}")
-        listener.listen(seat.size + 64)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    return links.unix_listener(seat.size + 64)
 
 
 def _own_address(launcher: str, env: Mapping[str, str]) -> str:
@@ -162,4 +153,4 @@ def _connect(
             f"{launcher}: rank {seat.rank} cannot reach the hub that rank 0 started at {where}: {error}. "
             "Has rank 0 ended, or does a firewall or a container's network lie between the ranks?"
         ) from error
-    return invitation(launcher, seat, sock, key, f"the hub that rank 0 started at {where}", process=process)
+    return Invitation(launcher, seat, sock, key, f"the hub that rank 0 started at {where}", hub=process)

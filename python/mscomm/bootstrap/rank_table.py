@@ -12,9 +12,9 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mscomm.bootstrap.invitation import Invitation
+from mscomm.bootstrap.invitation import Invitation, Seat
 from mscomm.bootstrap.rank_table_file import Table, load
-from mscomm.bootstrap.rendezvous import Seat, Spot, meet, meeting_ports, port_range
+from mscomm.bootstrap.rendezvous import Spot, meet, meeting_ports, port_range
 from mscomm.cluster.deadline import Deadline
 
 NAME = "rank table"
@@ -24,7 +24,7 @@ _calls = itertools.count()
 
 
 def detect(env: Mapping[str, str]) -> bool:
-    """Whether a variable names a rank table, or RANK_ID and RANK_SIZE require one.
+    """Return whether a variable names a rank table, or RANK_ID and RANK_SIZE require one.
 
     If a table is required and no variable names it, accept() raises ValueError.
 
@@ -41,22 +41,16 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
         f"Rank 0 must run on {servers[0]}, its server_id in {_path(env)[1]}, the others must reach its "
         f"{port_range(ports)}, and the table must be the same on every server"
     )
-    invitation = meet(
-        NAME,
-        Seat(rank, len(servers), servers[:rank].count(servers[rank]), one_host=len(table.servers) == 1),
-        Spot(f"rank table {table.digest} {next(_calls)}", servers[0], ports),
-        env,
-        deadline,
-        permit_plain,
-        advice,
-    )
+    seat = Seat(rank, len(servers), servers[:rank].count(servers[rank]), one_host=len(table.servers) == 1)
+    spot = Spot(f"rank table {table.digest} {next(_calls)}", servers[0], ports)
+    invitation = meet(NAME, seat, spot, env, deadline, permit_plain, advice)
     return replace(invitation, device=table.seats[rank].device)
 
 
 def read(env: Mapping[str, str]) -> tuple[Table, int]:
-    """The table that the environment names, and this process's rank in it.
+    """Return the table that the environment names, and this process's rank in it.
 
-    ValueError if a variable is missing or does not fit the table, or if the table has an error.
+    Raise ValueError if a variable is missing or does not fit the table, or if the table has an error.
     """
     name, path = _path(env)
     if not path:
@@ -93,7 +87,7 @@ def _rank(env: Mapping[str, str], name: str, path: str, size: int) -> int:
 
 
 def _path(env: Mapping[str, str]) -> tuple[str, str]:
-    """The variable that names the table, and its value; ("", "") if none is set."""
+    """Return the variable that names the table, and its value; ("", "") if none is set."""
     return next(((name, _text(env, name)) for name in _FILES if _text(env, name)), ("", ""))
 
 

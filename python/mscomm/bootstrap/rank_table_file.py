@@ -1,9 +1,9 @@
 """Reads and writes Ascend's rank table, a JSON file that says which rank runs on which server and device.
 
-Reading is strict on every backend. Contradictions are errors, and so are values that HCCL's documents do not allow; the
-message gives the place. Examples are a field that is missing or has another type, a number out of range, and a rank,
-device or address that occurs twice. Some errors that HCCL refuses do not matter to the CPU core, for example a
-wrong order of the servers or missing addresses of network cards. They only lead to a remark.
+The reader is strict on every backend. Contradictions are errors, and so are values that the HCCL documentation does not
+allow; the message says where they are. Examples are a field that is missing or has the wrong type, a number that is out
+of range, and a rank, device or address that occurs twice. Some errors that HCCL rejects do not matter to the CPU core,
+for example the wrong order of servers or missing network card addresses. They only lead to a remark.
 `unfit_for_910` finds what HCCL allows but Atlas 910 servers cannot run. Unknown fields are ignored.
 
     >>> from mscomm.bootstrap.rank_table_file import Server, make, parse
@@ -30,7 +30,7 @@ LARGEST_BYTES = 16 << 20  # enough for about 100,000 ranks
 LONGEST_SERVER_ID = 63  # characters
 MOST_DEVICES = 1024  # on one server
 VERSIONS = ("1.0", "1.2")
-MOST_PROBLEMS = 100  # report at most this many errors; a file that is no rank table may have one in every line
+MOST_PROBLEMS = 100  # report at most this many errors; a file that is not a rank table may have one in every line
 # HCCL's other kinds of tables, recognised by the key that holds their servers.
 _OTHER_KINDS = {
     "group_list": "this is the older template, with group_list",
@@ -59,7 +59,7 @@ class Problem(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table without errors. `digest`: equal for copies that differ only in white space and in the order of keys."""
+    """A table without errors. `digest`: the same for copies that differ only in white space and the order of keys."""
 
     version: str
     seats: list[Seat]  # in the order of the ranks
@@ -82,7 +82,7 @@ class InvalidTable(ValueError):
 
 
 def load(path: str, named_by: str = "") -> Table:
-    """The table in a file. Raises InvalidTable, a ValueError, if the file cannot be read or the table has an error.
+    """Read a table from a file. Raise InvalidTable, a ValueError, if that fails or the table has an error.
 
     named_by: the variable that names the file, for the message if the file cannot be read.
     """
@@ -95,7 +95,7 @@ def load(path: str, named_by: str = "") -> Table:
 
 
 def parse(content: bytes, path: str) -> Table:
-    """Like load(), from the content of a file. `path` is the file's name in messages."""
+    """Parse the content of a file. `path` is the file's name in messages. The errors are those of load()."""
     document, digest = _document(content, path)
     walk = _Walk()
     with contextlib.suppress(_EnoughError):
@@ -110,7 +110,7 @@ def parse(content: bytes, path: str) -> Table:
 
 
 def _content(path: str) -> bytes:
-    """The bytes of a regular file, or only the first LARGEST_BYTES + 1 of them. Does not block on a FIFO."""
+    """Return the bytes of a regular file, or only the first LARGEST_BYTES + 1 of them. Does not block on a FIFO."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -128,7 +128,7 @@ class _Object(dict[str, Any]):
 
 
 def _document(content: bytes, path: str) -> tuple[Any, str]:
-    """The file's JSON value and a digest of it."""
+    """Return the file's JSON value and a digest of it."""
 
     def fail(where: str, what: str) -> NoReturn:
         raise InvalidTable(path, [Problem(where, what)]) from None
@@ -323,7 +323,7 @@ class _Walk:
         return True
 
     def _get(self, holder: _Object, at: str, key: str, kinds: tuple[type, ...], expected: str) -> Any:
-        """holder[key] if its type is one of `kinds`; otherwise notes an error and returns None."""
+        """Return holder[key] if its type is one of `kinds`; otherwise record an error and return None."""
         where = f"{at}.{key}".lstrip(".")
         if key not in holder:
             there = ", ".join(_shown(other) for other in list(holder)[:8])
@@ -335,7 +335,10 @@ class _Walk:
         return None
 
     def _number(self, holder: _Object, at: str, key: str, low: int, high: int, what: str, why: str = "") -> int | None:
-        """The number in the field; None after an error. A number that is not in quotes is accepted with a remark."""
+        """Return the number in the field; None after an error.
+
+        A number that is not in quotes is accepted with a remark.
+        """
         expected = f"{what} from {low} to {high}, as text{why}"
         value = self._get(holder, at, key, (str, int), expected)
         if value is None:
@@ -354,7 +357,7 @@ class _Walk:
         return None
 
     def _address(self, holder: _Object, at: str, key: str, what: str) -> str | None:
-        """The IP address in the field, which is optional; None if it is missing or wrong."""
+        """Return the IP address in the field, which is optional; None if it is missing or wrong."""
         if key not in holder:
             return None
         expected = f"{what}, an IP address, or no {key} at all"
@@ -365,7 +368,10 @@ class _Walk:
         return None
 
     def _once(self, kind: str, value: Any, where: str, name: str) -> bool:
-        """Whether this is the first place of the value among the values of its kind. If it is not, notes an error."""
+        """Return whether no other place has the same value of this kind.
+
+        If there is one, record an error.
+        """
         first = self._places.setdefault((kind, value), where)
         if first != where:
             self.error(where, f"{name} is there twice; it is at {first}, too")
@@ -381,7 +387,7 @@ _PORTS = frozenset({"device_port", "backup_device_port", "host_port"})
 
 
 def is_address(text: str) -> bool:
-    """Whether the text is an IP address, of version 4 or 6."""
+    """Return whether the text is an IP address, of version 4 or 6."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -390,13 +396,13 @@ def is_address(text: str) -> bool:
 
 
 def is_host(text: str) -> bool:
-    """Whether the text is an address or a possible host name; 10.0.0.300 is neither."""
+    """Return whether the text is an address or a possible host name; 10.0.0.300 is neither."""
     name = re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?", text)
     return is_address(text) or bool(name and not re.fullmatch(r"[0-9.]+", text))
 
 
 def _shown(value: Any) -> str:
-    """The value as text for messages: null, true and false as in JSON, and a long text cut off."""
+    """Return the value as text for messages: null, true and false as in JSON, and a long text cut off."""
     if isinstance(value, (list, dict)):
         return "a list" if isinstance(value, list) else "an object"
     if isinstance(value, str):
@@ -431,7 +437,7 @@ def _remarks(seats: list[Seat], version: str, unquoted: list[str]) -> list[Probl
 
 
 def unfit_for_910(seats: Sequence[Seat]) -> list[Problem]:
-    """What Atlas 910 servers cannot run. They have 8 devices each: 0 to 3 on one network and 4 to 7 on another."""
+    """Return what Atlas 910 servers cannot run. Each has 8 devices: 0 to 3 on one network and 4 to 7 on another."""
     devices: dict[str, list[int]] = {}
     for seat in seats:
         devices.setdefault(seat.server, []).append(seat.device)
@@ -461,9 +467,8 @@ class Server(NamedTuple):
 
 
 def make(servers: Iterable[Server]) -> str:
-    """The text of a table of version 1.0. The servers are sorted as HCCL wants, and the ranks numbered in that order.
-
-    InvalidTable if the servers make no valid table, for example if a server_id occurs twice.
+    """Return the text of a version 1.0 table. Servers are sorted as HCCL requires; ranks are numbered in that order.
+    Raise InvalidTable if the servers do not form a valid table, for example if a server_id occurs twice.
     """
     ranked = sorted(servers, key=lambda server: server.server_id)
     ranks = itertools.count()

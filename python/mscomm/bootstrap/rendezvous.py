@@ -1,9 +1,9 @@
-"""Lets the ranks meet at an address that each can work out. Rank 0 starts the hub there, and the others connect to it.
+"""Lets the ranks meet at an address that each can compute. Rank 0 starts the hub there, and the others connect to it.
 
-Launchers without a key-value store share this code. If all ranks are on one host, they meet at an abstract unix socket
-whose name is derived from the job; the key is in a file that only this user can read. Ranks on several hosts meet at a
-TCP port of rank 0's host. Rank 0 takes the first free one of a few ports; the others try these ports in turn, and the
-hello tells them which port belongs to their job.
+The launchers without a key-value store share this code. If all ranks are on one host, they meet at an abstract unix
+socket whose name is derived from the job; the key is in a file that only the current user can read. Ranks on several
+hosts meet at a TCP port of rank 0's host. Rank 0 takes the first of a few ports that is free. The others try these
+ports in turn, and the hello tells them which port belongs to their job.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mscomm import environment
-from mscomm.bootstrap.invitation import Invitation
+from mscomm.bootstrap.invitation import Invitation, Seat
 from mscomm.cluster import hub_process, interfaces, links, security
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames
+from mscomm.cluster.hello import CONTROL, LAUNCHER, Identity, NotMscomm
 from mscomm.errors import AuthenticationError, BackendUnavailable, Error
 
 if TYPE_CHECKING:
-    import subprocess
-
     import psutil
 
 _RETRY_S = (0.02, 0.2)  # the first pause between attempts to connect, and the longest
@@ -40,22 +39,13 @@ _TELL_S = 2.0  # how long to try to reach the hub at a taken address, because th
 _SILENCES = 3  # give up after this many connections without an answer; the hub of the previous job may cause one
 
 
-class Seat(NamedTuple):
-    """This process's place in the job, according to the launcher."""
-
-    rank: int
-    size: int
-    local_rank: int | None
-    one_host: bool
-
-
 class Spot(NamedTuple):
-    """Where the ranks meet. `job`: a text that no other job has that may use the same address."""
+    """Where the ranks meet. `job`: a text that differs from that of any other job that may use the same address."""
 
     job: str
     host: str = ""  # the name or address of rank 0's host
     ports: Sequence[int] = ()
-    key_path: str = ""  # a file on a shared file system, in which rank 0 leaves the key if the user gave none
+    key_path: str = ""  # a file on a shared file system, to which rank 0 writes the key if the user provided none
 
 
 def meet(
@@ -66,35 +56,21 @@ def meet(
         spot = spot._replace(job=f"{spot.job} {job_id}")  # jobs with different ids then use different sockets
     if seat.rank == 0:
         return _host(launcher, seat, spot, env, deadline, permit_plain, advice)
-    key = b""
-
-    def admit(sock: socket.socket) -> None:
-        nonlocal key
-        key = _key(spot, sock.getpeername(), env, permit_plain)
-        links.greet(sock, key, links.CONTROL, links.newcomer(env, seat.rank), deadline)
-
     targets = [_unix_name(spot.job)] if seat.one_host else [(spot.host, port) for port in spot.ports]
     where = _where(seat, spot)
-    sock = reach(targets, deadline, admit, f"{launcher}: rank {seat.rank} finds no hub of rank 0 at {where}", advice)
-    return invitation(launcher, seat, sock, key, f"the hub that rank 0 started at {where}", greeted=True)
-
-
-def invitation(
-    launcher: str,
-    seat: Seat,
-    sock: socket.socket,
-    key: bytes,
-    where: str,
-    *,
-    greeted: bool = False,
-    process: subprocess.Popen[bytes] | None = None,
-) -> Invitation:
-    """The Invitation that accept() returns for a rank that knows its place."""
-    return Invitation(sock, key, greeted, seat.rank, seat.size, seat.local_rank, None, launcher, process, where)
+    sock, key = reach(
+        targets,
+        deadline,
+        lambda address: _key(spot, address, env, permit_plain),
+        links.newcomer(env, seat.rank),
+        f"{launcher}: rank {seat.rank} finds no hub of rank 0 at {where}",
+        advice,
+    )
+    return Invitation(launcher, seat, sock, key, f"the hub that rank 0 started at {where}", greeted=True)
 
 
 def number(launcher: str, env: Mapping[str, str], name: str, low: int, high: int | None = None) -> int:
-    """The variable's value; BackendUnavailable if it is not a whole number from low to high."""
+    """Return the variable's value; raise BackendUnavailable if it is not a whole number from low to high."""
     text = env.get(name, "").strip()
     if not (text.isascii() and text.isdecimal() and low <= int(text) and (high is None or int(text) <= high)):
         value = f"{name}={env[name]!r}" if name in env else f"{name} is not set"
@@ -104,45 +80,51 @@ def number(launcher: str, env: Mapping[str, str], name: str, low: int, high: int
 
 
 def ports_after(port: int, env: Mapping[str, str]) -> Sequence[int]:
-    """The ports for the hub if another program uses `port`: eight of MSCOMM_PORTS, else eight ports after `port`."""
+    """Return the hub's ports if another program uses `port`: eight of MSCOMM_PORTS, or else the eight after `port`."""
     if allowed := environment.read("MSCOMM_PORTS", env):
         return _eight_of(allowed, str(port))
     return range(port + 1, port + 9) if port + 8 < 1 << 16 else range(port - 8, port)
 
 
 def meeting_ports(job: str, env: Mapping[str, str]) -> Sequence[int]:
-    """The ports for the hub if the launcher names none: MSCOMM_PORT, else eight ports that are derived from the job."""
+    """Return the hub's ports if the launcher names none: MSCOMM_PORT, or else eight ports derived from the job."""
     if port := environment.read("MSCOMM_PORT", env):
         return range(port, port + 1)
     return _eight_of(environment.read("MSCOMM_PORTS", env) or _HIGH_PORTS, job)
 
 
 def _eight_of(ports: range, job: str) -> range:
-    """Eight consecutive ports of the range; every rank of the job gets the same eight."""
+    """Return eight consecutive ports from the range; every rank of the job gets the same eight."""
     place = int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "little") % max(1, len(ports) - 8)
     return ports[place : place + 8]
 
 
 def port_range(ports: Sequence[int]) -> str:
-    """The ports as text for messages."""
+    """Return the ports as text for messages."""
     return f"ports {ports[0]} to {ports[-1]}" if len(ports) > 1 else f"port {ports[0]}"
 
 
 # -- ranks other than 0: reaching the hub
+
+
 def reach(
     targets: Sequence[links.Address],
     deadline: Deadline,
-    admit: Callable[[socket.socket], object],
+    key_at: Callable[[Any], bytes],
+    mine: Identity,
     absent: str,
     advice: str,
     *,
+    purpose: int = CONTROL,
     source: str | None = None,
-) -> socket.socket:
-    """Connect to the targets in turn, until one listens and passes `admit`, which does the hello. Returns the socket.
+) -> tuple[socket.socket, bytes]:
+    """Connect to the targets in turn, until one listens and the hello succeeds. Return the socket and the job's key.
 
-    Retries until the deadline, because the listener may start after us. At the deadline, raises BackendUnavailable:
-    "<absent> within 3 s: what was tried. <advice>". If there is only one target, an Error from `admit` is raised at
-    once, unless the listener closed without an answer.
+    key_at: a function that takes the listener's address and returns the key for the hello.
+
+    Retry until the deadline, because the listener may start after us. At the deadline, raise BackendUnavailable:
+    "<absent> within 3 s: what was tried. <advice>". If there is only one target, raise an Error from `key_at` or the
+    hello at once, unless the listener closed the connection without an answer.
     """
     started, pause_s, said, silences = time.monotonic(), _RETRY_S[0], False, 0
     heard: dict[links.Address, str] = {}  # by target: why the last hello failed
@@ -155,11 +137,12 @@ def reach(
                 problems[target] = words(error)
                 continue
             try:
-                admit(sock)
-                return sock
+                key = key_at(sock.getpeername())
+                links.greet(sock, key, purpose, mine, deadline)
+                return sock, key
             except (Error, OSError) as error:
                 sock.close()
-                silent = isinstance(error, links.NotMscomm) and isinstance(error.__cause__, ConnectionError)
+                silent = isinstance(error, NotMscomm) and isinstance(error.__cause__, ConnectionError)
                 silences += silent
                 if isinstance(error, Error) and len(targets) == 1 and not (silent and silences < _SILENCES):
                     raise
@@ -176,28 +159,28 @@ def reach(
         if waited_s > _SAYS_WAITING_AFTER_S and not said:
             said = True
             print(f"mscomm: still waiting: {absent}: {what}", file=sys.stderr, flush=True)
-        time.sleep(min(pause_s, deadline.left()))  # no event tells when somebody begins to listen
+        time.sleep(min(pause_s, deadline.left()))  # no event says when somebody begins to listen
         pause_s = min(2 * pause_s, _RETRY_S[1])
 
 
 def _connect(target: links.Address, deadline: Deadline, source: str | None) -> socket.socket:
     sock = links.connect(target, deadline, source=source)
     if isinstance(target, tuple) and sock.getsockname() == sock.getpeername():
-        # If nobody listens, TCP may connect a port of the ephemeral range to itself.
+        # If nobody listens, TCP may connect a port in the ephemeral range to itself.
         sock.close()
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
     return sock
 
 
 def words(error: OSError) -> str:
-    """The error as text for messages."""
+    """Return the error as text for messages."""
     if isinstance(error, socket.gaierror):
         return f"the name cannot be resolved ({error.strerror})"
     return error.strerror or str(error)
 
 
 def _summary(problems: Mapping[links.Address, str]) -> str:
-    """The problems as text, each text once. If there are several texts, each is shown with its ports."""
+    """Return the problems as text, each text once. If there are several texts, each is shown with its ports."""
     different = list(dict.fromkeys(problems.values()))
     if len(different) == 1:
         return different[0]
@@ -211,7 +194,7 @@ def _summary(problems: Mapping[links.Address, str]) -> str:
 def _host(
     launcher: str, seat: Seat, spot: Spot, env: Mapping[str, str], deadline: Deadline, permit_plain: bool, advice: str
 ) -> Invitation:
-    """Rank 0's part: start the hub and connect. Until the hub serves, connections wait in the listener's backlog."""
+    """Do rank 0's part: start the hub and connect. Until the hub runs, connections wait in the listener's backlog."""
     until = deadline.within(_LAST_JOB_S)
     while True:
         try:
@@ -233,7 +216,7 @@ def _host(
                 ) from error
         time.sleep(_RETRY_S[1])
     with listener:
-        address = _address(listener)
+        address = links.address_of(listener)
         process = hub_process.spawn(listener, seat.size, key, deadline.rest(), links.job_of(env))
         try:
             sock = links.connect(address, deadline)
@@ -242,21 +225,21 @@ def _host(
             process.wait()
             raise
     where = interfaces.endpoint(*address) if isinstance(address, tuple) else _where(seat, spot)
-    return invitation(launcher, seat, sock, key, f"the hub that rank 0 started at {where}", process=process)
+    return Invitation(launcher, seat, sock, key, f"the hub that rank 0 started at {where}", hub=process)
 
 
 def _contend_at(spot: Spot, env: Mapping[str, str], permit_plain: bool) -> str:
-    address = _resolve(spot.host, spot.ports[0])[1][:2]
-    return contend(address[0], address[1], lambda: _key(spot, address, env, permit_plain), env)
+    host, port = _resolve(spot.host, spot.ports[0])[1][:2]
+    return contend(host, port, lambda _: _key(spot, (host, port), env, permit_plain), env)
 
 
 def _open(seat: Seat, spot: Spot, env: Mapping[str, str], permit_plain: bool) -> tuple[socket.socket, bytes]:
-    """A socket that listens at the first free port of the spot, and the job's key."""
+    """Return a socket that listens at the first free port of the spot, and the job's key."""
     for port in (0,) if seat.one_host else spot.ports:
         with contextlib.ExitStack() as failing:
             try:
                 listener = failing.enter_context(_bind(seat, spot, port, env))
-                key = _new_key(spot, _address(listener), env, permit_plain)
+                key = _key(spot, links.address_of(listener), env, permit_plain, new=True)
                 listener.listen(seat.size + 64)  # after the key file is written: a rank that can connect can read it
                 failing.pop_all()
                 return listener, key
@@ -273,7 +256,7 @@ def _bind(seat: Seat, spot: Spot, port: int, env: Mapping[str, str]) -> socket.s
 
 
 def own_address(host: str, env: Mapping[str, str]) -> str:
-    """The numeric address at which other hosts reach this host. `host`: the name or address that they use for it."""
+    """Return the numeric address at which other hosts reach this host. `host`: the name or address that they use."""
     address = str(_resolve(host, 0)[1][0])
     if security.is_loopback(address) and not is_loopback_name(host):
         # /etc/hosts often maps a host's own name to a loopback address, which the other hosts cannot reach.
@@ -282,7 +265,7 @@ def own_address(host: str, env: Mapping[str, str]) -> str:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to exactly this address of this host. OSError if the kernel or the resolver refuses."""
+    """Return a socket bound to exactly this address of this host. OSError if the kernel or the resolver refuses."""
     return _bound(*_resolve(host, port))
 
 
@@ -303,7 +286,7 @@ def _resolve(host: str, port: int) -> tuple[int, Any]:
 
 
 def is_loopback_name(host: str) -> bool:
-    """Whether the host, as the user wrote it, can only mean this machine."""
+    """Return whether the host, as the user wrote it, can only mean this machine."""
     try:
         return security.is_loopback(host)
     except ValueError:
@@ -313,31 +296,29 @@ def is_loopback_name(host: str) -> bool:
 # -- two jobs at one address
 
 
-def contend(host: str, port: int, key: Callable[[], bytes], env: Mapping[str, str]) -> str:
+def contend(host: str, port: int, key: Callable[[Any], bytes], env: Mapping[str, str]) -> str:
     """Find out who listens at an address that is taken. If it is a hub, tell it that another job wanted the address.
 
-    Returns text about the process that listens, for messages. The hub must know of the other job, because ranks of
-    both jobs may have joined it, and it cannot tell them apart. key: a function that returns the hub's key; it is
-    called when the hub listens.
+    Return text about the process that listens, for messages. The hub must know of the other job, because ranks of
+    both jobs may have joined it, and it cannot tell them apart. key: a function that takes the hub's address and
+    returns the hub's key; it is called when the hub listens.
     """
     import psutil
 
     me = psutil.Process()
     who = f"{_words_of(me)} on host {socket.gethostname()}"
     deadline = Deadline(_TELL_S)
-
-    def admit(sock: socket.socket) -> None:
-        links.greet(sock, key(), links.LAUNCHER, links.newcomer(env), deadline)
-
     words = {"t": "rival", "who": who, "seconds": max(0.0, time.time() - me.create_time())}
-    # An error means that no hub listens, or that the hub refuses our ranks too. In both cases, no hub must be told.
-    with contextlib.suppress(Error, OSError), reach([(host, port)], deadline, admit, "", "") as sock:
-        Frames(sock).send(words, deadline)
+    # An error means that no hub listens, or that the hub also refuses our ranks. In both cases, no hub must be told.
+    with contextlib.suppress(Error, OSError):
+        sock, _ = reach([(host, port)], deadline, key, links.newcomer(env), "", "", purpose=LAUNCHER)
+        with sock:
+            Frames(sock).send(words, deadline)
     return _holder(host, port)
 
 
 def _holder(host: str, port: int) -> str:
-    """The process that listens at the address, as " by pid 7 (python train.py)"; "" if this user cannot see it."""
+    """Return the process that listens at the address, as " by pid 7 (python train.py)"; "" if it is not visible."""
     import psutil
 
     with contextlib.suppress(psutil.Error, OSError):
@@ -359,38 +340,31 @@ def _words_of(process: psutil.Process) -> str:
 # -- the key of the job
 
 
-def _new_key(spot: Spot, address: links.Address, env: Mapping[str, str], permit_plain: bool) -> bytes:
-    """Rank 0's key: the user's key, else a new key in a file, else, if permitted, a key that anybody can compute."""
+def _key(spot: Spot, address: Any, env: Mapping[str, str], permit_plain: bool, *, new: bool = False) -> bytes:
+    """Return the key of the job: the user's, else that in a file, else, if permitted, a key that anybody can compute.
+
+    new: this is rank 0, which writes the file. The others call this after connecting; FileNotFoundError if the file is
+    missing.
+    """
     path = _path(spot, address)
     if users := environment.read("MSCOMM_JOB_KEY_FILE", env):
         key = security.read_key(users)
-    elif path:
+    elif not path:
+        key = security.worker_key(env, address[0], address[1], permit_plain)
+    elif new:
         file = security.KeyFile(path)
         atexit.register(_remove, file, os.getpid())
         key = file.key
     else:
-        assert isinstance(address, tuple)
-        key = security.worker_key(env, *address, permit_plain)
-    return security.derived_key(key, spot.job)
-
-
-def _key(spot: Spot, address: Any, env: Mapping[str, str], permit_plain: bool) -> bytes:
-    """The key that _new_key() gave rank 0. Call this after connecting. FileNotFoundError if the file is missing."""
-    path = _path(spot, address)
-    if users := environment.read("MSCOMM_JOB_KEY_FILE", env):
-        key = security.read_key(users)
-    elif path:
         if not os.path.lexists(path):
             shared = "is the folder one that all hosts share?" if spot.key_path else "same user, same TMPDIR?"
             raise FileNotFoundError(errno.ENOENT, f"rank 0's key file {path} is not there ({shared})")
         key = security.read_key(path, "rank 0 writes it")
-    else:
-        key = security.worker_key(env, address[0], address[1], permit_plain)
     return security.derived_key(key, spot.job)
 
 
 def _path(spot: Spot, address: Any) -> str:
-    """The file in which rank 0 leaves the key; "" if no file can be read by all other ranks and by nobody else."""
+    """Return the file to which rank 0 writes the key; "" if no file can be read by all other ranks and nobody else."""
     if not isinstance(address, tuple):
         return security.key_path(_unix_name(spot.job)[1:])
     if security.is_loopback(address[0]):
@@ -408,11 +382,6 @@ def _remove(file: security.KeyFile, pid: int) -> None:
 
 def _unix_name(job: str) -> str:
     return f"\0mscomm-{hashlib.sha256(f'{os.getuid()} {job}'.encode()).hexdigest()[:32]}"
-
-
-def _address(listener: socket.socket) -> links.Address:
-    name = listener.getsockname()
-    return name[:2] if isinstance(name, tuple) else os.fsdecode(name)
 
 
 def _where(seat: Seat, spot: Spot) -> str:

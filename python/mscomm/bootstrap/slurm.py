@@ -11,8 +11,8 @@ import os
 import re
 from collections.abc import Mapping
 
-from mscomm.bootstrap.invitation import Invitation
-from mscomm.bootstrap.rendezvous import Seat, Spot, meet, meeting_ports, number, port_range
+from mscomm.bootstrap.invitation import Invitation, Seat
+from mscomm.bootstrap.rendezvous import Spot, meet, meeting_ports, number, port_range
 from mscomm.cluster.deadline import Deadline
 from mscomm.errors import BackendUnavailable
 
@@ -23,8 +23,9 @@ _calls = itertools.count()
 
 
 def detect(env: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of several tasks. SLURM_PROCID alone does not show this, because the
-    batch script has it too.
+    """Return whether srun started this process as one of several tasks.
+
+    SLURM_PROCID alone does not show this, because the batch script has it too.
     """
     step, tasks = (env.get(name, "") for name in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"))
     return (
@@ -45,12 +46,8 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     step = f"{env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}"
     ports = meeting_ports(step, env)
     call = next(_calls)
-    spot = Spot(
-        f"slurm {step} {call}",
-        nodes[0],
-        ports,
-        os.path.expanduser(f"~/.mscomm/slurm-{step}-{call}.key"),
-    )
+    key_path = os.path.expanduser(f"~/.mscomm/slurm-{step}-{call}.key")
+    spot = Spot(f"slurm {step} {call}", nodes[0], ports, key_path)
     advice = (
         f"Task 0 must run on {nodes[0]} (the first of the step's nodes, {listed}), and the others must reach its "
         f"{port_range(ports)}"
@@ -60,7 +57,10 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
 
 
 def hosts(text: str) -> list[str]:
-    """The nodes of a list as Slurm writes it: node[001,007-015],x[1-2]-ib. BackendUnavailable if it cannot be read."""
+    """Return the nodes of a list as Slurm writes it: node[001,007-015],x[1-2]-ib.
+
+    Raise BackendUnavailable if it cannot be read.
+    """
     found: list[str] = []
     at = 0
     while at < len(text):

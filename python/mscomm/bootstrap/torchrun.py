@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from mscomm.bootstrap.invitation import Invitation
-from mscomm.bootstrap.rendezvous import Seat, Spot, is_loopback_name, meet, number, port_range, ports_after
+from mscomm.bootstrap.invitation import Invitation, Seat
+from mscomm.bootstrap.rendezvous import Spot, is_loopback_name, meet, number, port_range, ports_after
 from mscomm.cluster.deadline import Deadline
 
 NAME = "torchrun"
@@ -43,12 +43,7 @@ def join(launcher: str, env: Mapping[str, str], deadline: Deadline, permit_plain
         f"(MASTER_PORT={port} itself is torch's)"
     )
     one_host = one_agent or is_loopback_name(host)
-    return meet(
-        launcher,
-        Seat(rank, size, local_rank, one_host),
-        Spot(f"torch {host} {port} {life}", host, ports),
-        env,
-        deadline,
-        permit_plain,
-        "Has rank 0 ended, or does it never call init()?" if one_host else advice,
-    )
+    if one_host:
+        advice = "Has rank 0 ended, or does it never call init()?"
+    seat, spot = Seat(rank, size, local_rank, one_host), Spot(f"torch {host} {port} {life}", host, ports)
+    return meet(launcher, seat, spot, env, deadline, permit_plain, advice)

@@ -11,12 +11,15 @@ from mscomm import __version__
 # For each subcommand: its module, and one line of help.
 COMMANDS = {
     "run": ("mscomm.cli.run", "Start and watch the ranks of a job on this host."),
-    "doctor": ("mscomm.cli.doctor", "Tell what is here, what is missing, and try two ranks."),
-    "sched": ("mscomm.cli.sched", "Be the scheduler of a job with MS_* variables."),
-    "bench": ("mscomm.cli.bench", "Measure a collective, alone or beside gloo and MPI."),
-    "data": ("mscomm.cli.data", "Make a small set of real images in CIFAR-10's binary format."),
-    "ranktable": ("mscomm.cli.ranktable", "Write and check rank tables, Ascend's files of who runs where."),
-    "trace": ("mscomm.cli.trace", "Tell who waited for whom, from the records of a failed job."),
+    "doctor": (
+        "mscomm.cli.doctor",
+        "Check this machine: what is installed, what is missing, and whether two ranks can talk.",
+    ),
+    "sched": ("mscomm.cli.sched", "Run the scheduler of a job that is started with MS_* variables."),
+    "bench": ("mscomm.cli.bench", "Benchmark a collective, alone or against gloo and MPI."),
+    "data": ("mscomm.cli.data", "Create a small set of real images in the CIFAR-10 binary format."),
+    "ranktable": ("mscomm.cli.ranktable", "Write and check rank tables, the Ascend files that map ranks to devices."),
+    "trace": ("mscomm.cli.trace", "Show which rank waited for which, from the records of a failed job."),
 }
 
 

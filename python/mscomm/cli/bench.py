@@ -16,14 +16,18 @@ from mscomm import bootstrap
 
 # The bench package needs numpy, so the functions below import it when they need it.
 
-_HELP = """Measure COLLECTIVE: all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, all_to_all,
-scan, exscan, send_recv, barrier; or `buckets`: all_reduce_many over the gradients of a network against one call for
-each, and steps of training by size of the fusion bucket: how much of the communication is hidden, and which size is the
-fastest; or `tune`: each collective by each algorithm that these ranks and hosts allow, and the table that init chooses.
+_HELP = """Benchmark COLLECTIVE, which is one of: all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather,
+scatter, all_to_all, scan, exscan, send_recv, barrier.
 
-Starts the ranks itself; under mpirun, or any other launcher, it takes those that are there. Flags, columns and
-bandwidths are nccl-tests', but for -n, the ranks (there: --iters). A size is what one rank sends in all, or receives in
-all, whichever is more: for all_gather n times its array.
+COLLECTIVE can also be `buckets` or `tune`. `buckets` compares all_reduce_many on the gradients of a network with one
+call per gradient. It then measures training steps with several bucket sizes, and shows how much of the communication
+overlaps with computation and which bucket size is fastest. `tune` measures each collective with each algorithm that
+these ranks and hosts allow, and prints the algorithms that init() chooses.
+
+Starts the ranks itself. Under mpirun or another launcher, it uses the ranks that the launcher has started. Options,
+columns and bandwidths are those of nccl-tests, except that -n is the number of ranks (in nccl-tests, --iters). A size
+is the total number of bytes that one rank sends or receives, whichever is larger: for all_gather, n times the size of
+its array.
 
 \b
     mscomm bench all_reduce -n 4 -b 8 -e 64M -f 4
@@ -31,31 +35,35 @@ all, whichever is more: for all_gather n times its array.
     mpirun -n 4 mscomm bench broadcast -r 3
 """
 
-_VS = """Measure these in turn with mscomm: torch-gloo, openmpi, mpich; torch-gloo-4 (its interface named four times),
-openmpi-single, mpich-single (MPI_THREAD_SINGLE); private (mscomm on ordinary arrays), memory (NumPy, no collective,
-moves the bytes that the collective has to)."""
+_VS = """Also measure these contenders, taking turns with mscomm: torch-gloo, openmpi, mpich; torch-gloo-4 (with its
+interface named four times); openmpi-single, mpich-single (MPI_THREAD_SINGLE); private (mscomm on ordinary arrays);
+memory (NumPy moves the same bytes, without communication)."""
 
 
 @click.command("bench", help=_HELP)
 @click.argument("collective")
-@click.option("-n", "ranks", type=click.IntRange(1), metavar="N", help="How many ranks to start.  [2]")
-@click.option("-b", "--minbytes", default="8", metavar="SIZE", help="The smallest size; K, M, G allowed.  [8]")
+@click.option("-n", "ranks", type=click.IntRange(1), metavar="N", help="The number of ranks to start.  [2]")
+@click.option("-b", "--minbytes", default="8", metavar="SIZE", help="The smallest size; may end in K, M or G.  [8]")
 @click.option("-e", "--maxbytes", default="64M", metavar="SIZE", help="The largest size.  [64M]")
-@click.option("-f", "--stepfactor", type=int, metavar="N", help="Each size N times the one before.  [4]")
-@click.option("-i", "--stepbytes", metavar="SIZE", help="Each size so many bytes more than the one before.")
-@click.option("-d", "--datatype", default="float32", metavar="DTYPE", help="NumPy's name or nccl-tests'.  [float32]")
-@click.option("-o", "--op", default="sum", help="sum prod min max avg band bor bxor.  [sum]")
-@click.option("-r", "--root", type=click.IntRange(0), default=0, help="The root, where there is one.  [0]")
-@click.option("--iters", type=click.IntRange(1), help="Timed calls of a size.  [5 to 1000: 100 ms]")
-@click.option("-w", "--warmup", type=click.IntRange(0), help="Calls before them.  [50 ms, 5 at least]")
-@click.option("--rounds", type=click.IntRange(1), help="Repeat all that so often.  [1; 5 with --vs]")
-@click.option("-c", "--check", type=click.IntRange(0, 1), default=1, help="1: compare each size's results.  [1]")
-@click.option("--shared", is_flag=True, help="Arrays of mscomm.empty; else ordinary ones.")
+@click.option("-f", "--stepfactor", type=int, metavar="N", help="Each size is N times the previous one.  [4]")
+@click.option("-i", "--stepbytes", metavar="SIZE", help="Each size is this much larger than the previous one.")
+@click.option(
+    "-d", "--datatype", default="float32", metavar="DTYPE", help="As NumPy or nccl-tests names it.  [float32]"
+)
+@click.option("-o", "--op", default="sum", help="sum, prod, min, max, avg, band, bor or bxor.  [sum]")
+@click.option("-r", "--root", type=click.IntRange(0), default=0, help="The root of collectives that have one.  [0]")
+@click.option("--iters", type=click.IntRange(1), help="Timed calls per size.  [5 to 1000, about 100 ms]")
+@click.option("-w", "--warmup", type=click.IntRange(0), help="Untimed calls before them.  [50 ms, at least 5]")
+@click.option("--rounds", type=click.IntRange(1), help="How often to repeat all this.  [1; 5 with --vs]")
+@click.option("-c", "--check", type=click.IntRange(0, 1), default=1, help="1: check the results of each size.  [1]")
+@click.option("--shared", is_flag=True, help="Use arrays from mscomm.empty instead of ordinary ones.")
 @click.option("--vs", default="", metavar="PEERS", help=_VS)
-@click.option("--openmpi-prefix", type=click.Path(exists=True, path_type=Path), help="Open MPI, where it is not here.")
-@click.option("--mpich-prefix", type=click.Path(exists=True, path_type=Path), help="MPICH, where it is not here.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Keep all samples here.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw a picture: .svg, .png or .pdf.")
+@click.option("--openmpi-prefix", type=click.Path(exists=True, path_type=Path), help="Where Open MPI is installed.")
+@click.option("--mpich-prefix", type=click.Path(exists=True, path_type=Path), help="Where MPICH is installed.")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write all samples to this file."
+)
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw a chart: .svg, .png or .pdf.")
 def command(ranks: int | None, vs: str, **options: Any) -> None:
     plan = _plan(vs, **options)
     if bootstrap.find(os.environ) is None:
@@ -68,7 +76,10 @@ def command(ranks: int | None, vs: str, **options: Any) -> None:
 
 
 def _plan(vs: str, **options: Any) -> Any:
-    """The options as a Plan, checked before any rank is started. Raises ClickException if an option is invalid."""
+    """Return the options as a Plan, checked before any rank is started.
+
+    Raise ClickException if an option is invalid.
+    """
     from mscomm.bench import plan
     from mscomm.bench.contenders import available
     from mscomm.bench.peers import PEERS, SINGLE
@@ -147,7 +158,7 @@ def check_peers(names: Iterable[str], prefixes: Mapping[str, Path]) -> None:
 
 
 def _start(ranks: int) -> int:
-    """Run this command again under `mscomm run -n RANKS`. Removes the rank prefix from the lines of rank 0. Returns the
+    """Run this command again under `mscomm run -n RANKS`. Removes the rank prefix from the lines of rank 0. Return the
     exit status.
     """
     line = [sys.executable, "-m", "mscomm", "run", "-n", str(ranks), "-m", "mscomm", *sys.argv[1:]]

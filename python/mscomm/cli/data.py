@@ -10,9 +10,9 @@ import gzip
 import importlib.resources
 import importlib.util
 import os
+import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,19 +83,19 @@ def command() -> None:
 
 
 @command.command("make")
-@click.option("--from", "origin", required=True, type=click.Choice(list(ORIGINS)), help="Which images.")
+@click.option("--from", "origin", required=True, type=click.Choice(list(ORIGINS)), help="The source of the images.")
 @click.option(
     "--out",
     required=True,
     metavar="DIR",
     type=click.Path(file_okay=False, path_type=Path),
-    help="The folder to make, which the training scripts take as their DATA_PATH.",
+    help="The folder to create. Pass it to the training scripts as DATA_PATH.",
 )
 def make(origin: str, out: Path) -> None:
-    """Write real images in CIFAR-10's binary format: data_batch_1.bin to data_batch_5.bin, test_batch.bin.
+    """Write real images in the CIFAR-10 binary format: data_batch_1.bin to data_batch_5.bin, and test_batch.bin.
 
-    The images are not CIFAR-10 but handwritten digits, 32 x 32 pixels, with labels 0 to 9. The files are the same in
-    every run.
+    The images are not those of CIFAR-10 but handwritten digits, 32 x 32 pixels, with labels 0 to 9. The files are the
+    same in every run.
     """
     folder = out.absolute()
     if folder.exists() and not (folder / ABOUT).exists() and any(folder.iterdir()):
@@ -103,10 +103,10 @@ def make(origin: str, out: Path) -> None:
     images, labels = _read(ORIGINS[origin])
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+        partial.mkdir()
         try:
             _write(partial, images, labels, ORIGINS[origin].about)
-            partial.chmod(0o777 & ~_umask())
             made = _put(partial, folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -158,7 +158,7 @@ def _record(image: Array, label: int, tick: Callable[[], None]) -> bytes:
 
 
 def _progress(stack: contextlib.ExitStack, total: int) -> Callable[[], None]:
-    """A function to call after each image. It advances the progress bar; if no bar is shown, it does nothing."""
+    """Return a function to call after each image. It advances the progress bar; if no bar is shown, it does nothing."""
     if total < _SLOW or not sys.stderr.isatty():
         return lambda: None
     from rich.console import Console
@@ -178,7 +178,7 @@ def _save(path: Path, pieces: Iterable[bytes]) -> None:
 
 
 def _put(partial: Path, folder: Path) -> bool | None:
-    """Rename `partial` to `folder`. Returns False if `folder` already has the same files, None if it has others."""
+    """Rename `partial` to `folder`. Return False if `folder` already has the same files, None if it has others."""
     try:
         partial.rename(folder)  # this also replaces an empty folder
     except OSError:
@@ -195,10 +195,3 @@ def _put(partial: Path, folder: Path) -> bool | None:
 
 def _contents(folder: Path) -> dict[str, bytes | None]:
     return {path.name: path.read_bytes() if path.is_file() else None for path in folder.iterdir()}
-
-
-def _umask() -> int:
-    """The process's umask. It can only be read by setting it, so this sets it twice."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from mscomm import environment
+from mscomm.cluster.cpus import cpu_quota
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -111,7 +112,7 @@ def command(ranks: int, verbose: bool, as_json: bool) -> None:
 
 
 def sections(ranks: int, env: Mapping[str, str], verbose: bool = False) -> dict[str, Callable[[], Iterator[Finding]]]:
-    """The parts of the report, in order: for each title, a function that computes the part."""
+    """Return the parts of the report, in order: for each title, a function that computes the part."""
     return {
         "Versions": versions,
         "Machine": lambda: machine(ranks, env),
@@ -156,7 +157,7 @@ def versions() -> Iterator[Finding]:
 
 
 def core() -> Finding:
-    """The finding that says whether the compiled core can be loaded."""
+    """Return the finding that says whether the compiled core can be loaded."""
     try:
         module = importlib.import_module("mscomm._core")
     except ImportError as error:
@@ -165,7 +166,7 @@ def core() -> Finding:
 
 
 def version(package: str) -> Finding:
-    """The version of a package that mscomm needs; a fault if the package is missing."""
+    """Return the version of a package that mscomm needs; a fault if the package is missing."""
     from importlib import metadata
 
     try:
@@ -176,7 +177,10 @@ def version(package: str) -> Finding:
 
 
 def optional(package: str, what: str) -> Finding:
-    """The version of a package that mscomm can do without. The package is not imported, because torch takes seconds."""
+    """Return the version of a package that mscomm can do without.
+
+    The package is not imported, because torch takes seconds.
+    """
     from importlib import metadata
 
     try:
@@ -199,7 +203,7 @@ def backends(env: Mapping[str, str], verbose: bool) -> Iterator[Finding]:
 
 
 def accelerator(name: str) -> str:
-    """The accelerator's libraries and devices as text, or why they cannot be used."""
+    """Return the accelerator's libraries and devices as text, or why they cannot be used."""
     from mscomm import accelerators
     from mscomm.errors import Error
 
@@ -231,14 +235,16 @@ def machine(ranks: int, env: Mapping[str, str]) -> Iterator[Finding]:
     allowed = len(os.sched_getaffinity(0))
     quota = cpu_quota()
     yield Finding("kernel", f"{platform.release()} {platform.machine()}, {' '.join(platform.libc_ver())}")
-    yield Finding("CPUs", f"{allowed} of {os.cpu_count()} allowed, quota {f'{quota:g} CPUs' if quota else 'none'}")
-    yield Finding("threads", threads(ranks, min(allowed, quota or allowed), env.get("OMP_NUM_THREADS")))
+    yield Finding(
+        "CPUs", f"{allowed} of {os.cpu_count()} allowed, quota {f'{quota:g} CPUs' if quota < float('inf') else 'none'}"
+    )
+    yield Finding("threads", threads(ranks, min(allowed, quota), env.get("OMP_NUM_THREADS")))
     yield Finding("load", f"{os.getloadavg()[0]:.1f} processes wanted a CPU in the last minute")
     yield descriptors(ranks, *resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
 def threads(ranks: int, cpus: float, omp_num_threads: str | None) -> str:
-    """A text that says whether this host has enough CPUs for `ranks` ranks with OMP_NUM_THREADS threads each."""
+    """Return a text that says whether this host has enough CPUs for `ranks` ranks with OMP_NUM_THREADS threads each."""
     fitting = max(1, int(cpus // ranks))
     if omp_num_threads is None:
         return f"OMP_NUM_THREADS unset: `mscomm run -n {ranks}` sets {fitting}; under mpirun set it yourself"
@@ -252,7 +258,7 @@ def threads(ranks: int, cpus: float, omp_num_threads: str | None) -> str:
 
 
 def descriptors(ranks: int, soft: int, hard: int) -> Finding:
-    """The finding that says whether a process may open enough file descriptors in a job of `ranks` ranks."""
+    """Return the finding that says whether a process may open enough file descriptors in a job of `ranks` ranks."""
     needed = 64 + 4 * ranks  # about 4 descriptors for each rank: links, a pidfd, pipes or memory
     limit = "no limit" if soft == resource.RLIM_INFINITY else f"{soft}"
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -260,18 +266,6 @@ def descriptors(ranks: int, soft: int, hard: int) -> Finding:
         text = f"{limit}, {ranks} ranks need about {needed}; raise it {allowed}: ulimit -n {needed}"
         return Finding("open files", text, fault=True)
     return Finding("open files", limit)
-
-
-def cpu_quota(root: str = "/sys/fs/cgroup") -> float | None:
-    """The number of CPUs that the container's control group allows, if it is limited (cgroup v2, then v1)."""
-    words = (_read(f"{root}/cpu.max") or "").split()
-    if not words:
-        words = [_read(f"{root}/cpu/cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
-    try:
-        quota, period = (int(word) for word in words)
-    except ValueError:
-        return None  # the quota is "max", or there is no such file
-    return quota / period if quota > 0 and period > 0 else None
 
 
 def _read(path: str) -> str | None:
@@ -283,7 +277,7 @@ def _read(path: str) -> str | None:
 
 
 def given(env: Mapping[str, str]) -> Iterator[Finding]:
-    """A finding for each variable that is set. An invalid value is a fault."""
+    """Return a finding for each variable that is set. An invalid value is a fault."""
     found = environment.given(env, environment.YOURS, environment.CLUSTER)
     for name, text in found.items():
         try:
@@ -313,7 +307,7 @@ def network(env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def address(env: Mapping[str, str], interface_of: Mapping[str, str]) -> Finding:
-    """The address that this host would use in a job on several hosts."""
+    """Return the address that this host would use in a job on several hosts."""
     what = "address to use"
     scheduler = env.get("MS_SCHED_HOST", "")
     if own := env.get("MS_WORKER_IP", ""):
@@ -332,7 +326,7 @@ def address(env: Mapping[str, str], interface_of: Mapping[str, str]) -> Finding:
 
 
 def route_to(host: str) -> str:
-    """The address of this host from which packets to `host` would leave. No packet is sent."""
+    """Return the address of this host from which packets to `host` would leave. No packet is sent."""
     family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as sock:
         sock.connect(target)
@@ -354,7 +348,7 @@ def memory(env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def shared_memory(env: Mapping[str, str]) -> Finding:
-    """The finding that says whether the ranks of this host can share memory, and which kind of memory."""
+    """Return the finding that says whether the ranks of this host can share memory, and which kind of memory."""
     from mscomm import Error, _core
 
     try:
@@ -367,7 +361,7 @@ def shared_memory(env: Mapping[str, str]) -> Finding:
 
 
 def populates() -> bool:
-    """Whether the kernel can fault in a range of pages with one call."""
+    """Return whether the kernel can fault in a range of pages with one call."""
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
         try:
             page.madvise(_MADV_POPULATE_WRITE)
@@ -377,7 +371,7 @@ def populates() -> bool:
 
 
 def pidfd() -> str:
-    """A text that says whether a rank can watch the process of another rank."""
+    """Return a text that says whether a rank can watch the process of another rank."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
@@ -386,7 +380,7 @@ def pidfd() -> str:
 
 
 def vm_readv() -> str:
-    """A text that says whether a process may read the memory of another process."""
+    """Return a text that says whether a process may read the memory of another process."""
 
     class Piece(ctypes.Structure):
         _fields_ = (("base", ctypes.c_void_p), ("bytes", ctypes.c_size_t))
@@ -425,23 +419,22 @@ def launchers(ranks: int, env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def find_mpiruns(env: Mapping[str, str]) -> list[Mpirun]:
-    """The mpirun that PATH leads to, and the one in this Python's environment."""
+    """Return the mpirun that PATH leads to, and the one in this Python's environment."""
     first = shutil.which("mpirun", path=env.get("PATH"))
     beside = shutil.which("mpirun", path=os.path.join(sys.prefix, "bin"))
     found = []
     for path in dict.fromkeys(path for path in (first, beside) if path):
         try:
             said = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", timeout=10)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            found.append(Mpirun(path, "unknown", "mpirun" if path == first else path, str(error)))
-        else:
             flavour, version = flavour_of(said.stdout + said.stderr)
-            found.append(Mpirun(path, flavour, "mpirun" if path == first else path, version))
+        except (OSError, subprocess.TimeoutExpired) as error:
+            flavour, version = "unknown", str(error)
+        found.append(Mpirun(path, flavour, "mpirun" if path == first else path, version))
     return found
 
 
 def flavour_of(text: str) -> tuple[str, str]:
-    """Which MPI the mpirun belongs to, and its version, from the output of `mpirun --version`."""
+    """Return which MPI the mpirun belongs to, and its version, from the output of `mpirun --version`."""
     for flavour, pattern in (
         ("Open MPI", r"\(Open MPI\) (\S+)"),
         ("Open MPI", r"\(PRRTE\) (\S+)"),
@@ -454,7 +447,10 @@ def flavour_of(text: str) -> tuple[str, str]:
 
 
 def mpirun_line(mpirun: Mpirun, ranks: int, cores: int, root: bool) -> str:
-    """The command that starts the ranks here. Open MPI needs an option for root, and one for more ranks than cores."""
+    """Return the command that starts the ranks here.
+
+    Open MPI needs an option for root, and one for more ranks than cores.
+    """
     words = [mpirun.command]
     if mpirun.flavour == "Open MPI":
         words += ["--allow-run-as-root"] * root + ["--oversubscribe"] * (ranks > cores)
@@ -462,7 +458,7 @@ def mpirun_line(mpirun: Mpirun, ranks: int, cores: int, root: bool) -> str:
 
 
 def cores() -> int:
-    """The cores that this process may use, which Open MPI counts as slots."""
+    """Return the cores that this process may use, which Open MPI counts as slots."""
     import psutil
 
     allowed = len(os.sched_getaffinity(0))

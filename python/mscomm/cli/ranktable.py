@@ -33,7 +33,7 @@ HCCN = Path("/etc/hccn.conf")  # the file in which Ascend's driver keeps the IP 
 
 
 def _devices(ctx: click.Context, param: click.Parameter, text: str) -> list[int]:
-    """The device numbers that --devices gives: 8 means 0 to 7; 4-7 means 4 to 7; 0,2 means 0 and 2."""
+    """Return the device numbers that --devices gives: 8 means 0 to 7; 4-7 means 4 to 7; 0,2 means 0 and 2."""
     if not re.fullmatch(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", text, re.ASCII):
         raise click.BadParameter(f"{text!r}: give their number, as 8, or which, as 4-7 or 0,2")
     if text.isdecimal():
@@ -46,7 +46,7 @@ def _devices(ctx: click.Context, param: click.Parameter, text: str) -> list[int]
     return found
 
 
-@click.group("ranktable", help="Write and check rank tables, Ascend's files that say which rank runs where.")
+@click.group("ranktable", help="Write and check rank tables, the Ascend files that map ranks to devices.")
 def command() -> None:
     pass
 
@@ -55,31 +55,32 @@ def command() -> None:
 
 
 @command.command("make")
-@click.option("--server", "servers", multiple=True, required=True, metavar="ID", help="Its address or name; repeat it.")
+@click.option("--server", "servers", multiple=True, required=True, metavar="ID", help="A server; repeatable.")
 @click.option(
     "--devices",
     callback=_devices,
     metavar="DEVICES",
     default="8",
     show_default=True,
-    help="Of each server: 8, or which: 4-7 or 0,2.",
+    help="The devices of each server: how many (8), or which (4-7 or 0,2).",
 )
 @click.option(
     "--device-ip",
     "device_ips",
     multiple=True,
     metavar="IP",
-    help="Of each device of all servers, in order; repeat it.",
+    help="A device's address, for each device of all servers in order; repeatable.",
 )
 @click.option(
     "--hccn",
     multiple=True,
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help=f"Copies of {HCCN} with the devices' addresses, one a server. For one server: this host's, if it is there.",
+    help=f"A copy of {HCCN}, which has the devices' addresses, from each server. With one server, the default is this "
+    "host's file.",
 )
 @click.option("-o", "--output", metavar="FILE", type=click.Path(path_type=Path), help="Default: stdout.")
-@click.option("--force", is_flag=True, help="Replace the file.")
+@click.option("--force", is_flag=True, help="Overwrite the file.")
 def make_command(
     servers: tuple[str, ...],
     devices: list[int],
@@ -90,7 +91,7 @@ def make_command(
 ) -> None:
     """Write a rank table for these servers, each with the same devices.
 
-    Ranks follow the dictionary order of the servers, as HCCL wants it: 10.0.0.10 comes before 10.0.0.9.
+    Ranks are numbered in the alphabetical order of the servers, as HCCL requires: 10.0.0.10 comes before 10.0.0.9.
 
     \b
     mscomm ranktable make --server 10.0.0.1 --server 10.0.0.2 --devices 8 -o rank_table_16pcs.json
@@ -176,12 +177,12 @@ def _write(path: Path, text: str, force: bool) -> None:
 @click.option(
     "--product",
     type=click.Choice(["910"]),
-    help="What HCCL refuses is an error then, and so is what Atlas 910 servers cannot run: 3 devices, or 2 and 5.",
+    help="Also report as errors what HCCL refuses and what Atlas 910 servers cannot run, such as devices 2 and 5.",
 )
 def check_command(files: tuple[str, ...], product: str | None) -> None:
     """Show the ranks of each table, or everything that is wrong with it. The exit status is 1 if anything is wrong.
 
-    What only HCCL refuses, and mscomm's CPU core accepts, is a warning.
+    If only HCCL would refuse something, and the CPU core of mscomm accepts it, this is a warning.
     """
     from rich.console import Console
 
@@ -192,7 +193,7 @@ def check_command(files: tuple[str, ...], product: str | None) -> None:
 
 
 def _check(console: Console, name: str, product: str | None) -> bool:
-    """Show the table or its errors. Returns whether the table is valid."""
+    """Show the table or its errors. Return whether the table is valid."""
     try:
         table = load(name)
     except InvalidTable as error:
@@ -233,10 +234,10 @@ def _show(console: Console, name: str, table: Table) -> None:
 
 @command.command("ranks")
 @click.argument("file")
-@click.option("--server", metavar="ID", help="This host's server_id; default: the one that is its address or name.")
-@click.option("--size", type=int, metavar="N", help="How many ranks the whole table has to have, RANK_SIZE.")
+@click.option("--server", metavar="ID", help="This host's server_id. Default: matched by its address or name.")
+@click.option("--size", type=int, metavar="N", help="The number of ranks that the table must have (RANK_SIZE).")
 def ranks_command(file: str, server: str | None, size: int | None) -> None:
-    """Print RANK_ID and DEVICE_ID of each rank that this host has to start, one rank per line, for a script.
+    """Print RANK_ID and DEVICE_ID of each rank that this host must start, one rank per line, for use in a script.
 
     \b
     mscomm ranktable ranks rank_table.json | while read -r RANK_ID DEVICE_ID; do ...; done
@@ -252,7 +253,10 @@ def ranks_command(file: str, server: str | None, size: int | None) -> None:
 
 
 def here(table: Table, file: str, server: str | None = None) -> list[Seat]:
-    """The ranks of `server`. If it is None: the ranks of the only server, or of the server with this host's address."""
+    """Return the ranks of `server`.
+
+    If it is None: the ranks of the only server, or of the server with this host's address.
+    """
     found = [server] if server else table.servers
     if not server and len(found) > 1:
         own = {interface.address for interface in interfaces.interfaces()}

@@ -34,7 +34,7 @@ from mscomm.launching.output import Output, Stream
 from mscomm.launching.parts import Node0, Say
 from mscomm.launching.processes import DRAIN_S
 
-# Variables of this host that have one of these prefixes are handed to the ranks of the other hosts.
+# Variables with one of these prefixes are passed from this host to the ranks on the other hosts.
 HANDED_OVER = ("MSCOMM_", "MS_", "OMP_", "NCCL_", "HCCL_", "GLOO_", "PYTHON")
 _OF_ONE_HOST = ("MSCOMM_HOST_ID", "MSCOMM_SSH", "MSCOMM_JOB_KEY_FILE")  # but not these: they belong to one host
 _ENDS_S = 10.0  # how long a launcher may take to end after its stdin is closed; it kills its ranks after 7 s
@@ -58,15 +58,15 @@ class Share(NamedTuple):
 
 
 def listed(text: str) -> list[tuple[str, int | None]]:
-    """The hosts in the text of --hosts, such as a:4,b:4: for each host, its name and number of ranks (None: not given).
+    """Parse the text of --hosts, such as a:4,b:4. Return each host's name and its number of ranks, or None if omitted.
 
-    Raises ClickException for an invalid host.
+    Raise ClickException for an invalid host.
     """
     return [_host(item.strip(), f"--hosts {text}") for item in text.split(",")]
 
 
 def read_hostfile(path: Path) -> list[tuple[str, int | None]]:
-    """The hosts of a file in the format of Open MPI (host slots=4) or MPICH (host:4); # begins a comment."""
+    """Return the hosts of a file in the format of Open MPI (host slots=4) or MPICH (host:4); # begins a comment."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, ValueError) as error:
@@ -98,7 +98,7 @@ def _host(text: str, where: str) -> tuple[str, int | None]:
 
 
 def shares(hosts: Sequence[tuple[str, int | None]], each: int | None) -> list[Share]:
-    """The ranks that each host gets, in the list's order. each: the number of -n, which hosts without a number get."""
+    """Return the ranks of each host, in the order of the list. each: the value of -n, for hosts without a number."""
     slots: dict[str, int] = {}
     for name, number in hosts:
         if number is None and each is None:
@@ -112,7 +112,7 @@ def shares(hosts: Sequence[tuple[str, int | None]], each: int | None) -> list[Sh
 
 
 def own_place(hosts: Sequence[Share]) -> int:
-    """The index of this host: the first host of the list that has a name or address of this host."""
+    """Return the index of this host: the first host of the list that has a name or address of this host."""
     for place, host in enumerate(hosts):
         if host.address == socket.gethostname() or _is_here(host.address):
             return place
@@ -153,7 +153,7 @@ class Hosts(Node0):
         self._agents: list[_Agent] = []
 
     def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
-        name = self._address[0]
+        name = self.host
         if is_loopback_name(name) and not all(is_loopback_name(other.address) for other in self._shares):
             raise Error(f"this host is in the list as {name}, by which the others do not reach it; name its address")
         ssh = environment.read("MSCOMM_SSH", os.environ)
@@ -167,26 +167,29 @@ class Hosts(Node0):
             why = rendezvous.words(error)
             raise BackendUnavailable(f"cannot listen at {name}, which this host is in the list: {why}") from error
         self._key = security.new_key()
-        self._host, self._port = listener.getsockname()[:2]
+        self._listens_at = listener.getsockname()[:2]
         self._serve_at(listener, log, tell)
         self._tell = tell
 
     def _listener(self) -> socket.socket:
-        """A listener at the address that the list gives for this host. Without a requested port: at any free port."""
-        name, port = self._address
-        host = rendezvous.own_address(name, os.environ)
-        if port == 0:
+        """Return a listener at the address that the list contains for this host.
+
+        If no port was requested, it listens at any free port.
+        """
+        host = rendezvous.own_address(self.host, os.environ)
+        if self.port == 0:
             return links.listen(host, socket.SOMAXCONN, os.environ)
-        listener = rendezvous.bind(host, port)
+        listener = rendezvous.bind(host, self.port)
         listener.listen(socket.SOMAXCONN)
         return listener
 
     def serve(self, stack: ExitStack) -> None:
         super().serve(stack)
         stack.callback(self._close)
+        host, port = self._listens_at
         for share in self._shares:
             ranks = {"name": f"host {share.name}", "first": share.ranks.start, "end": share.ranks.stop}
-            hub = {"key": self._key, "host": self._host, "port": self._port}
+            hub = {"key": self._key, "host": host, "port": port}
             agent = _Agent(self._ssh, share, {**self._task, **ranks, **hub})
             self._agents.append(agent)
 
@@ -202,7 +205,7 @@ class Hosts(Node0):
         return [
             _Passed(pipe, agent.share.name, output)
             for agent in self._agents
-            for pipe, output in agent.pipes(stdout, stderr)
+            for pipe, output in zip(agent.pipes, (stdout, stderr), strict=True)
         ]
 
     def forward(self, number: int) -> None:
@@ -217,10 +220,12 @@ class Hosts(Node0):
         return super().over()
 
     def _ended(self, agent: _Agent, status: int) -> None:
-        """An ssh process has ended. If the launcher that it started never reached the hub, report that launcher's ranks
-        to the hub as ended; otherwise the launcher has reported them itself.
+        """Handle the end of an ssh process.
+
+        If the launcher that it started never reached the hub, report that launcher's ranks to the hub as ended.
+        Otherwise, the launcher has reported them itself.
         """
-        if not self._hub.attends(agent.share.ranks):
+        if not self._hub.attended.issuperset(agent.share.ranks):
             why = f"no rank could be started on host {agent.share.name}: ssh ended with status {status}"
             if status == 255:  # ssh itself failed
                 advice = f"Does this work without a question: {shlex.join(agent.command[:-1])} true"
@@ -231,14 +236,17 @@ class Hosts(Node0):
                 self._hub.process_ended(rank, why, badly=True)
 
     def needed(self, well: bool) -> bool:
-        """Whether other hosts' launchers or their output must be waited for. After a failure, False after some time."""
+        """Return whether to wait for the launchers on other hosts, or for their output.
+
+        After a failure, return False after some time.
+        """
         self.over()
         if self._hub.goes_on or (well and not super().over()):
             self._heard_at = float("inf")
         else:
             self._heard_at = min(self._heard_at, time.monotonic() + _ENDS_S)
-        # When every ssh process has ended, wait only a little for its output: a process that ssh left behind may keep
-        # the output open.
+        # When every ssh process has ended, wait only briefly for their output: a process that ssh left behind may keep
+        # it open.
         if all(agent.told for agent in self._agents):
             self._until = min(self._until, time.monotonic() + DRAIN_S)
         busy = any(not agent.told or not agent.read for agent in self._agents)
@@ -267,33 +275,28 @@ class _Agent:
             bufsize=0,
             start_new_session=True,  # so Ctrl-C reaches only this process, which passes it on through stdin
         )
+        assert self.process.stdin and self.process.stdout and self.process.stderr
+        self._stdin, self.pipes = self.process.stdin, (self.process.stdout, self.process.stderr)
         self._write(LENGTH.pack(len(body)) + body)
-
-    def pipes(self, stdout: Output, stderr: Output) -> list[tuple[IO[bytes], Output]]:
-        assert self.process.stdout and self.process.stderr
-        return [(self.process.stdout, stdout), (self.process.stderr, stderr)]
 
     @property
     def read(self) -> bool:
         """Whether all output of the ssh process has been read."""
-        assert self.process.stdout and self.process.stderr
-        return self.process.stdout.closed and self.process.stderr.closed
+        return all(pipe.closed for pipe in self.pipes)
 
     def signal(self, number: int) -> None:
         self._write(bytes([number]))
 
     def _write(self, data: bytes) -> None:
-        assert self.process.stdin
         rest = memoryview(data)
         with contextlib.suppress(OSError, ValueError):  # ssh has ended; over() handles that
             while rest:
-                rest = rest[self.process.stdin.write(rest) :]
+                rest = rest[self._stdin.write(rest) :]
 
     def hang_up(self) -> None:
-        """Close stdin of the ssh process. Then the launcher on the other host ends its ranks and itself."""
-        assert self.process.stdin
+        """Close stdin of the ssh process. The launcher on the other host then ends its ranks and itself."""
         with contextlib.suppress(OSError):
-            self.process.stdin.close()
+            self._stdin.close()
 
     def close(self, within_s: float) -> None:
         try:
@@ -304,7 +307,7 @@ class _Agent:
 
 
 class _Passed(Stream):
-    """The output of another host's launcher. Lines without a rank prefix get the host's name as prefix."""
+    """The output of another host's launcher. Lines without a rank prefix are prefixed with the host's name."""
 
     def __init__(self, pipe: IO[bytes], name: str, output: Output) -> None:
         super().__init__(pipe, -1, output, None, hold=lambda lines: lines, prompts=False)
@@ -318,5 +321,5 @@ class _Passed(Stream):
 
 
 def handed_over(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `env`, this host's environment, that are handed to the ranks of the other hosts."""
+    """Return the variables of `env`, this host's environment, that are passed to the ranks on the other hosts."""
     return {name: text for name, text in env.items() if name.startswith(HANDED_OVER) and name not in _OF_ONE_HOST}

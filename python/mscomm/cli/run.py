@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import re
 import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
@@ -21,26 +22,28 @@ from mscomm.environment import read
 if TYPE_CHECKING:
     from mscomm.cli.remote import Share
 
-_HELP = """Start SCRIPT (a .py file, a module after -m, pytest, or any program after --) as N ranks and watch them.
+_HELP = """Start SCRIPT as N ranks, and watch them. SCRIPT is a .py file, a module after -m, pytest, or any program
+after --.
 
-Output comes in whole lines with the rank before them. When a rank fails, the others have 5 s to report, then they are
-ended; the exit status is that of the first failure. With --log_dir each rank's output is also kept in
-DIR/worker_<rank>.log.
+Output is printed in whole lines, each with the rank in front. When a rank fails, the other ranks have 5 s to report
+before they are ended. The exit status is that of the first rank that failed. With --log_dir, the output of each rank
+is also kept in DIR/worker_<rank>.log.
 
-A rank's stdin is empty. With --stdin RANK that rank has this command's, for input() and breakpoint(); the others pass
-over their breakpoints.
+The stdin of a rank is empty. With --stdin RANK, that rank has the stdin of this command, for input() and
+breakpoint(). The other ranks skip their breakpoints.
 
-With --max-restarts a rank that failed is started again, under the same number, and MSCOMM_RESTART_COUNT tells it how
-often it was. The others stay: they catch mscomm.PeerLost and call mscomm.rejoin(). (torchrun, whose word it is, ends
-and starts all ranks then, and counts that as one.)
+With --max-restarts, a failed rank is started again with the same number, and MSCOMM_RESTART_COUNT tells it how many
+times it has been restarted. The other ranks keep running: they catch mscomm.PeerLost and call mscomm.rejoin().
+(torchrun has the same option, but restarts all ranks, and counts that as one restart.)
 
-On several hosts, name them: with --hosts a:4,b:4, or --hostfile FILE, it starts the other hosts' ranks by ssh. Or start
-it on each of them with the same --nnodes, --master-addr and --master-port, and with --node-rank
-0 to N-1; node 0 runs where --master-addr is and prints the line for the others. They need the same key in
-MSCOMM_JOB_KEY_FILE. The variables PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT and
-PET_MAX_RESTARTS are the defaults.
+There are two ways to run on several hosts. With --hosts a:4,b:4 or --hostfile FILE, this command starts the ranks of
+the other hosts through ssh. Or run this command on each host, with the same --nnodes, --master-addr and
+--master-port, and with --node-rank 0 to N-1. Node 0 runs on the host of --master-addr, and prints the command line
+for the other hosts, which need the same key in MSCOMM_JOB_KEY_FILE. The defaults come from the variables PET_NNODES,
+PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT and PET_MAX_RESTARTS.
 """
 DEFAULT_PORT = 8118  # msrun has the same default
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Nodes(NamedTuple):
@@ -52,61 +55,61 @@ class Nodes(NamedTuple):
     port: int
 
 
-@click.command(
-    "run",
-    help=_HELP,
-    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
-)
-@click.option(
+def _option(*names: str, **more: Any) -> Callable[[_F], _F]:
+    """Return an option of `mscomm run`. Long names may be written with underscores, as in msrun, or with hyphens."""
+    spellings = [(name, name.replace("_", "-")) if name.startswith("--") else (name,) for name in names]
+    return click.option(*dict.fromkeys(itertools.chain.from_iterable(spellings)), **more)
+
+
+@click.command("run", help=_HELP, context_settings={"allow_interspersed_args": False})
+@_option(
     "-n",
     "-np",
     "--nproc_per_node",
-    "--nproc-per-node",
     "per_node",
     metavar="N",
-    help="How many ranks on this host; auto: one a CPU.",
+    help="The number of ranks on this host; auto: one per CPU.",
 )
-@click.option(
-    "--worker_num", "--worker-num", type=int, metavar="N", help="How many ranks on all hosts, as msrun has it."
-)
-@click.option("--local_worker_num", "--local-worker-num", type=int, metavar="N", help="As -n.")
-@click.option("--nnodes", metavar="N", help="How many hosts (1).")
-@click.option("--node_rank", "--node-rank", type=int, metavar="K", help="Which of them this is, from 0.")
-@click.option("--master_addr", "--master-addr", metavar="ADDRESS", help="Node 0's address, as the others reach it.")
-@click.option(
-    "--master_port", "--master-port", type=click.IntRange(1, 65535), help=f"Where node 0 listens ({DEFAULT_PORT})."
-)
-@click.option("--hosts", "-H", metavar="A:N,B:N", help="The hosts and their numbers of ranks, this one among them.")
-@click.option(
+@_option("--worker_num", type=int, metavar="N", help="The number of ranks on all hosts together, as in msrun.")
+@_option("--local_worker_num", type=int, metavar="N", help="Same as -n.")
+@_option("--nnodes", metavar="N", help="The number of hosts (1).")
+@_option("--node_rank", type=int, metavar="K", help="The number of this host, from 0.")
+@_option("--master_addr", metavar="ADDRESS", help="The address at which the other hosts reach node 0.")
+@_option("--master_port", type=click.IntRange(1, 65535), help=f"The port of node 0 ({DEFAULT_PORT}).")
+@_option("--hosts", "-H", metavar="A:N,B:N", help="The hosts, including this one, and how many ranks each has.")
+@_option(
     "--hostfile",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="The same in a file: a line a host, as Open MPI (host slots=4) or MPICH (host:4) has it.",
+    help="The same in a file, one host per line, as in Open MPI (host slots=4) or MPICH (host:4).",
 )
-@click.option("--permit-plain", is_flag=True, help="Off loopback, let anybody who can reach the port join.")
-@click.option(
+@_option("--permit-plain", is_flag=True, help="Let anyone who can reach the port join, even from other machines.")
+@_option(
     "--cluster_time_out",
-    "--cluster-time-out",
     type=float,
     metavar="SECONDS",
-    help="In which all ranks must join, instead of MS_TOPO_TIMEOUT; negative: no limit.",
+    help="The time limit for all ranks to join; overrides MS_TOPO_TIMEOUT; negative: no limit.",
 )
-@click.option("--join", type=bool, metavar="True", help="Accepted from msrun: this command always waits for the ranks.")
-@click.option(
-    "--log_dir", "--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Keep each rank's output."
+@_option("--join", type=bool, metavar="True", help="Accepted for msrun; this command always waits for the ranks.")
+@_option(
+    "--log_dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Also write the output of each rank to a file in this folder.",
 )
-@click.option(
+@_option(
     "--max_restarts",
-    "--max-restarts",
-    "max_restarts",
     type=click.IntRange(0),
     metavar="N",
-    help="Start a rank again that ended badly, up to N times on this host for all its ranks together (0).",
+    help="Restart failed ranks, at most N times in total on this host (0).",
 )
-@click.option(
-    "--stdin", "stdin_rank", type=int, metavar="RANK", help="Whose stdin is this command's, as breakpoint() needs."
+@_option(
+    "--stdin",
+    "stdin_rank",
+    type=int,
+    metavar="RANK",
+    help="The rank that gets the stdin of this command, for breakpoint().",
 )
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as with python -m.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -132,20 +135,15 @@ def command(
     if join is False:
         raise click.ClickException("--join=False: mscomm run stays until the ranks have ended; put an & behind it")
     per_node = per_node or os.environ.get("PET_NPROC_PER_NODE")
-    shares, own = _shares(hosts, hostfile, per_node, nnodes, node_rank, master_addr, worker_num)
+    of_node_rank = {"--nnodes": nnodes, "--node-rank": node_rank, "--master-addr": master_addr}
+    shares, own = _shares(hosts, hostfile, per_node, worker_num, of_node_rank)
     if shares:
         local, count = len(shares[own].ranks), 1
     else:
-        local, count = sizes(
-            per_node,
-            worker_num,
-            local_worker_num,
-            nnodes or os.environ.get("PET_NNODES"),
-        )
+        local, count = sizes(per_node, worker_num, local_worker_num, nnodes or os.environ.get("PET_NNODES"))
     nodes = nodes_of(os.environ, count, node_rank, master_addr, master_port)
     if max_restarts is None:
-        text = os.environ.get("PET_MAX_RESTARTS", "")
-        max_restarts = int(text) if text.isdecimal() else 0
+        max_restarts = _number(os.environ, "PET_MAX_RESTARTS") or 0
     if cluster_time_out is not None:
         os.environ["MS_TOPO_TIMEOUT"] = str(cluster_time_out if cluster_time_out >= 0 else float("inf"))
     try:
@@ -197,22 +195,19 @@ def command(
 
 
 def _shares(
-    hosts: str | None,
-    hostfile: Path | None,
-    per_node: str | None,
-    nnodes: str | None,
-    node_rank: int | None,
-    master_addr: str | None,
-    worker_num: int | None,
+    hosts: str | None, hostfile: Path | None, per_node: str | None, worker_num: int | None, others: Mapping[str, object]
 ) -> tuple[list[Share], int]:
-    """The hosts of --hosts or --hostfile with their ranks, and the index of this host; ([], 0) if neither is given."""
+    """Return the hosts of --hosts or --hostfile with their ranks, and this host's index; ([], 0) if neither is set.
+
+    others: the options that cannot be combined with --hosts, and their values.
+    """
     if hosts is None and hostfile is None:
         return [], 0
     from mscomm.cli import remote
 
     if hosts is not None and hostfile is not None:
         raise click.ClickException("--hosts and --hostfile: both name the hosts; give one of them")
-    for name, value in (("--nnodes", nnodes), ("--node-rank", node_rank), ("--master-addr", master_addr)):
+    for name, value in others.items():
         if value is not None:
             raise click.ClickException(f"--hosts starts the other hosts itself; leave out {name}")
     listed = remote.listed(hosts) if hosts is not None else remote.read_hostfile(hostfile or Path())
@@ -226,7 +221,10 @@ def _shares(
 def prepare(
     script: str, args: tuple[str, ...], module: bool, local: int, log_dir: Path | None
 ) -> tuple[list[str], dict[str, str]]:
-    """The command and the environment for the ranks of this host. Raises ClickException if the command cannot run."""
+    """Return the command and the environment for the ranks of this host.
+
+    Raise ClickException if the command cannot run.
+    """
     line = command_line(script, args, module)
     if log_dir:
         try:
@@ -237,7 +235,7 @@ def prepare(
 
 
 def _open_standard_streams() -> None:
-    """Open /dev/null for each closed standard stream, so that no other descriptor gets the number of the stream."""
+    """Open /dev/null for each closed standard stream, so that no other descriptor gets the stream's number."""
     while (fd := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) < 3:
         continue
     os.close(fd)
@@ -246,7 +244,7 @@ def _open_standard_streams() -> None:
 def sizes(
     per_node: str | None, worker_num: int | None, local_worker_num: int | None, nnodes: str | None
 ) -> tuple[int, int]:
-    """The number of ranks on this host and the number of hosts, from the options of torchrun and msrun."""
+    """Return the number of ranks on this host and the number of hosts, from the options of torchrun and msrun."""
     local = {"-n": _per_node(per_node), "--local_worker_num": local_worker_num}
     given = {name: value for name, value in local.items() if value is not None}
     count = _nnodes(nnodes)
@@ -280,7 +278,10 @@ def _per_node(text: str | None) -> int | None:
 
 
 def _nnodes(text: str | None) -> int | None:
-    """The number of hosts. Of torchrun's forms, 2:2 is accepted; 1:4, a job that grows and shrinks, is refused."""
+    """Return the number of hosts.
+
+    Of torchrun's MIN:MAX forms, 2:2 is accepted; 1:4, a job that grows and shrinks, is refused.
+    """
     if text is None:
         return None
     least, _, most = text.partition(":")
@@ -292,15 +293,14 @@ def _nnodes(text: str | None) -> int | None:
 def nodes_of(
     env: Mapping[str, str], count: int, node_rank: int | None, master_addr: str | None, master_port: int | None
 ) -> Nodes:
-    """The Nodes of the job, from the options. A PET_* variable counts if its option is missing.
+    """Return the Nodes of the job, from the options. If an option is missing, use its PET_* variable.
 
-    Raises ClickException if a value is missing or wrong.
+    Raise ClickException if a value is missing or invalid.
     """
     if count == 1:
         return Nodes(1, 0, "", 0)
-    text = env.get("PET_NODE_RANK", "")
-    if node_rank is None and text.isdecimal():
-        node_rank = int(text)
+    if node_rank is None:
+        node_rank = _number(env, "PET_NODE_RANK")
     if node_rank is None:
         raise click.ClickException(
             f"the job has {count} hosts: say which one this is, with --node-rank 0 (where --master-addr is) to "
@@ -313,13 +313,18 @@ def nodes_of(
         raise click.ClickException(
             f"the job has {count} hosts: name node 0's address, as the others reach it, with --master-addr"
         )
-    text = env.get("PET_MASTER_PORT", "")
-    port = master_port or (int(text) if text.isdecimal() and 0 < int(text) < 1 << 16 else DEFAULT_PORT)
-    return Nodes(count, node_rank, host, port)
+    port = master_port or _number(env, "PET_MASTER_PORT") or 0
+    return Nodes(count, node_rank, host, port if 0 < port < 1 << 16 else DEFAULT_PORT)
+
+
+def _number(env: Mapping[str, str], name: str) -> int | None:
+    """Return the number in the variable; None if it contains none."""
+    text = env.get(name, "")
+    return int(text) if text.isdecimal() else None
 
 
 def _for_the_others(nodes: Nodes, local: int, rest: list[str]) -> str:
-    """The message that tells the user what to type on the other hosts."""
+    """Return the message that tells the user what to type on the other hosts."""
     others = "1" if nodes.number == 2 else "K"
     words = ["mscomm", "run", "--nnodes", str(nodes.number), "--node-rank", others, "--master-addr", nodes.host]
     words += ["--master-port", str(nodes.port), "-n", str(local), *rest]
@@ -330,7 +335,7 @@ def _for_the_others(nodes: Nodes, local: int, rest: list[str]) -> str:
 
 
 def command_line(script: str, args: tuple[str, ...], module: bool) -> list[str]:
-    """The command that each rank runs. Raises ClickException if there is no such script or program."""
+    """Return the command that each rank runs. Raise ClickException if there is no such script or program."""
     if module:
         return [sys.executable, "-m", script, *args]
     if script == "pytest":
@@ -349,7 +354,7 @@ def command_line(script: str, args: tuple[str, ...], module: bool) -> list[str]:
 
 
 def environment(size: int, log_dir: Path | None) -> dict[str, str]:
-    """The ranks' environment, without the variables that differ between ranks."""
+    """Return the ranks' environment, without the variables that differ between ranks."""
     env = dict(os.environ)
     cpus = len(os.sched_getaffinity(0))
     if "OMP_NUM_THREADS" not in env:

@@ -11,12 +11,12 @@ from mscomm.errors import Error
 
 
 @click.command("sched")
-@click.option("--permit-plain", is_flag=True, help="Off loopback, let anybody who can reach the port join.")
+@click.option("--permit-plain", is_flag=True, help="Let anyone who can reach the port join, even from other machines.")
 def command(permit_plain: bool) -> None:
     """Serve one job at MS_SCHED_HOST:MS_SCHED_PORT for MS_WORKER_NUM workers. The exit status is 1 if the job failed.
 
-    With MS_ENABLE_RECOVERY=1 a worker that was lost may come back under its MS_NODE_ID, as long as another worker is
-    there. The other workers call mscomm.rejoin().
+    With MS_ENABLE_RECOVERY=1, a lost worker can join again with the same MS_NODE_ID, as long as another worker is still
+    running. The other workers call mscomm.rejoin().
     """
     try:
         ms_cluster.serve(os.environ, permit_plain=permit_plain)

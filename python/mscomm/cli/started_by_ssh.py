@@ -1,4 +1,4 @@
-"""The launcher that ssh starts on another host for `mscomm run --hosts`. All that it needs comes through stdin."""
+"""The launcher that ssh starts on another host for `mscomm run --hosts`. Everything it needs comes through stdin."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _run(task: Mapping[str, Any]) -> int:
             os.chdir(task["cwd"])
             line, env = run.prepare(task["script"], tuple(task["args"]), task["module"], len(ranks), log_dir)
         except (click.ClickException, OSError):
-            # Tell node 0 of the error: open() connects to node 0, and the end of the `with` block sends the error.
+            # Tell node 0 about the error: open() connects to node 0, and the end of the `with` block sends the error.
             with ExitStack() as stack:
                 part.open(stack, lambda text: None, lambda text: None)
                 raise

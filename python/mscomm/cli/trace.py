@@ -13,13 +13,7 @@ from typing import Any, NamedTuple
 
 import click
 
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "number": int,
-    "call": str,
-    "state": str,
-    "began": (int, float),
-    "took": (int, float),
-}
+_TYPES: dict[str, Any] = {"number": int, "call": str, "state": str, "began": (int, float), "took": (int, float)}
 
 
 class RecordedCall(NamedTuple):
@@ -35,7 +29,7 @@ class RecordedCall(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What one rank recorded, with the calls of all groups. The rank writes one file for each group that failed."""
+    """What one rank recorded, with the calls of all groups. The rank wrote one file for each group that failed."""
 
     rank: int
     size: int  # the number of ranks in the world; 0 if there is no record of the world group
@@ -73,8 +67,8 @@ _DIR = click.argument("folder", metavar="DIR", type=click.Path(exists=True, file
 @click.group(
     "trace",
     cls=_ShowUnlessNamed,
-    help="""Tell who waited for whom, from the records in DIR: after a failure each rank writes DIR/rank_<rank>.json,
-with MSCOMM_RECORD=DIR or `mscomm run --log_dir DIR`. `merge` makes one file of them for Perfetto or
+    help="""Show which rank waited for which, from the records in DIR. With MSCOMM_RECORD=DIR or `mscomm run --log_dir
+DIR`, each rank writes DIR/rank_<rank>.json after a failure. `merge` combines these files into one for Perfetto or
 chrome://tracing.""",
 )
 def command() -> None:
@@ -83,7 +77,7 @@ def command() -> None:
 
 @command.command("show", hidden=True)
 @_DIR
-@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="How many calls to list.")
+@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="The number of calls to list.")
 def show(folder: Path, top: int) -> None:
     """Print the end of the job, and the calls that waited longest."""
     for line in report(_records(folder), top):
@@ -101,7 +95,7 @@ def show(folder: Path, top: int) -> None:
     help="The file to write.",
 )
 def merge(folder: Path, output: Path) -> None:
-    """Write the calls of all ranks as one Chrome trace, which Perfetto (ui.perfetto.dev) opens."""
+    """Write the calls of all ranks to one Chrome trace file, which Perfetto (ui.perfetto.dev) can open."""
     records = _records(folder)
     partial = output.with_name(f".{output.name}.{os.getpid()}")
     try:
@@ -117,7 +111,7 @@ def merge(folder: Path, output: Path) -> None:
 
 
 def _records(folder: Path) -> list[Record]:
-    """All readable records, in the order of the ranks. Complaints about unreadable files go to stderr."""
+    """Return all readable records, in the order of the ranks. Print complaints about unreadable files to stderr."""
     records, complaints = read(folder)
     for complaint in complaints:
         click.echo(f"mscomm trace: {complaint}", err=True)
@@ -130,7 +124,7 @@ def _records(folder: Path) -> list[Record]:
 
 
 def read(folder: Path) -> tuple[list[Record], list[str]]:
-    """The records of the folder in the order of the ranks, and complaints about the files that are left out."""
+    """Return the records of the folder in the order of the ranks, and complaints about the files that are left out."""
     records: dict[int, Record] = {}
     complaints = []
     # Shorter names first: a rank's record of the world comes before its records of other groups.
@@ -148,7 +142,7 @@ def read(folder: Path) -> tuple[list[Record], list[str]]:
 
 
 def parse(data: bytes) -> Record:
-    """Parse the bytes of a file, and return the record. Raises a ValueError that says what is wrong with the file."""
+    """Parse the bytes of a file, and return the record. Raise a ValueError that says what is wrong with the file."""
     try:
         found = json.loads(data)
     except ValueError as error:
@@ -174,7 +168,7 @@ def _call(entry: Any, record: dict[str, Any]) -> RecordedCall:
 
 
 def report(records: list[Record], top: int) -> Iterator[str]:
-    """The lines that `mscomm trace DIR` prints."""
+    """Return the lines that `mscomm trace DIR` prints."""
     size = max(record.size for record in records)
     yield f"{len(records)} of {size or 'an unknown number of'} ranks left a record"
     if missing := sorted(set(range(size)) - {record.rank for record in records}):
@@ -202,7 +196,7 @@ def report(records: list[Record], top: int) -> Iterator[str]:
 
 
 def _end(records: list[Record]) -> Iterator[str]:
-    """Lines that say why the job ended, what each rank's last call was, and which ranks were behind."""
+    """Return lines that say why the job ended, what each rank's last call was, and which ranks were behind."""
     by_cause: dict[str, list[int]] = defaultdict(list)
     for record in records:
         by_cause[record.cause].append(record.rank)
@@ -221,22 +215,16 @@ def _end(records: list[Record]) -> Iterator[str]:
         last = {call.group: call for call in record.calls}  # later calls replace earlier ones
         for group, call in last.items():
             behind = furthest[group] - call.number
-            rows.append(
-                (
-                    str(record.rank),
-                    _named(call),
-                    call.state,
-                    _clock(call.began_s),
-                    _calls(behind) if behind else "",
-                    call.line,
-                )
-            )
+            late = _calls(behind) if behind else ""
+            rows.append((str(record.rank), _named(call), call.state, _clock(call.began_s), late, call.line))
     yield from _table(rows, right=0)
 
 
 def lateness(records: list[Record]) -> list[Late]:
-    """For each call, the rank that came last. Leaves out calls that only one record contains, and calls that some rank
-    with a record has not reached."""
+    """Return, for each call, the rank that arrived last.
+
+    Leave out calls that only one record contains, and calls that some rank with a record has not reached.
+    """
     arrivals: dict[tuple[str, int], list[tuple[float, int, RecordedCall]]] = defaultdict(list)
     reached: dict[str, int] = {}  # by group: the last call number that all recorded ranks have reached
     for record in records:
@@ -255,7 +243,7 @@ def lateness(records: list[Record]) -> list[Late]:
 
 
 def _ranking(late: list[Late]) -> Iterator[str]:
-    """Lines that say, for each rank, how often it was the last rank, and how long the others waited for it in total."""
+    """Return lines that say how often each rank was the last, and how long the others waited for it in total."""
     yield "Who the others waited for, over all calls:"
     times = Counter(entry.rank for entry in late)
     waited_s: dict[int, float] = defaultdict(float)
@@ -270,48 +258,41 @@ def _ranking(late: list[Late]) -> Iterator[str]:
 
 
 def chrome(records: list[Record]) -> dict[str, Any]:
-    """Trace events: one process per rank, one thread per group, one event per call; times in us from the first call."""
+    """Return trace events: one process per rank, one thread per group, one event per call.
+
+    The times are in us from the first call.
+    """
     calls = [call for record in records for call in record.calls]
     start_s = min((call.began_s for call in calls), default=0.0)
     threads = {group: place for place, group in enumerate(sorted({call.group for call in calls}))}
     events: list[dict[str, Any]] = []
     for record in records:
         rank = record.rank
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
-        events += [
-            {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": f"group {group}"}}
-            for group, tid in threads.items()
-        ]
+        events.append(_event("M", "process_name", rank, args={"name": f"rank {rank}"}))
+        events.append(_event("M", "process_sort_index", rank, args={"sort_index": rank}))
+        for group, tid in threads.items():
+            events.append(_event("M", "thread_name", rank, tid=tid, args={"name": f"group {group}"}))
         for call in record.calls:
-            event = {
-                "name": call.call.partition(" ")[0],
-                "cat": call.state,
-                "ph": "X",
-                "ts": round((call.began_s - start_s) * 1e6, 3),
-                "dur": round(call.took_s * 1e6, 3),
-                "pid": rank,
-                "tid": threads[call.group],
-                "args": {"call": call.call, "state": call.state, "line": call.line},
-            }
+            times = {"ts": _us(call.began_s - start_s), "dur": _us(call.took_s)}
             if call.state == "inside":  # the call has no end: viewers draw it up to the end of the trace
-                event["ph"] = "B"
-                del event["dur"]
-            events.append(event)
+                del times["dur"]
+            about = {"call": call.call, "state": call.state, "line": call.line}
+            name, tid = call.call.partition(" ")[0], threads[call.group]
+            phase = "X" if "dur" in times else "B"
+            events.append(_event(phase, name, rank, cat=call.state, **times, tid=tid, args=about))
         if record.calls:
             last = max(record.calls, key=lambda call: call.began_s)
-            end_s = last.began_s + last.took_s - start_s
-            events.append(
-                {
-                    "name": record.cause,
-                    "ph": "i",
-                    "s": "p",
-                    "ts": round(end_s * 1e6, 3),
-                    "pid": rank,
-                    "tid": threads[last.group],
-                }
-            )
+            end_us = _us(last.began_s + last.took_s - start_s)
+            events.append(_event("i", record.cause, rank, s="p", ts=end_us, tid=threads[last.group]))
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"began_s": start_s}}
+
+
+def _event(phase: str, name: str, rank: int, **more: Any) -> dict[str, Any]:
+    return {"ph": phase, "name": name, "pid": rank, **more}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
 
 
 # -- names, times and tables -------------------------------------------------------------------------------------------
@@ -322,7 +303,7 @@ def _named(entry: RecordedCall | Late) -> str:
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """The ranks as text: rank 3; ranks 0, 2 and 3."""
+    """Return the ranks as text: rank 3; ranks 0, 2 and 3."""
     names = [str(rank) for rank in ranks]
     if len(names) == 1:
         return f"rank {names[0]}"
@@ -342,7 +323,10 @@ def _clock(began_s: float) -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]], right: int) -> Iterator[str]:
-    """The lines of a table, with columns as wide as needed. The first `right` columns are aligned to the right."""
+    """Return the lines of a table, with columns as wide as needed.
+
+    The first `right` columns are aligned to the right.
+    """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [

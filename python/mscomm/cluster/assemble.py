@@ -11,7 +11,6 @@ import contextlib
 import functools
 import os
 import resource
-import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,29 +19,33 @@ from typing import Any, NamedTuple
 from mscomm import _core, accelerators, environment, log
 from mscomm.accelerators import Accelerator
 from mscomm.cluster import interfaces, links, plan
+from mscomm.cluster.cpus import can_spin, cpu_quota, cpus_of
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import DATA, MEMORY, MESSAGES, Identity, package_version
 from mscomm.cluster.member import Member, Welcome
 from mscomm.errors import Aborted, Error, PeerLost
 
 _HUGE_PAGE = 2 << 20
-_LARGE = 1 << 40  # bytes; all calls with at least this much data use the same algorithm
-_ADDRESS_SPACE = 1 << 46  # bytes that the heaps may take in each process, whose address space has 2^47
+_LARGEST_POWER = 40  # all calls with at least 2**40 bytes use the same algorithm
+_ADDRESS_SPACE = 1 << 46  # bytes that the heaps may use in each process, which has an address space of 2^47 bytes
 
 
 # -- facts about this rank
 
 
 class Asked(NamedTuple):
-    """The backend that the user of this rank asked for: its name or "auto", and a device or None."""
+    """The backend that the user requested on this rank: its name or "auto", and a device or None."""
 
     backend: str
     device: int | None
-    local_rank: int | None = None  # this rank's number on its host, if the launcher gives it
+    local_rank: int | None = None  # this rank's number on its host, if the launcher provides it
 
 
 def facts(asked: Asked, size: int, algo: str, memory: socket.socket) -> dict[str, Any]:
-    """What this rank tells the others about itself. memory: where this rank listens for the other ranks of its host."""
+    """Return the facts about this rank that it tells the others.
+
+    memory: the socket on which this rank listens for the other ranks of its host.
+    """
     return {
         "version": package_version(),
         "backend": asked.backend,
@@ -59,7 +62,10 @@ def facts(asked: Asked, size: int, algo: str, memory: socket.socket) -> dict[str
 
 
 def host_id() -> str:
-    """An id that is equal for processes that can share memory: MSCOMM_HOST_ID, or else the boot id and namespaces."""
+    """Return an id that is the same for all processes that can share memory.
+
+    It is MSCOMM_HOST_ID or, if that is not set, made from the boot id and the namespaces.
+    """
     if said := environment.read("MSCOMM_HOST_ID", os.environ):
         return f"MSCOMM_HOST_ID={said}"
     try:
@@ -70,37 +76,11 @@ def host_id() -> str:
     return " ".join([boot, *spaces])
 
 
-def cpu_quota() -> float:
-    """How many CPUs the cgroup lets its processes use; inf without a limit. Reads the CPU quota of cgroup v2 or v1."""
-    for path, read in (
-        ("/sys/fs/cgroup/cpu.max", lambda text: text.split()),
-        (
-            "/sys/fs/cgroup/cpu/cpu.cfs_quota_us",
-            lambda text: [text, Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text()],
-        ),
-    ):
-        with contextlib.suppress(OSError, ValueError):
-            quota, period = read(Path(path).read_text())
-            return float(quota) / float(period) if quota.strip() not in ("max", "-1") else float("inf")
-    return float("inf")
-
-
-def can_spin(members: Sequence[dict[str, Any]]) -> bool:
-    """Whether each of these ranks can have a CPU of its own. `members`: the facts of all ranks of one host."""
-    return len(members) <= cpus_of(members)
-
-
-def cpus_of(members: Sequence[dict[str, Any]]) -> float:
-    """How many CPUs these ranks of one host share: the CPUs in their affinity masks, at most the smallest quota."""
-    cpus = {cpu for member in members for cpu in member["cpus"]}
-    return float(min(len(cpus), *(member["quota"] for member in members)))
-
-
 def forced_algorithms(algo: str) -> list[str]:
-    """For each collective, the name of the algorithm that `algo` asks for; "" if it asks for none.
+    """Return, for each collective, the name of the algorithm that `algo` requests; "" if it requests none.
 
     algo: for example "all_reduce=ring,broadcast=tree", or just "ring" for every collective that has an algorithm of
-    this name. ValueError if an item names no algorithm.
+    this name. Raise ValueError if an item does not name an algorithm.
     """
     known = {(what, name) for what, name, _ in _core.algorithms()}
     names = {name for _, name in known}
@@ -123,9 +103,9 @@ def forced_algorithms(algo: str) -> list[str]:
 
 
 def heap_bytes(ranks: int) -> int:
-    """The size of a rank's heap: as large as the host's memory, or less if the address space has no room for that.
+    """Return the size of a rank's heap: as large as the host's memory, or less if the address space is too small.
 
-    The heap is sparse: a page takes memory only once it is used.
+    The heap is sparse: a page uses memory only after it has been touched.
     """
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -137,14 +117,16 @@ def heap_bytes(ranks: int) -> int:
 
 
 def chosen(core: _core.Group) -> dict[str, str]:
-    """The algorithm of each collective, such as "direct", or "tree or ring" if large arrays use another algorithm."""
-    small, large = core.chosen(0), core.chosen(_LARGE)
-    return {what: name if name == large[what] else f"{name} or {large[what]}" for what, name in small.items()}
+    """Return the algorithm of each collective: for example "direct", or "tree or ring" if large arrays use ring."""
+    sizes = [core.chosen(2**power) for power in range(_LARGEST_POWER + 1)]
+    return {what: " or ".join(dict.fromkeys(names[what] for names in sizes)) for what in sizes[0]}
 
 
 class Founded(NamedTuple):
-    """A group's core. `control`: the control memory that this rank lent to the group for `control_ranks` ranks. It is
-    None if another rank lent the memory, or if the group has no control memory.
+    """A group's core, and its control memory.
+
+    `control`: the control memory that this rank lent to the group, for `control_ranks` ranks. It is None if another
+    rank lent the memory, or if the group has no control memory.
     """
 
     core: _core.Group
@@ -153,17 +135,11 @@ class Founded(NamedTuple):
 
 
 class Epoch:
-    """What all groups of one epoch have in common: the ranks, their hosts, and their shared memory."""
+    """The state that all groups of one epoch share: the ranks, their hosts, and their shared memory."""
 
-    def __init__(
-        self,
-        member: Member | None,
-        welcome: Welcome,
-        forced: list[str],
-        heap: _core.Heap | None,
-        peers: _core.Peers,
-        accelerator: Accelerator | None,
-    ) -> None:
+    peers: _core.Peers
+
+    def __init__(self, member: Member | None, welcome: Welcome, forced: list[str]) -> None:
         self.member = member
         self.rank = welcome.rank
         self.size = welcome.size
@@ -173,14 +149,32 @@ class Epoch:
         self.identity = Identity(welcome.job, package_version(), welcome.rank, welcome.epoch)
         self.hosts = plan.hosts(welcome.facts)
         self.names = rank_names(welcome.facts)
+        # the ranks on this rank's host, including this rank
+        self.neighbours = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
         self.forced = forced
-        self.heap = heap
-        self.peers = peers
-        self.accelerator = accelerator  # None: the job's backend is the CPU core
+        self.heap: _core.Heap | None = None
+        self.accelerator: Accelerator | None = None  # None if the job's backend is the CPU core
 
-    def neighbours(self) -> list[int]:
-        """The ranks of this rank's host."""
-        return [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
+    def choose(self, asked: str) -> None:
+        """Choose the backend from all ranks' facts, and set up this rank's accelerator for it."""
+        chosen = accelerators.choose(asked, self.facts, self.hosts, self.names)
+        if self.rank == 0 and (asked == "auto" or chosen.backend != accelerators.CPU):
+            log.info(f"backend {chosen.backend}: {chosen.reason}")
+        if chosen.backend == accelerators.CPU:
+            return
+        opened = accelerators.opened(chosen.backend)
+        device = chosen.devices[self.rank]
+        opened.runtime.use(device)
+        log.info(
+            f"{chosen.backend} {opened.vendor.version()} ({opened.vendor.path()}, {opened.vendor.origin()}), "
+            f"{opened.runtime.version()}; device {device}, {opened.runtime.device_name(device)}; "
+            f"kernels: {opened.runtime.kernels(device)}"
+        )
+        self.accelerator = Accelerator(chosen.backend, opened, device)
+        several = len(set(self.hosts)) > 1
+        interface = interfaces.name_of(self.member.address()) if self.member and several else None
+        for variable, text in accelerators.set_up(chosen.backend, interface, os.environ).items():
+            log.info(f"{variable}={text} was set for {chosen.backend}")
 
     def found(
         self,
@@ -191,10 +185,10 @@ class Epoch:
         all_came: Callable[[], None],
         forced: list[str],
     ) -> Founded:
-        """Make a group of these ranks, which include this rank. All these ranks must call this.
+        """Set up a group of these ranks, which include this rank. All these ranks must call this.
 
-        group: the id of the group at the hub. all_came: called when all ranks have come; from then on, no other group
-        may use the id. forced: see forced_algorithms.
+        group: the group id at the hub. all_came: a function that is called when all ranks have met; from then on, no
+        other group may use the id. forced: see forced_algorithms.
         """
         hosts = _numbered([self.hosts[rank] for rank in ranks])
         me = ranks.index(self.rank)
@@ -204,6 +198,7 @@ class Epoch:
         by_arena = not carriers.isdisjoint(("arena", "both")) and len(at_home) > 1
         by_mesh = not carriers.isdisjoint(("mesh", "both")) and len(ranks) > 1
         what = "init" if name == "world" else f"create_group({name!r})"
+        device = (*self.accelerator.opened, self.accelerator.device) if self.accelerator else None
         control = None
         came = met = False
         try:
@@ -214,10 +209,12 @@ class Epoch:
                 listening = [
                     closing.enter_context(self._listener(is_near)) for is_near in _needed(hosts, me) if by_mesh
                 ]
-                offered: dict[str, Any] = {"control": control, "data": [_address(listener) for listener in listening]}
-                if self.accelerator and me == 0:
-                    (vendor, runtime), device = self.accelerator.opened, self.accelerator.device
-                    offered["device"] = vendor.make_id(runtime, device)
+                offered: dict[str, Any] = {
+                    "control": control,
+                    "data": [links.address_of(listener) for listener in listening],
+                }
+                if device and me == 0:
+                    offered["device"] = device[0].make_id(*device[1:])
                 told: dict[int, dict[str, Any]] = {self.rank: offered}
                 if self.member and len(ranks) > 1:
                     came = True
@@ -226,7 +223,7 @@ class Epoch:
                 elif self.member:
                     self.member.check(group)  # a group of one rank has no meeting that could report an abort of the job
                 all_came()
-                spin = can_spin([self.facts[rank] for rank in self.neighbours()])
+                spin = can_spin([self.facts[rank] for rank in self.neighbours])
                 fds = self._connect(group, ranks, listening, told, deadline) if by_mesh else []
                 with _system_calls(self.rank, f"group {name}"):
                     core = _core.Group(
@@ -235,25 +232,28 @@ class Epoch:
                         ranks=ranks,
                         rank=me,
                         epoch=self.number,
+                        hosts=hosts,
                         forced=forced,
-                        control=told[min(at_home)]["control"] if by_arena else -1,
+                        at_home=at_home if by_arena else [],
+                        control=told[min(at_home)]["control"] if by_arena else 0,
                         spin=spin,
                         links=fds,
                         news_fd=self.member.news_fd if self.member else -1,
                     )
-            if self.accelerator:
-                self._join_device(core, group, told[ranks[0]]["device"], deadline)
+            if device:
+                check: Callable[[], object] = functools.partial(self.member.check, group) if self.member else dict
+                core.join_device(*device, told[ranks[0]]["device"], deadline.left(), check)
         except BaseException as error:
             if control is not None and not met:
                 assert self.heap
-                # If the hub did not refuse the meeting, it may have told the other ranks to use this memory. In that
-                # case, the memory must never serve another group.
+                # If the hub did not refuse the meeting, it may have told the other ranks to use this memory, which must
+                # then never be used for another group.
                 if came and self.member and not self.member.was_refused(group):
                     self.heap.abandon_control(control, len(at_home))
                 else:
                     self.heap.release_control(control, 0)
             if self.member and len(ranks) > 1:
-                # This rank could not set itself up: tell the others, so that they do not wait for it.
+                # This rank could not set up its part. Tell the others, so that they do not wait for it.
                 if met and not isinstance(error, Error):
                     text = f"rank {self.rank}: group {name}: {type(error).__name__}: {error}"
                     self.member.report(Aborted(text, [self.rank]), group)
@@ -265,20 +265,14 @@ class Epoch:
             self._tell_founded(name, group, ranks, core, used, spin)
         return Founded(core, control, len(at_home))
 
-    def _join_device(self, core: _core.Group, group: str, id: bytes, deadline: Deadline) -> None:
-        assert self.accelerator
-        (vendor, runtime), device = self.accelerator.opened, self.accelerator.device
-        check: Callable[[], object] = functools.partial(self.member.check, group) if self.member else dict
-        core.join_device(vendor, runtime, device, id, deadline.left(), check)
-
     def _tell_founded(
         self, name: str, id: str, ranks: list[int], core: _core.Group, carriers: list[str], spin: bool
     ) -> None:
-        log.info(f"group {name} ({id}): rank {ranks.index(self.rank)} of {len(ranks)}, ranks {_numbers(ranks)}")
+        log.info(f"group {name} ({id}): rank {ranks.index(self.rank)} of {len(ranks)}, ranks {plan.numbers(ranks)}")
         by = ", ".join(f"{what} {algorithm}" for what, algorithm in chosen(core).items())
         log.info(f"group {name}: by {' and '.join(carriers) or 'copying'}: {by}")
         if "arena" in carriers:
-            here = [self.facts[rank] for rank in self.neighbours()]
+            here = [self.facts[rank] for rank in self.neighbours]
             log.info(
                 f"group {name}: waits {'spin' if spin else 'yield'}: {len(here)} ranks on this host, "
                 f"{cpus_of(here):g} CPUs for them"
@@ -286,7 +280,7 @@ class Epoch:
 
     def _listener(self, at_home: bool) -> socket.socket:
         if at_home:
-            return unix_listener()
+            return links.unix_listener(128)
         assert self.member
         return links.listen(self.member.address(), 128, os.environ)
 
@@ -298,9 +292,10 @@ class Epoch:
         told: dict[int, dict[str, Any]],
         deadline: Deadline,
     ) -> list[int]:
-        """Connect to all ranks. Returns the authenticated descriptors in the order of `ranks`; -1 for this rank.
+        """Connect to all ranks. Return the authenticated descriptors in the order of `ranks`; -1 for this rank.
 
-        Of two ranks, the later one in `ranks` connects to the other, over a unix socket if both are on one host.
+        Of each pair of ranks, the later one in `ranks` connects to the other, over a unix socket if both are on the
+        same host.
         """
         assert self.member
         member = self.member
@@ -317,7 +312,7 @@ class Epoch:
         return fds
 
     def call(self, rank: int, addresses: list[Any], purpose: int, deadline: Deadline) -> int:
-        """Connect to the rank, at the first of these addresses that this rank can use. Returns the descriptor."""
+        """Connect to the rank at the first of these addresses that this rank can use. Return the descriptor."""
         at_home = self.hosts[rank] == self.hosts[self.rank]
         address = next((one for one in addresses if isinstance(one, (str, bytes)) == at_home), None)
         if address is None:
@@ -336,14 +331,14 @@ class Epoch:
         return sock.detach()
 
     def invite(self, group: str, rank: int, deadline: Deadline, check: Callable[[], None]) -> int:
-        """Ask the rank to connect, whatever its program is doing. Returns the descriptor of the connection.
+        """Ask the rank to connect to this one, whatever its program is doing. Return the descriptor of the connection.
 
-        The connection carries the group's messages from this rank to the other rank. check: called at least every
-        100 ms; it may raise to end the wait.
+        The connection carries the group's messages from this rank to the other rank. check: a function that is called
+        at least every 100 ms; it may raise to end the wait.
         """
         assert self.member
         with self._listener(self.hosts[rank] == self.hosts[self.rank]) as listener:
-            self.member.dial(group, rank, [_address(listener)], deadline)
+            self.member.dial(group, rank, [links.address_of(listener)], deadline)
             came = links.accept_all([listener], [rank], self.key, MESSAGES, self.identity, deadline, check=check)
         return came[rank].detach()
 
@@ -351,73 +346,42 @@ class Epoch:
 def share(
     member: Member, welcome: Welcome, memory: socket.socket, forced: list[str], deadline: Deadline, asked: str
 ) -> Epoch:
-    """Set up what all groups of this epoch need, and return the Epoch. Every rank calls this.
+    """Set up the state that all groups of this epoch need, and return the Epoch. Every rank calls this.
 
-    memory: the listener that facts() was given. asked: the backend's name, or "auto".
+    memory: the listener that was passed to facts(). asked: the name of the backend, or "auto".
     """
-    everyone = welcome.facts
-    plan.agree(everyone)
-    rank = welcome.rank
-    hosts = plan.hosts(everyone)
-    accelerator = choose(asked, rank, everyone)
-    if accelerator:
-        elsewhere = len(set(hosts)) > 1
-        _set_up(accelerator, interfaces.name_of(member.address()) if elsewhere else None)
-    neighbours = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
-    names = rank_names(everyone)
+    plan.agree(welcome.facts)
+    epoch = Epoch(member, welcome, forced)
+    epoch.choose(asked)
+    rank, neighbours = epoch.rank, epoch.neighbours
     with contextlib.ExitStack() as closing:
-        heap, heap_fds = None, [-1] * len(everyone)
+        heap_fds = [-1] * epoch.size
         if len(neighbours) > 1:
             with _system_calls(rank, "init"):
-                heap, heap_fd = _core.make_heap(
+                epoch.heap, heap_fd = _core.make_heap(
                     heap_bytes(len(neighbours)), bool(environment.read("MSCOMM_HUGE_PAGES", os.environ))
                 )
             closing.callback(os.close, heap_fd)
-            mine = Identity(welcome.job, package_version(), rank, welcome.epoch)
-            fds = _exchange_memory(
-                rank, neighbours, everyone, memory, heap_fd, welcome.key, mine, deadline, member, closing
-            )
-            for peer, fd in zip(neighbours, fds, strict=True):
+            for peer, fd in zip(neighbours, _exchange_memory(epoch, memory, heap_fd, deadline, closing), strict=True):
                 heap_fds[peer] = fd if peer != rank else -1
         if log.enabled(log.INFO):
-            _tell_hosts(rank, hosts, everyone)
+            _tell_hosts(epoch)
         if neighbours[0] == rank:
-            _warn_of_threads([everyone[peer] for peer in neighbours])
+            _warn_of_threads([epoch.facts[peer] for peer in neighbours])
         if rank == 0 and any(forced):
             _warn_of_forced(forced)
-        pidfds = _pidfds(rank, neighbours, everyone, names)
+        pidfds = _pidfds(epoch)
         with _system_calls(rank, "init"):
-            peers = _core.Peers(rank=rank, names=names, hosts=hosts, pidfds=pidfds, heap=heap, heap_fds=heap_fds)
-    return Epoch(member, welcome, forced, heap, peers, accelerator)
+            epoch.peers = _core.Peers(
+                rank=rank, names=epoch.names, hosts=epoch.hosts, pidfds=pidfds, heap=epoch.heap, heap_fds=heap_fds
+            )
+    return epoch
 
 
-def choose(asked: str, rank: int, everyone: Sequence[dict[str, Any]]) -> Accelerator | None:
-    """Choose the backend from all ranks' facts. Returns this rank's accelerator for it; None for the CPU core."""
-    chosen = accelerators.choose(asked, everyone, plan.hosts(everyone), rank_names(everyone))
-    if rank == 0 and (asked == "auto" or chosen.backend != accelerators.CPU):
-        log.info(f"backend {chosen.backend}: {chosen.reason}")
-    if chosen.backend == accelerators.CPU:
-        return None
-    opened = accelerators.opened(chosen.backend)
-    device = chosen.devices[rank]
-    opened.runtime.use(device)
-    log.info(
-        f"{chosen.backend} {opened.vendor.version()} ({opened.vendor.path()}, {opened.vendor.origin()}), "
-        f"{opened.runtime.version()}; device {device}, {opened.runtime.device_name(device)}; "
-        f"kernels: {opened.runtime.kernels(device)}"
-    )
-    return Accelerator(chosen.backend, opened, device)
-
-
-def _set_up(accelerator: Accelerator, interface: str | None) -> None:
-    for variable, text in accelerators.set_up(accelerator.name, interface, os.environ).items():
-        log.info(f"{variable}={text} was set for {accelerator.name}")
-
-
-def _tell_hosts(rank: int, hosts: list[int], everyone: Sequence[dict[str, Any]]) -> None:
-    here = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
-    name = everyone[rank]["hostname"]
-    log.info(f"hosts: {max(hosts) + 1}; {name} is number {hosts[rank]} and has the ranks {_numbers(here)}")
+def _tell_hosts(epoch: Epoch) -> None:
+    here, hosts = epoch.neighbours, epoch.hosts
+    name = epoch.facts[epoch.rank]["hostname"]
+    log.info(f"hosts: {max(hosts) + 1}; {name} is number {hosts[epoch.rank]} and has the ranks {plan.numbers(here)}")
     if len(here) > 1:
         room = heap_bytes(len(here)) >> 20
         log.info(f"shared memory: room for {room} MiB of arrays a rank; pages come as they are used")
@@ -426,7 +390,7 @@ def _tell_hosts(rank: int, hosts: list[int], everyone: Sequence[dict[str, Any]])
 
 
 def _warn_of_threads(here: Sequence[dict[str, Any]]) -> None:
-    """Warn if the ranks of this host have more OpenMP threads than CPUs. Only the lowest of these ranks calls this."""
+    """Warn if the ranks of this host have more OpenMP threads than CPUs. Only the host's lowest rank calls this."""
     try:
         threads = environment.read("OMP_NUM_THREADS", os.environ)
     except ValueError as error:
@@ -448,80 +412,49 @@ def _warn_of_forced(forced: list[str]) -> None:
 
 
 def alone(asked: Asked) -> Epoch:
-    """The epoch of a job of one rank."""
+    """Return the epoch of a job of one rank."""
     here = {"host": "", "hostname": socket.gethostname(), "pid": os.getpid(), "cpus": [0], "quota": 1.0}
     facts: list[dict[str, Any]] = [here | accelerators.facts(*asked, os.environ)]
-    peers = _core.Peers(rank=0, names=rank_names(facts), hosts=[0], pidfds=[-1], heap=None, heap_fds=[])
-    accelerator = choose(asked.backend, 0, facts)
-    if accelerator:
-        _set_up(accelerator, None)
-    return Epoch(None, Welcome(0, 1, b"", 0, b"", facts), [""] * len(_core.collectives), None, peers, accelerator)
+    epoch = Epoch(None, Welcome(0, 1, b"", 0, b"", facts), [""] * len(_core.collectives))
+    epoch.peers = _core.Peers(rank=0, names=epoch.names, hosts=[0], pidfds=[-1], heap=None, heap_fds=[])
+    epoch.choose(asked.backend)
+    return epoch
 
 
 def rank_names(everyone: Sequence[dict[str, Any]]) -> list[str]:
-    """The name of each rank in messages for the user."""
+    """Return the name of each rank in messages for the user."""
     return [f"rank {rank} (pid {fact['pid']} on host {fact['hostname']})" for rank, fact in enumerate(everyone)]
 
 
-def unix_listener() -> socket.socket:
-    """A listening unix socket without a name in any file system."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(f"\0mscomm-{secrets.token_hex(16)}")
-        listener.listen(128)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-def _numbers(ranks: list[int]) -> str:
-    """The ranks as text for the log: "0 to 7" if they are three or more consecutive ranks, otherwise each of them."""
-    whole = ranks == list(range(ranks[0], ranks[0] + len(ranks)))
-    return f"{ranks[0]} to {ranks[-1]}" if whole and len(ranks) > 2 else ", ".join(map(str, ranks))
-
-
 def _numbered(hosts: list[int]) -> list[int]:
-    """The host of each rank of a group, with the hosts numbered from 0 in the order of their first ranks."""
+    """Return the host of each rank of a group, with the hosts numbered from 0 in the order of their first ranks."""
     numbers: dict[int, int] = {}
     return [numbers.setdefault(host, len(numbers)) for host in hosts]
 
 
 def _needed(hosts: list[int], me: int) -> list[bool]:
-    """Which listeners a rank needs, so that the ranks after it can connect.
+    """Return which listeners a rank needs, so that the ranks after it can connect.
 
     True means a listener for the rank's own host, False a listener for the other hosts.
     """
     return sorted({host == hosts[me] for host in hosts[me + 1 :]})
 
 
-def _address(listener: socket.socket) -> Any:
-    name = listener.getsockname()
-    return list(name[:2]) if isinstance(name, tuple) else name
-
-
 def _exchange_memory(
-    rank: int,
-    neighbours: list[int],
-    everyone: Sequence[dict[str, Any]],
-    listener: socket.socket,
-    heap_fd: int,
-    key: bytes,
-    mine: Identity,
-    deadline: Deadline,
-    member: Member,
-    closing: contextlib.ExitStack,
+    epoch: Epoch, listener: socket.socket, heap_fd: int, deadline: Deadline, closing: contextlib.ExitStack
 ) -> list[int]:
     """Return the descriptors of the neighbours' heaps, in the order of `neighbours`.
 
     The first neighbour collects all descriptors and sends them to the others, so each of the others needs only one
     connection.
     """
-    first, *others = neighbours
-    if rank == first:
+    key, mine = epoch.key, epoch.identity
+    first, *others = epoch.neighbours
+    if epoch.rank == first:
+        assert epoch.member
         heap_fds = [heap_fd]
-        check = plan.world_id(mine.epoch)
-        came = links.accept_all([listener], others, key, MEMORY, mine, deadline, check=lambda: member.check(check))
+        check = functools.partial(epoch.member.check, plan.world_id(epoch.number))
+        came = links.accept_all([listener], others, key, MEMORY, mine, deadline, check=check)
         for sock in came.values():
             closing.callback(sock.close)
         for peer in others:
@@ -532,29 +465,29 @@ def _exchange_memory(
             with _reaching(peer):
                 links.send_fds(sock, heap_fds, deadline)
         return heap_fds
-    with _reaching(first), links.connect(everyone[first]["memory"], deadline) as sock:
+    with _reaching(first), links.connect(epoch.facts[first]["memory"], deadline) as sock:
         links.greet(sock, key, MEMORY, mine, deadline)
         links.send_fds(sock, [heap_fd], deadline)
-        heap_fds = links.recv_fds(sock, len(neighbours), deadline)
+        heap_fds = links.recv_fds(sock, len(epoch.neighbours), deadline)
     for fd in heap_fds:
         closing.callback(os.close, fd)
     return heap_fds
 
 
-def _pidfds(rank: int, neighbours: list[int], everyone: Sequence[dict[str, Any]], names: list[str]) -> list[int]:
+def _pidfds(epoch: Epoch) -> list[int]:
     """Return for each rank a pidfd, which tells the core at once that the rank's process has ended.
 
-    There is -1 for this rank and for ranks of other hosts, and for all ranks before Linux 5.3.
+    The entry is -1 for this rank and for ranks on other hosts, and for all ranks before Linux 5.3.
     """
-    fds = [-1] * len(everyone)
+    fds = [-1] * epoch.size
     with _closing_unless_done(fds):
-        for peer in neighbours:
-            if peer == rank:
+        for peer in epoch.neighbours:
+            if peer == epoch.rank:
                 continue
             try:
-                fds[peer] = os.pidfd_open(everyone[peer]["pid"])
+                fds[peer] = os.pidfd_open(epoch.facts[peer]["pid"])
             except ProcessLookupError:
-                raise PeerLost(f"{names[peer]} ended while the group was set up", [peer]) from None
+                raise PeerLost(f"{epoch.names[peer]} ended while the group was set up", [peer]) from None
             except (OSError, AttributeError) as error:  # the system offers no pidfds, so rely on the hub
                 if links.is_shortage(error):
                     raise
@@ -564,7 +497,9 @@ def _pidfds(rank: int, neighbours: list[int], everyone: Sequence[dict[str, Any]]
 
 @contextlib.contextmanager
 def _reaching(peer: int, where: str = "") -> Iterator[None]:
-    """Turn an error while connecting to a peer into a symptom: a PeerLost that names the peer. The hub finds the cause.
+    """Turn an error that occurs while connecting to a peer into a symptom, a PeerLost that names the peer.
+
+    The hub then finds the cause.
 
     If this process lacks descriptors or memory, no peer is to blame, and the error is raised unchanged.
     """
@@ -578,7 +513,7 @@ def _reaching(peer: int, where: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def _system_calls(rank: int, what: str) -> Iterator[None]:
-    """Turn an Error of the core about a failed system call into an Aborted that names this rank."""
+    """Turn an Error from the core about a failed system call into an Aborted that names this rank."""
     try:
         yield
     except Error as error:

@@ -1,4 +1,4 @@
-"""Deadlines. A call that waits makes a deadline when it begins, and passes the deadline on to every wait inside it."""
+"""Deadlines. A call that waits creates a deadline when it begins, and passes it on to every wait inside the call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mscomm import environment
 
 
 class Deadline:
-    """A point in monotonic time, `seconds` after this object was made. With `inf`, the deadline never passes."""
+    """A point in monotonic time, `seconds` after this object was created. With `inf`, the deadline never passes."""
 
     __slots__ = ("at", "seconds")
 
@@ -26,21 +26,21 @@ class Deadline:
         return time.monotonic() >= self.at
 
     def left(self) -> float:
-        """The seconds to wait now: never negative, and at most an hour, because some system calls refuse `inf`."""
+        """Return the seconds to wait now, from 0 to at most an hour, because some system calls refuse `inf`."""
         return min(max(0.0, self.at - time.monotonic()), 3600.0)
 
     def rest(self) -> float:
-        """The seconds until the deadline passes, possibly `inf`. To wait, use left() instead."""
+        """Return the seconds until the deadline passes, possibly `inf`. To wait, use left() instead."""
         return max(0.0, self.at - time.monotonic())
 
     def within(self, seconds: float) -> Deadline:
-        """A deadline `seconds` from now, or this deadline if it is earlier."""
+        """Return a deadline `seconds` from now, or this deadline if it is earlier."""
         sooner = Deadline(seconds)
         return sooner if sooner.at < self.at else self
 
 
 def wait(sock: socket.socket, events: int, deadline: Deadline) -> None:
-    """Wait until the socket has one of the poll `events`, or an error. Raises TimeoutError at the deadline."""
+    """Wait until the socket has one of the poll `events`, or an error. Raise TimeoutError at the deadline."""
     poller = select.poll()
     poller.register(sock, events)
     while not poller.poll(deadline.left() * 1000):
@@ -49,7 +49,10 @@ def wait(sock: socket.socket, events: int, deadline: Deadline) -> None:
 
 
 def seconds_of(timeout: Any, name: str = "timeout") -> float:
-    """The timeout in seconds. It may be a number or a timedelta and must be more than 0; inf means no timeout."""
+    """Return the timeout in seconds.
+
+    It may be a number or a timedelta and must be more than 0; inf means no timeout.
+    """
     try:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     except (TypeError, ValueError):
@@ -60,5 +63,5 @@ def seconds_of(timeout: Any, name: str = "timeout") -> float:
 
 
 def join_timeout_s(env: Mapping[str, str]) -> float:
-    """MS_TOPO_TIMEOUT: the seconds within which all ranks must join; `inf` means no limit."""
+    """Return MS_TOPO_TIMEOUT, the seconds within which all ranks must join; `inf` means no limit."""
     return float(environment.read("MS_TOPO_TIMEOUT", env))

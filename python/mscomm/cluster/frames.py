@@ -16,14 +16,17 @@ from mscomm.errors import Error
 FROM_MEMBER_BYTES = 64 << 10
 FROM_HUB_BYTES = 16 << 20
 
-JOIN, READY = "join", "ready"  # the keys of two waits in init(), beside the keys of meetings
+JOIN, READY = "join", "ready"  # the keys of two waits in init(), in addition to the keys of meetings
 
 Frame = dict[str, Any]
 _LENGTH = struct.Struct("<I")
 
 
 def encode(frame: Frame, limit: int) -> bytes:
-    """The control frame as bytes. limit: the most bytes that the other end accepts; Error if the frame is longer."""
+    """Return the control frame as bytes.
+
+    limit: the maximum number of bytes that the other end accepts. Raise Error if the frame is longer.
+    """
     body: bytes = msgpack.packb(frame, use_bin_type=True)
     if len(body) > limit:
         raise Error(f"control frame {frame.get('t')!r} has {len(body)} bytes, the limit is {limit}")
@@ -31,8 +34,9 @@ def encode(frame: Frame, limit: int) -> bytes:
 
 
 class Parser:
-    """Cuts a stream into control frames and decodes them. It raises Error for a frame that is over the limit, or that
-    is not a msgpack map with a string under "t".
+    """Splits a stream into control frames and decodes them.
+
+    It raises Error for a frame that is over the limit, or that is not a msgpack map with a string under "t".
     """
 
     def __init__(self, limit: int) -> None:
@@ -72,11 +76,11 @@ class Frames:
         self.sock = sock
         self._parser = Parser(limit)
         self._send_limit = send_limit
-        self._held: list[Frame] = []  # frames that have come and that receive() has not returned yet
+        self._held: list[Frame] = []  # frames that have arrived and that receive() has not returned yet
         self._sending = threading.Lock()  # held for a whole frame, so that two senders' frames do not mix
 
     def send(self, frame: Frame, deadline: Deadline) -> None:
-        """Hand the frame to the kernel. Raises OSError if the link has ended, and TimeoutError at the deadline."""
+        """Pass the frame to the kernel. Raise OSError if the link has ended, and TimeoutError at the deadline."""
         data = memoryview(encode(frame, self._send_limit))
         with self._sending:
             while data:
@@ -86,7 +90,10 @@ class Frames:
                     wait(self.sock, select.POLLOUT, deadline)
 
     def receive(self, deadline: Deadline) -> Frame | None:
-        """The next frame, or None if the other end has closed. An invalid frame closes the link and raises Error."""
+        """Return the next frame, or None if the other end has closed.
+
+        An invalid frame closes the link and raises Error.
+        """
         while not self._held:
             frames = self.arrived()
             if frames is None:
@@ -97,7 +104,10 @@ class Frames:
         return self._held.pop(0)
 
     def arrived(self) -> list[Frame] | None:
-        """The frames that have come so far, possibly none; None if the other end has closed. Errors as in receive()."""
+        """Return the frames that have arrived so far, possibly none; None if the other end has closed.
+
+        The errors are those of receive().
+        """
         try:
             received = self.sock.recv(64 << 10)
         except BlockingIOError:

@@ -34,7 +34,7 @@ UNKNOWN_RANK = -1
 
 
 class Identity(NamedTuple):
-    """What a connector says about itself: its job (16 bytes), mscomm version, rank (-1: not known yet) and epoch."""
+    """What a connecting process says about itself: job (16 bytes), mscomm version, rank (-1 if unknown) and epoch."""
 
     job: bytes = UNKNOWN_JOB
     version: str = ""
@@ -43,12 +43,12 @@ class Identity(NamedTuple):
 
 
 def named(job_id: str | None) -> bytes:
-    """The job's id in the hello of a link to the hub: a hash of MSCOMM_JOB_ID, or zeros if that is not set."""
+    """Return the job id for the hello of a link to the hub: a hash of MSCOMM_JOB_ID, or zeros if that is not set."""
     return hashlib.sha256(b"mscomm job id " + job_id.encode()).digest()[:16] if job_id else UNKNOWN_JOB
 
 
 def package_version() -> str:
-    """mscomm's version as the hello carries it: at most 16 characters."""
+    """Return mscomm's version in the form used in the hello: at most 16 characters."""
     return VERSION[:16]
 
 
@@ -61,34 +61,36 @@ _Script = Generator[tuple[bytes, int], bytes, None]
 
 
 class Hello:
-    """One end of a hello. Send what `feed(b"")` returns. Then, until `done`, read up to `needs` bytes, give them to
-    `feed`, and send what it returns.
+    """One end of a hello.
 
-    `feed` raises an Error that says what is wrong with the peer. If an acceptor refuses a peer, the last answer tells
-    the peer. `refusal` is then set when the hello is `done`, and the caller sends this answer before it closes the
-    connection.
+    Send what `feed(b"")` returns. Then, until `done`, read up to `needs` bytes, pass them to `feed`, and send what it
+    returns.
+
+    If something is wrong with the peer, `feed` raises an Error that says what. If an acceptor refuses a peer, its last
+    answer tells the peer. `refusal` is then set when the hello is `done`, and the caller must send this answer before
+    it closes the connection.
     """
 
     def __init__(self, script: Callable[[Hello], _Script]) -> None:
         self.peer = Identity()
-        self.purpose = 0  # for an acceptor: the purpose that the peer gave
+        self.purpose = 0  # for an acceptor: the purpose that the peer sent
         self.refusal: Error | None = None
-        self.heard = False  # a whole message has come, so the other end speaks this protocol
+        self.heard = False  # a whole message has arrived, so the other end speaks this protocol
         self._script = script(self)
         self._to_send, self._size = next(self._script)
         self._held = b""
 
     @classmethod
     def connector(cls, key: bytes, purpose: int, mine: Identity) -> Hello:
-        """The hello of the end that connects. `mine`: what this end says about itself."""
+        """Return the hello of the connecting end. `mine`: what this end says about itself."""
         return cls(lambda hello: _connector(hello, key, purpose, mine))
 
     @classmethod
     def acceptor(cls, key: bytes, purposes: Container[int], mine: Identity, ranks: Container[int]) -> Hello:
-        """The hello of the end that listens. The peer must send the job, version and epoch of `mine`,
-        and one of `ranks`.
+        """Return the hello of the accepting end.
 
-        On a link to the hub, the peer may not know its rank yet, and the job comes from MSCOMM_JOB_ID (see `named`).
+        The peer must send the same job, version and epoch as in `mine`, and one of `ranks`. On a link to the hub, the
+        peer may not know its rank yet, and the job comes from MSCOMM_JOB_ID (see `named`).
         """
         return cls(lambda hello: _acceptor(hello, key, purposes, mine, ranks))
 
@@ -98,11 +100,11 @@ class Hello:
 
     @property
     def needs(self) -> int:
-        """How many bytes to read next: at most the rest of the current message of the hello."""
+        """How many bytes to read next; this is at most the rest of the current message."""
         return self._size - len(self._held)
 
     def feed(self, received: bytes) -> bytes:
-        """Take the bytes that were read; return the bytes to send now, possibly none."""
+        """Process the bytes that were read. Return the bytes to send now, possibly none."""
         to_send, self._to_send = self._to_send, b""
         self._held += received
         if not self.heard and self._held[: len(MAGIC)] != MAGIC[: len(self._held)]:
@@ -200,7 +202,7 @@ def _body(message: bytes) -> bytes:
 
 
 def _signed(body: bytes, key: bytes, label: bytes, *before: bytes) -> bytes:
-    """The body, followed by a MAC over all messages so far and this body."""
+    """Return the body, followed by a MAC over all messages so far and this body."""
     return body + _mac(key, label, *before, body)
 
 

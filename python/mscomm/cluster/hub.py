@@ -1,5 +1,5 @@
-"""The hub: one thread that registers the ranks of a job, lets them meet, watches their control links, and tells each
-group its first failure.
+"""The hub: one thread that registers the ranks of a job, runs their meetings, watches their control links, and tells
+each group its first failure.
 
 It runs in `mscomm run`, in the MS_SCHED process, or in a small process that rank 0 starts under mpirun. The section
 "Frames" of docs/design/0001-call.md lists its control frames. judge.py decides which failure was the first,
@@ -9,32 +9,32 @@ meetings.py decides when a meeting is complete, and switchboard.py moves the byt
 from __future__ import annotations
 
 import os
+import reprlib
 import selectors
 import socket
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, get_origin, get_type_hints
 
 from mscomm.cluster.frames import FROM_HUB_BYTES, JOIN, READY, Frame, encode
 from mscomm.cluster.hello import LAUNCHER, OF_THE_HUB, UNKNOWN_JOB, UNKNOWN_RANK, Identity, package_version
 from mscomm.cluster.judge import Judge, Progress
 from mscomm.cluster.links import Door, require_same_user
 from mscomm.cluster.meetings import Answer, Meetings, unmet
-from mscomm.cluster.plan import world_id
+from mscomm.cluster.plan import numbers, world_id
 from mscomm.cluster.roster import Link, Roster
 from mscomm.cluster.switchboard import Line, Switchboard
 from mscomm.errors import Aborted, CollectiveTimeout, Error, PeerLost, make
 
-_T = TypeVar("_T")
-_TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0  # when, and then how often, to tell the user which ranks the job waits for
+_TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0  # when, and how often after that, to tell the user which ranks are missing
 _UNPROVEN_EVERY_S = 10.0
 _DISMISS_S = 1.0
 _CONTESTED_S = 5.0  # if two jobs use one port: how long the hub stays to tell processes why they cannot join
 
 
 class Outcome(NamedTuple):
-    """How the job ended: well, with a verdict, or with the reason why it never began."""
+    """How the job ended: successfully, with a verdict, or with the reason why it never began."""
 
     ok: bool
     text: str
@@ -47,8 +47,7 @@ class _Group:
     def __init__(self, ranks: Collection[int], judge: Judge) -> None:
         self.ranks = ranks
         self.judge = judge
-        self.announced = False
-        self.announcement = ""  # the text of the verdict that was sent to the group
+        self.announced: Error | None = None  # the verdict that was sent to the group
         self.closed: set[int] = set()
         self.rejoining: set[int] = set()  # the ranks in `closed` that left because the world had failed
 
@@ -61,16 +60,16 @@ class _Launcher(Line):
 
 
 class Hub:
-    """The hub of one job of `size` ranks. Give it listeners or inherited sockets, then call serve() in a thread.
+    """The hub of one job of `size` ranks. Pass it listeners or inherited sockets, then call serve() in a thread.
 
     `ranks_known`: each member says which rank it is; otherwise the hub assigns ranks (plan.assign_ranks). `watched`: a
-    launcher calls process_ended() for each rank. `restarts`: lost ranks may be restarted; a launcher then says for each
-    process that ended whether it restarts the rank. `named`: the job's name, which every hello must carry
-    (links.job_of). `log` gets short lines for people, and must not raise.
+    launcher calls process_ended() for each rank. `restarts`: lost ranks may be restarted; for each process that ended,
+    a launcher then says whether it restarts the rank. `named`: the job's name, which every hello must contain
+    (links.job_of). `log`: a function that writes a short line to the log; it must not raise.
 
-    `nodes`: by the name of another host in messages, the ranks of that host. The launchers of these hosts connect to
-    the hub. `layout`: the options that give each launcher its ranks, as text; all hosts must have the same. `tell` gets
-    lines for a user who is waiting.
+    `nodes`: the ranks of each other host, by the host's name in messages. The launchers of these hosts connect to the
+    hub. `layout`: the options that determine each launcher's ranks, as text; they must be the same on all hosts.
+    `tell`: a function that writes a line for a user who is waiting.
     """
 
     def __init__(
@@ -93,7 +92,6 @@ class Hub:
         self._key = key
         self._job = os.urandom(16)
         self._epoch = 0
-        self._version = version or package_version()
         self._topo_timeout_s = topo_timeout_s
         self._topo_until: float | None = None
         self._watched = watched
@@ -102,33 +100,36 @@ class Hub:
         self._nodes = nodes or {}
         self._layout = layout
         self._tell = tell or (lambda text: None)
-        self._tell_at: float | None = None  # when to tell the user next which hosts and ranks the job waits for
-        self._turned_away = ""  # the last connection that was turned away, as text; "" if the user knows of it
-        self._unproven = 0  # how many connections without the job's key have come since the user was last told of any
-        self._unproven_at = 0.0  # when the user may next be told of such connections
+        self._tell_at: float | None = None  # when to tell the user next which hosts and ranks are missing
+        self._turned_away = ""  # the last rejected connection, as text; "" if the user was told about it
+        self._unproven = 0  # the number of connections without the job's key since the user was last told about any
+        self._unproven_at = 0.0  # when the user may next be told about such connections
         self._listening = False
         self._own: set[int] = set()  # ranks that the launcher of this host started; the hub adopted their links
-        self._attended: set[int] = set()  # ranks of other hosts whose launcher has connected
-        self._absent: dict[int, str] = {}  # by rank: how it was lost, if no rank had joined by then
+        self.attended: set[int] = set()  # ranks of other hosts whose launcher has connected; any thread may read this
+        self._absent: dict[int, str] = {}  # by rank: how it was lost, if that was before any rank had joined
         self._starter_gone = False
         self._ended_well: set[int] = set()  # ranks whose process ended with status 0, and after bye if it had joined
         self._ended_badly: dict[int, str] = {}  # by rank: how its process ended, if it failed and is not restarted
         self._started_again: set[int] = set()  # ranks that were lost in this epoch and are restarted
-        self._over: Error | None = None
-        self._shrunk: list[list[int]] = []  # the ranks of each shrink() of this epoch that has lost no rank since
-        self._goes_on = False
-        self._aborted: Error | None = None  # why all groups of this epoch, also later ones, are aborted
+        # Why the job cannot go on and launchers must end their ranks; None if it can. Any thread may read this.
+        self.over: Error | None = None
+        self._shrunk: list[list[int]] = []  # the ranks of each shrink() in this epoch, if none of them was lost since
+        self.goes_on = False  # whether ranks continue without the lost ones, or wait to do so; any thread may read this
+        self._aborted: Error | None = None  # why all groups of this epoch, including later ones, are aborted
         self._abort_announced = False
         self._welcomed = False
         self._ready: set[int] = set()
         self._never_began: str | None = None
-        self._contested_until = 0.0  # if two jobs want this port: until when to refuse processes that join
+        self._contested_until = 0.0  # if two jobs want this port: the time until which processes that join are refused
         self._groups: dict[str, _Group] = {}
         self._world = self._open_group(world_id(0), range(size))
         self._meetings = Meetings(self._roster.gone, self._roster.name, lambda: self._world.judge)
         self._selector = selectors.DefaultSelector()
         self._board: Switchboard[Link] = Switchboard(self._selector, self._handle, self._ended)
-        mine = Identity(named, self._version)  # without an epoch, which a process that joins does not know yet
+        mine = Identity(
+            named, version or package_version()
+        )  # without an epoch, because a joining process does not know it yet
         self._launchers: Switchboard[_Launcher] = Switchboard(
             self._selector, self._handle_launcher, self._launcher_gone
         )
@@ -138,13 +139,11 @@ class Hub:
         # Requests: another thread appends a function here and sends a byte, which wakes the hub's thread to call it.
         self._orders: deque[Callable[[], None]] = deque()
         self._stopped = False
-        self._wake_r, self._wake_w = socket.socketpair()
-        self._wake_r.setblocking(False)
-        self._wake_w.setblocking(False)
+        self._wake_r, self._wake_w = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._selector.register(self._wake_r, selectors.EVENT_READ, self._woken)
 
     def listen(self, sock: socket.socket) -> None:
-        """Let members connect to this listening socket. The caller still owns the socket and closes it."""
+        """Let members connect to this listening socket. The caller still owns the socket and must close it."""
         self._door.listen(sock)
         name = sock.getsockname()
         self._roster.address = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a unix socket"
@@ -163,55 +162,36 @@ class Hub:
         self._board.write(self._board.add(Link(sock, rank, adopted=True)), self._key)
 
     def started_by(self, rank: int, pidfd: int) -> None:
-        """Watch the process of this rank, which has started the hub. Once it has ended, expect no more connections."""
+        """Watch the process of the rank that started the hub. Once it has ended, expect no more connections."""
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._starter_ended(rank, pidfd))
 
     def process_ended(self, rank: int, how: str, *, badly: bool = False, again: bool = False) -> None:
-        """The launcher saw the rank's process end. Any thread may call this.
+        """Report that the rank's process has ended. A launcher calls this; any thread may do so.
 
         how: for example "killed by SIGKILL" or "exit code 1". again: the launcher restarts the rank after this call.
         """
         self._order(lambda: self._process_ended(rank, how, badly, again))
 
     def stop(self) -> None:
-        """Make serve() return soon, whatever the members do. Any thread may call this."""
+        """Make serve() return soon, whatever the members are doing. Any thread may call this."""
         self._stopped = True
         self._wake()
 
     @property
     def verdict(self) -> Error | None:
-        """The job's first failure; if ranks are restarted, the failure that ended the job. Any thread may read this."""
-        return self._over if self._restarts else self._world.judge.verdict
-
-    @property
-    def over(self) -> Error | None:
-        """Why the job cannot go on and launchers must end their ranks; None if it can. Any thread may read this."""
-        return self._over
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether ranks go on without the lost ones, or wait to do so (shrink). Any thread may read this."""
-        return self._goes_on
-
-    @property
-    def attended(self) -> int:
-        """The number of ranks on other hosts whose launcher has connected. Any thread may read this."""
-        return len(self._attended)
-
-    def attends(self, ranks: range) -> bool:
-        """Whether the launcher of these ranks, which are on another host, has connected. Any thread may call this."""
-        return self._attended.issuperset(ranks)
+        """The job's first failure or, if ranks are restarted, the failure that ended it. Any thread may read this."""
+        return self.over if self._restarts else self._world.judge.verdict
 
     @property
     def can_restart(self) -> bool:
         """Whether a rank that is restarted now can take part in the job. Any thread may read this."""
         left = self._welcomed and self._ended_well
-        return not (left or self._over or self._never_began or self._stopped)
+        return not (left or self.over or self._never_began or self._stopped)
 
     # -- the loop of the hub's thread
 
     def serve(self) -> Outcome:
-        """Serve until every member has left or was lost, or until too few joined in time. Call it once."""
+        """Serve until every member has left or is lost, or until too few have joined in time. Call this only once."""
         if not self._watched:
             self._topo_until = time.monotonic() + self._topo_timeout_s
         if self._nodes:
@@ -233,18 +213,18 @@ class Hub:
             return True
         if time.monotonic() < self._contested_until:
             return False
-        if self._watched and self._restarts:  # a rank that said bye may have failed after that, and may be restarted
+        if self._watched and self._restarts:  # a rank may fail after its bye, and may then be restarted
             return len(self._ended_well) + len(self._ended_badly) == self._roster.size or self._never_began is not None
         if any(link.joined or link.adopted for link in self._board.lines):
             return False
         if self._welcomed or self._world.announced or self._never_began is not None:
-            return True  # ignore links on which nobody has joined
+            return True  # ignore links over which nobody has joined
         if self._board.lines or self._door.expire() is not None:
             return False
         return self._starter_gone or not self._listening
 
     def _outcome(self) -> Outcome:
-        verdict = self._over or self._world.judge.verdict
+        verdict = self.over or self._world.judge.verdict
         if verdict:
             return Outcome(False, f"{verdict.kind}: {verdict}", verdict)
         if self._never_began:
@@ -257,26 +237,23 @@ class Hub:
         return Outcome(self._watched, f"no {self._roster.plural} came")
 
     def _sleep_s(self) -> float | None:
-        """The seconds to wait for events before something is due; None if only events matter."""
+        """Return the seconds to wait for events before something is due; None if only events matter."""
         now = time.monotonic()
         dues = [group.judge.due() for group in self._groups.values()]
-        waits = [until - now for until in (*dues, self._topo_until) if until is not None]
-        waits += [self._contested_until - now] if now < self._contested_until else []
-        waits += [self._tell_at - now] if self._tell_at is not None else []
-        half_open_s = self._door.expire()
-        waits += [half_open_s] if half_open_s is not None else []
+        dues += [self._topo_until, self._tell_at, self._contested_until if now < self._contested_until else None]
+        waits = [until - now for until in dues if until is not None]
+        if (half_open_s := self._door.expire()) is not None:
+            waits.append(half_open_s)
         return max(0.0, min(*waits, 3600.0)) if waits else None
 
     def _look(self) -> None:
-        """Do everything that is due because of the time or the last events."""
+        """Do everything that is due because of the time or the latest events."""
         now = time.monotonic()
         if self._topo_until is not None and now >= self._topo_until:
-            self._topo_until = None
-            self._never_began = self._roster.too_few(self._topo_timeout_s)
-            self._refuse_all(self._never_began)
+            self._refuse_all(self._roster.too_few(self._topo_timeout_s))
         if self._tell_at is not None and now >= self._tell_at:
             self._tell_missing()
-            self._tell_at = None if self._welcomed or self._over else now + _TELL_EVERY_S
+            self._tell_at = None if self._welcomed or self.over else now + _TELL_EVERY_S
         for name, group in list(self._groups.items()):
             judge = group.judge
             judge.look(now)
@@ -284,34 +261,32 @@ class Hub:
                 judge.asking = False
                 self._broadcast({"t": "where", "group": name, "number": judge.asked}, group.ranks)
             if judge.verdict and not group.announced:
-                group.announced = True
                 if group is self._world:
                     self._topo_until = None
-                verdict = self._explained(judge.verdict, group)
-                group.announcement = str(verdict)
+                verdict = group.announced = self._explained(judge.verdict, group)
                 self._log(f"verdict on {name}: {verdict.kind}: {verdict}")
                 self._broadcast({"t": "verdict", "group": name, **verdict.fields()}, group.ranks)
                 if group is self._world:
-                    self._answer(self._meetings.look())  # meetings of lost ranks have waited for the cause
-        if self._aborted and not self._abort_announced:  # groups that failed before have their own verdicts by now
+                    self._answer(self._meetings.look())  # meetings of lost ranks were waiting for the cause
+        if self._aborted and not self._abort_announced:  # groups that failed earlier have their own verdicts by now
             self._abort_announced = True
             self._broadcast({"t": "verdict", "group": "", **self._aborted.fields()}, self._world.ranks)
-        if self._over is None and (end := self._end()):
+        if self.over is None and (end := self._end()):
             self._give_up(end)
         goes_on = bool(self._shrunk) or self._meetings.survivors_meet
-        if goes_on != self._goes_on:
-            self._goes_on = goes_on
+        if goes_on != self.goes_on:
+            self.goes_on = goes_on
             self._tell_launchers()
 
     def _give_up(self, verdict: Error) -> None:
-        """Note that the job cannot go on. Tell the launchers, and the ranks that wait for the next epoch."""
-        self._over = verdict
+        """Record that the job cannot continue. Tell the launchers, and the ranks that wait for the next epoch."""
+        self.over = verdict
         self._log(f"the job cannot go on: {verdict}")
         self._begin_epoch()
         self._tell_launchers()
 
     def _end(self) -> Error | None:
-        """Why the job cannot go on; None if it can."""
+        """Return why the job cannot continue, or None if it can."""
         judge = self._world.judge
         verdict = judge.verdict
         if self._ended_badly and judge.due() is None:
@@ -323,9 +298,9 @@ class Hub:
         return verdict if verdict and verdict.kind == "PeerLost" and not self._restarts else None
 
     def _explained(self, verdict: Error, group: _Group) -> Error:
-        """The verdict, with the failure of another group added if that failure may be why a rank left this group.
+        """Return the verdict. If another group's failure may be why a rank left this group, add that failure.
 
-        If a rank left this group to wait for the next epoch, the verdict is the world's instead.
+        If a rank left this group to wait for the next epoch, return the world's verdict instead.
         """
         if verdict.kind != "PeerLost":
             return verdict
@@ -336,8 +311,8 @@ class Hub:
             return first.again(f"{first}; {waiting[0]} therefore left this group for the next epoch")
         left = {link.number for link in self._roster if link.left and link.number in verdict.ranks}
         for other in self._groups.values():
-            if other is not group and other.announcement and left.intersection(other.ranks):
-                return verdict.again(f"{verdict}; before that another group of that rank failed: {other.announcement}")
+            if other is not group and other.announced and left.intersection(other.ranks):
+                return verdict.again(f"{verdict}; before that another group of that rank failed: {other.announced}")
         return verdict
 
     def _close(self) -> None:
@@ -347,7 +322,7 @@ class Hub:
                 self._board.drop(link)
             else:
                 self._refuse(link, f"the job is over: {self._outcome().text}")
-        self._goes_on = False
+        self.goes_on = False
         self._dismiss_launchers()
         self._selector.close()
         self._wake_r.close()
@@ -418,7 +393,7 @@ class Hub:
         return [group for group in self._groups.values() if group is self._world or rank in group.ranks]
 
     def _members(self, group: _Group) -> list[int]:
-        """The ranks that are still in the group and have an open control link, so that the hub can ask them."""
+        """Return the ranks that are still in the group and have an open control link, so that the hub can ask them."""
         return [
             link.number
             for link in self._roster
@@ -427,21 +402,6 @@ class Hub:
             and link.number not in group.closed
             and (group is self._world or link.number in group.ranks)
         ]
-
-    def _close_group(self, link: Link, name: str, number: int) -> None:
-        """A rank has destroyed the group. This is a failure only if another rank of the group waits for that rank."""
-        group = self._groups.get(name)
-        if group is None or group is self._world or link.number not in group.ranks:
-            return
-        group.closed.add(link.number)
-        if self._restarts and self._world.judge.verdict:
-            group.rejoining.add(link.number)  # another rank may report this rank as lost before its rejoin comes
-        staying = self._members(group)
-        if not staying:
-            del self._groups[name]
-            return
-        group.judge.left(link.number, number, time.monotonic(), destroyed=True)
-        self._broadcast({"t": "left", "group": name, "rank": link.number, "number": number}, staying)
 
     # -- control frames from the ranks
 
@@ -454,119 +414,125 @@ class Hub:
     def _handle(self, link: Link, frame: Frame) -> None:
         """Handle one control frame from a rank. An Error ends the rank's link."""
         kind = frame["t"]
-        if kind == "join":
-            self._join(link, frame)
-        elif not link.joined or link.left:
+        if kind != "join" and (not link.joined or link.left):
             raise Error(f"{kind!r} does not come before join or after bye")
-        elif kind in _HANDLERS:
-            _HANDLERS[kind](self, link, frame)
-        else:
+        if kind not in _OF_RANKS:
             raise Error(f"{kind!r} is not a message to the hub")
+        _OF_RANKS[kind](self, link, frame)
 
-    def _handle_ready(self, link: Link, frame: Frame) -> None:
-        if _field(frame, "epoch", int) != self._epoch:
+    def _on_ready(self, link: Link, epoch: int) -> None:
+        if epoch != self._epoch:
             return
         self._ready.add(link.number)
         if len(self._ready) == self._roster.size:
             self._log(f"all {self._roster.size} {self._roster.plural} are ready")
             self._broadcast({"t": "go", "epoch": self._epoch}, self._world.ranks)
 
-    def _handle_failed(self, link: Link, frame: Frame) -> None:
-        ranks, waiting_for = (self._known(_field(frame, name, list)) for name in ("ranks", "waiting_for"))
-        error = make(_field(frame, "kind", str), _field(frame, "text", str), ranks, waiting_for)
-        name, number = _field(frame, "group", str), _field(frame, "number", int)
-        groups = list(self._groups.values()) if not name else [self._groups[name]] if name in self._groups else []
-        for group in groups:
-            group.judge.called(link.number, number, _field(frame, "call", str), time.monotonic())
-            self._failed(group, link, error, number)
-        if not name:
+    def _on_failed(
+        self,
+        link: Link,
+        kind: str,
+        text: str,
+        ranks: list[Any],
+        waiting_for: list[Any],
+        group: str,
+        number: int,
+        call: str,
+    ) -> None:
+        error = make(kind, text, self._known(ranks), self._known(waiting_for))
+        for one in [one for name, one in self._groups.items() if group in ("", name)]:
+            one.judge.called(link.number, number, call, time.monotonic())
+            self._failed(one, link, error, number)
+        if not group:
             self._abort_epoch(error)
 
     def _failed(self, group: _Group, link: Link, error: Error, number: int = -1) -> None:
-        """Tell the group's judge of an error that a rank reports, or that the hub has noticed about this rank."""
+        """Tell the group's judge about an error that a rank reports, or that the hub has noticed about this rank."""
         group.judge.failed(link.number, error, number, self._members(group), time.monotonic())
 
     def _known(self, ranks: list[object]) -> list[int]:
         return [rank for rank in ranks if isinstance(rank, int) and 0 <= rank < self._roster.size]
 
     def _abort_epoch(self, verdict: Error) -> None:
-        """Abort all groups of this epoch, including groups that are still to be made."""
+        """Abort all groups of this epoch, including groups that are yet to be created."""
         if self._aborted is None:
-            # End the meetings now, not in _look(): if a link ended in between, they would end with PeerLost.
+            # End the meetings now, not in _look(): if a link ended before that, they would end with PeerLost.
             self._aborted = verdict
             self._answer(self._meetings.clear(verdict))
 
-    def _handle_compare(self, link: Link, frame: Frame) -> None:
-        group = self._groups.get(_field(frame, "group", str))
-        if group:
-            number, call = _field(frame, "number", int), _field(frame, "call", str)
-            group.judge.compare(link.number, number, call, time.monotonic())
+    def _on_compare(self, link: Link, group: str, number: int, call: str) -> None:
+        if group in self._groups:
+            self._groups[group].judge.compare(link.number, number, call, time.monotonic())
 
-    def _handle_here(self, link: Link, frame: Frame) -> None:
-        group = self._groups.get(_field(frame, "group", str))
-        if group:
-            asked, call = _field(frame, "asked", int), _field(frame, "call", str)
-            group.judge.called(link.number, asked, call, time.monotonic())
-            progress = Progress(_field(frame, "number", int), _field(frame, "inside", bool), _field(frame, "text", str))
-            group.judge.here(link.number, progress, time.monotonic())
+    def _on_here(self, link: Link, group: str, asked: int, call: str, number: int, inside: bool, text: str) -> None:
+        if group in self._groups:
+            judge = self._groups[group].judge
+            judge.called(link.number, asked, call, time.monotonic())
+            judge.here(link.number, Progress(number, inside, text), time.monotonic())
 
-    def _handle_meet(self, link: Link, frame: Frame) -> None:
-        key, name, ranks = self._meeting(link, frame)
+    def _on_meet(
+        self, link: Link, key: str, name: str, ranks: list[Any], facts: Frame, founds: object, survivors: object
+    ) -> None:
+        self._check_meeting("meet", link, key, ranks)
         if self._aborted:
             self._answer([unmet((link.number,), key, self._aborted)])
             return
-        survivors = bool(frame.get("survivors"))
-        answers = self._meetings.come(link.number, key, name, ranks, _field(frame, "facts", dict), survivors)
+        answers = self._meetings.come(link.number, key, name, ranks, facts, bool(survivors))
         self._shrunk += [answer.frame["ranks"] for answer in answers if survivors and answer.frame["t"] == "met"]
-        if frame.get("founds") and any(answer.frame["t"] == "met" for answer in answers):
+        if founds and any(answer.frame["t"] == "met" for answer in answers):
             group = self._world if key == world_id(self._epoch) else self._open_group(key, frozenset(ranks))
-            for other in self._roster:  # tell the judge of ranks that left the job before the group existed
+            for other in self._roster:  # tell the judge which ranks left the job before the group existed
                 if other.left and other.number in group.ranks:
                     group.judge.left(other.number, 0, time.monotonic())
         self._answer(answers)
 
-    def _meeting(self, link: Link, frame: Frame) -> tuple[str, str, list[int]]:
-        """The key, the name and the ranks of the meeting that the control frame is about."""
-        key, name, ranks = _field(frame, "key", str), _field(frame, "name", str), _field(frame, "ranks", list)
-        known = all(isinstance(rank, int) and 0 <= rank < self._roster.size for rank in ranks)
+    def _check_meeting(self, kind: str, link: Link, key: str, ranks: list[Any]) -> None:
+        known = self._known(ranks) == ranks
         if not known or len(set(ranks)) != len(ranks) or link.number not in ranks or len(key) > 1024:
-            raise Error(f"{frame['t']!r} needs a key and the ranks that meet, this one among them")
-        return key, name, ranks
+            raise Error(f"{kind!r} needs a key and the ranks that meet, this one among them")
 
-    def _handle_unmeet(self, link: Link, frame: Frame) -> None:
-        seconds = _field(frame, "seconds", float)
-        self._answer(self._meetings.withdraw(link.number, _field(frame, "key", str), seconds))
+    def _on_unmeet(self, link: Link, key: str, seconds: float) -> None:
+        self._answer(self._meetings.withdraw(link.number, key, seconds))
 
-    def _handle_refuse(self, link: Link, frame: Frame) -> None:
-        key, name, ranks = self._meeting(link, frame)
-        why = _field(frame, "why", str)
+    def _on_refuse(self, link: Link, key: str, name: str, ranks: list[Any], why: str) -> None:
+        self._check_meeting("refuse", link, key, ranks)
         group = self._groups.get(key)
         if group:  # all ranks have met in the meantime, so the group exists
             self._failed(group, link, Aborted(why, [link.number]))
         else:
             self._answer(self._meetings.refuse(link.number, key, name, ranks, why))
 
-    def _handle_dial(self, link: Link, frame: Frame) -> None:
-        """A rank asks another rank of its group to open a connection to the asking rank."""
-        to, name = _field(frame, "to", int), _field(frame, "group", str)
-        group = self._groups.get(name)
-        if group is None or to not in group.ranks or link.number not in group.ranks:
+    def _on_dial(self, link: Link, group: str, to: int, address: object) -> None:
+        """A rank asks another rank of its group to connect to it."""
+        found = self._groups.get(group)
+        if found is None or to not in found.ranks or link.number not in found.ranks:
             return  # the frame is from an earlier epoch
-        if to in group.closed:
+        if to in found.closed:
             text = f"{self._roster.name(to)} has destroyed the group, but {link} sends to it"
-            self._failed(group, link, PeerLost(text, [to]))
+            self._failed(found, link, PeerLost(text, [to]))
             return
-        words = {"group": name, "address": frame.get("address")}
-        for other in self._roster:
-            if other.number == to and other.open and not other.left:
-                self._send(other, {"t": "dial", "from": link.number, **words})
+        other = self._roster.at(to)
+        if other and other.open and not other.left:
+            self._send(other, {"t": "dial", "from": link.number, "group": group, "address": address})
 
-    def _handle_close(self, link: Link, frame: Frame) -> None:
-        self._close_group(link, _field(frame, "group", str), _field(frame, "number", int))
+    def _on_close(self, link: Link, group: str, number: int) -> None:
+        """A rank has destroyed the group. This is a failure only if another rank of the group is waiting for it."""
+        found = self._groups.get(group)
+        if found is None or found is self._world or link.number not in found.ranks:
+            return
+        found.closed.add(link.number)
+        if self._restarts and self._world.judge.verdict:
+            found.rejoining.add(link.number)  # another rank may report this rank as lost before its rejoin arrives
+        staying = self._members(found)
+        if not staying:
+            del self._groups[group]
+            return
+        found.judge.left(link.number, number, time.monotonic(), destroyed=True)
+        self._broadcast({"t": "left", "group": group, "rank": link.number, "number": number}, staying)
 
-    def _handle_waits(self, link: Link, frame: Frame) -> None:
-        """A rank has waited long, and asks for which ranks. Only one of the ranks that wait is to tell the user."""
-        key, ranks, here = _field(frame, "key", str), list[int](), [one.number for one in self._roster]
+    def _on_waits(self, link: Link, key: str) -> None:
+        """A rank has been waiting for long, and asks for which ranks. Only one of the waiting ranks tells the user."""
+        ranks, here = list[int](), [one.number for one in self._roster]
         if key == JOIN:
             words = self._roster.missing()
         else:
@@ -578,29 +544,23 @@ class Hub:
         tells = here[:1] == [link.number]
         self._send(link, {"t": "missing", "key": key, "ranks": ranks, "text": words, "tells": tells})
 
-    def _handle_rejoin(self, link: Link, frame: Frame) -> None:
-        """A survivor waits for the next epoch, and takes no part in the current epoch any more."""
-        link.facts = _field(frame, "facts", dict)
-        link.rejoin_key = _field(frame, "key", str)
-        link.waits = True
-        if len(self._ready) < self._roster.size:  # others wait for this rank in their set-up: make the set-up fail
+    def _on_rejoin(self, link: Link, key: str, facts: Frame) -> None:
+        """A survivor waits for the next epoch, and no longer takes part in the current epoch."""
+        link.facts, link.rejoin_key, link.waits = facts, key, True
+        if len(self._ready) < self._roster.size:  # others wait for this rank while they set up the epoch: let that fail
             text = f"{link} gave up its set-up, and waits for the next epoch"
             self._failed(self._world, link, PeerLost(text, [link.number]), 0)
         self._begin_epoch()
         self._answer(self._meetings.look())  # other ranks may wait for this rank in a meeting of this epoch
 
-    def _handle_unrejoin(self, link: Link, frame: Frame) -> None:
-        """A rank's wait for the next epoch has timed out. Does nothing if that epoch has begun in the meantime."""
+    def _on_unrejoin(self, link: Link, seconds: float) -> None:
+        """A rank's wait for the next epoch has timed out. Do nothing if that epoch has begun in the meantime."""
         if not link.waits:
             return
-        absent = [rank for rank in range(self._roster.size) if not self._waits(rank)]
+        waiting = {one.number for one in self._roster if one.waits}
+        absent = [rank for rank in range(self._roster.size) if rank not in waiting]
         names = ", ".join(self._absence(rank) for rank in absent)
-        why = f"rejoin: {link} waited {_field(frame, 'seconds', float):g} s for {names}"
-        self._turn_away(link, CollectiveTimeout(why, waiting_for=absent))
-
-    def _waits(self, rank: int) -> bool:
-        link = self._roster.at(rank)
-        return link is not None and link.waits
+        self._turn_away(link, CollectiveTimeout(f"rejoin: {link} waited {seconds:g} s for {names}", waiting_for=absent))
 
     def _absence(self, rank: int) -> str:
         link = self._roster.at(rank)
@@ -608,8 +568,7 @@ class Hub:
             return f"{self._roster.name(rank)}, which was not started again or has not come to init() yet"
         return f"{link}, which has not called rejoin()"
 
-    def _handle_bye(self, link: Link, frame: Frame) -> None:
-        number = _field(frame, "number", int)
+    def _on_bye(self, link: Link, number: int, numbers: dict[str, Any]) -> None:
         if not self._welcomed:
             self._board.end(link, f"left before all {self._roster.size} {self._roster.plural} had joined")
             return
@@ -618,7 +577,6 @@ class Hub:
             self._board.end(link, "left after its failure")  # lost: no launcher will say how the process ended
             return
         link.left, link.waits = True, False
-        numbers = _field(frame, "numbers", dict)
         for name, group in self._groups.items():
             if group is self._world:
                 group.judge.left(link.number, number, time.monotonic())
@@ -629,20 +587,20 @@ class Hub:
         self._answer(self._meetings.look())
         self._begin_epoch()
 
-    def _join(self, link: Link, frame: Frame) -> None:
+    def _on_join(self, link: Link, rank: object, node_id: object, facts: Frame) -> None:
         if link.joined:
             raise Error("it joined twice")
         if self._contested_until and self._never_began:
             self._refuse(link, self._never_began)
             return
         link.since = time.monotonic()
-        refusal = self._roster.admit(link, frame.get("rank"), frame.get("node_id"), _field(frame, "facts", dict))
+        refusal = self._roster.admit(link, rank, node_id, facts)
         if refusal:
             self._log(f"refused {link}: {refusal}")
             self._refuse(link, refusal)
             return
         self._log(f"{link} joined, {len(self._roster)} of {self._roster.size}")
-        if self._welcomed or self._over:
+        if self._welcomed or self.over:
             link.waits = True
             self._begin_epoch()
             return
@@ -658,7 +616,7 @@ class Hub:
             self._welcome()
 
     def _welcome(self) -> None:
-        """All ranks have joined: tell each of them its number and the facts of all ranks."""
+        """Tell each rank its number and the facts of all ranks. Call this when all ranks have joined."""
         self._topo_until = None
         try:
             self._roster.assign()
@@ -666,8 +624,7 @@ class Hub:
             shared["facts"] = self._roster.facts()
             frames = [(link, encode({**shared, "rank": link.rank}, FROM_HUB_BYTES)) for link in self._roster]
         except (ValueError, Error) as error:
-            self._never_began = str(error)
-            self._refuse_all(self._never_began)
+            self._refuse_all(str(error))
             return
         self._welcomed = True
         for link, data in frames:
@@ -675,7 +632,7 @@ class Hub:
             self._board.write(link, data)
 
     def _begin_epoch(self) -> None:
-        """Begin a new epoch if every rank waits for it: survivors after "rejoin", restarted ranks after "join"."""
+        """Begin a new epoch if every rank is waiting for it: survivors after "rejoin", restarted ranks after "join"."""
         waiting = [link for link in self._roster if link.waits]
         if not waiting:
             return
@@ -698,11 +655,11 @@ class Hub:
         self._welcome()
 
     def _never_again(self) -> Error | None:
-        """Why there can be no next epoch; None if there can be one."""
+        """Return why there cannot be another epoch, or None if there can be one."""
         if not self._restarts:
             return PeerLost("rejoin: nobody starts a lost rank of this job again; use `mscomm run --max-restarts N`")
-        if self._over:
-            return PeerLost(f"rejoin: {self._over}", self._over.ranks)
+        if self.over:
+            return PeerLost(f"rejoin: {self.over}", self.over.ranks)
         for link in self._roster:
             if link.left and (not self._watched or link.number in self._ended_well):
                 why = f"rejoin: {link} has left the job, so that its ranks are never all there again"
@@ -715,7 +672,7 @@ class Hub:
         if link.welcomed:
             self._answer([unmet((link.number,), link.rejoin_key, why)])
             return
-        verdict = self._over or self._world.judge.verdict or why
+        verdict = self.over or self._world.judge.verdict or why
         self._send(link, {"t": "verdict", "group": world_id(0), **verdict.fields()})
         if link.open:
             self._board.drop(link)
@@ -752,12 +709,12 @@ class Hub:
 
     def _tell_missing(self) -> None:
         """Tell the user which hosts or ranks the job still waits for."""
-        nodes = [f"{name} ({_ranks(ranks)})" for name, ranks in self._nodes.items() if ranks[0] not in self._attended]
+        nodes = [f"{name} ({_ranks(ranks)})" for name, ranks in self._nodes.items() if ranks[0] not in self.attended]
         absent = [rank for rank in range(self._roster.size) if self._roster.at(rank) is None]
         last = f"; {self._turned_away}" if self._turned_away else ""
-        if nodes and not self._over:
+        if nodes and not self.over:
             self._tell(f"waiting for {', '.join(nodes)}: nobody has come from there to {self._roster.address}{last}")
-        elif len(self._roster) and absent and not self._over:
+        elif len(self._roster) and absent and not self.over:
             self._tell(f"waiting for {_ranks(absent)} to call mscomm.init(){last}")
         self._turned_away = ""
 
@@ -776,39 +733,36 @@ class Hub:
 
     def _handle_launcher(self, launcher: _Launcher, frame: Frame) -> None:
         """Handle one control frame from another host's launcher about its ranks."""
-        kind = frame["t"]
-        if kind == "attend":
-            ranks = range(_field(frame, "first", int), _field(frame, "end", int))
-            launcher.name = _field(frame, "name", str)
-            objection = None if self._over else self._objection(ranks, _field(frame, "layout", str))
-            if objection:
-                self._log(f"refused {launcher.name}: {objection}")
-                self._tell(f"{launcher.name} was refused: {objection}")
-                self._launchers.write(launcher, encode({"t": "refused", "why": objection}, FROM_HUB_BYTES))
-                self._launchers.drop(launcher)
-                return
-            launcher.ranks = ranks
-            self._attended.update(ranks)
-            self._tell_launcher(launcher)
-        elif kind == "ended" and (rank := _field(frame, "rank", int)) in launcher.ranks:
-            how, badly, again = (
-                _field(frame, "how", str),
-                _field(frame, "badly", bool),
-                _field(frame, "again", bool),
-            )
-            self._process_ended(rank, how, badly, again)
-        elif kind == "gave up":
-            why = f"{_field(frame, 'name', str)} cannot start its ranks: {_field(frame, 'why', str)}"
-            self._log(why)
-            self._tell(why)
-            self._without_launcher(launcher, why)
-        elif kind == "rival":
-            self._contest(_field(frame, "who", str), _field(frame, "seconds", float))
-        else:
-            raise Error(f"{kind!r} is not a message of a launcher, or of none with these ranks")
+        if frame["t"] not in _OF_LAUNCHERS:
+            raise Error(f"{frame['t']!r} is not a message of a launcher, or of none with these ranks")
+        _OF_LAUNCHERS[frame["t"]](self, launcher, frame)
 
-    def _contest(self, who: str, seconds: float) -> None:
-        """A process that was started `seconds` ago wanted to serve another job at our port, and could not.
+    def _from_launcher_attend(self, launcher: _Launcher, first: int, end: int, name: str, layout: str) -> None:
+        launcher.name = name
+        objection = None if self.over else self._objection(range(first, end), layout)
+        if objection:
+            self._log(f"refused {name}: {objection}")
+            self._tell(f"{name} was refused: {objection}")
+            self._launchers.write(launcher, encode({"t": "refused", "why": objection}, FROM_HUB_BYTES))
+            self._launchers.drop(launcher)
+            return
+        launcher.ranks = range(max(first, 0), min(end, self._roster.size))  # also if the job is over
+        self.attended.update(launcher.ranks)
+        self._tell_launcher(launcher)
+
+    def _from_launcher_ended(self, launcher: _Launcher, rank: int, how: str, badly: bool, again: bool) -> None:
+        if rank not in launcher.ranks:
+            raise Error("'ended' is not a message of a launcher, or of none with these ranks")
+        self._process_ended(rank, how, badly, again)
+
+    def _from_launcher_gave_up(self, launcher: _Launcher, name: str, why: str) -> None:
+        text = f"{name} cannot start its ranks: {why}"
+        self._log(text)
+        self._tell(text)
+        self._without_launcher(launcher, text)
+
+    def _from_launcher_rival(self, launcher: _Launcher, who: str, seconds: float) -> None:
+        """A process that was started `seconds` ago tried to serve another job at our port, and could not.
 
         The ranks of that job connect to this hub instead. A rank that joined after the start of that process may belong
         to either job, so neither job can go on.
@@ -816,7 +770,7 @@ class Hub:
         self._log(f"{who} wanted to serve another job at this port")
         now = time.monotonic()
         settled = self._welcomed and all(now - link.since > seconds for link in self._roster)
-        if settled or self._never_began or self._over:
+        if settled or self._never_began or self.over:
             return
         why = (
             f"two jobs were started at {self._roster.address}, here and by {who}: whose {self._roster.plural} joined "
@@ -824,8 +778,6 @@ class Hub:
         )
         self._contested_until = now + _CONTESTED_S
         if not self._welcomed:
-            self._topo_until = None
-            self._never_began = why
             self._refuse_all(why)
             return
         for group in self._groups.values():
@@ -834,7 +786,7 @@ class Hub:
         self._give_up(Aborted(why))
 
     def _objection(self, ranks: range, layout: str) -> str | None:
-        """Why the launcher that asks may not start these ranks; None if it may."""
+        """Return why the requesting launcher may not start these ranks, or None if it may."""
         if layout != self._layout:
             return f"it was started with {layout}, and node 0 with {self._layout}; give every node the same"
         if not 0 <= ranks.start < ranks.stop <= self._roster.size:
@@ -847,9 +799,9 @@ class Hub:
         return None
 
     def _tell_launcher(self, launcher: _Launcher) -> None:
-        """Tell the launcher whether the job can go on and, if it cannot, why and whether its other ranks go on."""
-        over = self._over.fields() if self._over else None
-        state = {"t": "state", "over": over, "goes_on": self._goes_on}
+        """Tell the launcher whether the job can continue. If not, say why, and whether its other ranks continue."""
+        over = self.over.fields() if self.over else None
+        state = {"t": "state", "over": over, "goes_on": self.goes_on}
         self._launchers.write(launcher, encode(state, FROM_HUB_BYTES))
 
     def _tell_launchers(self) -> None:
@@ -857,20 +809,20 @@ class Hub:
             self._tell_launcher(launcher)
 
     def _launcher_gone(self, launcher: _Launcher, how: str) -> None:
-        """A launcher has ended, so nobody starts or restarts its ranks any more. Ranks that have joined may go on."""
+        """A launcher has ended, so its ranks are not started or restarted any more. Joined ranks may continue."""
         self._without_launcher(launcher, f"the launcher of {launcher.name} has ended")
 
     def _without_launcher(self, launcher: _Launcher, why: str) -> None:
         ended = self._ended_well | self._ended_badly.keys()
         for rank in [rank for rank in launcher.ranks if rank not in ended]:
             member = self._roster.at(rank)
-            if member is not None and member.left:  # it said bye; only the launcher's word on how it ended is missing
+            if member is not None and member.left:  # it said bye; only the launcher's report on how it ended is missing
                 self._ended_well.add(rank)
             elif self._restarts:
                 self._ended_badly.setdefault(rank, why)
             elif member is None:
                 self._process_ended(rank, why, badly=True, again=False)
-        self._begin_epoch()  # a rank that waits for the next epoch may wait in vain now
+        self._begin_epoch()  # a rank that waits for the next epoch may now wait in vain
 
     def _dismiss_launchers(self) -> None:
         """Tell the launchers that the job is over, and wait until they have closed their links.
@@ -900,7 +852,7 @@ class Hub:
                     self._board.write(link, data)
 
     def _broadcast(self, frame: Frame, ranks: Collection[int]) -> None:
-        """Send to all of these ranks that have joined, have not left, and do not wait for the next epoch."""
+        """Send to those of these ranks that have joined, have not left, and do not wait for the next epoch."""
         data = encode(frame, FROM_HUB_BYTES)
         for link in self._roster:
             if not link.left and not link.waits and (link.rank is None or link.rank in ranks):
@@ -913,37 +865,39 @@ class Hub:
             self._board.drop(link)
 
     def _refuse_all(self, why: str) -> None:
+        """Refuse all processes that have joined, because the job can never begin."""
+        self._topo_until, self._never_began = None, why
         self._log(why)
         for link in self._roster:
             self._refuse(link, why)
 
 
-_HANDLERS: dict[str, Callable[[Hub, Link, Frame], None]] = {
-    "ready": Hub._handle_ready,
-    "failed": Hub._handle_failed,
-    "here": Hub._handle_here,
-    "compare": Hub._handle_compare,
-    "meet": Hub._handle_meet,
-    "unmeet": Hub._handle_unmeet,
-    "refuse": Hub._handle_refuse,
-    "dial": Hub._handle_dial,
-    "close": Hub._handle_close,
-    "waits": Hub._handle_waits,
-    "rejoin": Hub._handle_rejoin,
-    "unrejoin": Hub._handle_unrejoin,
-    "bye": Hub._handle_bye,
-}
-
-
 def _ranks(ranks: Sequence[int]) -> str:
-    """The ranks as text: rank 3; ranks 2, 3; ranks 8 to 15."""
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    """Return the ranks as text: rank 3; ranks 2, 3; ranks 8 to 15."""
+    return f"rank{'s' * (len(ranks) > 1)} {numbers(ranks)}"
 
 
-def _field(frame: Frame, name: str, kind: type[_T]) -> _T:
+def _handlers(prefix: str) -> dict[str, Callable[[Hub, Any, Frame], None]]:
+    """Return, by kind of control frame, a function that calls the method of Hub that handles this kind.
+
+    The method's name is the prefix followed by the kind. Its parameters after the link are the fields of the frame, and
+    their annotations are the types of the fields.
+    """
+
+    def handler(method: Callable[..., None]) -> Callable[[Hub, Any, Frame], None]:
+        _, *fields, _ = get_type_hints(method).items()  # without the link, and without the type of the result
+        return lambda hub, link, frame: method(hub, link, **{name: _field(frame, name, kind) for name, kind in fields})
+
+    found = {name: method for name, method in vars(Hub).items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix).replace("_", " "): handler(method) for name, method in found.items()}
+
+
+def _field(frame: Frame, name: str, kind: Any) -> Any:
     value = frame.get(name)
+    kind = get_origin(kind) or kind
     if not isinstance(value, kind):
-        raise Error(f"{frame['t']!r} needs {name!r} as {kind.__name__}, not {value!r}")
+        raise Error(f"{frame['t']!r} needs {name!r} as {kind.__name__}, not {reprlib.repr(value)}")
     return value
+
+
+_OF_RANKS, _OF_LAUNCHERS = _handlers("_on_"), _handlers("_from_launcher_")

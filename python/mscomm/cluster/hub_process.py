@@ -1,4 +1,4 @@
-"""The hub as a process of its own, which rank 0 starts under launchers that do not run a hub."""
+"""The hub as a separate process, which rank 0 starts under launchers that do not run a hub."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _spawned: list[subprocess.Popen[bytes]] = []  # the hubs that we started; the ne
 
 
 class _Detached(subprocess.Popen[bytes]):
-    """A child process that may outlive this one, so dropping this object must not cause a ResourceWarning."""
+    """A child process that may outlive this one. Deleting this object must not cause a ResourceWarning."""
 
     def __del__(self, *_: object) -> None:
         self.poll()
@@ -29,9 +29,9 @@ class _Detached(subprocess.Popen[bytes]):
 def spawn(
     listener: socket.socket, size: int, key: bytes, topo_timeout_s: float, named: bytes = UNKNOWN_JOB
 ) -> subprocess.Popen[bytes]:
-    """Start a hub that serves the listener. Rank 0 calls this. The hub's process ends by itself when the job has ended.
+    """Start a hub that serves the listener. Rank 0 calls this. The hub process exits by itself when the job has ended.
 
-    The key goes through a pipe, so it is neither in argv nor in the environment. The caller need not wait for the
+    The key is passed through a pipe, so it is neither in argv nor in the environment. The caller need not wait for the
     process, because the next spawn() reaps it. The process inherits none of our standard streams, because a launcher
     waits until all copies of them are closed.
     """

@@ -1,8 +1,8 @@
 """Chooses the address that this host uses for a job: it listens there, and other hosts connect to it there.
 
-MSCOMM_SOCKET_IFNAME chooses the address; if it is not set, NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME does, each in its
-own syntax. If none of them is set, this host uses the address from which it reaches the scheduler, and does not list
-its interfaces.
+MSCOMM_SOCKET_IFNAME determines the address. If it is not set, NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME does, each in
+its own syntax. If none of them is set, this host uses the address from which it reaches the scheduler, and does not
+need to list its interfaces.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class _Rule(NamedTuple):
 
 
 def listen_address(control: socket.socket, env: Mapping[str, str] = os.environ) -> str:
-    """The address where this rank listens for data. A variable can choose the interface; otherwise, it is the address
-    of this rank's end of the link to the hub.
+    """Return the address at which this rank listens for data.
 
-    If the hub is on loopback or at a unix socket, all ranks are on this host. Then the result is a loopback address,
-    unless MSCOMM_SOCKET_IFNAME chooses another address. ValueError if a variable matches no interface.
+    A variable can choose the interface; otherwise, it is the address of this rank's end of the link to the hub. If the
+    hub is on loopback or at a unix socket, all ranks are on this host. The result is then a loopback address,
+    unless MSCOMM_SOCKET_IFNAME chooses another address. Raise ValueError if a variable matches no interface.
     """
     own = "127.0.0.1"
     if control.family in (socket.AF_INET, socket.AF_INET6):
@@ -53,11 +53,11 @@ def listen_address(control: socket.socket, env: Mapping[str, str] = os.environ) 
 
 
 def host_address(env: Mapping[str, str] = os.environ) -> str:
-    """The address at which other hosts reach this one.
+    """Return the address at which other hosts reach this one.
 
-    Use this before there is a scheduler, when the route to the scheduler cannot be looked up yet. The result is the
-    chosen interface's address; else the address from which packets for other networks leave; else the address of the
-    only interface that is not loopback.
+    Use this before there is a scheduler to which a route could be looked up. The result is the address of the chosen
+    interface; otherwise, the address from which packets for other networks leave; otherwise, the address of the only
+    interface that is not loopback.
     """
     chosen = _chosen(env, VARIABLES, "0.0.0.0")
     if chosen is not None:
@@ -82,15 +82,16 @@ def host_address(env: Mapping[str, str] = os.environ) -> str:
 
 
 def name_of(address: str) -> str | None:
-    """The name of the interface that has the address; None if no interface has it, for example behind NAT."""
+    """Return the name of the interface that has the address; None if no interface has it, for example behind NAT."""
     return next((one.name for one in interfaces() if one.address.partition("%")[0] == address.partition("%")[0]), None)
 
 
 def dial_address(published: str, own: str = "", env: Mapping[str, str] = os.environ) -> str:
-    """The address that another host published, in the form that this host can dial; ValueError if it is no address.
+    """Return the address that another host published, in a form to which this host can connect.
 
-    A link-local address needs a scope, which must be an interface of this host, not of the other host: the scope of
-    our own address, else the chosen interface, else the only interface with a link-local address.
+    Raise ValueError if it is not an address. A link-local address needs a scope, which must be an interface of this
+    host, not of the other host. It is the scope of our own address; otherwise, the chosen interface; otherwise, the
+    only interface with a link-local address.
     """
     address = published.partition("%")[0]
     if not _ip(address).is_link_local or _ip(address).version == 4:
@@ -106,12 +107,12 @@ def dial_address(published: str, own: str = "", env: Mapping[str, str] = os.envi
 
 
 def endpoint(host: str, port: int) -> str:
-    """The endpoint as text for messages and URLs: 10.0.0.1:8118, [fe80::1%eth0]:8118."""
+    """Return the endpoint as text for messages and URLs: 10.0.0.1:8118, [fe80::1%eth0]:8118."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def interfaces() -> list[Interface]:
-    """The addresses of all interfaces that are up, grouped by interface."""
+    """Return the addresses of all interfaces that are up, grouped by interface."""
     import psutil  # imported here because it takes 12 ms, and most jobs do not need it
 
     states = psutil.net_if_stats()
@@ -125,17 +126,17 @@ def interfaces() -> list[Interface]:
 
 
 def _chosen(env: Mapping[str, str], variables: Iterable[str], own: str) -> str | None:
-    """The address chosen by the first of the variables that is set; None if none of them is set."""
+    """Return the address chosen by the first of the variables that is set; None if none of them is set."""
     matching = _matching(env, variables, own)
     return None if matching is None else _preferred(matching, own)
 
 
 def _matching(env: Mapping[str, str], variables: Iterable[str], own: str) -> list[Interface] | None:
-    """The interfaces that the variables choose: those that match an item of the first variable that is set.
+    """Return the interfaces that the variables choose: those that match an item of the first variable that is set.
 
     The items of that variable are tried in order; only the first item that matches any interface counts.
 
-    None if no variable is set; ValueError if no item matches any interface.
+    Return None if no variable is set; raise ValueError if no item matches any interface.
     """
     variable = next((name for name in variables if environment.read(name, env)), None)
     if variable is None:
@@ -144,7 +145,7 @@ def _matching(env: Mapping[str, str], variables: Iterable[str], own: str) -> lis
     rules = list(_rules(variable, environment.read(variable, env), {interface.name for interface in here}))
     excluding = [rule for rule in rules if rule.excludes]
     left = [interface for interface in here if not any(rule.matches(interface) for rule in excluding)]
-    if len(excluding) == len(rules):  # the list only excludes: all that is left matches, except loopback
+    if len(excluding) == len(rules):  # the list only excludes; everything else matches, except loopback
         rules = [_Rule(False, lambda interface: not interface.loopback or interface.address == own)]
     for rule in rules:
         matching = [interface for interface in left if not rule.excludes and rule.matches(interface)]
@@ -156,7 +157,7 @@ def _matching(env: Mapping[str, str], variables: Iterable[str], own: str) -> lis
 
 
 def _rules(variable: str, text: str, names: set[str]) -> Iterable[_Rule]:
-    """The items of the variable's list, in order.
+    """Return the items of the variable's list, in order.
 
     MSCOMM_SOCKET_IFNAME: each item is a network, the name of an interface, or a prefix of such names; ^ before an item
     excludes what it matches. NCCL_SOCKET_IFNAME: each item is a prefix; = before the list makes every item a whole
@@ -187,8 +188,9 @@ def _in_network(variable: str, text: str) -> Callable[[Interface], bool]:
 
 
 def _preferred(matching: list[Interface], own: str) -> str:
-    """The best of the matching addresses: our own if it matches. Otherwise, addresses that are not link-local come
-    first, then addresses of the same family as our own.
+    """Return the best of the matching addresses, which is our own if it matches.
+
+    Otherwise, prefer addresses that are not link-local, then addresses of the same family as our own.
     """
     addresses = [interface.address for interface in matching]
     if own in addresses:

@@ -1,7 +1,7 @@
 """Decides which failure was the first, by the rules of docs/design/0001-call.md, "What ends a call early".
 
-The hub tells the judge what each rank reported, how each rank ended, and when. The judge gives one verdict and does no
-I/O.
+The hub tells the judge what each rank reported, how each rank ended, and when. The judge reaches one verdict and does
+no I/O.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 from mscomm.errors import CollectiveTimeout, Error, PeerLost
 
-BELIEVED_AFTER_S = 0.2  # how long a symptom waits for a report from the rank that it names; then it becomes the verdict
+BELIEVED_AFTER_S = 0.2  # how long a symptom waits for a report from the rank it names before it becomes the verdict
 ANSWERS_WITHIN_S = 0.3  # after a timeout: how long the ranks may take to answer "where are you"
 REASON_WITHIN_S = 0.5  # how long the launcher may take to say how a process ended
 RESTARTED_WITHIN_S = 0.1  # replaces REASON_WITHIN_S if ranks are restarted, because the survivors wait for the verdict
-ASKED_EVERY_S = 1.0  # the least time between two comparisons of the ranks' calls; every stuck rank asks for them
+ASKED_EVERY_S = 1.0  # the minimum time between two comparisons of the ranks' calls; every stuck rank asks for one
 _CALLS_KEPT = 16
 
 
 class Progress(NamedTuple):
-    """How far a rank is: the number of its last call, whether it is still inside that call, and a text for people."""
+    """How far a rank has got: the number of its last call, whether it is still inside it, and a human-readable text."""
 
     number: int
     inside: bool
@@ -28,7 +28,7 @@ class Progress(NamedTuple):
 
 
 class _Symptom(NamedTuple):
-    """A rank's report that other ranks are lost, or that a device's library failed, perhaps because a rank is lost."""
+    """A rank's report that other ranks are lost, or that a device library failed, perhaps because a rank is lost."""
 
     reporter: int
     error: Error
@@ -36,7 +36,7 @@ class _Symptom(NamedTuple):
 
 
 class Judge:
-    """Takes events and gives at most one verdict.
+    """Receives events and reaches at most one verdict.
 
     `name(rank)`: the name of the rank in messages. `watched`: a launcher reports how processes end. `restarts`: lost
     ranks may be restarted.
@@ -58,17 +58,18 @@ class Judge:
         self._gone: dict[int, tuple[str, float]] = {}
         self._symptoms: list[_Symptom] = []
         self._question: tuple[Error, int, float, set[int]] | None = (
-            None  # the timeout to explain, the call's number, until when to wait, the ranks that must still answer
+            None  # the timeout to explain, the call number, when to stop waiting, the ranks that must still answer
         )
         self._progress: dict[int, Progress] = {}
-        self._asked_at: dict[int, float] = {}  # the last call number that the ranks were asked about, and when
+        self._asked_at: dict[int, float] = {}  # by call number: when the ranks were last asked about it
         self._calls: dict[int, dict[int, str]] = {}  # for the last few call numbers: each rank's call, by rank
 
     # -- events that the hub reports
 
     def failed(self, rank: int, error: Error, number: int, others: Iterable[int], now: float) -> None:
-        """A rank reports an error of its call `number`; -1: of no call. others: the ranks that can be asked where they
-        are.
+        """A rank reports an error of its call `number`, or an error outside calls if that is -1.
+
+        others: the ranks that can be asked where they are.
         """
         if self.verdict:
             return
@@ -92,11 +93,11 @@ class Judge:
         self.look(now)
 
     def _unexplained(self) -> set[int]:
-        """The ranks that have left the job, but of whose processes the launcher has not said how they ended."""
+        """Return the ranks that have left the job without a report from the launcher on how their processes ended."""
         return self._left.keys() - self._ends.keys() - self._destroyed
 
     def compare(self, rank: int, number: int, call: str, now: float) -> None:
-        """A rank is stuck in call `number`. Others may have made a different call: ask all ranks what they called."""
+        """A rank is stuck in call `number`. Others may have made a different call, so ask all ranks about it."""
         if not self.verdict and now - self._asked_at.get(number, -ASKED_EVERY_S) >= ASKED_EVERY_S:
             self._asked_at = {number: now}
             self._ask(number)
@@ -114,7 +115,7 @@ class Judge:
             by_call: dict[str, list[int]] = {}
             for other in sorted(calls):
                 by_call.setdefault(calls[other], []).append(other)
-            from mscomm import _core  # only here, because the hub's process must start fast
+            from mscomm import _core  # imported here because the hub process must start fast
 
             self.verdict = _core.mismatch("the ranks", list(by_call.items()))
         self.look(now)
@@ -123,14 +124,14 @@ class Judge:
         self.asking, self.asked = True, number
 
     def here(self, rank: int, progress: Progress, now: float) -> None:
-        """A rank answers where it is. Only its first answer counts. The report of a timeout is such an answer."""
+        """A rank says where it is. Only its first answer counts. A report of a timeout also counts as an answer."""
         if self._question and rank in self._question[3]:
             self._question[3].remove(rank)
             self._progress[rank] = progress
         self.look(now)
 
     def left(self, rank: int, number: int, now: float, destroyed: bool = False) -> None:
-        """A rank said bye, or, with `destroyed`, left only this group."""
+        """A rank said bye. destroyed: it left only this group, not the job."""
         self._left[rank] = number
         if destroyed:
             self._destroyed.add(rank)
@@ -142,7 +143,7 @@ class Judge:
         self.look(now)
 
     def gone(self, rank: int, how: str, now: float) -> None:
-        """A rank's control link ended without bye. If the rank reported a symptom before, only the symptom counts."""
+        """A rank's control link ended without a bye. If the rank has reported a symptom, only the symptom counts."""
         if not any(symptom.reporter == rank for symptom in self._symptoms):
             self._gone.setdefault(rank, (how, now + (self._reason_s if self._watched else 0.0)))
         if self._question:
@@ -152,8 +153,8 @@ class Judge:
     def process_ended(self, rank: int, how: str, badly: bool, now: float) -> None:
         """The launcher says how the rank's process ended.
 
-        While the rank's link is open, the end of the process decides nothing. After bye, a bad end gives the verdict
-        at once.
+        While the rank's link is open, the end of its process decides nothing. If the process fails after the rank's
+        bye, that decides the verdict at once.
         """
         self._ends[rank] = how
         if rank in self._left and badly and not self.verdict:
@@ -163,7 +164,7 @@ class Judge:
     # -- finding the verdict
 
     def due(self) -> float | None:
-        """When to call look() again if there is no event before; None if no decision is due."""
+        """Return when to call look() again if no event occurs before; None if no decision is pending."""
         if self.verdict:
             return None
         if self._question:
@@ -173,7 +174,7 @@ class Judge:
         return self._symptoms[0].until if self._symptoms else None
 
     def look(self, now: float) -> None:
-        """Give the verdict if it can be decided now."""
+        """Reach the verdict if it can be decided now."""
         if self.verdict:
             return
         if self._question:
@@ -214,12 +215,12 @@ class Judge:
         self.verdict = CollectiveTimeout(f"{timeout}. Waiting for: {found}", timeout.ranks, sorted(waiting_for))
 
     def _how_they_left(self, error: Error) -> Error:
-        """A PeerLost about ranks that have left: the same error, with a text that says how they left."""
+        """Return a PeerLost about ranks that have left: the same error, with a text that says how they left."""
         text = str(error)
         for lost in error.ranks if error.kind == "PeerLost" else ():
             if lost not in self._left:
                 continue
-            # A report says this even if the rank only destroyed the group, because a peer cannot see the difference.
+            # A report says this even if the rank only destroyed the group, because peers cannot see the difference.
             seen = f"{self._name(lost)} has left the job"
             words = f"{self._name(lost)} has destroyed the group" if lost in self._destroyed else seen
             text = text.replace(seen, words)
@@ -228,8 +229,10 @@ class Judge:
         return error.again(text)
 
     def _root(self) -> _Symptom:
-        """The symptom that counts. From the first symptom, go to the symptom that its lost rank reported, and so on,
-        until a lost rank reported none. If this leads in a circle, the first symptom counts.
+        """Return the symptom that counts.
+
+        Start from the first symptom, and go to the symptom that its lost rank reported, and so on, until a lost rank
+        has reported none. If this leads in a circle, the first symptom counts.
         """
         by_reporter = {symptom.reporter: symptom for symptom in reversed(self._symptoms)}
         first = symptom = self._symptoms[0]
@@ -244,7 +247,7 @@ class Judge:
             seen.add(symptom.reporter)
 
     def _circular(self) -> bool:
-        """Whether every rank that a symptom names has itself sent a report, so there is nothing more to wait for."""
+        """Return whether every rank named by a symptom has itself sent a report, so no further report can come."""
         return all(
             symptom.error.ranks and self._spoke.issuperset(symptom.error.ranks) for symptom in self._symptoms
         )  # a symptom from NCCL names no rank, because NCCL does not know which rank is lost

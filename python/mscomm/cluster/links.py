@@ -1,6 +1,6 @@
 """Opens, accepts and authenticates connections, and passes file descriptors. Every socket here is close-on-exec.
 
-The hello itself is in hello.py, and control frames are in frames.py. This module re-exports some names of both.
+The hello itself is in hello.py, and control frames are in frames.py.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import array
 import errno
 import os
 import random
+import secrets
 import select
 import selectors
 import socket
@@ -19,25 +20,16 @@ from typing import TypeAlias
 
 from mscomm import environment
 from mscomm.cluster.deadline import Deadline, wait
-from mscomm.cluster.frames import Frames as Frames
-from mscomm.cluster.hello import CONTROL as CONTROL
-from mscomm.cluster.hello import DATA as DATA
-from mscomm.cluster.hello import HELLO_S, OF_THE_HUB, UNKNOWN_RANK, Hello, named
-from mscomm.cluster.hello import LAUNCHER as LAUNCHER
-from mscomm.cluster.hello import MEMORY as MEMORY
-from mscomm.cluster.hello import MESSAGES as MESSAGES
-from mscomm.cluster.hello import Identity as Identity
-from mscomm.cluster.hello import NotMscomm as NotMscomm
-from mscomm.cluster.hello import package_version as package_version
+from mscomm.cluster.hello import HELLO_S, OF_THE_HUB, UNKNOWN_RANK, Hello, Identity, NotMscomm, named, package_version
 from mscomm.errors import AuthenticationError, CollectiveTimeout, Error
 
 # ("host", port), or the name of an abstract unix socket: b"\0..." or "\0..."
 Address: TypeAlias = "tuple[str, int] | str | bytes"
 
-_HALF_OPEN = 64  # how many connections may be in their hello at one time, unless twice the number of ranks is more
+_HALF_OPEN = 64  # how many hellos may be in progress at the same time, unless twice the number of ranks is more
 _FDS_A_MESSAGE = 253  # the kernel's SCM_MAX_FD
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_PAUSE_S = 0.1  # how long to ignore a listener when descriptors or memory are short
+_PAUSE_S = 0.1  # how long to ignore a listener when descriptors or memory have run out
 _UCRED = struct.Struct("=iII")  # pid, uid, gid
 
 
@@ -45,7 +37,10 @@ _UCRED = struct.Struct("=iII")  # pid, uid, gid
 
 
 def connect(address: Address, deadline: Deadline, *, source: str | None = None) -> socket.socket:
-    """A connected TCP or abstract unix socket. Raises OSError if the address refuses, is unreachable or times out."""
+    """Return a connected TCP or abstract unix socket.
+
+    Raise OSError if the address refuses, is unreachable or times out.
+    """
     if isinstance(address, (str, bytes)):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -63,7 +58,7 @@ def connect(address: Address, deadline: Deadline, *, source: str | None = None) 
 
 
 def _connect_unix(sock: socket.socket, address: str | bytes, deadline: Deadline) -> None:
-    """Connect, and retry while the listener's backlog is full. Any user of the host can keep it full for a while."""
+    """Connect, and retry while the listener's backlog is full. Any user on the host can keep it full for a while."""
     sock.setblocking(False)
     while True:
         try:
@@ -76,17 +71,17 @@ def _connect_unix(sock: socket.socket, address: str | bytes, deadline: Deadline)
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether this process or its host lacks descriptors or memory, so that no peer is to blame."""
+    """Return whether this process or its host lacks descriptors or memory, so that no peer is to blame."""
     return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 
 def node_timeout_s() -> float:
-    """MS_NODE_TIMEOUT: seconds of silence after which a host counts as lost."""
+    """Return MS_NODE_TIMEOUT, the seconds of silence after which a host counts as lost."""
     return float(environment.read("MS_NODE_TIMEOUT", os.environ))
 
 
 def tune(sock: socket.socket) -> None:
-    """On TCP: send small messages at once, and let an idle link fail if the peer is silent for MS_NODE_TIMEOUT."""
+    """Make a TCP socket send small messages at once, and fail if the peer is silent for MS_NODE_TIMEOUT while idle."""
     if not _is_tcp(sock):
         return
     silence_s = node_timeout_s()
@@ -99,10 +94,10 @@ def tune(sock: socket.socket) -> None:
 
 
 def _limit_silence(sock: socket.socket) -> None:
-    """On TCP: let a link of the hub also fail if the other host does not acknowledge our data for MS_NODE_TIMEOUT.
+    """Make a TCP link to the hub also fail if the other host does not acknowledge our data for MS_NODE_TIMEOUT.
 
-    Links between ranks must not have this limit, which would also end a link to a healthy rank that has not read for
-    that long, for example because it computes while the next call's data waits. They have Stream::check_silence.
+    Links between ranks must not have this limit. It would also end a link to a healthy rank that has not read for that
+    long, for example because it is computing while data for the next call waits. They use Stream::check_silence.
     """
     if _is_tcp(sock):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(node_timeout_s() * 1000)))
@@ -113,32 +108,24 @@ def _is_tcp(sock: socket.socket) -> bool:
 
 
 def job_of(env: Mapping[str, str]) -> bytes:
-    """The job's id in a hello to the job's hub, from MSCOMM_JOB_ID."""
+    """Return the job id for a hello to the job's hub, from MSCOMM_JOB_ID."""
     return named(environment.read("MSCOMM_JOB_ID", env))
 
 
 def newcomer(env: Mapping[str, str], rank: int = UNKNOWN_RANK) -> Identity:
-    """What a process says about itself to the hub of a job that it has not joined yet."""
+    """Return the Identity that a process sends to the hub of a job that it has not joined yet."""
     return Identity(job_of(env), package_version(), rank)
 
 
-_PEERS = {
-    CONTROL: "mscomm scheduler",
-    LAUNCHER: "mscomm scheduler",
-    MEMORY: "mscomm rank",
-    DATA: "mscomm rank",
-    MESSAGES: "mscomm rank",
-}
-
-
 def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadline: Deadline) -> None:
-    """Do the connector's side of the hello. An error names the address; the caller then closes the socket."""
+    """Run the connecting side of the hello. An error names the address; the caller must then close the socket."""
     # Only a hub on TCP must answer soon: it accepts at once, so a silent listener is not a hub. A hub on a unix socket
     # may still be starting, which can take a while on a busy host. A rank may be busy for any time before it accepts.
     if purpose in OF_THE_HUB and sock.family != socket.AF_UNIX:
         deadline = deadline.within(HELLO_S)
         _limit_silence(sock)
     where = f"what listens at {_name(sock)}"
+    expected = f"mscomm {'scheduler' if purpose in OF_THE_HUB else 'rank'}"
     hello = Hello.connector(key, purpose, mine)
     sock.settimeout(None)
     try:
@@ -151,21 +138,21 @@ def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadlin
             if answer := hello.feed(received):  # send nothing at the end: the peer may have closed
                 sock.sendall(answer)
     except NotMscomm as error:
-        raise NotMscomm(f"{where} is not an {_PEERS[purpose]}: {error}") from error
+        raise NotMscomm(f"{where} is not an {expected}: {error}") from error
     except Error as error:
         raise type(error)(f"{where} and this process do not fit together: {error}") from error
     except TimeoutError as error:
         raise NotMscomm(
-            f"{where} is not an {_PEERS[purpose]}, or it is stopped: it said nothing for {deadline.seconds:g} s"
+            f"{where} is not an {expected}, or it is stopped: it said nothing for {deadline.seconds:g} s"
         ) from error
     except OSError as error:
         if hello.heard:
             raise AuthenticationError(f"{where} closed the connection: it has another key than this process") from error
-        raise NotMscomm(f"{where} is not an {_PEERS[purpose]}, or it just ended: {error} during the hello") from error
+        raise NotMscomm(f"{where} is not an {expected}, or it just ended: {error} during the hello") from error
 
 
 def _name(sock: socket.socket) -> str:
-    """The name of the peer in messages: its address."""
+    """Return the name of the peer for messages: its address."""
     try:
         address = sock.getpeername()
     except OSError:
@@ -179,22 +166,22 @@ def _name(sock: socket.socket) -> str:
 
 
 def listen(host: str, backlog: int, env: Mapping[str, str]) -> socket.socket:
-    """A TCP socket that listens at the address, at a free port of MSCOMM_PORTS. OSError if no such port is free.
+    """Return a TCP socket that listens at the address, on a free port from MSCOMM_PORTS.
 
-    If MSCOMM_PORTS is not set, the kernel chooses the port.
+    Raise OSError if no such port is free. If MSCOMM_PORTS is not set, the kernel chooses the port.
     """
     allowed = environment.read("MSCOMM_PORTS", env)
-    # A random order finds a free port sooner. Do not use Python's global generator, which the user may have seeded.
+    # A random order finds a free port sooner. Do not use Python's global generator: the user may have seeded it.
     ports = random.SystemRandom().sample(allowed, len(allowed)) if allowed else [0]
     # getaddrinfo includes the scope if the address is link-local.
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     for port in ports:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            if allowed:  # also use a port that only old connections in TIME_WAIT still hold
+            if allowed:  # allow ports that only old connections in TIME_WAIT still hold
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((address[0], port, *address[2:]))
-            listener.listen(backlog)  # with SO_REUSEADDR, a taken port may show only here
+            listener.listen(backlog)  # with SO_REUSEADDR, this may be the first call to fail if the port is taken
             return listener
         except OSError as error:
             listener.close()
@@ -207,14 +194,32 @@ def listen(host: str, backlog: int, env: Mapping[str, str]) -> socket.socket:
     )
 
 
+def unix_listener(backlog: int) -> socket.socket:
+    """Return a listening unix socket without a name in any file system."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(f"\0mscomm-{secrets.token_hex(16)}")
+        listener.listen(backlog)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def address_of(listener: socket.socket) -> Address:
+    """Return the address at which connect() reaches the listener."""
+    name = listener.getsockname()
+    return name[:2] if isinstance(name, tuple) else name
+
+
 class Door:
-    """The listeners of one selector loop, and the connections to them that are still in their hello.
+    """The listeners of one selector loop, and the connections to them whose hello is still in progress.
 
     `enter(sock, peer, purpose)` is called for each connection whose hello succeeds, and `turned_away(address, why,
-    unproven)` for each other connection. unproven: the peer speaks mscomm's protocol but has another key. A connection
-    is dropped if it sends garbage, has a wrong key, or is too slow. At most 64 connections, or twice the number of
-    `ranks` if that is more, are in their hello at one time; if one more comes, the oldest is dropped. The data of each
-    selector key is a function to call when the socket is ready.
+    unproven)` for every other connection. unproven: the peer speaks mscomm's protocol but has another key. A connection
+    is dropped if it sends garbage, has the wrong key, or is too slow. At most 64 hellos, or twice the number of `ranks`
+    if that is more, may be in progress at the same time; if another connection arrives, the oldest one is dropped. The
+    data of each selector key is a function to call when the socket is ready.
     """
 
     def __init__(
@@ -231,11 +236,12 @@ class Door:
     ) -> None:
         self._selector = selector
         self._new_hello: Callable[[], Hello] = lambda: Hello.acceptor(key, purposes, mine, ranks)
+        self._ranks = ranks
         self._room = max(_HALF_OPEN, 2 * len(ranks))
         self._enter = enter
         self._log = log or (lambda text: None)
         self._turned_away = turned_away or (lambda address, why, unproven: None)
-        self._on_shortage = on_shortage or (lambda error: None)
+        self._on_shortage = on_shortage
         self._complaints: set[str] = set()  # the kinds of problems that have been logged, each only once
         self._listeners: list[socket.socket] = []
         self._paused: dict[socket.socket, float] = {}  # by listener: when to try it again
@@ -250,8 +256,9 @@ class Door:
         self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
 
     def expire(self) -> float | None:
-        """Drop connections whose hello takes too long, and try paused listeners again. Returns the seconds until this
-        must be called again; None if no hello is under way and no listener is paused.
+        """Drop connections whose hello takes too long, and try paused listeners again.
+
+        Return the seconds until this must be called again; None if no hello is in progress and no listener is paused.
         """
         now = time.monotonic()
         for sock in [sock for sock, (_, until) in self._half_open.items() if until <= now]:
@@ -263,7 +270,7 @@ class Door:
         return min((until - now for until in times), default=None)
 
     def close(self) -> None:
-        """Drop the connections that are in their hello. Forget the listeners, which stay open for their owner."""
+        """Drop the connections whose hello is in progress. Forget the listeners, which stay open for their owner."""
         for sock in list(self._half_open):
             self._forget(sock).close()
         for listener in self._listeners:
@@ -273,21 +280,25 @@ class Door:
         self._paused.clear()
 
     def _accept(self, listener: socket.socket) -> None:
-        # Accept only one connection per turn of the loop. All other sockets are served in between, so a flood of
-        # connections cannot push out honest ones.
+        # Accept only one connection per iteration of the loop. All other sockets are served in between, so a flood of
+        # connections cannot push out legitimate ones.
         try:
             sock, _ = listener.accept()
         except BlockingIOError:
             return
         except OSError as error:  # e.g. the connection was reset while it waited, or no descriptors are left
             self._complain(f"cannot accept a connection: {error}")
-            if is_shortage(error) and self._half_open:
+            # If nobody handles shortages, any connection may be a stranger's. Otherwise, as many hellos as ranks are
+            # expected may be in progress: dropping one of these would make its rank blame us for a lost connection.
+            expected = len(self._ranks) if self._on_shortage else 0
+            if is_shortage(error) and len(self._half_open) > expected:
                 self._drop(next(iter(self._half_open)), "its descriptor is needed for a newer connection")
             elif is_shortage(error):
                 # Pause the listener: the connection stays in its backlog, so the selector would report it at once.
                 self._selector.unregister(listener)
                 self._paused[listener] = time.monotonic() + _PAUSE_S
-                self._on_shortage(error)
+                if self._on_shortage:
+                    self._on_shortage(error)
             return
         sock.setblocking(False)
         try:
@@ -305,7 +316,7 @@ class Door:
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(sock))
 
     def _read(self, sock: socket.socket) -> None:
-        if sock not in self._half_open:  # it was dropped earlier in this turn of the loop
+        if sock not in self._half_open:  # it was dropped earlier in this iteration
             return
         hello = self._half_open[sock][0]
         try:
@@ -359,11 +370,11 @@ def accept_all(
     log: Callable[[str], None] | None = None,
     check: Callable[[], None] | None = None,
 ) -> dict[int, socket.socket]:
-    """Accept one connection from each wanted rank. Returns them by rank, authenticated, as blocking sockets.
+    """Accept one connection from each wanted rank. Return them by rank, authenticated, as blocking sockets.
 
-    CollectiveTimeout at the deadline; it names the missing ranks. OSError if this process has no descriptor left for a
-    connection, or at the deadline if its host lacked descriptors or memory. `check` is called at least every 100 ms and
-    may raise to end the wait.
+    Raise CollectiveTimeout, which names the missing ranks, at the deadline. Raise OSError if this process runs out of
+    descriptors, or at the deadline if its host lacked descriptors or memory. `check` is called at least every 100 ms,
+    and may raise to end the wait.
     """
     missing = set(wanted)
     shortage: OSError | None = None
@@ -414,7 +425,7 @@ def accept_all(
 
 
 def require_same_user(sock: socket.socket) -> None:
-    """AuthenticationError unless the process at the other end of the unix socket runs under our uid."""
+    """Raise AuthenticationError unless the process at the other end of the unix socket runs under our uid."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(credentials)
     if uid != os.getuid():

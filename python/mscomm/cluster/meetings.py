@@ -1,7 +1,7 @@
 """Meetings, in which ranks wait for each other and exchange facts. This module does no I/O.
 
-A meeting has a key, which all its ranks use, and a name for messages to people. A meeting ends for all its
-ranks at once: either with the facts of all, or with the reason why it cannot take place.
+A meeting has a key, which all its ranks use, and a human-readable name. A meeting ends for all its ranks at once,
+either with the facts of all ranks or with the reason why the meeting cannot take place.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from mscomm.errors import Aborted, CollectiveTimeout, Error, Mismatch, PeerLost
 
 
 class Answer(NamedTuple):
-    """A control frame, and the ranks that get it."""
+    """A control frame, and the ranks to which it is sent."""
 
     ranks: tuple[int, ...]
     frame: Frame
 
 
 def unmet(to: tuple[int, ...], key: str, why: Error) -> Answer:
-    """An answer that says that the meeting cannot take place."""
+    """Return an answer which says that the meeting cannot take place."""
     return Answer(to, {"t": "unmet", "key": key, **why.fields()})
 
 
@@ -33,7 +33,7 @@ class _Meeting:
         self.survivors = survivors  # the meeting does not wait for lost ranks
         self.facts: dict[int, Frame] = {}
         self.refused: Error | None = None  # why a rank refused to meet
-        self.told: set[int] = set()  # ranks that know of the refusal; the others hear it when they come
+        self.told: set[int] = set()  # ranks that know about the refusal; the others are told when they arrive
 
     @property
     def here(self) -> tuple[int, ...]:
@@ -47,8 +47,8 @@ class _Meeting:
 class Meetings:
     """All open meetings of a job.
 
-    `gone(rank)`: why the rank can come to no meeting any more, or None. `name(rank)`: the rank's name in messages.
-    `judge()`: the judge of the job, who may know why ranks are gone.
+    `gone(rank)`: why the rank can no longer take part in any meeting, or None. `name(rank)`: the rank's name in
+    messages. `judge()`: the judge of the job, which may know why ranks are gone.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Meetings:
         self._open: dict[str, _Meeting] = {}
 
     def come(self, rank: int, key: str, name: str, ranks: list[int], facts: Frame, survivors: bool) -> Iterable[Answer]:
-        """A rank comes to the meeting. survivors: the meeting does not wait for lost ranks."""
+        """Handle the arrival of a rank at the meeting. survivors: the meeting does not wait for lost ranks."""
         meeting = self._open.get(key)
         if meeting is not None and meeting.refused is not None and rank not in meeting.told:
             self._tell(key, {rank})
@@ -84,7 +84,7 @@ class Meetings:
         return self._look(key)
 
     def withdraw(self, rank: int, key: str, seconds: float) -> Iterable[Answer]:
-        """A rank's wait has timed out, so the meeting ends for all its ranks."""
+        """End the meeting for all its ranks, because this rank's wait has timed out."""
         meeting = self._open.get(key)
         if meeting is None or rank not in meeting.facts:
             return []  # the meeting was over already
@@ -94,7 +94,10 @@ class Meetings:
         return self._cancel(key, CollectiveTimeout(why, waiting_for=missing))
 
     def refuse(self, rank: int, key: str, name: str, ranks: list[int], why: str) -> Iterable[Answer]:
-        """A rank gives up a meeting, before or after it came. The other ranks learn why, now or when they come."""
+        """Handle a rank that gives up a meeting, before or after its arrival.
+
+        The other ranks are told why, now or when they arrive.
+        """
         meeting = self._open.setdefault(key, _Meeting(name, ranks, False))
         meeting.facts.pop(rank, None)
         meeting.refused = Aborted(why, [rank])
@@ -104,21 +107,21 @@ class Meetings:
         return [answer]
 
     def present(self, key: str) -> tuple[int, ...]:
-        """The ranks that wait in the meeting; none if there is no such meeting."""
+        """Return the ranks that are waiting in the meeting; none if there is no such meeting."""
         return self._open[key].here if key in self._open else ()
 
     def missing(self, key: str) -> list[int]:
-        """The ranks for which the meeting waits; none if there is no such meeting."""
+        """Return the ranks for which the meeting is waiting; none if there is no such meeting."""
         ranks = self._open[key].missing if key in self._open else []
         return [rank for rank in ranks if self._gone(rank) is None]
 
     @property
     def survivors_meet(self) -> bool:
-        """Whether a rank waits in a meeting that does not wait for lost ranks."""
+        """Whether a rank is waiting in a meeting that does not wait for lost ranks."""
         return any(meeting.survivors and meeting.facts for meeting in self._open.values())
 
     def look(self) -> Iterable[Answer]:
-        """Look at all meetings again after a rank was lost."""
+        """Check all meetings again after a rank was lost."""
         return [answer for key in list(self._open) for answer in self._look(key)]
 
     def clear(self, why: Error) -> Iterable[Answer]:
@@ -137,7 +140,7 @@ class Meetings:
         if lost and not meeting.survivors:
             return self._cancel(key, self._explained(meeting, lost))
         for rank in lost:
-            meeting.facts.pop(rank, None)  # the rank came, but was lost before the others came
+            meeting.facts.pop(rank, None)  # the rank arrived, but was lost before the others arrived
         if any(rank not in lost for rank in meeting.missing):
             return []
         del self._open[key]
@@ -146,7 +149,10 @@ class Meetings:
         return [Answer(meeting.here, frame)]
 
     def _explained(self, meeting: _Meeting, lost: dict[int, str]) -> Error:
-        """The error of a meeting to which these ranks do not come. It tells the first failure of the job, too."""
+        """Return the error of a meeting for which these ranks will not arrive.
+
+        The error also names the first failure of the job.
+        """
         first = self._judge().verdict
         told = [str(first) if str(first).startswith(why) else why for why in lost.values()]
         if first is not None and str(first) not in told:

@@ -1,7 +1,7 @@
-"""One rank's end of its control link: it joins the job, meets other ranks, reports failures, and hears of failures.
+"""One rank's end of its control link: joins the job, meets other ranks, reports failures, and learns about failures.
 
-From join() on, a daemon thread reads the link. Of a group, that thread calls only the methods of
-`Communicator`, and the function `dialled` (see attach).
+From join() on, a daemon thread reads the link. The only parts of a group that this thread calls are the methods of
+`Communicator` and the function `dialled` (see attach).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple, Protocol
 
 from mscomm import _core, log
@@ -32,13 +33,13 @@ from mscomm.errors import Aborted, CollectiveTimeout, Error, PeerLost, of_fields
 SETTLE_S = 2.0  # how long a rank that reported a failure waits for the verdict
 LEAVE_S = 2.0
 _CALL_CHARACTERS = 1000
-_NUMBERS = 500  # a bye has the last call numbers of at most this many groups; the hub assumes call 0 for the others
-# The errors of a link if the host at the other end, or the network to that host, is down.
+_NUMBERS = 500  # a bye holds the last call numbers of at most this many groups; the hub assumes call 0 for the others
+# The errors that a link reports if the host at the other end, or the network to it, is down.
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 
 class Communicator(Protocol):
-    """What the member needs from a group's communicator. All methods return at once, and any thread may call them."""
+    """What a Member needs from a group's communicator. All methods return at once, and any thread may call them."""
 
     def abort(self, verdict: Error, /) -> None: ...
 
@@ -54,7 +55,7 @@ class Communicator(Protocol):
 
 
 class Welcome(NamedTuple):
-    """What a rank learns when all ranks have joined. facts: indexed by rank."""
+    """What the hub tells a rank when all ranks have joined. facts: indexed by rank."""
 
     rank: int
     size: int
@@ -65,43 +66,38 @@ class Welcome(NamedTuple):
 
 
 class Met(NamedTuple):
-    """The ranks that met, and the facts of each, in the same order."""
+    """The ranks that met, and their facts in the same order."""
 
     ranks: list[int]
     facts: list[dict[str, Any]]
 
 
 class Missing(NamedTuple):
-    """For which ranks a rank waits, as far as the hub has said. tells: this rank is the one that tells the user."""
+    """The ranks for which a rank waits, as far as the hub has said. tells: this rank is the one that tells the user."""
 
     words: str = "the other ranks"
     ranks: Sequence[int] = ()
     tells: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class Member:
     """A rank's membership in the job.
 
     `hub`: the name of the hub in messages. If `rank` is None, the hub assigns a rank, which may depend on `node_id`.
     """
 
-    def __init__(
-        self,
-        frames: Frames,
-        *,
-        key: bytes,
-        rank: int | None = None,
-        node_id: str | None = None,
-        hub: str = "the scheduler",
-    ) -> None:
-        self._frames = frames
-        self._key = key
-        self._rank = rank
-        self._node_id = node_id
-        self._hub = hub
+    frames: Frames
+    _: KW_ONLY
+    key: bytes
+    rank: int | None = None
+    node_id: str | None = None
+    hub: str = "the scheduler"
+
+    def __post_init__(self) -> None:
         self._hub_address = ""  # the address of the hub's host; "" if the hub is on this host
-        # This condition guards what the reading thread learns, and other threads wait on it. A thread must not hold
-        # it while it calls a communicator.
+        # This condition protects what the reading thread learns, and other threads wait on it. No thread may hold it
+        # while calling a communicator.
         self._news = threading.Condition()
         self._communicators: dict[str, Communicator] = {}
         self._dialled: dict[str, Callable[[int, Any], None]] = {}
@@ -111,18 +107,18 @@ class Member:
         self._go = -1  # the last epoch in which all ranks became ready
         self._rejoins = 0
         self._met: dict[str, Met | Error] = {}
-        self._missing: dict[str, Missing] = {}  # by key of a wait
+        self._missing: dict[str, Missing] = {}  # by the key of a wait
         self._attending: list[str] = []  # the names of the meetings in which this rank waits
         self._refused: str | None = None  # the key of the last meeting that the hub refused
-        self._failure: Error | None = None  # a failure of the whole link: the hub refused us, or is gone
+        self._failure: Error | None = None  # a failure of the whole link: the hub has refused us or is gone
         self._verdicts: dict[str, Error] = {}  # by group; "": for all groups of this epoch, including later ones
         self._ended: str | None = None  # why the link has ended; None if it has not
         self._departed: list[int] = []
         self._closed: dict[str, list[int]] = {}  # by group that is being founded: the ranks that destroyed it
         self._leaving = False
         self._forked = False
-        # The core writes to this eventfd when it has a notice, when a call is stuck, and when a call that nobody waits
-        # for fails.
+        # The core writes to this eventfd when it has a notice, when a call is stuck, and when a call fails that nobody
+        # is waiting for.
         self.news_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._reader = threading.Thread(target=self._read, name="mscomm-member", daemon=True)
         _members.add(self)
@@ -132,22 +128,22 @@ class Member:
     def join(self, facts: Mapping[str, Any], deadline: Deadline) -> Welcome:
         """Register with the hub and wait until all ranks have joined.
 
-        Raises the verdict if the job fails before, and an Error with the reason if the hub refuses this rank.
+        Raise the verdict if the job fails before that, and an Error with the reason if the hub refuses this rank.
         """
-        self._hub_address = _address(self._frames.sock.getpeername())
+        self._hub_address = _address(self.frames.sock.getpeername())
         known = {**self._known(), **facts}
-        self._say({"t": "join", "rank": self._rank, "node_id": self._node_id, "facts": known}, deadline)
+        self._say({"t": "join", "rank": self.rank, "node_id": self.node_id, "facts": known}, deadline)
         self._reader.start()
         self._await(lambda: self._welcome is not None, deadline, "init", JOIN, world_id(0))
         assert self._welcome
         return self._welcome
 
     def _known(self) -> dict[str, Any]:
-        host, link = socket.gethostname(), _address(self._frames.sock.getsockname())
+        host, link = socket.gethostname(), _address(self.frames.sock.getsockname())
         return {"pid": os.getpid(), "hostname": host, "host": host, "link": link}
 
     def rejoin(self, facts: Mapping[str, Any], deadline: Deadline) -> Welcome:
-        """Wait until every rank has come back, and begin the next epoch with them. Returns its Welcome."""
+        """Wait until every rank has come back, and begin the next epoch with them. Return its Welcome."""
         assert self._welcome
         now = self._welcome.epoch
         self._rejoins += 1
@@ -160,7 +156,7 @@ class Member:
             self._say({"t": "rejoin", "key": key, "facts": {**self._known(), **facts}}, deadline)
             self._await(answered, deadline, "rejoin")
         except CollectiveTimeout:
-            # Ask the hub which ranks are missing. It may answer that the last rank has come in the meantime.
+            # Ask the hub which ranks are missing. It may answer that the last rank has arrived in the meantime.
             self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             self._await(answered, Deadline(SETTLE_S), "rejoin")
         except Error:
@@ -176,7 +172,7 @@ class Member:
         return self._welcome
 
     def ready(self, deadline: Deadline) -> None:
-        """Tell the hub that this rank is set up, and wait until all ranks are set up."""
+        """Tell the hub that this rank has finished its set-up, and wait until all ranks have."""
         assert self._welcome
         epoch = self._welcome.epoch
         self._say({"t": "ready", "epoch": epoch}, deadline)
@@ -195,13 +191,13 @@ class Member:
         founds: bool = False,
         survivors: bool = False,
     ) -> Met:
-        """Wait until all these ranks have sent the same key. Returns the ranks that met, and their facts.
+        """Wait until all these ranks have sent the same key. Return the ranks that met, and their facts.
 
         name: the name of the meeting in messages. founds: the meeting founds a group, and key is the group's id.
         survivors: do not wait for lost ranks.
 
-        Raises Mismatch if the ranks give different lists of ranks; PeerLost if one is lost; Aborted if one gives up;
-        CollectiveTimeout at the deadline.
+        Raise Mismatch if the ranks give different lists of ranks; PeerLost if one is lost; Aborted if one gives up;
+        Raise CollectiveTimeout at the deadline.
         """
         words = {"key": key, "name": name, "ranks": list(ranks), "facts": dict(facts)}
         if founds:
@@ -212,7 +208,7 @@ class Member:
             self._say({"t": "meet", "founds": founds, "survivors": survivors, **words}, deadline)
             self._await(lambda: key in self._met, deadline, name, key)
         except CollectiveTimeout:
-            # Ask the hub which ranks did not come. It may answer that the last rank has come in the meantime.
+            # Ask the hub which ranks did not arrive. It may answer that the last rank has arrived in the meantime.
             self._say({"t": "unmeet", "key": key, "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             self._await(lambda: key in self._met, Deadline(SETTLE_S), name)
         except Error:
@@ -230,11 +226,14 @@ class Member:
         return met
 
     def was_refused(self, key: str) -> bool:
-        """Whether meet() raised for this key because the hub refused the meeting. If so, no rank got the facts."""
+        """Return whether meet() raised an error for this key because the hub refused the meeting.
+
+        If so, no rank received the facts.
+        """
         return self._refused == key
 
     def refuse(self, key: str, name: str, ranks: Sequence[int], error: BaseException) -> None:
-        """Tell the other ranks that this rank gives up the meeting, or will not come to it, and why."""
+        """Tell the other ranks that this rank leaves the meeting, or will not take part in it, and why."""
         assert self._welcome
         words = "".join(traceback.format_exception_only(error)).strip()
         why = f"rank {self._welcome.rank}: {name}: {words}".encode("utf-8", "backslashreplace").decode()[:16000]
@@ -251,12 +250,12 @@ class Member:
             raise failure.again()
 
     def attach(self, group: str, communicator: Communicator, dialled: Callable[[int, Any], None]) -> None:
-        """Pass the group's events to the communicator from now on. Events that came earlier are passed on at once.
+        """Pass the group's events to the communicator from now on. Pass on events that arrived earlier at once.
 
-        dialled(rank, address) is called when the rank asks this rank to connect to the address; it must return at once.
+        dialled(rank, address) is called when `rank` asks this rank to connect to the address; it must return at once.
         """
         with self._news:
-            self._told.discard(group)  # an earlier attempt to found the group may have failed
+            self._told.discard(group)  # an earlier attempt to set up the group may have failed
             self._communicators[group] = communicator
             self._dialled[group] = dialled
             early = self._early.pop(group, [])
@@ -270,7 +269,7 @@ class Member:
             dialled(rank, address)
 
     def detach(self, group: str) -> None:
-        """End this rank's part in the group, and tell the hub so."""
+        """End this rank's membership in the group, and tell the hub."""
         with self._news:
             communicator = self._communicators.pop(group, None)
             for table in (self._dialled, self._early, self._verdicts):
@@ -279,24 +278,24 @@ class Member:
         if communicator is not None and not self._forked and self._ended is None and not self._leaving:
             words = {"group": group, "number": communicator.where()[0]}
             with contextlib.suppress(OSError):  # the reading thread sees the end of the link too
-                self._frames.send({"t": "close", **words}, Deadline(SETTLE_S))
+                self.frames.send({"t": "close", **words}, Deadline(SETTLE_S))
 
     def dial(self, group: str, rank: int, address: Any, deadline: Deadline) -> None:
-        """Ask that rank of the group to connect to the address."""
+        """Ask a rank of the group to connect to the address."""
         self._say({"t": "dial", "group": group, "to": rank, "address": address}, deadline)
 
     def address(self) -> str:
-        """The address at which this rank listens for peers on other hosts (interfaces.listen_address)."""
-        return listen_address(self._frames.sock)
+        """Return the address at which this rank listens for peers on other hosts (interfaces.listen_address)."""
+        return listen_address(self.frames.sock)
 
     # -- reporting failures
 
     def settle(self, group: str, symptom: Error, number: int) -> Error:
-        """Report an error of the group's call `number`. Returns the error to raise: the verdict, whose __cause__ is the
-        reported error.
+        """Report an error of the group's call `number`. Return the error to raise.
 
-        Waits at most 2 s, or up to node_timeout_s() + 1 s longer if the hub's host is silent. If there is no verdict by
-        then, returns the symptom itself, or what happened to the hub if that may have made the symptom.
+        This is the verdict, with the reported error as its __cause__. Wait for it for at most 2 s, or up to
+        node_timeout_s() + 1 s longer if the hub's host is silent. If there is no verdict by then, return the symptom
+        itself, or the failure of the hub if that may have caused the symptom.
         """
         if self._forked:
             return symptom
@@ -306,7 +305,7 @@ class Member:
         with self._news:
             self._news.wait_for(lambda: self._settled(group), deadline.left())
             if not self._settled(group) and self._hub_is_silent():
-                # The hub's host is down, which the link will report soon. That explains more than our symptom.
+                # The hub's host is down. The link will soon report that, and it explains more than our symptom.
                 self._news.wait_for(lambda: self._settled(group), node_timeout_s() + 1)
             verdict = self._verdict(group)
             if verdict is None and isinstance(symptom, (PeerLost, CollectiveTimeout)):
@@ -319,9 +318,9 @@ class Member:
         return error
 
     def report(self, failure: Error, group: str = "") -> None:
-        """Tell the hub of a failure outside calls, such as abort() or an uncaught exception. Returns when it is sent.
+        """Tell the hub about a failure outside calls, such as abort() or an uncaught exception. Return when it is sent.
 
-        group: "" means all groups of the job.
+        group: "" stands for all groups of the job.
         """
         if not group:  # on this rank, the failure counts at once, before the hub's verdict
             with self._news:
@@ -337,7 +336,7 @@ class Member:
         call = communicator.called(number)[:_CALL_CHARACTERS] if communicator else ""
         words = {**failure.again(str(failure)[:16000]).fields(), "number": number, "call": call}
         try:
-            self._frames.send({"t": "failed", "group": group, **words}, deadline)
+            self.frames.send({"t": "failed", "group": group, **words}, deadline)
         except OSError as error:  # the reading thread sees the end of the link too, and tells the communicators
             with self._news:
                 self._ended = self._ended or str(error)
@@ -355,8 +354,8 @@ class Member:
         numbers = {group: communicator.where()[0] for group, communicator in groups}
         try:
             if self._ended is None:
-                self._frames.send({"t": "bye", "number": number, "numbers": numbers}, deadline)
-                self._frames.sock.shutdown(socket.SHUT_WR)
+                self.frames.send({"t": "bye", "number": number, "numbers": numbers}, deadline)
+                self.frames.sock.shutdown(socket.SHUT_WR)
                 # Wait for the hub to close first. If we closed with unread data in our socket, the kernel could reset
                 # the connection, and the bye could be lost.
                 with self._news:
@@ -369,12 +368,10 @@ class Member:
     def close(self) -> None:
         """Close the link at once. The hub then counts this rank as lost, unless it has said bye."""
         with contextlib.suppress(OSError):  # the other end may have closed already
-            self._frames.sock.shutdown(
-                socket.SHUT_RDWR
-            )  # wakes the reading thread, which must not poll a closed socket
+            self.frames.sock.shutdown(socket.SHUT_RDWR)  # wakes the reading thread, which must not poll a closed socket
         if self._reader.is_alive() and self._reader is not threading.current_thread():
             self._reader.join(1.0)
-        self._frames.close()
+        self.frames.close()
         fd, self.news_fd = self.news_fd, -1
         if fd >= 0:
             os.close(fd)
@@ -384,12 +381,12 @@ class Member:
     def _read(self) -> None:
         try:
             poller = select.poll()
-            poller.register(self._frames.sock, select.POLLIN)
+            poller.register(self.frames.sock, select.POLLIN)
             poller.register(self.news_fd, select.POLLIN)
             while True:
                 poller.poll()
                 self._look_at_news()
-                frames = self._frames.arrived()
+                frames = self.frames.arrived()
                 if frames is None:
                     break
                 for frame in frames:
@@ -398,62 +395,32 @@ class Member:
         except (Error, OSError, KeyError, TypeError, ValueError) as error:
             silent = isinstance(error, OSError) and error.errno in _SILENT
             self._end(f"the link to it failed: {error}", self._beside_the_hub() if silent else [])
-        except BaseException as error:  # a bug: end the link, because nobody watches the job without this thread
+        except BaseException as error:  # a bug: end the link, because without this thread nobody watches the job
             self._end(f"this rank does not hear it any more: {type(error).__name__}: {error}")
             raise
 
     def _look_at_news(self) -> None:
-        """Pass on the news of the groups: notices for the user, stuck calls, and failed calls that nobody waits for."""
+        """Pass on news from the groups: notices for the user, stuck calls, and failed calls that nobody waits for."""
         try:
             os.eventfd_read(self.news_fd)
         except BlockingIOError:
             return
         with self._news:
-            communicators = list(self._communicators.values())
-        for communicator in communicators:
+            communicators = list(self._communicators.items())
+        for group, communicator in communicators:
             for notice in communicator.notices():
                 log.notice(notice)
-        with self._news:
-            everyone = list(self._communicators.items())
-        for group, communicator in everyone:
             if number := communicator.stuck():
                 call = communicator.called(number)[:_CALL_CHARACTERS]
-                self._frames.send({"t": "compare", "group": group, "number": number, "call": call}, Deadline(SETTLE_S))
-        with self._news:
-            groups = [(group, one) for group, one in self._communicators.items() if group not in self._told]
-        for group, communicator in groups:
+                self.frames.send({"t": "compare", "group": group, "number": number, "call": call}, Deadline(SETTLE_S))
             failure = communicator.failure()
-            if failure and not failure.is_verdict:
+            if failure and not failure.is_verdict and group not in self._told:
                 self._tell(group, failure.error, failure.number, Deadline(SETTLE_S))
 
     def _hear(self, frame: Frame) -> None:
         kind = frame["t"]
-        if kind == "welcome":
-            names = ("rank", "size", "job", "epoch", "facts")
-            with self._news:
-                self._welcome = Welcome(key=self._key, **{name: frame[name] for name in names})
-                self._departed.clear()
-                self._closed.clear()
-                self._verdicts.pop("", None)
-                self._news.notify_all()
-        elif kind == "go":
-            with self._news:
-                self._go = frame["epoch"]
-                self._news.notify_all()
-        elif kind == "met":
-            with self._news:
-                self._met[frame["key"]] = Met(frame["ranks"], frame["facts"])
-                self._news.notify_all()
-        elif kind == "missing":
-            with self._news:
-                words = frame["text"]  # "" if nobody is missing any more
-                told = Missing(words, frame["ranks"], frame["tells"]) if words else Missing()
-                self._missing[frame["key"]] = told
-                self._news.notify_all()
-        elif kind == "unmet":
-            with self._news:
-                self._met[frame["key"]] = of_fields(frame)
-                self._news.notify_all()
+        if kind == "refused":
+            self._fail(Error(frame["why"]))
         elif kind == "verdict":
             verdict = of_fields(frame)
             with self._news:
@@ -464,8 +431,6 @@ class Member:
                 self._news.notify_all()
             for one in named:
                 one.abort(verdict)
-        elif kind == "refused":
-            self._fail(Error(frame["why"]))
         elif kind == "where":
             with self._news:
                 communicator = self._communicators.get(frame["group"])
@@ -474,7 +439,7 @@ class Member:
             place = {"number": number, "inside": inside, "text": text[:_CALL_CHARACTERS]}
             asked = frame["number"]
             called = {"asked": asked, "call": communicator.called(asked)[:_CALL_CHARACTERS] if communicator else ""}
-            self._frames.send({"t": "here", "group": frame["group"], **place, **called}, Deadline(SETTLE_S))
+            self.frames.send({"t": "here", "group": frame["group"], **place, **called}, Deadline(SETTLE_S))
         elif kind == "left":
             group, rank = frame["group"], frame["rank"]  # group "": the rank has left the job
             with self._news:
@@ -489,26 +454,49 @@ class Member:
                     self._early.setdefault(frame["group"], []).append((frame["from"], frame["address"]))
             if dialled:
                 dialled(frame["from"], frame["address"])
+        else:
+            with self._news:
+                self._learn(frame)
+                self._news.notify_all()
+
+    def _learn(self, frame: Frame) -> None:
+        """Store the information for which a thread may be waiting. The caller must hold self._news."""
+        kind = frame["t"]
+        if kind == "welcome":
+            names = ("rank", "size", "job", "epoch", "facts")
+            self._welcome = Welcome(key=self.key, **{name: frame[name] for name in names})
+            self._departed.clear()
+            self._closed.clear()
+            self._verdicts.pop("", None)
+        elif kind == "go":
+            self._go = frame["epoch"]
+        elif kind == "met":
+            self._met[frame["key"]] = Met(frame["ranks"], frame["facts"])
+        elif kind == "unmet":
+            self._met[frame["key"]] = of_fields(frame)
+        elif kind == "missing":
+            words = frame["text"]  # "" if nobody is missing any more
+            self._missing[frame["key"]] = Missing(words, frame["ranks"], frame["tells"]) if words else Missing()
 
     def _beside_the_hub(self) -> list[int]:
-        """The ranks on the hub's host, as far as this rank can know; none if this rank is on that host too."""
+        """Return the ranks on the hub's host that this rank knows; none if this rank is on that host itself."""
         facts = self._welcome.facts if self._welcome and self._hub_address else []
         return [rank for rank, fact in enumerate(facts) if fact.get("link") in ("", self._hub_address)]
 
     def _end(self, why: str, lost: Sequence[int] = ()) -> None:
-        """The link has ended. Unless we said bye, this is a failure: nobody watches the job any more.
+        """Handle the end of the link. Unless we said bye, this is a failure, because nobody watches the job any more.
 
-        lost: ranks whose host is silent.
+        lost: the ranks whose host is silent.
         """
         with self._news:
             self._ended = self._ended or why
             unexpected = not self._leaving
             self._news.notify_all()
         if unexpected and lost:
-            words = f"rank {', '.join(map(str, lost))}: lost with the host of {self._hub}: {why}"
+            words = f"rank {', '.join(map(str, lost))}: lost with the host of {self.hub}: {why}"
             self._fail(PeerLost(words, lost))
         elif unexpected:
-            self._fail(Aborted(f"{self._hub} is gone: {why}; start the job again and look at its output"))
+            self._fail(Aborted(f"{self.hub} is gone: {why}; start the job again and look at its output"))
 
     def _fail(self, failure: Error) -> None:
         with self._news:
@@ -526,20 +514,20 @@ class Member:
         if self._forked:
             raise RuntimeError("mscomm cannot be used in a forked child: the rank is its parent")
         try:
-            self._frames.send(frame, deadline)
+            self.frames.send(frame, deadline)
         except TimeoutError as error:
-            raise CollectiveTimeout(f"{self._hub} did not read {frame['t']!r} within {deadline.seconds:g} s") from error
+            raise CollectiveTimeout(f"{self.hub} did not read {frame['t']!r} within {deadline.seconds:g} s") from error
         except OSError as error:
             if self._reader.is_alive():
                 self._reader.join(deadline.within(SETTLE_S).left())  # the hub's last frames may say why it is gone
-            raise self._failure or PeerLost(f"{self._hub} is gone: {error}") from error
+            raise self._failure or PeerLost(f"{self.hub} is gone: {error}") from error
 
     def _await(
         self, met: Callable[[], bool], deadline: Deadline, what: str, key: str = "", group: str | None = None
     ) -> None:
-        """Wait until met() is true. Raises a failure of the link or the group, or CollectiveTimeout at the deadline.
+        """Wait until met() is true. Raise a failure of the link or the group, or CollectiveTimeout at the deadline.
 
-        key: what the hub knows of the wait. With a key, lines on stderr say for whom this rank has waited long.
+        key: the hub's key for this wait. With a key, lines on stderr say for which ranks this rank has waited long.
         """
 
         def over() -> bool:
@@ -561,7 +549,7 @@ class Member:
             if failure:
                 raise failure.again()
             missing = Missing()
-            if not deadline.passed or key in (JOIN, READY):  # at its deadline, a meeting asks in a way of its own
+            if not deadline.passed or key in (JOIN, READY):  # at its deadline, a meeting asks the hub in another way
                 missing = self._ask_for_missing(key, over) if key else missing
             with self._news:
                 if over():
@@ -576,7 +564,7 @@ class Member:
             notice = began + next(notices_s)
 
     def _ask_for_missing(self, key: str, over: Callable[[], bool]) -> Missing:
-        """Ask the hub for which ranks this rank waits. over(): whether the wait has ended meanwhile."""
+        """Ask the hub for which ranks this rank is waiting. over(): whether the wait has ended meanwhile."""
         with self._news:
             self._missing.pop(key, None)
         with contextlib.suppress(Error):  # the hub may be gone, which the caller notices
@@ -586,21 +574,21 @@ class Member:
             return self._missing.pop(key, None) or Missing()
 
     def _me(self) -> str:
-        """This rank in notices; "" if its number is not known yet."""
-        rank = self._welcome.rank if self._welcome else self._rank
+        """Return the name of this rank in notices; "" if its number is not known yet."""
+        rank = self._welcome.rank if self._welcome else self.rank
         return "" if rank is None else f"rank {rank}: "
 
     def _settled(self, group: str) -> bool:
-        """Whether the group's first failure is known, or can no longer become known."""
+        """Return whether the group's first failure is known, or can no longer become known."""
         over = self._ended is not None and (self._leaving or self._reader is threading.current_thread())
         return over or self._verdict(group) is not None or self._failure is not None
 
     def _hub_is_silent(self) -> bool:
-        """Whether data that we sent is still unacknowledged by the hub's host."""
-        if self._frames.sock.family == socket.AF_UNIX:
+        """Return whether data that we sent is still unacknowledged by the hub's host."""
+        if self.frames.sock.family == socket.AF_UNIX:
             return False
         try:
-            return any(fcntl.ioctl(self._frames.sock, termios.TIOCOUTQ, bytes(4)))
+            return any(fcntl.ioctl(self.frames.sock, termios.TIOCOUTQ, bytes(4)))
         except OSError:
             return False  # the link has ended
 
@@ -608,19 +596,19 @@ class Member:
         return self._verdicts.get(group) or self._verdicts.get("")
 
     def _disown(self) -> None:
-        """Stop being the rank in a forked child: the parent is the rank.
+        """Stop acting as the rank in a forked child, because the parent is the rank.
 
-        Take no locks here: another thread of the parent may have held them at the fork.
+        Take no locks here: another thread of the parent may have held them at the time of the fork.
         """
         self._forked = True
-        self._frames.close()
+        self.frames.close()
         fd, self.news_fd = self.news_fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def _address(name: Any) -> str:
-    """The host part of a socket's name; "" if both ends are on one host."""
+    """Return the host part of a socket's name; "" if both ends are on the same host."""
     host = str(name[0]) if isinstance(name, tuple) else ""
     return "" if host == "::1" or host.startswith("127.") else host
 

@@ -1,7 +1,7 @@
-"""The links for a group's messages. A rank makes the link to a peer when it sends its first message to that peer.
+"""The links for a group's messages. A rank sets up the link to a peer when it sends its first message to that peer.
 
-The sender listens and asks the receiver, through the hub, to connect. The receiver's program need not be in any call,
-because the thread that reads the receiver's control link gets the request, and starts another thread that connects.
+The sender listens and asks the receiver, through the hub, to connect. The receiver's program need not be in a call: the
+thread that reads the receiver's control link receives the request, and starts another thread that connects.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _ANSWER_S = 30.0  # how long the receiver tries to connect to the sender, which 
 
 
 class MessageLinks:
-    """The message links of one group in one epoch. group: the id of the group at the hub."""
+    """The message links of one group in one epoch. group: the group id at the hub."""
 
     def __init__(self, epoch: Epoch, core: _core.Group, group: str, ranks: list[int]) -> None:
         self._epoch = epoch
         self._core = core
         self._group = group
         self._ranks = ranks
-        self._dialling = [threading.Lock() for _ in ranks]  # by peer: held while the link to the peer is made
+        self._dialling = [threading.Lock() for _ in ranks]  # by peer: held while the link to the peer is set up
         self.linked = {ranks.index(epoch.rank)}  # peers that have a link; a message to oneself needs none
 
     def reach(self, peer: int, what: str, deadline: Deadline) -> None:
-        """Make the link to the peer, unless there is one already. A failure breaks the group."""
+        """Set up the link to the peer, unless there is one already. A failure breaks the group."""
         core, rank = self._core, self._ranks[peer]
         try:
             while not self._dialling[peer].acquire(timeout=min(deadline.left(), 0.1)):
@@ -50,7 +50,7 @@ class MessageLinks:
             error = symptom.again(f"{self._me}: {what}: {symptom}")
             core.fail(error)
             raise error from symptom
-        except OSError as error:  # this process lacks descriptors or memory
+        except OSError as error:  # this process has run out of descriptors or memory
             core.fail(Aborted(f"{self._me}: {what}: {error}", [self._epoch.rank]))
             raise
         except BaseException:
@@ -58,7 +58,7 @@ class MessageLinks:
             raise
 
     def dialled(self, rank: int, addresses: Any) -> None:
-        """Answer the request of a rank of the job that wants to send to this rank: connect to it. Returns at once."""
+        """Answer the request of a rank of the job that wants to send to this rank: connect to it. Return at once."""
         peer = self._ranks.index(rank)
         # The thread that reads the control link runs this. Expect the link before that thread reads on, because the
         # sender may say bye as soon as it has sent its message.

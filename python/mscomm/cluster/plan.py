@@ -1,4 +1,4 @@
-"""Pure functions of the ranks' facts: which rank each process gets, which ranks share a host, whether all agree."""
+"""Pure functions of the ranks' facts: assign ranks, find the ranks that share a host, check that all ranks agree."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Facts = Mapping[str, Any]
 
 
 class Arrival(NamedTuple):
-    """What a worker says when it registers: the id that the user gave it (MS_NODE_ID, or None), and its host."""
+    """What a worker says when it registers: the id that the user assigned (MS_NODE_ID, or None), and its host."""
 
     node_id: str | None
     host: str
 
 
 def assign_ranks(members: Sequence[Arrival]) -> list[int]:
-    """The rank of each member; the members come in the order of registration.
+    """Return the rank of each member. `members` is in the order of registration.
 
-    If every id is a decimal number, the id is the rank. Otherwise the members of one host get consecutive ranks. Hosts
-    are in the order of their first registration. Inside a host, members with an id come first, sorted by id (worker_2
+    If every id is a decimal number, the id is the rank. Otherwise, the members on one host get consecutive ranks. Hosts
+    are ordered by their first registration. Within a host, members with an id come first, sorted by id (worker_2
     before worker_10); the others follow in the order of registration.
     """
     size = len(members)
@@ -53,22 +53,31 @@ def is_number(node_id: str) -> bool:
 
 
 def _natural(text: str) -> list[tuple[int, int, str]]:
-    """A sort key by which worker_2 comes before worker_10."""
+    """Return a sort key that sorts worker_2 before worker_10."""
     return [(0, int(part), part) if is_number(part) else (1, 0, part) for part in re.split(r"([0-9]+)", text) if part]
 
 
 def hosts(facts: Sequence[Facts]) -> list[int]:
-    """The index of each rank's host. Ranks with equal "host" facts share it. Hosts are ordered by lowest rank."""
+    """Return the index of each rank's host.
+
+    Ranks with equal "host" facts are on the same host. Hosts are ordered by their lowest rank.
+    """
     numbers: dict[Any, int] = {}
     return [numbers.setdefault(fact["host"], len(numbers)) for fact in facts]
 
 
+def numbers(ranks: Sequence[int]) -> str:
+    """Return the ranks as text: "0 to 7" if they are three or more consecutive ranks, otherwise each of them."""
+    whole = list(ranks) == list(range(ranks[0], ranks[0] + len(ranks)))
+    return f"{ranks[0]} to {ranks[-1]}" if whole and len(ranks) > 2 else ", ".join(map(str, ranks))
+
+
 def world_id(epoch: int) -> str:
-    """The id of the world group in control frames. It begins with the epoch, like the ids of all groups."""
+    """Return the id of the world group in control frames. It begins with the epoch, like the ids of all groups."""
     return f"{epoch}:world"
 
 
-# The facts that must be equal on every rank, and the advice for a user whose ranks differ.
+# The facts that must be equal on every rank, with advice for a user whose ranks differ.
 SHARED_FACTS = {
     "version": "install the same mscomm everywhere",
     "size": "start every rank with the same number of ranks",
@@ -78,7 +87,7 @@ SHARED_FACTS = {
 
 
 def agree(facts: Sequence[Facts], names: Iterable[str] = tuple(SHARED_FACTS)) -> None:
-    """Raise a Mismatch that names the ranks that differ from rank 0 in a fact that all must share."""
+    """If ranks differ in a fact that must be equal, raise a Mismatch that names the ranks that differ from rank 0."""
     for name in names:
         expected = facts[0].get(name)
         differing = [rank for rank, fact in enumerate(facts) if fact.get(name) != expected]

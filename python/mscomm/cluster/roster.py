@@ -1,4 +1,4 @@
-"""The members of a job: which may join, which rank each gets, how messages name them, which are missing. No I/O."""
+"""The members of a job: who may join, their ranks, their names in messages, and who is missing. Does no I/O."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from mscomm.cluster.switchboard import Line
 
 
 class Link(Line):
-    """One control link, and what is known about the process at its other end."""
+    """One control link, and the hub's information about the process at its other end."""
 
     def __init__(self, sock: socket.socket, rank: int | None, adopted: bool) -> None:
         super().__init__(sock)
         self.adopted = adopted  # the rank inherited the other end of a socket pair
-        self.rank = rank  # None: not known yet
-        self.seat = -1  # the place of the process in the order of joining; -1: it has not joined
+        self.rank = rank  # None if not known yet
+        self.seat = -1  # the position of the process in the order of joining; -1 if it has not joined
         self.since = 0.0  # when the process joined, in time.monotonic() seconds
         self.left = False
         self.welcomed = False  # the process has taken part in an epoch
-        self.waits = False  # the process waits for the next epoch, and takes no part in this epoch any more
-        self.rejoin_key = ""  # the key of the last rejoin() of the process; the answer must carry it
+        self.waits = False  # the process waits for the next epoch, and no longer takes part in this epoch
+        self.rejoin_key = ""  # the key of the last rejoin() of the process; the answer must contain it
         self.node_id: str | None = None
         self.facts: Frame = {}
 
@@ -33,7 +33,7 @@ class Link(Line):
 
     @property
     def number(self) -> int:
-        """The rank; before ranks are given out, a negative number made from the seat."""
+        """The rank or, before ranks are assigned, a negative number derived from the seat."""
         return self.rank if self.rank is not None else -1 - self.seat
 
     def __str__(self) -> str:
@@ -74,13 +74,13 @@ class Roster:
         return refusal
 
     def _holder(self, link: Link, rank: Any) -> Link | None:
-        """The member that already has the rank or the id that the newcomer claims; None if no member has it."""
+        """Return the member that already has the rank or the id that the newcomer claims; None if no member has it."""
         if self._ranks_known:
             return next((other for other in self._members if other.rank == rank), None)
         return next((other for other in self._members if link.node_id and other.node_id == link.node_id), None)
 
     def gone(self, rank: int) -> str | None:
-        """Why the rank takes no part in this epoch any more; None if it takes part, or may still come."""
+        """Return why the rank no longer takes part in this epoch; None if it takes part, or may still join."""
         link = self.at(rank)
         if link is None or (link.open and not link.left and not link.waits):
             return None
@@ -89,11 +89,11 @@ class Roster:
         return f"{link} has left the job" if link.left else f"{link} ended without release"
 
     def at(self, number: int) -> Link | None:
-        """The member that has this Link.number; None if there is none."""
+        """Return the member that has this Link.number; None if there is none."""
         return next((link for link in self._members if link.number == number), None)
 
     def forget(self, link: Link) -> None:
-        """Remove a member that ended before the job began; it may come again."""
+        """Remove a member that ended before the job began; it may join again."""
         self._members.remove(link)
         for seat, member in enumerate(self._members):
             member.seat = seat
@@ -129,22 +129,22 @@ class Roster:
         return None
 
     def assign(self) -> None:
-        """Give every member its rank, once all have joined; ValueError if their ids do not fit together."""
+        """Give every member its rank, once all have joined; raise ValueError if their ids do not fit together."""
         if any(link.rank is None for link in self._members):
             arrivals = [Arrival(link.node_id, str(link.facts.get("host"))) for link in self._members]
             for link, rank in zip(self._members, assign_ranks(arrivals), strict=True):
                 link.rank = rank
 
     def facts(self) -> list[Frame]:
-        """The facts of all members, in the order of their ranks."""
+        """Return the facts of all members, in the order of their ranks."""
         return [link.facts for link in sorted(self._members, key=lambda link: link.number)]
 
     def name(self, number: int) -> str:
-        """The name in messages of the member that has this Link.number."""
+        """Return the name, for messages, of the member that has this Link.number."""
         return str(self.at(number) or f"rank {number}")
 
     def missing(self) -> str:
-        """The members that have not joined, as text; "" if all have."""
+        """Return the members that have not joined, as text; "" if all have."""
         ranks = self._numbers()
         if len(ranks) < len(self._members):
             return f"{self.size - len(self._members)} more {self.plural}"
@@ -152,13 +152,13 @@ class Roster:
         return f"rank {absent}" if absent else ""
 
     def _numbers(self) -> list[int]:
-        """The ranks of the members, as far as they are known before ranks are given out."""
+        """Return the ranks of the members, as far as they are known before ranks are assigned."""
         if self._ranks_known:
             return [link.number for link in self._members]
         return [int(link.node_id) for link in self._members if link.node_id and is_number(link.node_id)]
 
     def too_few(self, timeout_s: float) -> str:
-        """The message that says which members did not join in time."""
+        """Return the message that says which members did not join in time."""
         came = len(self._members)
         text = f"only {came} of {self.size} {self.plural} joined within {timeout_s:g} s (MS_TOPO_TIMEOUT)"
         if len(self._numbers()) < came:

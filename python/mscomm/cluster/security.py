@@ -19,17 +19,20 @@ _FILE_LIMIT_BYTES = 4096
 
 
 def new_key() -> bytes:
-    """A random key for one job."""
+    """Return a random key for one job."""
     return secrets.token_bytes(KEY_BYTES)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the numeric address can only be reached from this machine."""
+    """Return whether the numeric address can be reached only from this machine."""
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 def scheduler_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool) -> tuple[bytes, KeyFile | None]:
-    """The scheduler's key for the numeric address, and the key file that the caller must remove at the end, if any."""
+    """Return the scheduler's key for the numeric address, and the key file, if any.
+
+    The caller must remove the key file at the end.
+    """
     if path := environment.read("MSCOMM_JOB_KEY_FILE", env):
         return read_key(path), None
     if is_loopback(host):
@@ -39,9 +42,9 @@ def scheduler_key(env: Mapping[str, str], host: str, port: int, permit_plain: bo
 
 
 def worker_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool) -> bytes:
-    """A worker's key for the scheduler at the numeric address.
+    """Return a worker's key for the scheduler at the numeric address.
 
-    Call it after connecting: the scheduler writes its key file before it listens.
+    Call this after connecting, because the scheduler writes its key file before it listens.
     """
     if path := environment.read("MSCOMM_JOB_KEY_FILE", env):
         return read_key(path)
@@ -53,9 +56,10 @@ def worker_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool)
 
 
 def read_key(path: str, origin: str = "") -> bytes:
-    """The key in the file, which must hold 64 hex digits or at least 32 bytes, and which only our user may read.
+    """Return the key in the file.
 
-    Raises AuthenticationError for any other file.
+    The file must hold 64 hex digits or at least 32 bytes, and only the current user may have permission to read it.
+    Raise AuthenticationError for any other file.
     """
 
     def refuse(what: str, advice: str) -> AuthenticationError:
@@ -93,7 +97,7 @@ def read_key(path: str, origin: str = "") -> bytes:
 
 
 def _plain_key(host: str, port: int, permit_plain: bool) -> bytes:
-    """A key that everybody can compute, if the user has allowed the job to have no key; otherwise an error."""
+    """Return a key that everybody can compute, if the user has allowed the job to have no key; otherwise an error."""
     if not permit_plain:
         raise AuthenticationError(
             f"{host}:{port} can be reached from other machines and the job has no key. Either give it one everywhere:\n"
@@ -110,7 +114,7 @@ def _plain_key(host: str, port: int, permit_plain: bool) -> bytes:
 
 
 def derived_key(key: bytes, job: str) -> bytes:
-    """The key of one of several jobs that share a key file, so that each job rejects the ranks of the others."""
+    """Return the key of one of several jobs that share a key file, so that each job rejects the ranks of the others."""
     return hmac.new(key, b"mscomm job " + job.encode(), hashlib.sha256).digest()
 
 
@@ -118,7 +122,7 @@ def derived_key(key: bytes, job: str) -> bytes:
 
 
 def key_path(name: str) -> str:
-    """The path at which all processes of one user on one host look for the key of that name."""
+    """Return the path at which all processes of one user on one host look for the key of that name."""
     import tempfile  # imported here because it is slow to import, and the spawned hub never needs it
 
     return os.path.join(tempfile.gettempdir(), f"mscomm-{os.getuid()}", f"{name}.key")
@@ -129,7 +133,7 @@ def _sched_name(host: str, port: int) -> str:
 
 
 class KeyFile:
-    """A new key, in a file that only our user can read, in a folder that only our user can enter."""
+    """A new key in a file that only the current user can read, in a folder that only the current user can enter."""
 
     def __init__(self, path: str) -> None:
         self.key = new_key()
@@ -151,12 +155,12 @@ class KeyFile:
             if read_key(self.path) == self.key:
                 os.unlink(self.path)
         except (AuthenticationError, FileNotFoundError):
-            return  # the file was removed already, or is not a key file of ours any more
+            return  # the file has been removed, or is no longer our key file
 
 
 def _private_folder(path: str) -> None:
-    """Make the folder, or check that the existing one is a folder of our user that others cannot enter."""
-    with contextlib.suppress(FileExistsError):  # the checks below also hold for a folder that exists already
+    """Create the folder. If it exists, check that it belongs to the current user and that others cannot enter it."""
+    with contextlib.suppress(FileExistsError):  # the checks below also apply to a folder that already exists
         os.mkdir(path, 0o700)
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):

@@ -1,5 +1,6 @@
-"""Serves many control links in one selector loop. It reads whole control frames, queues unsent data up to a limit, and
-never waits for a single link.
+"""Serves many control links in one selector loop.
+
+It reads whole control frames, queues unsent data up to a limit, and never waits for a single link.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Switchboard(Generic[L]):
         return line
 
     def write(self, line: L, data: bytes) -> None:
-        """Send what the socket takes now and keep the rest for later. Does nothing if the line has ended."""
+        """Send what the socket accepts now, and keep the rest for later. Do nothing if the line has ended."""
         if not line.open:
             return
         line.unsent.append(memoryview(data))
@@ -82,7 +83,7 @@ class Switchboard(Generic[L]):
             self._read(line)
 
     def _read(self, line: L) -> bool:
-        """Read once and handle the frames. Returns False if there was nothing to read or the line has ended."""
+        """Read once and handle the frames. Return False if there was nothing to read or the line has ended."""
         try:
             received = line.sock.recv(64 << 10)
         except BlockingIOError:
@@ -100,6 +101,8 @@ class Switchboard(Generic[L]):
             for frame in line.parser.feed(received):
                 if line.open:
                     self._handle(line, frame)
+        except RecursionError:
+            self.end(line, "sent nonsense on its control link (a value that is nested too deeply)")
         except Error as error:
             self.end(line, f"sent nonsense on its control link ({error})")
         return line.open

@@ -1,8 +1,8 @@
 """Collective functions with MindSpore's names and arguments. They call the functions of mscomm.
 
-As in MindSpore, src and dst are ranks in the world, whatever the group is. mscomm's own functions and the operators of
-mscomm.ops take ranks in the group. Each function returns its result, as in MindSpore 2.3, or None on a rank that gets
-no result.
+As in MindSpore, src and dst are ranks in the world, whatever the group is. mscomm's own functions and the operators in
+mscomm.ops take ranks in the group instead. Each function returns its result, as in MindSpore 2.3, or None on a rank
+that gets no result.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def send(tensor: Any, dst: int = 0, group: Group | str | None = _WORLD, tag: int
 
 
 def recv(tensor: Any, src: int = 0, group: Group | str | None = _WORLD, tag: int = 0) -> Any:
-    """Receive from rank src of the world into a new array, which has the shape and dtype of `tensor`."""
+    """Receive from rank src of the world, and return a new array with the shape and dtype of `tensor`."""
     shape = memory_anywhere(tensor, "tensor", "recv").shape
     target, result = library(tensor, "tensor", "recv").new(tensor, shape)
     if isinstance(target, OnDevice):
@@ -76,7 +76,7 @@ def recv(tensor: Any, src: int = 0, group: Group | str | None = _WORLD, tag: int
 
 
 def _rank_in(group: Group | str | None, function: str, argument: str, world_rank: Any) -> int:
-    """Return the rank in the group for a rank in the world. function, argument: names for error messages."""
+    """Convert a rank in the world to a rank in the group. function, argument: names for error messages."""
     members = resolve(group)
     try:
         return members.ranks.index(operator.index(world_rank))

@@ -31,11 +31,11 @@ class _State(type):
 
     @property
     def BACKEND(cls) -> str:
-        """The backend of the job. RuntimeError before init()."""
+        """The backend of the job. Raises RuntimeError before init()."""
         return _get_backend()
 
 
 class GlobalComm(metaclass=_State):
-    """What MindSpore scripts read about the job: WORLD_COMM_GROUP, INITED and BACKEND. Scripts do not set them."""
+    """What MindSpore scripts read about the job: WORLD_COMM_GROUP, INITED and BACKEND. Scripts must not set them."""
 
     WORLD_COMM_GROUP = HCCL_WORLD_COMM_GROUP

@@ -1,9 +1,9 @@
-"""Reads data, changes it, and divides it among the ranks of a job. Names are MindSpore's: import mscomm.dataset as ds.
+"""Reads data, transforms it, and divides it among a job's ranks, under MindSpore's names: import mscomm.dataset as ds.
 
 A pipeline is a source followed by steps: `ds.Cifar10Dataset(folder, num_shards=n, shard_id=rank).map(...).batch(32)`.
-It yields NumPy arrays. The seed (config.set_seed) and the number of a pass determine the order of the pass. The seed,
-the number of the pass and the number of the sample determine each random change. So all ranks have the same order, and
-a pass can be resumed at any batch (state_dict).
+It yields NumPy arrays. The order of a pass depends only on the seed (config.set_seed) and on the number of the pass.
+Each random transformation depends only on the seed, the number of the pass and the number of the sample. So all ranks
+have the same order, and a pass can be resumed at any batch (state_dict).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 from mscomm import job, objects
 
-# The facts that may differ between ranks, and what to do if they do.
+# The facts in which ranks may differ, and what the user can do about a difference.
 _CURES = {
     "rows": "Give every rank the same data.",
     "files": "Give every rank the same files.",
@@ -21,9 +21,9 @@ _CURES = {
 def compare(source: str, num_shards: int, facts: dict[str, Any], where: str, problem: Exception | None) -> None:
     """Raise ValueError on every rank if the ranks' facts differ, or if a rank has a problem.
 
-    source, where: the names of the dataset and of this rank's data in messages. problem: the exception that this rank
-    got when it read its data, or None. A rank with a problem raises its own exception instead. If no job was joined, or
-    if num_shards is not the job's size, the ranks compare nothing, and only ranks with a problem raise an error.
+    source, where: names for the dataset and for this rank's data in messages. problem: the exception that this rank got
+    when it read its data, or None. A rank with a problem raises its own exception instead. If no job was joined, or if
+    num_shards is not the size of the job, nothing is compared, and only ranks with a problem raise an error.
     """
     alone = not job.is_initialized() or num_shards < 2 or num_shards != job.get_group_size()
     if not alone:
@@ -48,7 +48,7 @@ def compare(source: str, num_shards: int, facts: dict[str, Any], where: str, pro
 
 
 def _tell(source: str, ranks: list[Any], differing: list[str]) -> str:
-    kinds: list[tuple[Any, list[int]]] = []  # each set of facts: its first message, and all ranks that sent it
+    kinds: list[tuple[Any, list[int]]] = []  # for each set of facts: its first message, and all ranks that sent it
     for rank, theirs in enumerate(ranks):
         for first, members in kinds:
             if first["facts"] == theirs["facts"]:

@@ -34,7 +34,7 @@ _GET_IT = (
     "Take cifar-10-binary.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html, or make a small set of real images"
     " by `mscomm data make --from digits --out DIR`"
 )
-# The first bytes of files of other kinds, and what the error message says about such a file.
+# The first bytes of other file formats, and what the error message says about such a file.
 _FOREIGN = {
     b"\x1f\x8b": "is compressed by gzip; unpack it",
     b"PK\x03\x04": "is a zip file; unpack it",
@@ -44,23 +44,23 @@ _FOREIGN = {
 
 
 class Cifar10Dataset(Source):
-    """The images of CIFAR-10, or other images in its binary format, from a folder.
+    """Reads the images of CIFAR-10, or other images in its binary format, from a folder.
 
-    The column `image` is uint8 of shape (32, 32, 3): height, width, and red, green, blue. The column `label` is uint32
-    of shape (), 0 to 9.
+    The column `image` has dtype uint8 and shape (32, 32, 3): height, width, and the channels red, green and blue. The
+    column `label` has dtype uint32 and shape (); its values are 0 to 9.
 
     usage: "train" reads data_batch_1.bin to data_batch_5.bin, of which the last ones may be missing; "test" reads
-    test_batch.bin; "all" or None reads all these files, which in CIFAR-10 have 60,000 rows. num_shards, shard_id: this
-    rank's part, as in DistributedSampler. shuffle: with None or True, each pass has another order; with False, rows
-    come in the order of the files. num_samples: the largest number of rows for this rank. sampler: a
-    DistributedSampler, or row numbers, instead of num_shards, shard_id, shuffle and num_samples. num_parallel_workers:
-    as in Dataset.map; with None, any number of threads may read.
+    test_batch.bin; "all" or None reads all these files, which have 60,000 rows in CIFAR-10. num_shards, shard_id: which
+    part of the rows this rank reads, as in DistributedSampler. shuffle: if None or True, each pass has a different
+    order; if False, the rows are in the order of the files. num_samples: the maximum number of rows for this rank.
+    sampler: a DistributedSampler, or row numbers, in place of num_shards, shard_id, shuffle and num_samples.
+    num_parallel_workers: as in Dataset.map; None means that any number of threads may read.
 
     The constructor checks the files' names and sizes. Before the first pass, each rank reads all files once to check
     the labels. If num_shards is the number of ranks in the job, the ranks then compare what they have read, and all
-    ranks raise ValueError if there is a difference. ValueError also if the folder does not have the files, or if a file
-    is truncated or has another format; the message says which file it is and what to do. No pickle is ever loaded.
-    TypeError, ValueError and RuntimeError for arguments that contradict each other, as in MindSpore.
+    ranks raise ValueError if there is a difference. ValueError is also raised if a file is missing, truncated or in
+    another format; the message names the file and says what to do. Pickles are never loaded. Invalid or contradictory
+    arguments raise TypeError, ValueError or RuntimeError, as in MindSpore.
 
     >>> data = Cifar10Dataset("cifar-10-batches-bin", num_shards=8, shard_id=0)
     >>> data.get_dataset_size()
@@ -103,7 +103,7 @@ class Cifar10Dataset(Source):
 
     def _open(self) -> None:
         files: list[int] = []
-        # Do not close the files at the end of the process, because a thread may still read them.
+        # Do not close the files when the process exits, because a thread may still read them.
         weakref.finalize(self, _close, files).atexit = False
         for name in self._names:
             files.append(os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC))
@@ -119,7 +119,8 @@ class Cifar10Dataset(Source):
             for record, ticket in zip(records, tickets, strict=True):
                 which = bisect.bisect_right(self._ends, ticket.sample)
                 place = ticket.sample - (self._ends[which - 1] if which else 0)
-                # Read the file instead of mapping it. If somebody truncated a mapped file, the process would be killed.
+                # Read the file instead of mapping it. If a mapped file were truncated, reading it would kill the
+                # process.
                 if _read(self._files[which], record.data, place * RECORD_BYTES) != RECORD_BYTES:
                     where = self._folder / self._names[which]
                     raise ValueError(f"{where}: record {place} is gone; the file was cut short")
@@ -145,7 +146,7 @@ def _close(files: list[int]) -> None:
 
 
 def _find(folder: Path, usage: str) -> list[str]:
-    """Return the names of the files to read. ValueError if a file is missing that must be there."""
+    """Return the names of the files to read. Raise ValueError if a required file is missing."""
     try:
         there = set(os.listdir(folder))
     except OSError as error:
@@ -176,7 +177,10 @@ def _not_there(folder: Path, there: set[str], missing: list[str]) -> str:
 
 
 def _records(path: Path) -> int:
-    """Return the number of records in a file, from its size. ValueError if the size or the first bytes are wrong."""
+    """Return the number of records in a file, computed from its size.
+
+    Raise ValueError if the size or the first bytes are wrong.
+    """
     try:
         with open(path, "rb") as file:
             begin = file.read(64)
@@ -206,12 +210,12 @@ def _read(fd: int, into: memoryview, at: int) -> int:
     return got
 
 
-# The hashes of the files that this process has read, by path, size and time of the last change in ns.
+# The hashes of the files that this process has read, by path, size and modification time in ns.
 _digests: dict[tuple[str, int, int], str] = {}
 
 
 def _digest(path: Path, fd: int) -> str:
-    """Return the hash of a file's contents. ValueError if a label is out of range, or if the file was truncated."""
+    """Return a file's hash. Raise ValueError if a label is out of range, or if the file was truncated."""
     status = os.fstat(fd)
     seen = os.path.abspath(path), status.st_size, status.st_mtime_ns
     if seen not in _digests:

@@ -1,4 +1,4 @@
-"""Settings for all pipelines in this process: the seed, and how many batches are made in advance."""
+"""Settings for all pipelines in this process: the seed, and how many batches are prefetched."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _prefetch_size = 2
 
 
 def set_seed(seed: int) -> None:
-    """Set the seed, which determines every order and every random change. The default is 5489.
+    """Set the seed, which determines the order of rows and all random transformations. The default is 5489.
 
-    Use the same seed on every rank. A pipeline takes the seed at its first pass and keeps it. TypeError if the seed is
-    not an int, ValueError if it is outside 0..2**32-1.
+    Use the same seed on every rank. A pipeline reads the seed at the beginning of its first pass and keeps it. Raise
+    TypeError if the seed is not an int, and ValueError if it is outside 0..2**32-1.
 
     >>> set_seed(1)
     """
@@ -21,22 +21,22 @@ def set_seed(seed: int) -> None:
 
 
 def get_seed() -> int:
-    """Return the seed that pipelines take at their first pass."""
+    """Return the seed that pipelines read at the beginning of their first pass."""
     return _seed
 
 
 def set_prefetch_size(size: int) -> None:
-    """Set how many batches each iterator makes in advance, in a thread of its own. The default is 2.
+    """Set how many batches each iterator prefetches, in a separate thread. The default is 2.
 
-    With 0 there is no thread, and each batch is made when the program asks for it. The maximum is 1024. TypeError if
-    size is not an int, ValueError if it is out of range.
+    If size is 0, there is no thread, and each batch is made when the program asks for it. The maximum is 1024. Raise
+    TypeError if size is not an int, and ValueError if it is out of range.
     """
     global _prefetch_size
     _prefetch_size = _checked("set_prefetch_size", "size", size, 0, 1024)
 
 
 def get_prefetch_size() -> int:
-    """Return how many batches each iterator makes in advance."""
+    """Return how many batches each iterator prefetches."""
     return _prefetch_size
 
 

@@ -1,8 +1,8 @@
-"""Random numbers without a state. Each is a function of its purpose, which is a sequence of integers: for example, the
-seed and the number of the sample.
+"""Stateless random numbers. Each number is a function of its purpose. A purpose is a sequence of integers, for example
+the seed and the number of the sample.
 
-The generator is SplitMix64 (Steele, Lea and Flood, 2014), with one step for each number of the purpose. It gives the
-same bits on every machine and in every version. NumPy's generators do not promise this. The random number for sample
+The generator is SplitMix64 (Steele, Lea and Flood, 2014), with one step for each number of the purpose. It produces the
+same bits on every machine and in every version, which NumPy's generators do not guarantee. The random number for sample
 40,000 can be computed without computing those for earlier samples.
 """
 
@@ -19,7 +19,7 @@ Bits = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def bits(*purpose: Any) -> Bits:
-    """Return 64 random bits for a purpose: integers of 0 or more. If some are arrays, return an array of bits.
+    """Return 64 random bits for a purpose: non-negative integers. If any of them are arrays, return an array.
 
     >>> bits(5489, 0, [7, 8]).shape
     (2,)
@@ -34,7 +34,7 @@ def bits(*purpose: Any) -> Bits:
 
 
 def permutation(n: int, *purpose: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the numbers 0 to n-1 in a random order, which only the purpose determines."""
+    """Return the numbers 0 to n-1 in a random order, which depends only on the purpose."""
     return np.argsort(bits(*purpose, np.arange(n)), kind="stable").astype(np.int64)
 
 

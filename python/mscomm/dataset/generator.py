@@ -18,15 +18,15 @@ class GeneratorDataset(Source):
 
     source: a function that returns an iterator over rows; an object that can be iterated repeatedly; or an object with
     random access (__getitem__ and __len__) that is not callable. A row is a tuple or list with one item per column. An
-    item is an array, or something that numpy.asarray turns into an array; the dtype must not be object. If there is
+    item is an array, or something that numpy.asarray can convert to an array; the dtype must not be object. If there is
     only one column, a row may also be the item itself. column_names: one name or several.
 
     num_shards, shard_id, shuffle, sampler: as in Cifar10Dataset. They raise ValueError if the source has no random
-    access. With random access, rows are shuffled unless shuffle=False, as in MindSpore. num_samples: the largest number
-    of rows for this rank. num_parallel_workers: as in Dataset.map, but None means 1, as in MindSpore. Only one thread
-    reads a source without random access. ValueError if source is an iterator, because it can be read only once. The
-    source may be called in a thread other than the caller's. If the source raises an exception, or if a row is invalid,
-    a RuntimeError names the row.
+    access. With random access, rows are shuffled unless shuffle=False, as in MindSpore. num_samples: the maximum number
+    of rows for this rank. num_parallel_workers: as in Dataset.map, but None means 1, as in MindSpore. A source without
+    random access is read by only one thread. Raises ValueError if source is an iterator, because it can be read only
+    once. The source may be called in a thread other than the caller's. If the source raises an exception, or if a row
+    is invalid, the iterator raises a RuntimeError that names the row.
 
     >>> data = GeneratorDataset(lambda: iter([(1, 2.0), (3, 4.0)]), ["input", "label"])
     >>> [(x.item(), y.item()) for x, y in data]
@@ -75,7 +75,7 @@ class GeneratorDataset(Source):
                 f"GeneratorDataset: source is a {type(source).__name__}, which can be read only once; give the function"
                 " that makes it"
             )
-        # choose() only checks the remaining arguments here. The sampler that it returns does not choose any rows.
+        # choose() only checks the remaining arguments here. The sampler that it returns is not used to choose rows.
         self._sampler = choose("GeneratorDataset", num_samples, False, None, None, shard_id)
 
     def compare(self, facts: Callable[[], dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""DatasetIterator: makes passes over a pipeline, and keeps the program's position in a pass."""
+"""DatasetIterator makes passes over a pipeline, and keeps track of the program's position in a pass."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Pipeline(Protocol):
 
 
 def row_of(column: Any, which: int) -> Any:
-    """Return one row of a column. The column is an array whose first axis counts the rows, or a list of arrays."""
+    """Return one row of a column. The column is an array whose first axis indexes the rows, or a list of arrays."""
     return column[which, ...] if isinstance(column, np.ndarray) else column[which]
 
 
@@ -40,7 +40,7 @@ class DatasetIterator:
     """The iterator that create_dict_iterator and create_tuple_iterator return. Each pass is the pipeline's next epoch.
 
     After the end of a pass, the next `for` begins another pass, up to num_epochs passes (-1: any number). If the
-    program leaves a pass by `break`, the next `for` over the same iterator continues the pass. The iterator's thread
+    program leaves a pass with `break`, the next `for` over the same iterator continues the pass. The iterator's thread
     ends when close() is called, when the iterator's `with` block is left, or when nothing references the iterator.
     """
 
@@ -107,7 +107,7 @@ class DatasetIterator:
 
 
 def _rows(dataset: Pipeline, seed: int, epoch: int, skip: int) -> Generator[Any, None, None]:
-    """Yield the rows or batches of one pass. The first `skip` of them are left out, and are not made."""
+    """Yield the rows or batches of one pass, without making the first `skip` of them."""
     tickets = dataset.tickets(seed, epoch)
 
     def make(turn: Turn, ticket: Any) -> tuple[Any, ...]:

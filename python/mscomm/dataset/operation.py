@@ -1,4 +1,4 @@
-"""The base classes of mscomm's operations for `map`. These operations can change many rows in one call.
+"""The base classes of mscomm's operations for `map`. These operations can transform many rows in one call.
 
 For other functions, `map` makes one call per row.
 """
@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Operation:
-    """An operation that changes one array. A program may also call the operation directly.
+    """An operation that transforms one array. A program may also call the operation directly.
 
     An operation keeps no state that affects the result of a later call, so several threads may call it at once.
     """
@@ -25,7 +25,7 @@ class Operation:
         raise NotImplementedError
 
     def on_rows(self, rows: Array, draws: Sequence[int] = ()) -> Array:
-        """Change several arrays of one shape, which are stacked along axis 0, and return the results in the same way.
+        """Transform several arrays of one shape, which are stacked along axis 0. Return the results in the same form.
 
         The results have the same bits as those of separate calls. The axes of `rows` and of the returned array may lie
         in memory in any order. draws: for a RandomOperation, the random bits of each row. If a row is invalid, on_rows
@@ -40,8 +40,8 @@ class Operation:
 class RandomOperation(Operation):
     """An operation whose result depends on 64 random bits.
 
-    In a pipeline, the bits follow from the seed, the pass, the sample and the place of the operation in the pipeline.
-    In a direct call, they follow from the seed and from how often this object was called before.
+    In a pipeline, the bits depend on the seed, the pass, the sample and the operation's place in the pipeline. In a
+    direct call, they depend on the seed and on how often this object was called before.
     """
 
     _calls = 0
@@ -78,7 +78,7 @@ def images_of(rows: Array, operation: object) -> Array:
 
 
 def two_sizes(operation: str, argument: str, value: Any) -> tuple[int, int]:
-    """Return (height, width) from two ints, or from one int for both. TypeError or ValueError for another value."""
+    """Return (height, width), given two ints, or one int for both. Raise TypeError or ValueError for anything else."""
     sizes = list(value) if isinstance(value, (tuple, list)) else [value]
     if any(isinstance(size, bool) or not isinstance(size, (int, np.integer)) for size in sizes):
         raise TypeError(f"{operation}: {argument}={value!r}; expected an int or (height, width)")

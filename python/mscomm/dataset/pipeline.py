@@ -1,12 +1,12 @@
-"""Pipelines: a source of rows, and the steps after it: map, shuffle, batch, repeat.
+"""A pipeline is a source of rows, followed by steps: map, shuffle, batch, repeat.
 
 A pass has two parts. `tickets` yields one ticket for each row, in the order of the pass, without reading rows. `load`
 makes the rows for given tickets. So a pass can be resumed without making the rows that come before that point, and
 `load` gets all rows of a batch at once. The result of `load` depends only on its arguments, so several threads may make
 batches (workers.py).
 
-Rows of one shape are put into one array, whose first axis counts the rows. mscomm's operations change all rows of the
-array in one call.
+Rows of one shape are put into one array, whose first axis indexes the rows. mscomm's operations transform all rows of
+the array in one call.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from mscomm.dataset.iterator import DatasetIterator, row_of
 from mscomm.dataset.operation import Array, Operation, RandomOperation
 from mscomm.dataset.workers import Turn
 
-Column = Array | list[Any]  # a column of several rows: an array whose first axis counts rows, or a list
+Column = Array | list[Any]  # a column of several rows: an array whose first axis indexes the rows, or a list
 _VERSION = 1  # the version of the format of state_dict()
-_PIECE_BYTES = 1 << 20  # how many bytes map's operations change at once; these bytes stay in the cache
+_PIECE_BYTES = 1 << 20  # how many bytes map's operations process at once; these bytes stay in the cache
 
 
 class Ticket(NamedTuple):
@@ -42,8 +42,8 @@ Tickets = Generator[Ticket, None, None]
 class Dataset(ABC):
     """The base class of sources and steps.
 
-    One iteration over a dataset is called a pass, or an epoch. Each pass has an order of its own. A row has one array
-    for each column. After `batch`, the arrays have one more axis in front, for the rows of the batch.
+    One iteration over a dataset is called a pass, or an epoch. Each pass has its own order. A row has one array for
+    each column. After `batch`, the arrays have an additional first axis, for the rows of the batch.
     """
 
     columns: tuple[str, ...]
@@ -54,7 +54,7 @@ class Dataset(ABC):
         self._seed: int | None = None
         self._next = (0, 0)  # where the next pass begins: (epoch, batch)
         self._agreed = False
-        self.position = (0, 0)  # how far the newest pass has come: (epoch, batches taken)
+        self.position = (0, 0)  # how far the latest pass has got: (epoch, batches taken)
 
     # -- adding steps --------------------------------------------------------------------------------------------------
 
@@ -68,50 +68,50 @@ class Dataset(ABC):
         """Apply operations to some columns of each row, one operation after the other.
 
         operations: one callable or several. The first is called with the arrays of the input columns, and each later
-        operation with what the previous operation returned: an array, or a tuple of arrays. A function of your own gets
+        operation with what the previous operation returned: an array, or a tuple of arrays. User-defined functions get
         arrays in C order. input_columns: one name or several; None means the first column. output_columns: names for
         the results. They are needed if there are more or fewer results than input columns; the results then become the
         first columns.
 
         num_parallel_workers: how many threads may work in this step at once, from 1 to the number of CPUs. None means
-        no limit if all operations are from mscomm.dataset. If there is a function of your own, None means 1, so the
+        no limit if all operations are from mscomm.dataset. If there is a user-defined function, None means 1, so the
         function sees the batches in order. An iterator has as many threads as the largest num_parallel_workers of its
         steps, and each thread makes whole batches. The results do not depend on the number of threads, unless a
         function keeps a state between calls.
 
         If an operation raises an exception, the iterator raises a RuntimeError in place of the batch. The error names
-        the operation and the row. TypeError for an operation that is not callable. ValueError for an unknown column or
-        a num_parallel_workers out of range.
+        the operation and the row. Raise TypeError if an operation is not callable, and ValueError if a column is
+        unknown or num_parallel_workers is out of range.
 
         >>> data = data.map(operations=[vision.RandomCrop(24), vision.HWC2CHW()], input_columns="image")
         """
         return _Map(self, operations, input_columns, output_columns, workers.checked("map", num_parallel_workers))
 
     def shuffle(self, buffer_size: int) -> Dataset:
-        """Mix rows that are near each other: each row is taken at random from a buffer of the next buffer_size rows.
+        """Shuffle rows within a window: each row is drawn at random from a buffer of the next buffer_size rows.
 
-        The random numbers are the same on every rank, but different in each pass. TypeError if buffer_size is not an
-        int, ValueError if it is below 2, as in MindSpore.
+        The random numbers are the same on every rank, but different in each pass. Raise TypeError if buffer_size is not
+        an int, and ValueError if it is below 2, as in MindSpore.
 
         >>> data = data.shuffle(buffer_size=10)
         """
         return _Shuffle(self, buffer_size)
 
     def batch(self, batch_size: int, drop_remainder: bool = False, num_parallel_workers: int | None = None) -> Dataset:
-        """Make a batch of every batch_size rows: each column's arrays are stacked along a new first axis.
+        """Combine every batch_size rows into a batch: each column's arrays are stacked along a new first axis.
 
-        drop_remainder: True leaves out the last batch if it has fewer rows. If the rows of a batch have different
-        shapes or dtypes, the iterator raises RuntimeError in place of the batch. num_parallel_workers: as in map.
-        TypeError and ValueError for wrong arguments.
+        drop_remainder: if True, the last batch is dropped if it has fewer rows. If the rows of a batch have different
+        shapes or dtypes, the iterator raises RuntimeError in place of the batch. num_parallel_workers: as in map. Raise
+        TypeError or ValueError for invalid arguments.
 
         >>> data = data.batch(batch_size=32, drop_remainder=True)
         """
         return _Batch(self, batch_size, drop_remainder, workers.checked("batch", num_parallel_workers))
 
     def repeat(self, count: int | None = None) -> Dataset:
-        """Combine `count` passes into one. Each of them has an order of its own. None or -1 repeats without end.
+        """Combine `count` passes into one. Each of them has its own order. None or -1 repeats endlessly.
 
-        TypeError if count is not an int, ValueError if it is 0 or below -1.
+        Raise TypeError if count is not an int, and ValueError if it is 0 or below -1.
 
         >>> data = data.repeat(2)
         """
@@ -124,8 +124,8 @@ class Dataset(ABC):
     ) -> DatasetIterator:
         """Return an iterator over the rows or batches as dicts {column: array}; see DatasetIterator.
 
-        The arrays are NumPy arrays in C order. output_numpy and do_copy have no effect. TypeError if num_epochs is not
-        an int, ValueError if it is 0 or below -1.
+        The arrays are NumPy arrays in C order. output_numpy and do_copy have no effect. Raise TypeError if num_epochs
+        is not an int, and ValueError if it is 0 or below -1.
 
         >>> batch = next(data.batch(32).create_dict_iterator())
         >>> batch["image"].shape, batch["label"].shape
@@ -143,7 +143,7 @@ class Dataset(ABC):
     ) -> DatasetIterator:
         """Return an iterator over tuples of arrays. columns: the names of the columns; None means all.
 
-        The other arguments are those of create_dict_iterator. ValueError for an unknown column.
+        The other arguments are those of create_dict_iterator. Raise ValueError for an unknown column.
 
         >>> image, label = next(data.batch(32).create_tuple_iterator())
         """
@@ -157,12 +157,12 @@ class Dataset(ABC):
     def get_dataset_size(self) -> int:
         """Return how many rows or batches a pass has on this rank. An endless repeat counts as one repetition.
 
-        If a source cannot tell how many rows it has, it is read once to count them.
+        If the source does not know how many rows it has, it is read once to count them.
         """
         return self._size()
 
     def get_col_names(self) -> list[str]:
-        """Return the names of the columns, in the order in which their arrays come in a tuple."""
+        """Return the names of the columns, in the order of their arrays in a tuple."""
         return list(self.columns)
 
     def get_batch_size(self) -> int:
@@ -176,10 +176,10 @@ class Dataset(ABC):
     # -- resuming a pass -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the newest pass, for a checkpoint. The position is the same on every rank.
+        """Return the position in the latest pass, for a checkpoint. The position is the same on every rank.
 
-        A batch counts as soon as the program has taken it. Batches that were only made in advance do not count. The
-        values are ints, strings and lists.
+        A batch counts as soon as the program has taken it. Batches that were only prefetched do not count. The values
+        are ints, strings and lists.
 
         >>> state = data.batch(32).state_dict()
         >>> state["epoch"], state["batch"], state["pipeline"]
@@ -192,12 +192,12 @@ class Dataset(ABC):
         return {"version": _VERSION, "seed": seed, "epoch": epoch, "batch": batch, "pipeline": self._described()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`, which state_dict() has returned: the next pass begins at the position in the state.
+        """Continue from `state`, a result of state_dict(): the next pass begins at the position in the state.
 
         The batches of that pass have the same bits as in the first run. If the source has random access, the order up
-        to that position is computed again without reading or changing rows. ValueError if the state belongs to another
-        pipeline; the message says what differs. Load the state on each rank of a job, because the ranks compare their
-        data again.
+        to that position is computed again without reading or transforming rows. Raise ValueError if the state belongs
+        to another pipeline; the message says what differs. In a job, load the state on every rank, because the ranks
+        compare their data again.
 
         >>> data.load_state_dict(data.state_dict())
         """
@@ -218,10 +218,10 @@ class Dataset(ABC):
         self._seed, self._next, self.position, self._agreed = seed, (epoch, batch), (epoch, batch), False
 
     def set_epoch(self, epoch: int) -> None:
-        """Give the next pass the number `epoch`, counted from 0. The number determines order and random changes.
+        """Set the number of the next pass, counted from 0. It determines the order and the random transformations.
 
-        Without this call, each pass gets the next number. Model.train makes this call for its initial_epoch. TypeError
-        if epoch is not an int, ValueError if it is outside 0..2**32-1.
+        Without this call, each pass gets the next number. Model.train makes this call for its initial_epoch. Raise
+        TypeError if epoch is not an int, and ValueError if it is outside 0..2**32-1.
 
         >>> data.set_epoch(3)
         """
@@ -255,7 +255,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def load(self, turn: Turn, tickets: Sequence[Ticket]) -> list[Column]:
-        """Make the rows of these tickets and return them by columns. Several threads may call load() at once."""
+        """Make the rows of these tickets, and return them column by column. Several threads may call load() at once."""
 
     def widths(self) -> dict[int, int]:
         """Return {place of a step: how many threads may work in it at once}. Steps without a limit are left out."""
@@ -278,11 +278,11 @@ class Dataset(ABC):
 
     @abstractmethod
     def _described(self) -> list[str]:
-        """Return one text per step, for state_dict. The texts describe everything that determines the order of rows."""
+        """Return one string per step, for state_dict. The strings describe all that determines the order of rows."""
 
 
 class Source(Dataset):
-    """A dataset that has no other dataset before it."""
+    """The first dataset of a pipeline."""
 
     def __init__(self, columns: Sequence[str], workers: int | None) -> None:
         super().__init__(0, workers)
@@ -297,7 +297,7 @@ class Source(Dataset):
 
 
 class _Step(Dataset):
-    """A dataset that changes the dataset before it. This base class changes nothing."""
+    """A dataset that transforms the dataset before it. This base class leaves it unchanged."""
 
     def __init__(self, before: Dataset, workers: int | None = None) -> None:
         super().__init__(before._place + 1, workers)
@@ -365,7 +365,7 @@ class _Map(_Step):
         else:
             self.columns = (*self._outputs, *others)
         self._ours = all(isinstance(operation, Operation) for operation in self._operations)
-        self._row_bytes = [1] * len(self._operations)  # for each operation: the bytes in a row of its latest result
+        self._row_bytes = [1] * len(self._operations)  # for each operation: the bytes per row of its latest result
 
     def _width(self) -> int | None:
         return self._workers or (None if self._ours else 1)
@@ -383,7 +383,7 @@ class _Map(_Step):
         return [columns[name] for name in self.columns]
 
     def _draws(self, seed: int, tickets: Sequence[Ticket]) -> list[list[int]]:
-        """Return one list per operation: random bits for each row. The list is empty if the operation takes no bits."""
+        """Return one list per operation: random bits for each row. The list is empty if the operation needs no bits."""
         epochs, samples = [ticket.epoch for ticket in tickets], [ticket.sample for ticket in tickets]
         return [
             draws.bits(seed, self._place, number, epochs, samples).tolist()
@@ -421,7 +421,7 @@ class _Map(_Step):
         return rows
 
     def _by_rows(self, inputs: list[Column], drawn: list[list[int]], tickets: Sequence[Ticket]) -> list[list[Any]]:
-        """Run each operation on one row after the other, and return the results by columns."""
+        """Run each operation on one row after the other, and return the results column by column."""
         values = [tuple(row_of(column, which) for column in inputs) for which in range(len(tickets))]
         for number, (operation, bits) in enumerate(zip(self._operations, drawn, strict=True)):
             for which, ticket in enumerate(tickets):
@@ -526,7 +526,7 @@ class _Repeat(_Step):
         if self._count > 0:
             passes: Any = range(epoch * self._count, (epoch + 1) * self._count)
         else:
-            passes = itertools.count(epoch << 32)  # so no two endless passes have the same orders
+            passes = itertools.count(epoch << 32)  # so that no two endless passes have the same orders
         for number in passes:
             some = False
             for ticket in self._before.tickets(seed, number):

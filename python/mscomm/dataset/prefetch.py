@@ -1,4 +1,4 @@
-"""Makes items in advance, in a thread, with a bounded queue between the thread and the consumer.
+"""Makes items in advance: a thread puts them into a bounded queue, from which the consumer takes them.
 
 The thread references the queue and the generator that makes the items, but not the consumer's Prefetch object. So the
 Prefetch object can be garbage-collected, and this ends the thread.
@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
-_LOOK_S = 1.0  # the interval at which a waiting consumer checks that the thread is alive; an item wakes it at once
-_EXIT_S = 5.0  # how long the process, when it ends, waits for the threads to finish their current items
+_LOOK_S = 1.0  # the interval at which a waiting consumer checks that the thread is alive; a new item wakes it at once
+_EXIT_S = 5.0  # how long the process waits at exit for the threads to finish their current items
 IN_A_CHILD = "this iterator belongs to the process that was forked, whose thread fills it; make a new one here"
 
 
@@ -49,9 +49,9 @@ class Prefetch:
     """An iterator over the items of `source`. A thread makes up to `room` items in advance.
 
     If source raises an exception, the iterator raises this exception in place of the item, and ends. close() ends the
-    thread and waits until the thread has finished its current item. The same happens at the end of the process, but
-    then the wait takes at most a few seconds. If this object is garbage-collected, the thread ends by itself. A forked
-    child has no thread, so the iterator raises RuntimeError there.
+    thread and waits until the thread has finished its current item. The same happens when the process exits, but then
+    the wait takes at most a few seconds. If this object is garbage-collected, the thread ends by itself. A forked child
+    has no thread, so the iterator raises RuntimeError there.
     """
 
     def __init__(self, source: Generator[Any, None, None], room: int) -> None:
@@ -60,7 +60,7 @@ class Prefetch:
         ended_at_exit(self._thread, self._queue.stop)
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._queue.stop)
-        self._finalizer.atexit = False  # when the process ends, _end_all calls stop
+        self._finalizer.atexit = False  # when the process exits, _end_all calls stop
 
     def __iter__(self) -> Prefetch:
         return self
@@ -97,12 +97,12 @@ os.register_at_fork(after_in_child=_running.clear)
 
 
 def ended_at_exit(thread: threading.Thread, stop: Callable[[], None]) -> None:
-    """Register a thread. When the process ends, it calls stop and waits at most a few seconds for the thread to end."""
+    """Register a thread. When the process exits, it calls stop, and waits for the thread for at most a few seconds."""
     _running[thread] = stop
 
 
 def _fill(queue: _Queue, source: Generator[Any, None, None]) -> None:
-    """The function that the thread runs. It ends when source ends or raises, or when stop() was called."""
+    """The function that the thread runs. It returns when source ends or raises an exception, or after stop()."""
     error: BaseException | None = None
     try:
         with contextlib.closing(source):

@@ -31,13 +31,13 @@ class Sampler(Protocol):
 class DistributedSampler:
     """Deals the rows to num_shards ranks like cards, as MindSpore's sampler does. This sampler is for rank shard_id.
 
-    shuffle: True deals the rows in a random order. The order is the same on all ranks, and different in each pass.
-    num_samples: the largest number of rows per rank; None or 0 means all. offset: with -1, every rank gets ceil(rows /
-    num_shards) rows; when the rows run out, dealing continues with the first rows. With an offset of 0 or more, the
-    first row goes to rank `offset`, each row goes to only one rank, and some ranks may get one row more than others.
+    shuffle: if True, the rows are dealt in a random order, which is the same on all ranks and different in each pass.
+    num_samples: the maximum number of rows per rank; None or 0 means all. offset: if -1, every rank gets ceil(rows /
+    num_shards) rows; when the rows run out, dealing continues with the first rows. If 0 or more, the first row goes to
+    rank `offset`, each row goes to only one rank, and some ranks may get one row more than others.
 
-    TypeError for wrong types. RuntimeError for num_shards below 1, a shard_id outside 0..num_shards-1, or an offset
-    below -1 or above num_shards. ValueError for a negative num_samples.
+    Raises TypeError if an argument has the wrong type, and ValueError if num_samples is negative. Raises RuntimeError
+    if num_shards is below 1, if shard_id is outside 0..num_shards-1, or if offset is below -1 or above num_shards.
 
     >>> DistributedSampler(2, 1, shuffle=False).indices(5, seed=0, epoch=0)
     array([1, 3, 0])
@@ -76,8 +76,8 @@ class DistributedSampler:
 
     @property
     def _first(self) -> int:
-        """Return the first turn in which this rank gets a row. In each turn, each rank gets one row, but in turn 0 the
-        ranks before `offset` get none."""
+        """The first turn in which this rank gets a row. In each turn, each rank gets one row, except that the ranks
+        before `offset` get none in turn 0."""
         return -(-max(max(self.offset, 0) - self.shard_id, 0) // self.num_shards)
 
     def _until(self, rows: int) -> int:
@@ -123,7 +123,7 @@ def choose(
     num_shards: int | None,
     shard_id: int | None,
 ) -> Sampler:
-    """Return the sampler that a source's arguments describe. shuffle=None means True. Raises MindSpore's errors."""
+    """Return the sampler that a source's arguments describe. shuffle=None means True. Raise MindSpore's errors."""
     if sampler is not None:
         for name, value in (("shuffle", shuffle), ("num_shards", num_shards), ("num_samples", num_samples)):
             if value is not None:

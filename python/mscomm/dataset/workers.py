@@ -1,7 +1,7 @@
 """Makes batches in parallel, in several threads, and returns them in order.
 
 NumPy and Pillow release the GIL in their loops, so threads help if the arrays are large. Threads share memory, so
-nothing is pickled or copied between them. No process is forked, so the functions of a program run in its own process.
+nothing is pickled or copied between them. No process is forked, so a program's functions run in its own process.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def checked(step: str, number: Any) -> int | None:
 class Gate:
     """Lets at most `width` batches into a step at once. With width 1, they enter in order. Each batch enters once.
 
-    So with width 1, a function that keeps a state sees the rows in the same order with any number of threads. Batch k
-    may enter when all batches before batch k - width + 1 have left. The threads begin batches in order, so they have
-    already begun the batches for which batch k waits. So there is no deadlock.
+    So with width 1, a function that keeps a state sees the rows in the same order, whatever the number of threads.
+    Batch k may enter when all batches before batch k - width + 1 have left. The threads begin batches in order, so they
+    have already begun the batches that batch k waits for. Therefore, there is no deadlock.
     """
 
     def __init__(self, width: int) -> None:
         self._width = width
         self._news = threading.Condition()  # guards the fields below
-        self._left: set[int] = set()  # batches that have left before an earlier batch has left
+        self._left: set[int] = set()  # batches that have left although an earlier batch has not left yet
         self._first = 0  # all batches before this one have left
 
     def enter(self, number: int) -> None:
@@ -53,7 +53,7 @@ class Gate:
             self._news.wait_for(lambda: number < self._first + self._width)
 
     def leave(self, number: int) -> None:
-        """Note that this batch no longer needs the step. leave() may be called twice, and without enter()."""
+        """Record that this batch no longer needs the step. leave() may be called twice, and without enter()."""
         with self._news:
             if number >= self._first:
                 self._left.add(number)
@@ -143,7 +143,7 @@ def in_order(
 def _result(task: Future[Any], pool: Sequence[threading.Thread]) -> Any:
     """Wait for the task's result and return it.
 
-    Raises RuntimeError if the threads end first, as they do when the process ends.
+    Raise RuntimeError if the threads end first, as they do when the process exits.
     """
     while not task.done() and not wait([task], _LOOK_S).done:
         if not any(thread.is_alive() for thread in pool):

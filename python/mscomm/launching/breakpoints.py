@@ -1,4 +1,4 @@
-"""What breakpoint() does in a rank that has no terminal."""
+"""The replacement for breakpoint() in a rank that has no terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ HOOK = f"{__name__}.no_terminal"  # the value of PYTHONBREAKPOINT in a rank that
 
 
 def no_terminal(*_: Any, **__: Any) -> NoReturn:
-    """Says how to debug a rank. The debugger itself would fail at once with BdbQuit, because there is no input."""
+    """Say how to debug a rank. The debugger itself would fail at once with BdbQuit, because there is no input."""
     rank = os.environ.get("MSCOMM_RANK", "0")
     raise RuntimeError(
         f"breakpoint() in rank {rank}, which has no terminal: start the job with `mscomm run --stdin {rank}` to debug "

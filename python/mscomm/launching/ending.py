@@ -27,7 +27,7 @@ class End(NamedTuple):
 
     @property
     def status(self) -> int:
-        """The exit status as a shell shows it: 128 + N if signal N killed the process."""
+        """The exit status as a shell reports it: 128 + N if signal N killed the process."""
         return 128 - self.code if self.code < 0 else self.code
 
 
@@ -39,10 +39,10 @@ def signal_name(number: int) -> str:
 
 
 def failed(first: End, others: Sequence[End], words: Mapping[int, LastWords], verdict: Error | None, here: str) -> str:
-    """The message about a failed job.
+    """Return the message about a failed job.
 
-    first, others: the ranks that ended badly. words: by rank, the exceptions that ended some of them. here: " on this
-    host" if the job has several hosts, else "".
+    first, others: the ranks that failed. words: the exceptions that ended some of these ranks, by rank. here: " on this
+    host" if the job has several hosts, otherwise "".
     """
     said = words.get(first.rank)
     # The verdict is the cause if the rank raised it, or ended without an exception. Otherwise, the exception that ended
@@ -62,7 +62,7 @@ def failed(first: End, others: Sequence[End], words: Mapping[int, LastWords], ve
     return _sentences(f"rank {first.rank} failed first{here}: {said}", because, advice)
 
 
-# What the user should do, by the exception's name.
+# What the user should do, by the name of the exception.
 _ADVICE = {
     "CollectiveTimeout": "If the work only takes longer, give init or the call a larger timeout",
     "ModuleNotFoundError": f"Install it for {sys.executable}, or name its folder in PYTHONPATH",
@@ -70,7 +70,7 @@ _ADVICE = {
 
 
 def _of_end(end: End) -> str:
-    """What the user should do if a rank ended in this way, without a Python exception; "" if there is no advice."""
+    """Return what the user should do if a rank ended in this way, without a Python exception; "" if unknown."""
     name = signal_name(-end.code) if end.code < 0 else ""
     if name == "SIGKILL":
         return "If nobody killed it, its host had no memory left: see dmesg"
@@ -84,13 +84,13 @@ def _sentences(*texts: str) -> str:
 
 
 def stopped(ranks: Sequence[int]) -> str:
-    """The message about ranks that were killed because they were stopped when all other ranks had ended."""
+    """Return the message about ranks that were still stopped when all other ranks had ended, and so were killed."""
     which = f"rank{'s' * (len(ranks) > 1)} {numbers(list(ranks))}"
     return f"killed {which}: stopped (SIGSTOP or SIGTSTP) though all other ranks had ended"
 
 
 def interrupted(number: int, after_s: float, words: Mapping[int, LastWords]) -> str:
-    """The message about a job that a signal from the user or the system ended. words: see failed()."""
+    """Return the message about a job that a signal from the user or the system ended. words: see failed()."""
     by_place: dict[str, list[int]] = {}
     for rank, said in sorted(words.items()):
         if place := said.interrupted_at:

@@ -1,4 +1,4 @@
-"""`mscomm.launch`: runs a function as the ranks of a job, for notebooks and tests."""
+"""`mscomm.launch`: runs a function on all ranks of a new job, for notebooks and tests."""
 
 from __future__ import annotations
 
@@ -38,23 +38,25 @@ _importing_main = False  # true in a rank while it imports the script that calle
 
 
 def launch(function: Callable[..., Any], n: int, *args: Any, timeout: float | timedelta | None = None) -> list[Any]:
-    """Run function(*args) as n ranks, each a new process on this host; return their results in rank order.
+    """Run function(*args) on n ranks, each a new process on this host. Return the results in rank order.
 
-    The function joins the job by init(), like a script under `mscomm run`. What it prints goes to sys.stdout and
+    The function joins the job with init(), like a script under `mscomm run`. Its output goes to sys.stdout and
     sys.stderr of this process, in whole lines that begin with the rank.
 
-    Ranks are new processes, not forks, as with multiprocessing's "spawn", so function, args and results are pickled.
-    The pickles pass between this process and its ranks in unnamed files in memory. In a script, put the call of launch
-    under `if __name__ == "__main__":`. A function that was written in a notebook needs the package cloudpickle.
+    The ranks are new processes, not forks, as with multiprocessing's "spawn" method. Therefore, the function, args and
+    results are pickled. The pickles are passed in unnamed in-memory files. In a script, call launch() under
+    `if __name__ == "__main__":`. A function that was defined in a notebook requires the package cloudpickle.
 
-    timeout: seconds or a timedelta for the whole launch; None for no limit.
+    timeout: the limit for the whole launch, in seconds or as a timedelta; None means no limit.
 
-    If a rank fails, launch() raises the exception of the first rank that failed; an Error with the text of that
-    exception if the exception cannot be pickled; PeerLost if that rank ended without an exception. After the timeout,
-    it raises CollectiveTimeout, whose waiting_for has the ranks that had not returned. The __cause__ of all these has
-    the tracebacks of all ranks as text, and the first failed rank as `.rank`. In all these cases, and after
-    KeyboardInterrupt, the other ranks are ended. TypeError if function or args cannot be
-    pickled; ValueError for n < 1; BrokenPipeError if the ranks print and sys.stdout, or sys.stderr, is closed.
+    If a rank fails, launch() raises the exception of the first rank that failed. If that exception cannot be pickled,
+    launch() raises an Error with its text. If the rank ended without an exception, launch() raises PeerLost. After the
+    timeout, launch() raises CollectiveTimeout, whose waiting_for holds the ranks that had not returned. The __cause__
+    of each of these errors contains the tracebacks of all ranks as text; its `.rank` is the first rank that failed. In
+    all these cases, and after KeyboardInterrupt, the remaining ranks are terminated.
+
+    Raise TypeError if function or args cannot be pickled, ValueError if n < 1, and BrokenPipeError if the ranks print
+    something while sys.stdout or sys.stderr is closed.
 
     >>> def total(x):
     ...     mscomm.init()
@@ -90,7 +92,7 @@ def launch(function: Callable[..., Any], n: int, *args: Any, timeout: float | ti
 
 
 class RankTraceback(Exception):
-    """The __cause__ of what launch() raises: the ranks' tracebacks as text. `rank`: the rank that failed first."""
+    """The __cause__ of an error from launch(): the ranks' tracebacks as text. `rank`: the rank that failed first."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(rank, text)
@@ -102,14 +104,14 @@ class RankTraceback(Exception):
 
 
 class _Outcome(NamedTuple):
-    """What a rank leaves for the process that called launch()."""
+    """What a rank passes back to the process that called launch()."""
 
     result: Any = None
     error: BaseException | None = None
 
 
 class _Calls(Launch):
-    """The ranks of one launch(). Unlike `mscomm run`, this keeps how they ended, and does not print it."""
+    """The ranks of one launch(). Unlike `mscomm run`, it records how they ended instead of printing it."""
 
     def __init__(self, size: int, files: Sequence[int], timeout_s: float) -> None:
         threads = max(1, len(os.sched_getaffinity(0)) // size)
@@ -163,7 +165,7 @@ def _results(job: _Calls, outcomes: list[_Outcome | None], what: str, timeout_s:
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...], name: str) -> bytes:
-    """The pickles for a rank: sys.path, the data from which it sets up this process's main module, and the call."""
+    """Return the pickles for a rank: sys.path, the data for setting up this process's main module, and the call."""
     prepared = spawn.get_preparation_data("mscomm-rank")
     main = {key: prepared[key] for key in _OF_THE_MAIN_MODULE if key in prepared}
     by_cloudpickle = not _can_be_imported(function, main)
@@ -184,7 +186,7 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...], name: str) -> 
 
 
 def _can_be_imported(function: Callable[..., Any], main: dict[str, Any]) -> bool:
-    """Whether a new process can find the function by the name that pickle gives it."""
+    """Return whether a new process can find the function by the name that pickle gives it."""
     try:
         pickle.dumps(function)
     except Exception:
@@ -194,9 +196,9 @@ def _can_be_imported(function: Callable[..., Any], main: dict[str, Any]) -> bool
 
 
 def _outcome(rank: int, file: int, begin: int) -> _Outcome | None:
-    """The outcome that the rank appended to its file, after the pickled call, which ends at offset `begin`.
+    """Return the outcome that the rank appended to its file, after the pickled call, which ends at offset `begin`.
 
-    None if the outcome is missing or incomplete.
+    Return None if the outcome is missing or incomplete.
     """
     with open(os.dup(file), "rb") as memory:
         memory.seek(begin)
@@ -211,11 +213,12 @@ def _outcome(rank: int, file: int, begin: int) -> _Outcome | None:
 
 
 def serve() -> None:
-    """The whole program of a rank: run the call in the file whose descriptor is argv[1]."""
+    """Run the whole program of a rank: the call in the file whose descriptor is argv[1]."""
     global _importing_main
     rank = int(os.environ["MSCOMM_RANK"])
     file = int(sys.argv[1])
     os.set_inheritable(file, False)
+    failure: Exception | None = None
     with open(file, "r+b") as memory:
         memory.seek(0)
         pickle.load(memory)  # noqa: S301 - sys.path, which _SERVE has set
@@ -232,19 +235,13 @@ def serve() -> None:
                 job.release()  # raises a failure of the job that no call has raised yet
             outcome = _result(pickler, result)
         except Exception as error:
-            memory.seek(0, os.SEEK_END)
-            memory.write(_error(pickler, rank, error))
-            memory.flush()
-            _show(error)
-            sys.exit(PYTHONS_STATUS)
+            failure, outcome = error, _error(pickler, rank, error)
         memory.seek(0, os.SEEK_END)
         memory.write(outcome)
-
-
-def _show(error: BaseException) -> None:
-    """Show the exception as Python shows an uncaught one. After init(), sys.excepthook also tells the other ranks."""
-    tracebacks.shorten(error)
-    sys.excepthook(type(error), error, error.__traceback__)
+    if failure:  # show it like an uncaught exception; after init(), the hook also tells the other ranks
+        tracebacks.shorten(failure)
+        sys.excepthook(type(failure), failure, failure.__traceback__)
+        sys.exit(PYTHONS_STATUS)
 
 
 def _result(pickler: Any, result: Any) -> bytes:
@@ -255,7 +252,7 @@ def _result(pickler: Any, result: Any) -> bytes:
 
 
 def _error(pickler: Any, rank: int, error: BaseException) -> bytes:
-    """The pickled exception, or an Error with its text if the exception cannot be pickled."""
+    """Return the pickled exception, or an Error with its text if the exception cannot be pickled."""
     try:
         pickled = bytes(pickler.dumps(_Outcome(error=error)))
         if type(pickle.loads(pickled).error) is type(error):  # noqa: S301

@@ -1,8 +1,8 @@
 """The ranks' output: whole lines with a rank prefix on the terminal, and the unchanged bytes in the log files.
 
-The launcher's loop never waits for whoever reads the launcher's output, because each `Output` has a thread that writes.
-While an output has much left to write, the launcher does not read the ranks' pipes, so the ranks wait and nothing is
-lost.
+The launcher's loop never waits for the reader of the launcher's output, because each `Output` has a writing thread.
+While an output has too many unwritten bytes, the launcher does not read the ranks' pipes. The ranks then wait, and no
+output is lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import IO, TextIO
 _LONGEST_LINE_BYTES = 64 << 10  # a longer line, such as a progress bar that never ends its line, is shown in pieces
 _FULL_BYTES = 1 << 20  # an output with this many unwritten bytes counts as full
 _PIECE_BYTES = 16 << 10
-_PROMPT_S = 0.1  # an unfinished line of the rank that has our stdin counts as a prompt after this time
+_PROMPT_S = 0.1  # after this time, an unfinished line of the rank that has our stdin counts as a prompt
 
 
 class Output:
@@ -30,7 +30,7 @@ class Output:
         self._fd = fd
         self._wake = wake
         self._closed = False
-        # Guards the unwritten bytes. The writing thread and flush() wait until they change.
+        # Protects the unwritten bytes. The writing thread and flush() wait on it until they change.
         self._news = threading.Condition()
         self._unwritten = bytearray()
         self.broken = False  # nobody reads this output any more
@@ -42,21 +42,21 @@ class Output:
         return len(self._unwritten) >= _FULL_BYTES
 
     def write(self, data: bytes) -> None:
-        """Queue the data; returns at once."""
+        """Queue the data, and return at once."""
         with self._news:
             if not self.broken:
                 self._unwritten += data
                 self._news.notify_all()
 
     def flush(self, stalled_s: float) -> int:
-        """Wait until all is written, or nothing was written for `stalled_s`. Returns how many bytes are left."""
+        """Wait until all is written, or nothing has been written for `stalled_s`. Return how many bytes are left."""
         with self._news:
             while self._unwritten and self._news.wait(stalled_s):
                 continue
             return len(self._unwritten)
 
     def close(self, within_s: float) -> bool:
-        """Let the thread end when all is written. Returns whether it has ended within `within_s` seconds."""
+        """Let the thread end when all is written. Return whether it has ended within `within_s` seconds."""
         with self._news:
             self._closed = True
             self._news.notify_all()
@@ -64,7 +64,7 @@ class Output:
         return not self._thread.is_alive()
 
     def _write(self, piece: bytes) -> int:
-        """Write some or all of the piece; returns how many bytes were written."""
+        """Write some or all of the piece. Return how many bytes were written."""
         return os.write(self._fd, piece)
 
     def _serve(self) -> None:
@@ -76,7 +76,7 @@ class Output:
                     return
             try:
                 written = self._write(piece)
-            except BlockingIOError:  # some process made the descriptor non-blocking
+            except BlockingIOError:  # another process made the descriptor non-blocking
                 poll = select.poll()
                 poll.register(self._fd, select.POLLOUT)
                 poll.poll()
@@ -92,9 +92,9 @@ class Output:
 
 
 class TextOutput(Output):
-    """Writes to sys.stdout or sys.stderr, which in a notebook or a test may have no descriptor.
+    """Writes to sys.stdout or sys.stderr, which may have no descriptor in a notebook or a test.
 
-    stream: None drops the output; sys.stdout may be None.
+    stream: if it is None, as sys.stdout may be, the output is dropped.
     """
 
     def __init__(self, stream: TextIO | None, wake: Callable[[], None]) -> None:
@@ -126,7 +126,7 @@ class Log:
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115
 
     def write(self, data: bytes) -> None:
-        """Write the data, or as much of it as there is room for."""
+        """Write the data, or as much of it as fits."""
         rest = memoryview(data)
         try:
             while rest:
@@ -137,7 +137,7 @@ class Log:
 
     @property
     def complaint(self) -> str:
-        """A message for the user if anything was dropped, else ""."""
+        """Return a message for the user if anything was dropped, otherwise ""."""
         return f"{self.path} is incomplete: {self.dropped} bytes were dropped: {self._why}" if self.dropped else ""
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class Stream:
     """One rank's stdout or stderr on its way to ours."""
 
     def __init__(self, pipe: IO[bytes], rank: int, output: Output, log: Log | None, hold: Hold, prompts: bool) -> None:
-        """hold: takes the next lines and returns the lines to show now. prompts: show unfinished lines, as prompts."""
+        """hold: takes the next lines and returns the lines to show now. prompts: show unfinished lines as prompts."""
         os.set_blocking(pipe.fileno(), False)
         self.pipe = pipe
         self.output = output
@@ -163,7 +163,7 @@ class Stream:
         self.prompt_at_s = float("inf")
 
     def pump(self) -> bool:
-        """Pass on what has come; returns False at the end of the stream."""
+        """Pass on the data that has arrived. Return False at the end of the stream."""
         data = self.pipe.read(64 << 10)
         if data is None:  # nothing to read
             return True
@@ -178,7 +178,7 @@ class Stream:
         return bool(data)
 
     def named(self, line: bytes) -> bytes:
-        """The line with its prefix."""
+        """Return the line with its prefix."""
         return self._prefix + line
 
     def prompt(self) -> None:
@@ -216,7 +216,7 @@ class Streams:
 
     @property
     def prompt_at_s(self) -> float:
-        """When to show the next prompt."""
+        """Return when to show the next prompt."""
         return min((stream.prompt_at_s for stream in self._open), default=float("inf"))
 
     def prompt(self) -> None:
@@ -251,8 +251,8 @@ class Streams:
     def close(self) -> None:
         """Close our ends of the pipes that are still open.
 
-        The ranks and their process groups have been killed by now. So only a process that has left the process group
-        of its rank can still hold the other end of such a pipe.
+        The ranks and their process groups have been killed by now. Only a process that has left its rank's process
+        group can still hold the other end of such a pipe.
         """
         for stream in self._open:
             if stream not in self._paused:
@@ -261,5 +261,5 @@ class Streams:
         self._open.clear()
 
     def release(self) -> None:
-        """Close the wake-up descriptor; call it after the last wake()."""
+        """Close the wake-up descriptor. Call this after the last wake()."""
         os.close(self._wake_fd)

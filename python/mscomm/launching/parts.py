@@ -15,13 +15,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mscomm import environment
 from mscomm.bootstrap import launcher, rendezvous
 from mscomm.cluster import interfaces, links, security
 from mscomm.cluster.deadline import Deadline
-from mscomm.cluster.frames import FROM_HUB_BYTES, Frame, Frames
+from mscomm.cluster.frames import Frame, Frames
+from mscomm.cluster.hello import LAUNCHER
 from mscomm.cluster.hub import Hub
 from mscomm.errors import AuthenticationError, BackendUnavailable, Error, PeerLost, of_fields
 from mscomm.launching.output import Output, Stream
@@ -32,63 +34,60 @@ Say = Callable[[str], None]
 
 
 class Part(Protocol):
-    """One launcher's part in a job.
+    """One launcher's part in a job. The methods with a body fit a launcher that starts no other launchers.
 
     `size`: the number of ranks in the job; `first`: the first rank of this host; `look_s`: how often to call over().
     """
 
     size: int
-    first: int
-    look_s: float | None
+    first: int = 0
+    look_s: float | None = None
 
     def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
-        """Prepare this part before any rank is started: listen, or connect to the launcher that listens. May wait.
+        """Prepare this part before any rank is started: listen, or connect to the listening launcher. This may wait.
 
         log: writes a line to the scheduler's log; tell: writes a line for the user.
         """
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
-        """The socket that the rank inherits, and the variables that tell the rank about it."""
+        """Return the socket that the rank inherits, and the variables that tell the rank about it."""
 
     def serve(self, stack: ExitStack) -> None:
-        """Called when all ranks of this host have been started. Runs the hub and other launchers, if there are any."""
+        """Run the hub and other launchers, if there are any. Call this when all ranks of this host were started."""
+        return
 
     def streams(self, stdout: Output, stderr: Output) -> list[Stream]:
-        """The output of launchers on other hosts, if this launcher started them."""
+        """Return the output streams of the launchers on other hosts that this launcher started."""
+        return []
 
     def forward(self, number: int) -> None:
         """Pass a signal on to the ranks of other hosts, if this launcher started their launchers."""
+        return
 
     def ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
         """Report that a rank of this host has ended. again: the launcher restarts the rank after this call."""
 
     def can_restart(self) -> bool:
-        """Whether a rank that is restarted now can take part in the job."""
+        """Return whether a rank that is restarted now can take part in the job."""
 
     def verdict(self) -> Error | None:
-        """The job's first failure, if it is known here."""
+        """Return the job's first failure, if this launcher knows it."""
 
     def over(self) -> Error | None:
-        """Why the job cannot go on, whichever host caused that; None if it can."""
+        """Return why the job cannot continue, whichever host caused that; None if it can."""
 
     def goes_on(self) -> bool:
-        """Whether ranks go on without the lost ones, or wait to do so (shrink), so that they must not be ended."""
+        """Return whether ranks continue without the lost ones or wait to do so (shrink), so they must not be ended."""
 
     def needed(self, well: bool) -> bool:
-        """Whether other hosts still need this launcher after its own ranks have ended. well: all of them ended well."""
+        """Return whether other hosts still need this launcher after its own ranks have ended.
+
+        well: all its ranks ended without failure.
+        """
+        return False
 
 
-class _OneHost:
-    """The methods of a launcher that starts nothing on other hosts."""
-
-    def streams(self, stdout: Output, stderr: Output) -> list[Stream]:
-        return []
-
-    def forward(self, number: int) -> None:
-        return
-
-
-class _WithHub(_OneHost):
+class _WithHub(Part):
     """The methods of a launcher that serves the hub itself."""
 
     _hub: Hub
@@ -109,19 +108,16 @@ class _WithHub(_OneHost):
         return self._hub.goes_on
 
 
+@dataclass(eq=False)
 class WholeJob(_WithHub):
     """The launcher of all ranks, on one host. Nothing listens, so no other process can join."""
 
-    first = 0
-    look_s: float | None = None
-
-    def __init__(self, size: int, topo_timeout_s: float, restarts: bool) -> None:
-        self.size = size
-        self._topo_timeout_s = topo_timeout_s
-        self._restarts = restarts
+    size: int
+    topo_timeout_s: float
+    restarts: bool
 
     def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
-        self._hub = _hub(self.size, security.new_key(), self._topo_timeout_s, self._restarts, log)
+        self._hub = _hub(self.size, security.new_key(), self.topo_timeout_s, self.restarts, log)
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
         ours, theirs = socket.socketpair()
@@ -131,71 +127,64 @@ class WholeJob(_WithHub):
     def serve(self, stack: ExitStack) -> None:
         _serve(self._hub, stack)
 
-    def needed(self, well: bool) -> bool:
-        return False
 
-
+@dataclass(eq=False)
 class Node0(_WithHub):
     """Serves the hub at host:port for the ranks of all nodes, and prints the announcement when it listens."""
 
-    first = 0
-    look_s: float | None = LOOK_S
+    nodes: int
+    each: int
+    host: str
+    port: int
+    permit_plain: bool
+    topo_timeout_s: float
+    restarts: bool
+    announcement: str
 
-    def __init__(
-        self,
-        nodes: int,
-        each: int,
-        host: str,
-        port: int,
-        permit_plain: bool,
-        topo_timeout_s: float,
-        restarts: bool,
-        announcement: str,
-    ) -> None:
-        self.size = nodes * each
-        self._others = {f"node {node}": range(node * each, (node + 1) * each) for node in range(1, nodes)}
-        self._layout = layout(nodes, each)
-        self._restarts = restarts
-        self._announcement = announcement
-        self._address = (host, port)
-        self._permit_plain = permit_plain
-        self._topo_timeout_s = topo_timeout_s
+    def __post_init__(self) -> None:
+        self.size = self.nodes * self.each
+        self.look_s = LOOK_S
+        self._others = {
+            f"node {node}": range(node * self.each, (node + 1) * self.each) for node in range(1, self.nodes)
+        }
+        self._layout = layout(self.nodes, self.each)
         self._keys: list[socket.socket] = []  # our ends of the socket pairs from which the ranks read the key
         self._local: set[int] = set()  # the ranks of this host
         self._job_began: bool | None = None  # whether a local rank called init(); None until all of them have ended
 
     def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
         try:
-            listener = stack.enter_context(rendezvous.bind(*self._address))
+            listener = stack.enter_context(rendezvous.bind(self.host, self.port))
         except OSError as error:
-            name, taken = interfaces.endpoint(*self._address), ""
+            name, taken = interfaces.endpoint(self.host, self.port), ""
             if error.errno == errno.EADDRINUSE:
-                taken = rendezvous.contend(*self._address, self._others_key, os.environ)
+                taken = rendezvous.contend(
+                    self.host,
+                    self.port,
+                    lambda address: security.worker_key(os.environ, address[0], address[1], self.permit_plain),
+                    os.environ,
+                )
             raise BackendUnavailable(
                 f"node 0 cannot listen at --master-addr, --master-port {name}: {rendezvous.words(error)}{taken}. "
                 "Node 0 must be the host that has this address, and the port must be free; --master-port names another"
                 ", on every node"
             ) from error
         host, port = listener.getsockname()[:2]
-        _require_permission(os.environ, host, port, self._permit_plain)
-        self._key, file = security.scheduler_key(os.environ, host, port, self._permit_plain)
+        _require_permission(os.environ, host, port, self.permit_plain)
+        self._key, file = security.scheduler_key(os.environ, host, port, self.permit_plain)
         if file:
             stack.callback(file.remove)
         listener.listen(socket.SOMAXCONN)  # after the key file is written: a node that can connect can read it
         self._serve_at(listener, log, tell)
-        print(self._announcement, file=sys.stderr, flush=True)
+        print(self.announcement, file=sys.stderr, flush=True)
 
     def _serve_at(self, listener: socket.socket, log: Say, tell: Say) -> None:
         self._where = interfaces.endpoint(*listener.getsockname()[:2])
         words = {"nodes": self._others, "layout": self._layout, "tell": tell}
-        self._hub = _hub(self.size, self._key, self._topo_timeout_s, self._restarts, log, **words)
+        self._hub = _hub(self.size, self._key, self.topo_timeout_s, self.restarts, log, **words)
         self._hub.listen(listener)
         self._until = float("inf")
-        self._heard_at = float("inf")  # when the ranks of other hosts must have heard of a failure
-
-    def _others_key(self) -> bytes:
-        """The key of the job that already listens at our address."""
-        return security.worker_key(os.environ, *self._address, self._permit_plain)
+        self._heard_at = float("inf")  # when the ranks on other hosts must have learned about a failure
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
         ours, theirs, variables = _key_link(self._key, self._where)
@@ -207,14 +196,14 @@ class Node0(_WithHub):
         self._thread = _serve(self._hub, stack)
 
     def needed(self, well: bool) -> bool:
-        """Whether ranks of other nodes are still in the job or, after a failure, still need time to hear of it."""
+        """Return whether ranks on other nodes are still in the job or, after a failure, need time to learn about it."""
         if self._job_began is None:  # ask only once, because the kernel reports a reset only once
             self._job_began = any(_was_read(ours) for ours in self._keys)
         if not self._job_began:  # no local rank called init(), so there is no job to wait for
-            if self._hub.attended >= self.size - len(self._local):
+            if len(self._hub.attended) >= self.size - len(self._local):
                 return False
             # A node whose launcher has not connected yet still needs us, but only until the join timeout.
-            self._until = min(self._until, time.monotonic() + self._topo_timeout_s)
+            self._until = min(self._until, time.monotonic() + self.topo_timeout_s)
         if well or self._hub.goes_on:
             self._heard_at = float("inf")
         else:
@@ -222,63 +211,53 @@ class Node0(_WithHub):
         return self._thread.is_alive() and time.monotonic() < min(self._until, self._heard_at)
 
 
-class OtherNode(_OneHost):
+@dataclass(eq=False, repr=False)
+class OtherNode(Part):
     """Connects to node 0's hub before any rank is started, and reports how the ranks end. The hub says when to stop."""
 
-    look_s: float | None = LOOK_S
+    size: int
+    ranks: range
+    name: str  # this node's name in messages
+    layout: str  # what layout() returns
+    host: str
+    port: int
+    permit_plain: bool
+    topo_timeout_s: float
+    key: bytes = b""  # the job's key, if it is known yet
 
-    def __init__(
-        self,
-        size: int,
-        ranks: range,
-        name: str,
-        layout: str,
-        host: str,
-        port: int,
-        permit_plain: bool,
-        topo_timeout_s: float,
-        key: bytes = b"",
-    ) -> None:
-        """name: this node's name in messages. layout: what layout() returns. key: the job's key, if it is known yet."""
-        self.size = size
-        self.first = ranks.start
-        self._ranks = ranks
-        self._name = name
-        self._layout = layout
-        self._given_key = key
+    def __post_init__(self) -> None:
+        self.first = self.ranks.start
+        self.look_s = LOOK_S
         self._over: Error | None = None
         self._goes_on = False
         self._ended_well: set[int] = set()
         self._link: Frames | None = None
-        self._address = (host, port)
-        self._permit_plain = permit_plain
-        self._topo_timeout_s = topo_timeout_s
 
     def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
-        deadline = Deadline(self._topo_timeout_s)
+        deadline = Deadline(self.topo_timeout_s)
         self._connect(deadline)
         stack.push(self._explain)
-        words = {"first": self._ranks.start, "end": self._ranks.stop, "name": self._name, "layout": self._layout}
+        words = {"first": self.ranks.start, "end": self.ranks.stop, "name": self.name, "layout": self.layout}
         assert self._link
         self._link.send({"t": "attend", **words}, deadline)
         state = self._link.receive(deadline)
         if state is None:
             raise Error(f"the job at {self._where} has ended already")
         if state["t"] == "refused":
-            raise Error(f"the job at {self._where} refuses {self._name}: {state['why']}")
+            raise Error(f"the job at {self._where} refuses {self.name}: {state['why']}")
         self._hear(state)
         if self._over:
             raise Error(f"the job at {self._where} has failed already: {self._over}")
 
     def give_up(self, why: str) -> None:
-        """Call this instead of open(): tells node 0, if it answers, why this node starts no ranks."""
+        """Tell node 0, if it answers, why this node starts no ranks. Call this instead of open()."""
         with contextlib.suppress(Error, OSError):  # this node prints the reason anyway
             self._connect(Deadline(_GIVE_UP_S))
             self._tell_why(why)
             self._leave()
 
     def _explain(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Runs at the end: closes the link. If this launcher failed, first tells node 0 the reason."""
+        """Close the link at the end. If this launcher failed, first tell node 0 the reason."""
         if isinstance(error, Exception) and self._over is None:
             with contextlib.suppress(OSError):
                 self._tell_why(str(error))
@@ -286,35 +265,31 @@ class OtherNode(_OneHost):
 
     def _tell_why(self, why: str) -> None:
         if self._link:
-            self._link.send({"t": "gave up", "name": self._name, "why": why[:1000]}, Deadline(_TELL_S))
+            self._link.send({"t": "gave up", "name": self.name, "why": why[:1000]}, Deadline(_TELL_S))
 
     def _connect(self, deadline: Deadline) -> None:
-        def admit(sock: socket.socket) -> None:
-            host, port = sock.getpeername()[:2]
-            if self._given_key:
-                self._key = self._given_key
-            else:
-                _require_permission(os.environ, host, port, self._permit_plain)
-                self._key = security.worker_key(os.environ, host, port, self._permit_plain)
-            links.greet(sock, self._key, links.LAUNCHER, links.newcomer(os.environ), deadline)
+        def key_at(address: Any) -> bytes:
+            if self.key:
+                return self.key
+            _require_permission(os.environ, address[0], address[1], self.permit_plain)
+            return security.worker_key(os.environ, address[0], address[1], self.permit_plain)
 
-        sock = rendezvous.reach(
-            [self._address],
+        sock, self._key = rendezvous.reach(
+            [(self.host, self.port)],
             deadline,
-            admit,
-            f"no node 0 at {interfaces.endpoint(*self._address)} (--master-addr, --master-port)",
+            key_at,
+            links.newcomer(os.environ),
+            f"no node 0 at {interfaces.endpoint(self.host, self.port)} (--master-addr, --master-port)",
             "Start `mscomm run --node-rank 0` with the same options on the host that has this address",
+            purpose=LAUNCHER,
         )
         self._where = interfaces.endpoint(*sock.getpeername()[:2])
-        self._link = Frames(sock, FROM_HUB_BYTES)
+        self._link = Frames(sock)
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
         ours, theirs, variables = _key_link(self._key, self._where)
         ours.close()
         return theirs, variables
-
-    def serve(self, stack: ExitStack) -> None:
-        return
 
     def ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
         if not badly:
@@ -342,11 +317,8 @@ class OtherNode(_OneHost):
         return self._over
 
     def goes_on(self) -> bool:
-        self.over()  # hears what node 0 has said
+        self.over()  # reads what node 0 has said
         return self._goes_on
-
-    def needed(self, well: bool) -> bool:
-        return False
 
     def _hear(self, frame: Frame) -> None:
         if frame["t"] == "state":
@@ -357,13 +329,15 @@ class OtherNode(_OneHost):
 
     def _end(self, why: str) -> None:
         if self._link:
-            if not self._ended_well.issuperset(self._ranks):  # else our part is done, whatever happens to node 0
+            if not self._ended_well.issuperset(self.ranks):  # else our part is done, whatever happens to node 0
                 self._over = self._over or PeerLost(f"{why} ({self._where})")
             self._leave()
 
     def _leave(self) -> None:
-        """Close the link once node 0 has read everything. If we closed it with unread data on our side, the kernel
-        could reset the connection, and node 0 could miss what we sent.
+        """Close the link once node 0 has read everything.
+
+        If we closed it with unread data on our side, the kernel could reset the connection, and node 0 could miss what
+        we sent.
         """
         link, self._link = self._link, None
         self._goes_on = False
@@ -379,11 +353,11 @@ class OtherNode(_OneHost):
 
 _TELL_S = 2.0  # how long node 0 may take to read our message
 _GIVE_UP_S = 5.0  # how long a launcher that failed tries to reach node 0
-_HEAR_S = 7.0  # how long the ranks of other hosts may take to hear of a failure, report, and end
+_HEAR_S = 7.0  # how long the ranks on other hosts may take to learn about a failure, report, and end
 
 
 def layout(nodes: int, each: int) -> str:
-    """The options that must be the same on every node, as text."""
+    """Return the options that must be the same on every node, as text."""
     return f"--nnodes {nodes} -n {each}"
 
 
@@ -410,14 +384,14 @@ def _serve(hub: Hub, stack: ExitStack) -> threading.Thread:
 
 
 def _key_link(key: bytes, where: str) -> tuple[socket.socket, socket.socket, dict[str, str]]:
-    """Our end of a socket pair, the rank's end, and the rank's variables. The key waits in the socket for the rank."""
+    """Create a socket pair from which a rank can read the key. Return our end, its end, and the rank's variables."""
     ours, theirs = socket.socketpair()
     ours.sendall(key)
     return ours, theirs, {launcher.SCHED: where, launcher.KEY_FD: str(theirs.fileno())}
 
 
 def _was_read(ours: socket.socket) -> bool:
-    """Whether the rank at the other end read its key. Call this when the rank has ended.
+    """Return whether the rank at the other end read its key. Call this when the rank has ended.
 
     If the rank did not read the key, the kernel reports a reset of the connection.
     """

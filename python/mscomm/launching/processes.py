@@ -1,4 +1,4 @@
-"""Starts the processes of this host's ranks, watches them, and ends them so that nothing is left behind."""
+"""Starts the processes of this host's ranks, watches them, and terminates them without leaving anything behind."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from mscomm import environment
@@ -28,7 +29,7 @@ from mscomm.launching.tracebacks import PYTHONS_STATUS, LastWords, Tracebacks
 REPORT_S = 5.0  # after the first failure, the other ranks have this long to report before SIGTERM
 TERM_S = 2.0  # the time from SIGTERM to SIGKILL
 DRAIN_S = 1.0  # how long to read output that is still in the pipes when all ranks have ended
-STOPPED_S = 10.0  # when all other ranks have ended, ranks that have been stopped for so long are killed
+STOPPED_S = 10.0  # when all other ranks have ended, ranks that have been stopped for this long are killed
 STALLED_S = 10.0  # at the end, drop the output if its reader takes nothing for this long
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 PIPE_CLOSED = 128 + signal.SIGPIPE  # our exit status when nobody reads our output any more
@@ -49,63 +50,53 @@ def standard_streams(wake: Callable[[], None]) -> tuple[Output, Output]:
     return Output(1, wake), Output(2, wake)
 
 
+@dataclass(eq=False, repr=False)
 class Launch:
     """One run of `command` as `size` ranks on this host. If it runs in the main thread, it also handles the signals.
 
-    max_restarts: the number of restarts of failed processes, for all ranks together. stdin_rank: the local rank that
-    inherits our stdin. outputs: a function that makes our stdout and stderr; its argument is a function that wakes the
-    launcher. call_fds: by local rank, descriptors that the ranks inherit; their numbers are appended to the commands.
-    timeout_s: the ranks are ended after this time.
+    max_restarts: how often failed processes may be restarted, in total for all ranks. stdin_rank: the local rank that
+    inherits our stdin. outputs: a function that creates our stdout and stderr; its argument is a function that wakes
+    the launcher. call_fds: descriptors that the ranks inherit, by local rank; each number is appended to the rank's
+    command. timeout_s: the time after which the ranks are terminated.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        size: int,
-        env: Mapping[str, str],
-        part: Part,
-        log_dir: Path | None = None,
-        max_restarts: int = 0,
-        stdin_rank: int | None = None,
-        outputs: Callable[[Callable[[], None]], tuple[Output, Output]] = standard_streams,
-        call_fds: Sequence[int] = (),
-        timeout_s: float = float("inf"),
-    ) -> None:
-        self._command = list(command)
-        self._size = size
-        self._env = {name: value for name, value in env.items() if name not in (SCHED, KEY_FD, CONTROL_FD)}
-        self._part = part
-        self._log_dir = log_dir
-        self._scheduler_log: Log | None = None
-        self._logs: list[Log] = []
+    command: Sequence[str]
+    size: int
+    env: Mapping[str, str]
+    part: Part
+    log_dir: Path | None = None
+    max_restarts: int = 0
+    stdin_rank: int | None = None
+    outputs: Callable[[Callable[[], None]], tuple[Output, Output]] = standard_streams
+    call_fds: Sequence[int] = ()
+    timeout_s: float = float("inf")
+
+    def __post_init__(self) -> None:
+        self._logs: dict[str, Log] = {}  # by the name of the file
         self._started = time.monotonic()
         # By local rank. A process is reaped only at the end or before its successor starts, so its pid is not reused.
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._worker_logs: list[Log | None] = []  # by local rank
-        self._max_restarts = max_restarts
         self._restarts: list[int] = []  # the local rank of each restart, in order
         self._ends: dict[int, End] = {}  # by local rank
-        self._stdin_rank = stdin_rank
-        self._call_fds = call_fds
-        self._until = time.monotonic() + timeout_s
+        self._until = self._started + self.timeout_s
         self.late: list[int] = []  # ranks that were ended at the timeout
         self._stopped_at = float("inf")  # since when only stopped ranks are left, in time.monotonic() seconds
         self._stopped: list[int] = []  # ranks that were killed because of that
         self.signals: list[int] = []  # the signals that this process received and passed on
         self._failed = False  # whether a rank has failed, here or on another host, and is not restarted
-        self._must_end = False  # whether something else than a failure ends the ranks
+        self._must_end = False  # whether something other than a failure ends the ranks
         self._ending = False
         self._steps: list[tuple[float, signal.Signals]] = []  # when to send which signal to ranks that still run
-        self._sent_s = float("inf")  # when we first sent a signal, which may be why ranks ended after that
-        self._look_s = part.look_s
+        self._sent_s = float("inf")  # when we first sent a signal, which may have ended ranks since then
+        self._look_s = self.part.look_s
         self._selector = selectors.DefaultSelector()
         self._streams = Streams(self._selector)
-        self._stdout, self._stderr = outputs(self._streams.wake)
-        full = environment.read("MSCOMM_TRACEBACK", env) == "FULL"
+        self._stdout, self._stderr = self.outputs(self._streams.wake)
+        full = environment.read("MSCOMM_TRACEBACK", self.env) == "FULL"
         self._tracebacks = Tracebacks(self._stderr, full)
 
     def run(self) -> int:
-        """Start the ranks and wait until they have ended. Returns the exit status."""
+        """Start the ranks and wait until they have ended. Return the exit status."""
         try:
             return self._run()
         finally:
@@ -115,11 +106,11 @@ class Launch:
 
     def _run(self) -> int:
         with ExitStack() as logs:
-            if not isinstance(self._part, OtherNode):
-                self._scheduler_log = self._open_log("scheduler.log", logs)
+            if not isinstance(self.part, OtherNode):
+                self._open_log("scheduler.log", logs)
             with ExitStack() as stack:
                 stack.callback(self._selector.close)
-                self._part.open(stack, self._note, self._say)  # this may wait; during the wait, Ctrl-C ends us
+                self.part.open(stack, self._note, self._say)  # this may wait; during the wait, Ctrl-C ends us
                 self._take_signals(stack)
                 stack.callback(self._end_all)
                 self._start_ranks(stack, logs)
@@ -128,12 +119,12 @@ class Launch:
                 except BrokenPipeError:  # e.g. `mscomm run ... | head`: nobody reads any more
                     self._tracebacks.show()
                     return PIPE_CLOSED
-            return self._summary(self._part.verdict(), self._elsewhere())
+            return self._summary(self.part.verdict(), self._elsewhere())
 
     # -- starting the ranks
 
     def _take_signals(self, stack: ExitStack) -> None:
-        """Turn signals into bytes that the selector sees: each byte is a signal's number."""
+        """Turn signals into bytes that the selector sees. Each byte is the number of a signal."""
         if threading.current_thread() is not threading.main_thread():
             self._look_s = _LOOK_S  # look for ended ranks, because only the main thread can handle SIGCHLD
             return
@@ -151,43 +142,38 @@ class Launch:
 
     def _note(self, text: str) -> None:
         """Write a line to the scheduler's log. Any thread may call this."""
-        if self._scheduler_log:
-            self._scheduler_log.write(f"{time.strftime('%H:%M:%S')} {text}\n".encode())
+        if log := self._logs.get("scheduler.log"):
+            log.write(f"{time.strftime('%H:%M:%S')} {text}\n".encode())
 
-    def _open_log(self, name: str, stack: ExitStack) -> Log | None:
-        if self._log_dir is None:
-            return None
-        log = Log(self._log_dir / name)
-        stack.callback(log.close)
-        self._logs.append(log)
-        return log
+    def _open_log(self, name: str, stack: ExitStack) -> None:
+        if self.log_dir is not None:
+            self._logs[name] = Log(self.log_dir / name)
+            stack.callback(self._logs[name].close)
 
     def _start_ranks(self, stack: ExitStack, logs: ExitStack) -> None:
-        for local_rank in range(self._size):
-            self._worker_logs.append(self._open_log(f"worker_{self._part.first + local_rank}.log", logs))
+        for local_rank in range(self.size):
+            self._open_log(f"worker_{self.part.first + local_rank}.log", logs)
             self._processes.append(self._start_rank(local_rank))
-        self._part.serve(stack)
-        for stream in self._part.streams(self._stdout, self._stderr):
+        self.part.serve(stack)
+        for stream in self.part.streams(self._stdout, self._stderr):
             self._streams.add(stream)
 
     def _start_rank(self, local_rank: int) -> subprocess.Popen[bytes]:
         """Start the rank's process, and pass its output on to ours."""
-        rank = self._part.first + local_rank
-        inherited, variables = self._part.entrance(rank)
+        rank = self.part.first + local_rank
+        inherited, variables = self.part.entrance(rank)
         with inherited:
-            stdin = None if local_rank == self._stdin_rank else subprocess.DEVNULL
-            inherits = [inherited.fileno(), *self._call_fds[local_rank : local_rank + 1]]
-            process = self._execute(inherits, stdin, {**self._identity(local_rank), **variables})
+            stdin = None if local_rank == self.stdin_rank else subprocess.DEVNULL
+            inherits = [inherited.fileno(), *self.call_fds[local_rank : local_rank + 1]]
+            process = self._execute(inherits, stdin, {**self._environment(local_rank), **variables})
         assert process.stdout and process.stderr
-        log, prompts = self._worker_logs[local_rank], local_rank == self._stdin_rank and os.isatty(0)
+        log, prompts = self._logs.get(f"worker_{rank}.log"), local_rank == self.stdin_rank and os.isatty(0)
         held = functools.partial(self._tracebacks.take, rank)
         self._streams.add(Stream(process.stdout, rank, self._stdout, log, lambda lines: lines, prompts))
         self._streams.add(Stream(process.stderr, rank, self._stderr, log, held, prompts))
         return process
 
-    def _execute(
-        self, inherits: Sequence[int], stdin: int | None, identity: Mapping[str, str]
-    ) -> subprocess.Popen[bytes]:
+    def _execute(self, inherits: Sequence[int], stdin: int | None, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         launcher = os.getpid()
 
         def end_with_launcher() -> None:
@@ -197,8 +183,8 @@ class Launch:
 
         try:
             return subprocess.Popen(
-                [*self._command, *map(str, inherits[1:])],
-                env={**self._env, **identity},
+                [*self.command, *map(str, inherits[1:])],
+                env=env,
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -208,25 +194,25 @@ class Launch:
                 preexec_fn=end_with_launcher,  # safe: it takes no lock, which another thread could hold at the fork
             )
         except OSError as error:
-            raise CannotStart(f"cannot start {' '.join(self._command)}: {error.strerror}") from error
+            raise CannotStart(f"cannot start {' '.join(self.command)}: {error.strerror}") from error
 
-    def _identity(self, local_rank: int) -> dict[str, str]:
-        at_breakpoint = {}
-        if local_rank != self._stdin_rank and not self._env.get("PYTHONBREAKPOINT"):
-            at_breakpoint = {"PYTHONBREAKPOINT": HOOK if self._stdin_rank is None else "0"}
-        return {
-            **at_breakpoint,
-            "MSCOMM_RANK": str(self._part.first + local_rank),
-            "MSCOMM_WORLD_SIZE": str(self._part.size),
+    def _environment(self, local_rank: int) -> dict[str, str]:
+        """Return the environment of the rank, apart from the variables of its entrance to the job."""
+        env = {name: value for name, value in self.env.items() if name not in (SCHED, KEY_FD, CONTROL_FD)}
+        if local_rank != self.stdin_rank and not self.env.get("PYTHONBREAKPOINT"):
+            env["PYTHONBREAKPOINT"] = HOOK if self.stdin_rank is None else "0"
+        return env | {
+            "MSCOMM_RANK": str(self.part.first + local_rank),
+            "MSCOMM_WORLD_SIZE": str(self.part.size),
             "MSCOMM_LOCAL_RANK": str(local_rank),
-            "MSCOMM_LOCAL_WORLD_SIZE": str(self._size),
+            "MSCOMM_LOCAL_WORLD_SIZE": str(self.size),
             "MSCOMM_RESTART_COUNT": str(self._restarts.count(local_rank)),
         }
 
     # -- watching the ranks
 
     def _watch(self) -> None:
-        while len(self._ends) < self._size:
+        while len(self._ends) < self.size:
             self._turn(self._sleep_s())
             self._look_for_ends()
             self._end_unless_ranks_go_on()
@@ -246,47 +232,44 @@ class Launch:
             self._turn(max(0.0, until - time.monotonic()))
         self._show_last(self._tracebacks.release(first.rank if (first := self._first()) else None))
         signals = len(self.signals)
-        while self._part.needed(all(end.code == 0 for end in self._ends.values())) and len(self.signals) == signals:
-            self._turn(self._part.look_s)
+        while self.part.needed(all(end.code == 0 for end in self._ends.values())) and len(self.signals) == signals:
+            self._turn(self.part.look_s)
 
     def _show_last(self, tracebacks: bytes) -> None:
         """Show the tracebacks that were still held back when the last rank ended."""
         self._stderr.write(tracebacks)
 
     def _sleep_s(self) -> float | None:
-        """The seconds until something is due or `part` must be asked again; None to wait only for events."""
+        """Return the seconds until something is due or `part` must be asked again; None to wait only for events."""
         at_s = [self._streams.prompt_at_s, self._until, *(step[0] for step in self._steps[:1])]
         at_s += [self._stopped_at + STOPPED_S]
         at_s += [] if self._ending else [self._tracebacks.due]
         waits = [max(0.0, min(at_s) - time.monotonic())] if min(at_s) < float("inf") else []
         waits += [self._look_s] if self._look_s is not None else []
-        waits += [LOOK_S] if self._failed else []  # nothing wakes this process when ranks begin or cease to go on
+        waits += [LOOK_S] if self._failed else []  # no event says when ranks begin or cease to continue
         return min(waits) if waits else None
 
-    def _lost_elsewhere(self) -> bool:
-        """Whether a rank of another host was lost for good, which ends the job on this host too."""
-        over = self._part.over() if self._part.look_s is not None else None
-        return over is not None and not self._has_one_of(over.ranks)
-
     def _end_unless_ranks_go_on(self) -> None:
-        """After a failure, end the ranks that are left, unless they go on without those that failed (shrink)."""
-        self._failed = self._failed or self._lost_elsewhere()
+        """After a failure, end the remaining ranks, unless they continue without those that failed (shrink)."""
+        if not self._failed and self.part.look_s is not None:
+            over = self.part.over()  # a rank that was lost for good on another host ends the job on this host too
+            self._failed = over is not None and not self._has_one_of(over.ranks)
         if not self._failed:
             return
-        if self._part.goes_on() and not self._must_end and self._sent_s == float("inf"):
+        if self.part.goes_on() and not self._must_end and self._sent_s == float("inf"):
             self._ending, self._steps = False, []
         else:
             self._end_soon()
 
     def _elsewhere(self) -> Error | None:
-        """The first failure, if it was on another host."""
-        over, verdict = self._part.over(), self._part.verdict()
-        if over is not None and self._size < self._part.size and not self._has_one_of(over.ranks):
+        """Return the first failure if it was on another host."""
+        over, verdict = self.part.over(), self.part.verdict()
+        if over is not None and self.size < self.part.size and not self._has_one_of(over.ranks):
             return over
         return verdict if verdict and verdict.ranks and not self._has_one_of(verdict.ranks[:1]) else None
 
     def _has_one_of(self, ranks: Sequence[int]) -> bool:
-        return any(self._part.first <= rank < self._part.first + self._size for rank in ranks)
+        return any(self.part.first <= rank < self.part.first + self.size for rank in ranks)
 
     def _turn(self, wait_s: float | None) -> None:
         for ready, _ in self._selector.select(wait_s):
@@ -295,29 +278,25 @@ class Launch:
     def _look_for_ends(self) -> None:
         """Note which ranks have ended. Do not reap them, so that their process ids are not reused."""
         now = time.monotonic() - self._started
-        for local_rank, process in enumerate(self._processes):
-            if local_rank in self._ends:
-                continue
-            info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        for local_rank in self._running():
+            info = os.waitid(os.P_PID, self._processes[local_rank].pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if info is not None:
                 code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-                end = End(self._part.first + local_rank, code, now)
-                again = code != 0 and self._may_restart()
-                self._part.ended(end.rank, end.how, code != 0, again)
+                end = End(self.part.first + local_rank, code, now)
+                may_restart = len(self._restarts) < self.max_restarts and not self._ending
+                again = code != 0 and may_restart and self.part.can_restart()
+                self.part.ended(end.rank, end.how, code != 0, again)
                 if again:
                     self._restart(local_rank, end)
                     continue
                 self._ends[local_rank] = end
                 self._failed = self._failed or code != 0
 
-    def _may_restart(self) -> bool:
-        return len(self._restarts) < self._max_restarts and not self._ending and self._part.can_restart()
-
     def _restart(self, local_rank: int, end: End) -> None:
         """Restart a rank that failed. The other ranks go on."""
         self._restarts.append(local_rank)
         self._tracebacks.show()
-        count = f"restart {len(self._restarts)} of {self._max_restarts}"
+        count = f"restart {len(self._restarts)} of {self.max_restarts}"
         self._say(f"rank {end.rank} is started again ({count}): {end.how} after {end.after_s:.1f} s")
         process = self._processes[local_rank]
         os.killpg(process.pid, signal.SIGKILL)  # also ends what the rank started; no pid is reused before wait()
@@ -332,29 +311,33 @@ class Launch:
             self._steps = [(until, signal.SIGTERM), (until + TERM_S, signal.SIGKILL)]
 
     def _end_late(self) -> None:
-        """The timeout has passed: end all ranks."""
+        """End all ranks because the timeout has passed."""
         now, self._until = time.monotonic(), float("inf")
         if not self._ending:  # otherwise the ranks are late because one of them failed
-            self.late = [self._part.first + local for local in range(self._size) if local not in self._ends]
+            self.late = [self.part.first + local for local in self._running()]
         self._ending = self._must_end = True
         self._steps = [(now, signal.SIGTERM), (now + TERM_S, signal.SIGKILL)]
 
+    def _running(self) -> list[int]:
+        """Return the local ranks that have not ended."""
+        return [local for local in range(self.size) if local not in self._ends]
+
     def _look_for_stopped(self) -> None:
-        """Kill ranks that are stopped (SIGSTOP) if all other ranks of the job have ended: nothing else ends them."""
-        left = [local for local in range(self._size) if local not in self._ends]
-        alone = self._ends and self._size == self._part.size and not self._ending
+        """Kill ranks that are stopped (SIGSTOP) if all other ranks of the job have ended. Nothing else ends them."""
+        left = self._running()
+        alone = self._ends and self.size == self.part.size and not self._ending
         if not alone or not all(map(self._is_stopped, left)):
             self._stopped_at = float("inf")
             return
         now = time.monotonic()
         self._stopped_at = min(self._stopped_at, now)
         if left and now >= self._stopped_at + STOPPED_S:
-            self._stopped_at, self._stopped = float("inf"), [self._part.first + local for local in left]
+            self._stopped_at, self._stopped = float("inf"), [self.part.first + local for local in left]
             self._ending = self._must_end = True
             self._steps = [(now, signal.SIGKILL)]
 
     def _is_stopped(self, local_rank: int) -> bool:
-        """Whether the rank's process is stopped. The state is left for later calls (WNOWAIT)."""
+        """Return whether the rank's process is stopped. Leave the state for later calls (WNOWAIT)."""
         flags = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT  # WEXITED: without it, an ended process is an error
         info = os.waitid(os.P_PID, self._processes[local_rank].pid, flags)
         return info is not None and info.si_code == os.CLD_STOPPED
@@ -366,16 +349,15 @@ class Launch:
                 if number == signal.SIGINT:
                     self._tracebacks.interrupt()
                 self._must_end = True
-                self._part.forward(number)
+                self.part.forward(number)
                 self._send(signal.SIGKILL if len(self.signals) >= KILL_AT_SIGNAL else signal.Signals(number))
                 self._end_soon()
 
     def _send(self, number: signal.Signals) -> None:
         """Send the signal to the process groups of the ranks that still run."""
         self._sent_s = min(self._sent_s, time.monotonic() - self._started)
-        for local_rank, process in enumerate(self._processes):
-            if local_rank not in self._ends:
-                os.killpg(process.pid, number)
+        for local_rank in self._running():
+            os.killpg(self._processes[local_rank].pid, number)
 
     # -- ending the ranks, and the summary
 
@@ -392,14 +374,14 @@ class Launch:
         self._streams.close()
 
     def _first(self) -> End | None:
-        """The failed rank to report: the one that the verdict names, else the first that failed."""
-        verdict = self._part.verdict()
+        """Return the failed rank to report: the one that the verdict names, else the first that failed."""
+        verdict = self.part.verdict()
         named = verdict.ranks[:1] if verdict else ()
         failed = [end for end in self._ends.values() if end.code != 0]
         return min(failed, key=lambda end: self._order(end, named), default=None)
 
     def _words(self) -> dict[int, LastWords]:
-        """By rank, the exception that ended the rank. Ranks that ended in another way are left out."""
+        """Return, by rank, the exception that ended the rank. Omit ranks that ended in another way."""
         by_exception = [end for end in self._ends.values() if end.code in (PYTHONS_STATUS, -signal.SIGINT)]
         found = {end.rank: self._tracebacks.of(end.rank, self._started + end.after_s) for end in by_exception}
         return {rank: words for rank, words in found.items() if words}
@@ -410,28 +392,28 @@ class Launch:
         if first.rank in self._stopped:
             return ending.stopped(self._stopped)
         others = [end for end in self._ends.values() if end.code != 0 and end is not first]
-        here = " on this host" if self._size < self._part.size else ""
+        here = " on this host" if self.size < self.part.size else ""
         text = ending.failed(first, others, self._words(), verdict, here)
-        if self._log_dir is None:
+        if self.log_dir is None:
             return text
         rank = next((rank for rank in (verdict.waiting_for if verdict else ()) if self._has_one_of([rank])), first.rank)
-        return f"{text}; the log of rank {rank}: {self._log_dir / f'worker_{rank}.log'}"
+        return f"{text}; the log of rank {rank}: {self.log_dir / f'worker_{rank}.log'}"
 
     def _summary(self, verdict: Error | None, elsewhere: Error | None) -> int:
-        """Say how the job ended, if it failed. Returns the exit status."""
+        """If the job failed, print how it ended. Return the exit status."""
         first = self._first()
         if elsewhere:
             self._say(f"the job failed on another host: {elsewhere.kind}: {elsewhere}")
         elif first:
             self._say(self._cause(first, verdict))
-        for log in self._logs:
+        for log in self._logs.values():
             if log.complaint:
                 self._say(log.complaint)
         dropped = self._flush()
         return first.status if first else int(bool(elsewhere or dropped))
 
     def _flush(self) -> bool:
-        """Write all output that is left, and say how much is dropped if nobody reads it. Returns whether any is."""
+        """Write all remaining output. If nobody reads it, say how much is dropped. Return whether any is dropped."""
         dropped = self._stdout.flush(STALLED_S)
         if dropped:
             self._say(f"{dropped} bytes of the ranks' output were dropped: {_NOBODY_READ.format('stdout')}")
@@ -445,7 +427,8 @@ class Launch:
         self._stderr.write(f"mscomm run: {text}\n".encode())
 
     def _order(self, end: End, named: tuple[int, ...]) -> tuple[bool, bool, float, bool]:
-        """A sort key by which the rank that likely caused the failure comes first. If several ends were seen at once, a
-        killed rank comes before one that exited.
+        """Return a sort key that puts the rank that probably caused the failure first.
+
+        If several ranks were found to have ended at the same time, a killed rank comes before one that exited.
         """
         return end.after_s >= self._sent_s, end.rank not in named, end.after_s, end.code > 0

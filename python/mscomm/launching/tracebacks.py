@@ -1,7 +1,7 @@
 """Shows the ranks' tracebacks. If several ranks write the same traceback, it appears once, with all their numbers.
 
-From the first line of a traceback on, a rank's stderr is held for a moment, because other ranks may write the same
-lines in that time. Then all held lines are shown together and unchanged, at the latest when the ranks have ended.
+From the first line of a traceback on, a rank's stderr is held back for a moment, because other ranks may write the same
+lines in that time. All held lines are then shown together, unchanged, at the latest when the ranks have ended.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class LastWords(NamedTuple):
 
     what: str  # "ValueError: no such column: price"
     place: str  # "train.py:6"; "" if `what` says it
-    at_s: float  # the time.monotonic() at which the first line of the traceback came
+    at_s: float  # the time.monotonic() at which the first line of the traceback arrived
 
     def __str__(self) -> str:
         return f"{self.what} ({self.place})" if self.place else self.what
 
     @property
     def interrupted_at(self) -> str:
-        """The line that this rank was in when Ctrl-C came to any rank; "" if Ctrl-C did not cause the exception."""
+        """The line that this rank was executing when Ctrl-C was pressed; "" if Ctrl-C did not cause the exception."""
         if not re.match(r"KeyboardInterrupt\b|Aborted: .*(: KeyboardInterrupt\b| was interrupted in )", self.what):
             return ""
         here = re.fullmatch(r"KeyboardInterrupt \((.+)\)", self.what)
@@ -59,7 +59,7 @@ class Tracebacks:
         self._began_s: dict[int, float] = {}  # by rank: the time.monotonic() of its first held line
         self._last: dict[int, LastWords] = {}  # by rank
         self.due = float("inf")  # when to show the held lines, unless the ranks are being ended after a failure
-        self._interrupted = False  # whether Ctrl-C came; if so, the tracebacks that it causes are left out
+        self._interrupted = False  # whether Ctrl-C was received; if so, the tracebacks that it causes are left out
 
     def take(self, rank: int, lines: list[bytes]) -> list[bytes]:
         """Take a rank's next lines. Hold the lines from a traceback on, and return the lines to show now."""
@@ -80,7 +80,7 @@ class Tracebacks:
         self._output.write(self.release())
 
     def interrupt(self) -> None:
-        """The ranks are about to get Ctrl-C. At the first one, show the held lines, because it did not cause them."""
+        """Note that the ranks are about to get Ctrl-C. The first time, show the held lines, which it did not cause."""
         if not self._interrupted:
             self.show()
         self._interrupted = True
@@ -105,7 +105,7 @@ class Tracebacks:
         )
 
     def of(self, rank: int, ended_at_s: float) -> LastWords | None:
-        """The exception that ended the rank; None if it is not known.
+        """Return the exception that ended the rank; None if it is not known.
 
         Call this only if the rank's exit status says that an exception ended it.
         """
@@ -114,13 +114,13 @@ class Tracebacks:
 
 
 def _without_tracebacks(lines: Iterable[bytes]) -> list[bytes]:
-    """The lines that are not part of a traceback, such as what a program writes while it ends."""
+    """Return the lines that are not part of a traceback, such as what a program writes while it ends."""
     kept: list[bytes] = []
     inside = False
     for line in lines:
         if _FIRST_LINE.match(line):
             inside = not line.startswith(b"KeyboardInterrupt")  # no traceback follows such a line
-        elif inside:  # a traceback ends with the exception's line, the first line that is not indented
+        elif inside:  # the first line that is not indented is the exception, which ends the traceback
             inside = not line[:1].strip(b" |+")
         elif not _BETWEEN.match(line):
             kept.append(line)
@@ -128,7 +128,7 @@ def _without_tracebacks(lines: Iterable[bytes]) -> list[bytes]:
 
 
 def _without_ignored_interrupts(lines: Iterable[bytes]) -> list[bytes]:
-    """The lines without the tracebacks of a Ctrl-C that Python ignored, as it does in an atexit callback."""
+    """Return the lines without the tracebacks of a Ctrl-C that Python ignored, as it does in an atexit callback."""
     kept: list[bytes] = []
     block: list[bytes] = []
     for line in lines:
@@ -147,7 +147,7 @@ def _without_ignored_interrupts(lines: Iterable[bytes]) -> list[bytes]:
 
 
 def last_words(lines: Iterable[bytes], at_s: float = 0.0) -> LastWords:
-    """The last exception in a text that begins with a traceback."""
+    """Return the last exception in a text that begins with a traceback."""
     what, frames, skipping = "", [], False
     for raw in lines:
         line = raw.decode(errors="replace").rstrip()
@@ -168,7 +168,7 @@ def last_words(lines: Iterable[bytes], at_s: float = 0.0) -> LastWords:
 
 
 def numbers(ranks: Iterable[int]) -> str:
-    """The ranks as 0,2,5-9: three or more consecutive ranks are shown as a range."""
+    """Return the ranks as text, such as 0,2,5-9. Three or more consecutive ranks are shown as a range."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

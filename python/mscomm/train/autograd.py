@@ -1,8 +1,8 @@
-"""The PyTorch part of GradientReducer: hooks report ready gradients, and gradients are views of the buckets.
+"""The PyTorch part of GradientReducer: hooks report ready gradients, and gradients are views into the buckets.
 
 When the first gradient of a backward pass is ready, its hook queues a callback in autograd's engine. The engine runs
-the callback at the end of the pass. For GradientReducer, the callback notes the gradients' versions, so that wait() can
-tell whether the program changed a gradient too early. For DistributedDataParallel, the callback finishes the step.
+the callback at the end of the pass. For GradientReducer, the callback records the gradients' versions, so that wait()
+can tell whether the program changed a gradient too early. For DistributedDataParallel, the callback finishes the step.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _alive: weakref.WeakSet[Autograd] = weakref.WeakSet()
 class Autograd:
     """Keeps the gradients of the parameters in the step's buffers.
 
-    others: parameters that are not reduced; zero() sets their gradients to zero. The gradients of a backward pass are
-    reduced if `syncing` is True. If autograd made a gradient outside its buffer, a CPU gradient is copied into the
-    buffer at once. A device gradient is copied only when its bucket is started, because one launch then copies all such
-    gradients of the bucket.
+    others: parameters whose gradients are not reduced; zero() sets these gradients to zero. The gradients of a backward
+    pass are reduced if `syncing` is True. autograd sometimes allocates a gradient outside its buffer. If so, a CPU
+    gradient is copied into the buffer at once. A device gradient is copied only when its bucket is started, so that one
+    launch copies all such gradients of the bucket.
     """
 
     def __init__(self, step: Step, names: list[str], parameters: list[Any], others: Iterable[Any]) -> None:
@@ -77,7 +77,7 @@ class Autograd:
     def _look_at_buffers(self) -> None:
         self._on_device = isinstance(self._step.buffers[0], torch.Tensor)
         self._views = self._step.buffers if self._on_device else [arrays.over(one) for one in self._step.buffers]
-        # Note addresses, not tensor objects, because the program may replace the memory of a gradient.
+        # Store addresses rather than tensor objects, because the program may replace the memory of a gradient.
         self._addresses = [view.data_ptr() for view in self._views]
         self._strides = [view.stride() for view in self._views]
 
@@ -112,7 +112,7 @@ class Autograd:
             self.finish()
 
     def _remember(self) -> None:
-        """After a backward pass, note each gradient and its version. In-place operations increment the version."""
+        """Record each gradient and its version after a backward pass. In-place operations increment the version."""
         for index, parameter in enumerate(self._parameters):
             gradient = parameter.grad
             if gradient is not None:
@@ -144,7 +144,10 @@ class Autograd:
     # -- for DistributedDataParallel
 
     def finish_within(self, as_views: bool) -> None:
-        """From now on, finish each step at the end of its backward pass. expect() marks the passes that are reduced."""
+        """Finish each step at the end of its backward pass from now on.
+
+        expect() determines which passes are reduced.
+        """
         self._within, self._as_views, self.syncing = True, as_views, False
 
     def check_before_forward(self) -> None:
@@ -169,11 +172,11 @@ class Autograd:
             )
 
     def expect(self, output: Any) -> None:
-        """Reduce the backward pass that will begin at this output of the module.
+        """Reduce the gradients of the backward pass that will begin at this output of the module.
 
         When that pass begins, a hook on the output calls reached(), before any gradient is ready. So only the end of
-        this outermost pass ends the step. Layers under torch.utils.checkpoint(use_reentrant=True) run backward passes
-        of their own inside the outermost pass, and these must not end the step.
+        this outermost pass ends the step. Layers under torch.utils.checkpoint(use_reentrant=True) run separate backward
+        passes inside the outermost pass, and these must not end the step.
         """
         self.syncing, self.accumulating = True, False
         reached = functools.partial(_if_alive, weakref.ref(self), Autograd.reached)
@@ -188,14 +191,14 @@ class Autograd:
         self.syncing, self._opaque, self.accumulating = False, False, True
 
     def reached(self, _gradient: torch.Tensor) -> None:
-        """Handle the begin of a backward pass at the output of a forward pass. A hook calls this method."""
+        """Handle the start of a backward pass at the output of a forward pass. A hook calls this method."""
         self.syncing = True
         self._watch_pass()
 
     # -- optimizers
 
     def steps_by(self, optimizer: Any) -> bool:
-        """Whether the optimizer changes any parameter of this object."""
+        """Return whether the optimizer updates any of this object's parameters."""
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._optimizers.get(optimizer)
         if known is None or known[0] != size:
@@ -212,9 +215,9 @@ class Autograd:
             )
 
     def warn_of_optimizers(self, given: list[Any]) -> None:
-        """After a join() with unequal steps, warn of optimizers whose state is outdated on ranks that left early.
+        """Warn about optimizers whose state is outdated on ranks that left early, after a join() with unequal steps.
 
-        given: the objects for which the program has asked join() to send the state.
+        given: the objects whose state the program has asked join() to send.
         """
         for optimizer, (_, ours) in self._optimizers.items():
             if not ours or any(one is optimizer for one in given) or self._told_of_state:
@@ -230,8 +233,8 @@ class Autograd:
     # -- gradients: to the buckets, and back to the program
 
     def _put(self, index: int) -> None:
-        """If the parameter has a gradient, note that the gradient is ready. If the gradient lies outside its buffer,
-        copy it there, now or when the bucket is started."""
+        """If the parameter has a gradient, report the gradient as ready. If the gradient lies outside its buffer, copy
+        it into the buffer, now or when the bucket is started."""
         parameter = self._parameters[index]
         gradient = parameter.grad
         if gradient is None:  # an earlier hook removed the gradient
@@ -274,7 +277,7 @@ class Autograd:
         self._stream = stream
 
     def _take_over(self, indices: Iterable[int]) -> None:
-        """Release the tensors that autograd made for these gradients, which have been copied to their buffers."""
+        """Release the tensors that autograd allocated for these gradients, which are now in their buffers."""
         for index in self._elsewhere.intersection(indices):
             parameter = self._parameters[index]
             if parameter.grad is not None:
@@ -284,15 +287,15 @@ class Autograd:
             self._elsewhere.remove(index)
 
     def _gather(self) -> list[int]:
-        """Mark gradients of earlier backward passes as ready, if the last pass did not change them. Return the indices
-        of the gradients that this rank does not have."""
+        """Mark gradients from earlier backward passes as ready, if the last pass did not change them. Return the
+        indices of the gradients that this rank does not have."""
         self._follow(self._views[0])
         for index in self._step.missing():
             self._put(index)
         return self._step.missing()
 
     def _hand_out(self, missing: list[int]) -> None:
-        """After the step, give all gradients to the program, including gradients that only other ranks had."""
+        """After the step, hand all gradients to the program, including those that only other ranks had."""
         here = [index for index, parameter in enumerate(self._parameters) if parameter.grad is not None]
         new = [index for index in missing if self._step.was_used(index)]
         self._take_over(list(self._elsewhere))
@@ -306,7 +309,7 @@ class Autograd:
     def _copy_out(self, here: list[int], new: list[int]) -> None:
         """Copy gradients from the buckets into tensors outside the buckets.
 
-        here: the indices of parameters that already have a gradient. new: those of parameters that have none yet.
+        here: the indices of the parameters that already have a gradient. new: the indices of those that have none yet.
         """
         for index in [*here, *new]:
             parameter = self._parameters[index]
@@ -346,7 +349,7 @@ def tensors_in(x: Any) -> list[torch.Tensor]:
 
 
 def loader(optimizer: Any) -> Callable[[Any], None]:
-    """Return a function that works like the optimizer's load_state_dict, and also accepts NumPy arrays and CPU
+    """Return a function that works like the optimizer's load_state_dict, but also accepts NumPy arrays and CPU
     tensors."""
 
     def load(state: Any) -> None:
@@ -370,7 +373,7 @@ register_optimizer_step_pre_hook(_before_optimizer_step)
 
 
 def _if_alive(autograd: weakref.ref[Autograd], method: Callable[..., None], *arguments: Any) -> None:
-    """Call the method of the Autograd, unless this object is gone."""
+    """Call the method on the Autograd object, if the object still exists."""
     there = autograd()
     if there is not None:
         method(there, *arguments)

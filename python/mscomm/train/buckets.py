@@ -1,14 +1,16 @@
-"""Fusion buckets: gradients of one dtype that lie side by side and are reduced by one call.
+"""Fusion buckets: gradients of one dtype that lie side by side in memory and are reduced in one call.
 
-This file has the layout of buckets, and CPU buckets, which lie in memory that the ranks share. device_buckets.py has
-device buckets. A bucket has one mark per gradient, which is 1 if this rank has the gradient. The marks are summed like
-the gradients, so every rank learns which gradients no rank has. In a CPU bucket, the marks follow the gradients, in the
-same dtype, and after the marks comes a carried number (see Step.carry). If the marks were in device memory, a rank
-would have to wait for the device to read them, so the marks of device buckets are sent in a separate call (see Step).
+This file defines the layout of buckets, and CPU buckets, which are in memory that the ranks share. Device buckets are
+in device_buckets.py. A bucket has one mark per gradient, which is 1 if this rank has the gradient. The marks are summed
+like the gradients, so every rank learns which gradients no rank has. In a CPU bucket, the marks are stored after the
+gradients, in the same dtype. One carried number follows the marks (see Step.carry). The marks of device buckets are
+sent in a separate call (see Step): if they were in device memory, a rank would have to wait for the device to read
+them.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mscomm import collectives
+from mscomm.arrays import fill, on_host
 from mscomm.arrays.numpy import dtype_by_name
 from mscomm.group import Group, Work
 
@@ -57,13 +60,14 @@ class Layout(NamedTuple):
 def layouts(
     kinds: Sequence[tuple[np.dtype[Any], int]], order: Sequence[int], bucket_bytes: int, first_bytes: int = FIRST_BYTES
 ) -> list[Layout]:
-    """Distribute gradients over buckets, and return the layouts of the buckets in the order in which these become full.
+    """Distribute gradients over buckets, and return the bucket layouts in the order in which the buckets fill up.
 
     kinds: the dtype and the size of each gradient. order: the gradients' indices in the order in which the gradients
-    become ready. The result depends only on values that are equal on all ranks. A bucket holds up to bucket_bytes, but
-    the first bucket of each dtype only up to first_bytes. A gradient that is larger than this gets a bucket of its own.
+    become ready. The result depends only on values that are equal on all ranks. A bucket holds at most bucket_bytes,
+    and the first bucket of each dtype holds at most first_bytes. A gradient that is larger than this limit gets a
+    bucket of its own.
     """
-    made: list[tuple[int, list[int]]] = []  # each bucket: the position in `order` where it gets full, its gradients
+    made: list[tuple[int, list[int]]] = []  # for each bucket: the position in `order` where it is full, its gradients
     filling: dict[np.dtype[Any], tuple[list[int], int]] = {}
     limits: dict[np.dtype[Any], int] = {}
     for turn, index in enumerate(order):
@@ -99,10 +103,18 @@ def wired(dtype: np.dtype[Any], compression: str | None) -> np.dtype[Any]:
 
 
 class Bucket(ABC):
-    """A bucket's memory, and its state in the current step."""
+    """A bucket's memory, and its state in the current step. A subclass sets `array`, `memory` and `marks`."""
 
+    array: Any
+    """The gradients, one after the other, in a one-dimensional array of NumPy or of the parameters' library."""
+    memory: np.ndarray[Any, Any]
+    """The memory of `array`, which may continue after the gradients."""
+    marks: np.ndarray[Any, Any]
+    """One number per gradient. After the step, the number is nonzero if some rank had the gradient."""
     marks_go_along = False
     """Whether the marks are reduced with the gradients. If not, Step sends them in a separate call."""
+    residual: Any = None
+    """With compression, the gradients' residuals, in an array like `array`. Otherwise None."""
     carries = False
     """Whether the number `carried` can be sent with the gradients: the dtype must be precise enough for a loss."""
     carried = 0.0
@@ -113,29 +125,25 @@ class Bucket(ABC):
         self.missing = len(layout.places)
         self._work: Work | None = None
 
-    @property
-    @abstractmethod
-    def marks(self) -> np.ndarray[Any, Any]:
-        """One number per gradient. After the step, the number is nonzero if some rank had the gradient."""
+    @functools.cached_property
+    def parts(self) -> list[Any]:
+        """The memory of each gradient, one-dimensional."""
+        return [self.memory[place.span] for place in self.layout.places]
 
-    @property
-    @abstractmethod
-    def memory(self) -> np.ndarray[Any, Any]:
-        """The memory of the gradients."""
-
-    @abstractmethod
-    def memory_of(self, turn: int) -> np.ndarray[Any, Any]:
-        """Return one gradient's part of the memory, as a one-dimensional array. turn: its position in the layout."""
-
-    @property
-    @abstractmethod
-    def narrows(self) -> bool:
-        """Whether the bucket is compressed."""
-
-    @abstractmethod
     def array_of(self, turn: int, shape: tuple[int, ...]) -> Any:
-        """Return one gradient as an array: a NumPy array on the CPU, an array of the parameters' library on a
-        device."""
+        """Return one gradient, as a view of `array`. turn: its position in the layout."""
+        return self.array[self.layout.places[turn].span].reshape(shape)
+
+    def residual_of(self, turn: int) -> np.ndarray[Any, Any] | None:
+        """Return a copy of one gradient's compression residual, or None without compression."""
+        if self.residual is None:
+            return None
+        return on_host(self.residual[self.layout.places[turn].span], "residual", "GradientReducer").copy()
+
+    def owe(self, turn: int, residual: np.ndarray[Any, Any]) -> None:
+        """Set one gradient's compression residual. Without compression, do nothing."""
+        if self.residual is not None:
+            fill(self.residual[self.layout.places[turn].span], residual.reshape(-1), "residual", "GradientReducer")
 
     @abstractmethod
     def put(self, turn: int, source: np.ndarray[Any, Any]) -> None:
@@ -152,8 +160,8 @@ class Bucket(ABC):
 
     @abstractmethod
     def start(self, async_op: bool) -> None:
-        """Begin to reduce the bucket in place, with zeros for gradients that this rank does not have. If async_op is
-        False, return only when the all_reduce has ended."""
+        """Start to reduce the bucket in place, with zeros for gradients that this rank does not have. If async_op is
+        False, return only when the all_reduce has completed."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -162,14 +170,6 @@ class Bucket(ABC):
     @abstractmethod
     def scale(self, factor: float) -> None:
         """Multiply all gradients by factor."""
-
-    @abstractmethod
-    def residual_of(self, turn: int) -> np.ndarray[Any, Any] | None:
-        """Return a copy of one gradient's compression residual, or None without compression."""
-
-    @abstractmethod
-    def owe(self, turn: int, residual: np.ndarray[Any, Any]) -> None:
-        """Set one gradient's compression residual."""
 
     def forget(self) -> None:
         """Begin a new step, in which no gradient is ready yet."""
@@ -185,55 +185,37 @@ class HostBucket(Bucket):
     def __init__(self, layout: Layout, op: str, compression: str | None, group: Group) -> None:
         super().__init__(layout)
         self._op, self._group = op, group
-        self._memory = collectives.zeros(layout.size, layout.dtype)
-        self._residual: np.ndarray[Any, Any] | None = None
-        self._wire = self._memory
+        self.memory = self._wire = collectives.zeros(layout.size, layout.dtype)
+        self.array = self.memory[: layout.marks]
+        self.marks = self.memory[layout.marks : -1]
         on_wire = wired(layout.dtype, compression)
         if on_wire != layout.dtype:
             self._wire = collectives.zeros(layout.size, on_wire)
-            self._residual = np.zeros(layout.marks, layout.dtype)
-        self.carries = layout.dtype.itemsize >= 4 and not self.narrows
-
-    @property
-    def marks(self) -> np.ndarray[Any, Any]:
-        return self._memory[self.layout.marks : -1]
-
-    @property
-    def narrows(self) -> bool:
-        return self._residual is not None
-
-    @property
-    def memory(self) -> np.ndarray[Any, Any]:
-        return self._memory
-
-    def memory_of(self, turn: int) -> np.ndarray[Any, Any]:
-        return self._memory[self.layout.places[turn].span]
-
-    def array_of(self, turn: int, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        return self.memory_of(turn).reshape(shape)
+            self.residual = np.zeros(layout.marks, layout.dtype)
+        self.carries = layout.dtype.itemsize >= 4 and self.residual is None
 
     def put(self, turn: int, source: np.ndarray[Any, Any]) -> None:
-        self.memory_of(turn)[:] = source.reshape(-1)
+        self.parts[turn][:] = source.reshape(-1)
 
     def take(self, turn: int, other: HostBucket, its_turn: int) -> None:
-        self.memory_of(turn)[:] = other.memory_of(its_turn)
+        self.parts[turn][:] = other.parts[its_turn]
         self.marks[turn] = other.marks[its_turn]
-        if self._residual is not None and other._residual is not None:
+        if self.residual is not None:
             mine, its = self.layout.places[turn].span, other.layout.places[its_turn].span
-            self._residual[mine] = other._residual[its]
+            self.residual[mine] = other.residual[its]
 
     def clear(self) -> None:
-        self._memory[: self.layout.marks] = 0
+        self.array[:] = 0
 
     def start(self, async_op: bool) -> None:
         if self.missing:
-            for turn, there in enumerate(self.there):
+            for part, there in zip(self.parts, self.there, strict=True):
                 if not there:
-                    self.memory_of(turn)[:] = 0
+                    part[:] = 0
         self.marks[:] = np.frombuffer(self.there, np.uint8)
-        self._memory[-1] = self.carried
-        if self._residual is not None:
-            self._narrow(self._residual, largest(self._wire.dtype, self._group.size if self._op == "sum" else 1))
+        self.memory[-1] = self.carried
+        if self.residual is not None:
+            self._narrow(self.residual, largest(self._wire.dtype, self._group.size if self._op == "sum" else 1))
         started = collectives.all_reduce(self._wire, self._op, out=self._wire, group=self._group, async_op=async_op)
         self._work = started if async_op else None
 
@@ -241,32 +223,25 @@ class HostBucket(Bucket):
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if self._wire is not self._memory:
-            self._memory[:] = self._wire
-        self.carried = float(self._memory[-1].real)
+        if self._wire is not self.memory:
+            self.memory[:] = self._wire
+        self.carried = float(self.memory[-1].real)
 
     def scale(self, factor: float) -> None:
-        self._memory[: self.layout.marks] *= self.layout.dtype.type(factor)
-
-    def residual_of(self, turn: int) -> np.ndarray[Any, Any] | None:
-        return None if self._residual is None else self._residual[self.layout.places[turn].span].copy()
-
-    def owe(self, turn: int, residual: np.ndarray[Any, Any]) -> None:
-        if self._residual is not None:
-            self._residual[self.layout.places[turn].span] = residual.reshape(-1)
+        self.array *= self.layout.dtype.type(factor)
 
     def _narrow(self, residual: np.ndarray[Any, Any], limit: float) -> None:
         """Round the gradients to the dtype in which they are sent, and carry the error into the next step.
 
         This is error feedback (Seide et al., "1-bit stochastic gradient descent", 2014). A value outside the range of
         the narrow dtype is clipped, and the clipped part counts as error. Infinities and NaN are sent as they are,
-        because programs look for them. If a CPU bucket has such an element, none of its elements carries an error into
-        the next step. On a device, only this element carries none. If this rank does not have a gradient, the residual
-        stays here until the rank has the gradient again. If the residual were sent and no rank had the gradient, the
-        result would not be used, and the residual would be lost.
+        because programs look for them. If a CPU bucket has such an element, no element of the bucket carries an error
+        into the next step. On a device, only this element carries no error. If this rank does not have a gradient, the
+        gradient's residual stays here until the rank has the gradient again. If the residual were sent although no rank
+        had the gradient, the result would not be used, and the residual would be lost.
         """
         end = self.layout.marks
-        gradients, wire = self._memory[:end], self._wire[:end]
+        gradients, wire = self.array, self._wire[:end]
         absent = [place for place, mark in zip(self.layout.places, self.marks, strict=True) if mark == 0]
         waiting = [residual[place.span].copy() for place in absent]
         for place in absent:
@@ -281,4 +256,4 @@ class HostBucket(Bucket):
                 residual[:] = 0
         for place, owed in zip(absent, waiting, strict=True):
             residual[place.span] = owed
-        self._wire[end:] = self._memory[end:]  # the marks are 0 or 1, which any dtype can hold
+        self._wire[end:] = self.memory[end:]  # the marks are 0 or 1, which any dtype can hold

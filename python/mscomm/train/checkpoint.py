@@ -1,9 +1,9 @@
-"""ModelCheckpoint: saves the state of a training in files, so that Model.resume can continue with the same bits.
+"""ModelCheckpoint saves the state of a training run in files, so that Model.resume can continue with the same bits.
 
 A rank's file also holds state that differs between ranks: random states, the position in the data, and the compression
-residual. So each rank writes into a directory of its own. In data-parallel training, a rank that has reduced the
-gradients of step k + 1 knows that all ranks have ended step k and written their checkpoints of step k. Only then does
-the rank delete the files that this checkpoint replaces. So at any time there is a checkpoint that every rank has.
+residual. Therefore, each rank writes to its own directory. In data-parallel training, a rank that has reduced the
+gradients of step k + 1 knows that all ranks have finished step k and written their checkpoints for step k. Only then
+does the rank delete the files that this checkpoint replaces. So at any time, there is a checkpoint that every rank has.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from mscomm.train.hooks import Callback, RunContext
 
 
 class CheckpointConfig:
-    """Says when ModelCheckpoint writes and which files it keeps. Names and defaults are MindSpore's.
+    """Tells ModelCheckpoint when to write files and which files to keep. Names and defaults are MindSpore's.
 
-    save_checkpoint_steps: the number of steps from one file to the next. save_checkpoint_seconds: the time from one
-    file to the next, by the clock of rank 0; used if save_checkpoint_steps is 0 or None. keep_checkpoint_max: how many
-    files to keep; the oldest are deleted. keep_checkpoint_per_n_minutes: used if keep_checkpoint_max is 0 or None; then
-    the newest file is kept, and one of the older files for each period of so many minutes. integrated_save, async_save:
-    have no effect, because a file always holds whole weights and is complete when the step ends; values other than the
-    defaults print a warning. crc_check: has no effect, because files always have a checksum.
+    save_checkpoint_steps: the number of steps between two files. save_checkpoint_seconds: the time between two files,
+    measured by rank 0's clock; used if save_checkpoint_steps is 0 or None. keep_checkpoint_max: how many files to keep;
+    the oldest are deleted. keep_checkpoint_per_n_minutes: used if keep_checkpoint_max is 0 or None; ModelCheckpoint
+    then keeps the newest file, and one older file for every period of this many minutes. integrated_save, async_save:
+    no effect, because a file always holds the whole weights and is complete when the step ends; values other than the
+    defaults print a warning. crc_check: no effect, because files always have a checksum.
 
-    TypeError for a value that is not a number. ValueError for a number below 0, or if all four numbers are 0 or None.
-    NotImplementedError for MindSpore's other options.
+    Raises TypeError if a value is not a number, ValueError if a number is negative or if all four numbers are 0 or
+    None, and NotImplementedError for MindSpore's other options.
 
     >>> config = mscomm.CheckpointConfig(save_checkpoint_steps=100, keep_checkpoint_max=5)
     """
@@ -76,22 +76,22 @@ class CheckpointConfig:
 
 
 class ModelCheckpoint(Callback):
-    """Writes `<prefix>-<epoch>_<step>.safetensors` into this rank's own directory, as config says and at the end.
+    """Writes `<prefix>-<epoch>_<step>.safetensors` to this rank's directory, at config's intervals and at the end.
 
-    prefix: the beginning of the files' names. If the directory already has files with that prefix, a new training uses
-    `<prefix>_1`, `<prefix>_2` and so on; after Model.resume(directory), training continues with the prefix of the
-    resumed file. directory: where to write; it is made if it does not exist. None means the working directory. If two
-    ranks of one host name the same directory, all ranks raise an error before training begins. config: a
-    CheckpointConfig.
+    prefix: the beginning of the file names. If the directory already has files with that prefix, a new training run
+    uses `<prefix>_1`, `<prefix>_2` and so on; after Model.resume(directory), training continues with the prefix of the
+    resumed file. directory: where to write the files; it is created if it does not exist. None means the working
+    directory. If two ranks on one host use the same directory, all ranks raise an error before training begins. config:
+    a CheckpointConfig.
 
-    A file gets its name only when its whole content is on the disk. It holds the weights under their own names, so any
-    reader of safetensors files can read them. It also holds, as text and arrays, the epoch, the step, the optimizer's
-    state, random states, the dataset's position and the compression residual. Nothing in a file can be executed. A
-    CRC-32 checksum of the whole content reveals damage when the file is read. Until a rank knows that every rank has
-    the newest file, it keeps one file more than keep_checkpoint_max.
+    A file gets its final name only when its whole content is on disk. It holds the weights under their own names, so
+    any safetensors reader can read them. It also holds, as text and arrays, the epoch, the step, the optimizer's state,
+    random states, the dataset's position and the compression residual. Nothing in a file can be executed. A CRC-32
+    checksum of the whole content reveals damage when the file is read. Until a rank knows that every rank has the
+    newest file, it keeps one file more than keep_checkpoint_max.
 
-    TypeError for a prefix or config of another type, ValueError for a prefix with a slash. OSError if a file cannot be
-    written; earlier files are then unchanged.
+    Raises TypeError if prefix or config has the wrong type, ValueError if prefix is empty or has a slash, and OSError
+    if a file cannot be written; earlier files are then unchanged.
 
     >>> config = mscomm.CheckpointConfig(save_checkpoint_steps=100)
     >>> directory = f"checkpoints/{mscomm.get_rank()}"
@@ -113,10 +113,10 @@ class ModelCheckpoint(Callback):
         self._given_prefix = self._prefix = prefix
         self._directory = Path(directory or os.curdir)
         self._config = config or CheckpointConfig()
-        # The files of this series in the order in which they will be deleted. Each comes with the time when it was
+        # The files of this series, in the order in which they will be deleted. Each is paired with the time when it was
         # written.
         self._kept: list[tuple[Path, float]] = []
-        self._has_saved = False  # whether this training has saved a file
+        self._has_saved = False  # whether this training run has saved a file
         self._is_due_at_epoch_end = False
         self._saved_step = 0
         self._saved_at = 0.0  # when the newest file was saved, on the monotonic clock
@@ -134,7 +134,7 @@ class ModelCheckpoint(Callback):
         now = run_context.original_args()
         self._directory.mkdir(parents=True, exist_ok=True)
         for left in self._directory.glob(f".*{serialization.SUFFIX}.*{tensorfile.PARTIAL}"):
-            left.unlink()  # a process that was killed has left this file behind
+            left.unlink()  # left behind by a process that was killed
         there = serialization.named_like_one(self._directory)
         self._kept = []
         resumed = now.resumed_from
@@ -156,8 +156,8 @@ class ModelCheckpoint(Callback):
         now = run_context.original_args()
         self._delete_surplus()
         due = self._is_due(now)
-        # A training that resumes after the last step of an epoch begins with the next epoch, and does not call
-        # epoch_end again. So save the last step only when the other callbacks' epoch_end has run.
+        # A run that resumes after the last step of an epoch begins with the next epoch, and does not call epoch_end
+        # again. So save the last step only after the other callbacks' epoch_end has run.
         self._is_due_at_epoch_end = due and now.cur_step_num % now.batch_num == 0
         if due and not self._is_due_at_epoch_end:
             self._save(now)
@@ -194,9 +194,9 @@ class ModelCheckpoint(Callback):
         self._saved_step, self._saved_at = now.cur_step_num, time.monotonic()
 
     def _delete_surplus(self) -> None:
-        """Delete the files that config does not keep. Call it only when every rank has the newest file.
+        """Delete the files that config says not to keep. Call this only when every rank has the newest file.
 
-        Nothing is deleted before this training has saved a file.
+        Nothing is deleted before this training run has saved a file.
         """
         if not self._has_saved:
             return
@@ -206,7 +206,7 @@ class ModelCheckpoint(Callback):
             surplus = []
             for path, written in self._kept[:-1]:
                 if written <= self._minute_mark:
-                    continue  # an earlier call or training decided to keep this file
+                    continue  # an earlier call or an earlier run decided to keep this file
                 if written - self._minute_mark >= 60 * self._config.keep_checkpoint_per_n_minutes:
                     self._minute_mark = written
                 else:

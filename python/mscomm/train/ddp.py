@@ -20,10 +20,10 @@ PREFIX = "module."
 
 
 class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
-    """A module that all ranks train together: when backward() returns, the gradients are the means over the ranks.
+    """Wraps a module that all ranks train together. When backward() returns, gradients are averaged over the ranks.
 
-    Names and rules are those of torch.nn.parallel.DistributedDataParallel. So only two lines of a script change: the
-    line that joins the job, and the import of the wrapper. Clipping, GradScaler and optimizer.step() come after
+    The names and rules are those of torch.nn.parallel.DistributedDataParallel, so only two lines of a script change:
+    the line that joins the job, and the import of the wrapper. Clipping, GradScaler and optimizer.step() come after
     backward(), as with PyTorch's wrapper. If the reduction fails, backward() raises the error.
 
     >>> mscomm.init()
@@ -35,27 +35,30 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
     ...     optimizer.step()
 
     device_ids: None, or a list with the module's GPU; the forward pass then moves its arguments to that GPU.
-    output_device: None, or the module's GPU. broadcast_buffers: all ranks take rank 0's buffers (such as BatchNorm's
-    running means) when the module is wrapped and before the first forward pass of each step. forward_sync_buffers: if
-    given, it replaces broadcast_buffers for the forward passes; the buffers are still sent when the module is wrapped.
-    init_sync: with True, all ranks take rank 0's parameters when the module is wrapped. With False, the ranks only
-    compare their parameters; if there is a difference, all ranks raise ValueError. process_group: a Group of mscomm or
-    its name; None means all ranks. bucket_cap_mb: the size of a bucket in MiB (default 4). gradient_as_bucket_view:
-    True leaves the gradients in the buckets. This saves two copies, but the next step overwrites gradient tensors that
-    the program has kept. find_unused_parameters: has no effect, because a parameter that is not used in a step is never
-    an error. If only some ranks used a parameter, all ranks get the mean of the gradients, with zeros for the other
-    ranks. static_graph: has no effect, and prints a warning. compression: as in GradientReducer.
+    output_device: None, or the module's GPU. broadcast_buffers: unless this is False, all ranks receive rank 0's
+    buffers (such as BatchNorm's running means) when the module is wrapped and before the first forward pass of each
+    step. forward_sync_buffers: if given, it replaces broadcast_buffers for the forward passes; the buffers are still
+    sent when the module is wrapped. init_sync: if True, all ranks receive rank 0's parameters when the module is
+    wrapped. If False, neither parameters nor buffers are sent at that time: the ranks only compare their parameters,
+    and all ranks raise ValueError if the parameters differ. process_group: an mscomm Group or its name; None means all
+    ranks. bucket_cap_mb: the size of a bucket in MiB (default 4). gradient_as_bucket_view: if True, the gradients stay
+    in the buckets. This saves two copies, but the next step overwrites gradient tensors that the program has kept.
+    find_unused_parameters: no effect, because a parameter that is not used in a step is never an error. If only some
+    ranks used a parameter, all ranks get the mean of the gradients, and the other ranks count as zeros. static_graph:
+    no effect; True prints a warning. compression: as in GradientReducer.
 
-    A backward pass is reduced if it begins at an output of a forward pass that ran outside no_sync(). If a step has
-    several such backward passes, each is reduced. A forward pass under torch.no_grad() does not change which passes are
-    reduced, but ranks may exchange buffers in it; to evaluate on one rank alone, call `.module`. Layers under
-    torch.utils.checkpoint work; if two of these layers share parameters, they need use_reentrant=False.
+    The gradients of a backward pass are reduced if the pass begins at an output of a forward pass that ran outside
+    no_sync(). If a step has several such backward passes, the gradients of each are reduced. A forward pass under
+    torch.no_grad() does not change which gradients are reduced, but the ranks may exchange buffers in it; to evaluate
+    on one rank only, call `.module`. Layers under torch.utils.checkpoint are supported; if two of these layers share
+    parameters, they need use_reentrant=False.
 
-    The wrapper reduces the parameters that the module has when it is wrapped. The forward pass raises RuntimeError if a
-    parameter that was frozen at that time now needs a gradient, if a parameter was added or replaced, or if a later
-    wrapper or reducer has taken over a parameter. Each rank keeps its own values of the parameters and buffers that are
-    named in module._ddp_params_and_buffers_to_ignore. A module with SyncBatchNorm, which needs torch.distributed,
-    raises ValueError if torch.distributed is not initialized. Other errors are those of GradientReducer.
+    The wrapper reduces the gradients of the parameters that the module has when it is wrapped. The forward pass raises
+    RuntimeError if a parameter that was frozen at that time now needs a gradient, if a parameter was added or replaced,
+    or if a later wrapper or reducer has taken over a parameter. The parameters and buffers that are named in
+    module._ddp_params_and_buffers_to_ignore are not shared: each rank keeps its own values. The constructor raises
+    ValueError if the module contains SyncBatchNorm, which needs torch.distributed, and torch.distributed is not
+    initialized. The other errors are those of GradientReducer.
     """
 
     def __init__(
@@ -130,7 +133,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context for forward passes whose gradients are added up on this rank only, until a later pass is reduced.
+        """Return a context for forward passes whose gradients stay on this rank until a later pass is reduced.
 
         >>> with model.no_sync():
         ...     for images, labels in micro_batches[:-1]:
@@ -151,19 +154,19 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         *,
         sync: Iterable[Any] | None = None,
     ) -> contextlib.AbstractContextManager[None]:
-        """A context for loops with fewer steps on some ranks. A rank without batches sends zeros until no rank has
-        batches.
+        """Return a context for training loops in which some ranks have fewer steps. A rank that has run out of batches
+        sends zeros until no rank has batches left.
 
-        At the end, all ranks take the parameters of the last rank: the highest of the ranks that ran out of batches
-        last. With broadcast_buffers, they also take the last rank's buffers. sync: other objects whose state all ranks
-        take from the last rank, such as [optimizer, scheduler]; without sync, a rank that ran out early keeps its older
-        state. divide_by_initial_world_size: True takes the mean over all ranks, False over the ranks that still have
-        batches. enable: with False, join() does nothing. throw_on_early_termination: with True, all ranks raise
-        RuntimeError as soon as one rank has no batches left.
+        At the end, all ranks receive the parameters of the last rank: the highest of the ranks that ran out of batches
+        last. With broadcast_buffers, they also receive the last rank's buffers. sync: other objects whose state all
+        ranks receive from the last rank, such as [optimizer, scheduler]; without sync, a rank that ran out early keeps
+        its older state. divide_by_initial_world_size: if True, the mean is taken over all ranks; if False, over the
+        ranks that still have batches. enable: if False, join() does nothing. throw_on_early_termination: if True, all
+        ranks raise RuntimeError as soon as one rank has no batches left.
 
-        The loop must make no other calls on the group. Inside join(), the ranks take the buffers before a forward pass
-        not from rank 0, but from the highest rank that still has batches. If the loop of a rank raises an exception,
-        the other ranks raise Aborted.
+        The loop must make no other calls on the group. Inside join(), the buffers that are sent before a forward pass
+        are not those of rank 0, but those of the highest rank that still has batches. If one rank's loop raises an
+        exception, the other ranks raise Aborted.
 
         >>> with model.join(sync=[optimizer]):
         ...     for images, labels in batches:
@@ -200,9 +203,9 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
             self._buffers_due = True  # True on all ranks, so that all make the same calls
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Like torch.nn.Module's load_state_dict. The names in state_dict may have the prefix "module.", but need not.
+        """Load a state as torch.nn.Module does. The names in state_dict may have the prefix "module.", but need not.
 
-        ValueError for assign=True, which would replace the parameters.
+        Raise ValueError if assign is True, because this would replace the parameters.
         """
         if assign:
             raise ValueError(
@@ -244,7 +247,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         self._places = _places(self.module)  # no parameter is new; perhaps a layer was renamed
 
     def _before_forward(self) -> None:
-        """Before a forward pass, exchange the buffers if they are due. Inside join(), this may raise OutOfBatches."""
+        """Exchange the buffers before a forward pass, if they are due. Inside join(), this may raise OutOfBatches."""
         if self._group.size == 1:
             return
         due = self._buffers_due and self.broadcast_buffers and bool(self._shared_buffers())
@@ -263,7 +266,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
             self._exchange_buffers(root)
 
     def _exchange_buffers(self, root: int) -> None:
-        """Give all ranks the buffers of rank root, in one call for each dtype and device."""
+        """Broadcast the buffers of rank root, in one call for each dtype and device."""
         kinds: dict[Any, list[torch.Tensor]] = {}
         for _, buffer in self._shared_buffers():
             kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
@@ -278,7 +281,10 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
 
 
 def _device(module: torch.nn.Module, device_ids: Any, output_device: Any) -> torch.device | None:
-    """Return the device to which forward() moves its arguments, or None. ValueError if the module is elsewhere."""
+    """Return the device to which forward() moves its arguments, or None.
+
+    Raise ValueError if the module is elsewhere.
+    """
     devices = sorted({str(p.device) for p in module.parameters()})
     given = [] if device_ids is None else list(device_ids)
     for argument, ones in (("device_ids", given), ("output_device", [] if output_device is None else [output_device])):
@@ -304,7 +310,7 @@ def _moved(x: Any, device: torch.device) -> Any:
 
 
 def _check_layers(module: torch.nn.Module) -> None:
-    """Raise ValueError for layers that this wrapper cannot train. Call it before anything is sent."""
+    """Raise ValueError for layers that this wrapper cannot train. Call this before anything is sent."""
     for name, layer in module.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm) and not torch.distributed.is_initialized():
             raise ValueError(
@@ -322,8 +328,8 @@ def _check_layers(module: torch.nn.Module) -> None:
 
 
 def _places(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """Return the entries of the dicts in the module that hold parameters, or layers with parameters. An entry is (the
-    dict, the key, the value)."""
+    """Return all places in the module that hold a parameter, or a layer with parameters, as a list of (dict, key,
+    value)."""
     places: list[tuple[dict[str, Any], str, Any]] = []
     for layer in module.modules():
         places += [(layer._parameters, last, p) for last, p in layer._parameters.items() if p is not None]

@@ -1,10 +1,10 @@
 """Tells datasets and samplers the number of each epoch, because their order may depend on this number.
 
-Before each epoch, Epochs calls set_epoch() of the dataset and of the samplers of a PyTorch DataLoader, unless they do
-not have this method. Numbers begin at 0. Without these calls, for example, torch.utils.data.DistributedSampler would
-give every epoch the same order. A script may call set_epoch() itself, before train() or in a callback. Then the
-script's number takes effect, and the numbers of later epochs continue from it. The numbers of a second train() continue
-those of the first. A dataset with state_dict and load_state_dict, such as mscomm's, counts its passes itself.
+Before each epoch, Epochs calls set_epoch() on the dataset and on the samplers of a PyTorch DataLoader, if they have
+this method. Numbers begin at 0. Without these calls, torch.utils.data.DistributedSampler, for example, would use the
+same order in every epoch. A script may call set_epoch() itself, before train() or in a callback. The script's number
+then takes effect, and later epochs continue from it. A second call of train() continues the numbers of the first. A
+dataset with state_dict and load_state_dict, such as an mscomm dataset, counts its passes itself.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def knows_its_place(dataset: Any) -> bool:
 
 
 class Epochs:
-    """The objects of one training that have set_epoch(), and the numbers of their epochs."""
+    """The objects of one training run that have set_epoch(), and the numbers of their epochs."""
 
     def __init__(self, dataset: Any, initial_epoch: int, resumed: dict[str, int] | None, first: int) -> None:
-        """initial_epoch: the argument of train(). first: the number of the first epoch of this training. resumed: the
-        result of numbers() in the checkpoint from which training resumes, {} in a checkpoint of an earlier version, or
-        None without a checkpoint."""
+        """initial_epoch: the argument of train(). first: the number of the first epoch of this run. resumed: the result
+        of numbers() that is in the resumed checkpoint, {} if an earlier version of mscomm wrote the checkpoint, or None
+        if there is no checkpoint."""
         self._found: dict[str, Any] = {}
-        self._next: dict[str, int] = {}  # next numbers of objects, where they do not follow from the previous number
+        self._next: dict[str, int] = {}  # an object's next number, if it does not follow from the previous one
         self._told: dict[str, int] = {}
         for place in _PLACES:
             one = dataset
@@ -48,8 +48,8 @@ class Epochs:
                 dataset.set_epoch(initial_epoch)
 
     def begin(self) -> None:
-        """Give the objects the number of the epoch that begins. Call this before each epoch, and before epoch_begin of
-        the callbacks."""
+        """Tell the objects the number of the epoch that is about to begin. Call this before each epoch, and before the
+        callbacks' epoch_begin."""
         for place, one in self._found.items():
             number = self._next.pop(place) if place in self._next else self._after(place)
             one.set_epoch(number)
@@ -73,6 +73,6 @@ class Epochs:
 
     def _there(self, place: str, otherwise: int) -> int:
         """Return the number that the object has now. If it cannot be read, return the number that begin() has set, or
-        `otherwise` before the first begin()."""
+        `otherwise` if begin() was not called yet."""
         number = getattr(self._found[place], "epoch", None)
         return number if isinstance(number, int) else self._told.get(place, otherwise)

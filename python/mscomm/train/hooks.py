@@ -7,25 +7,25 @@ from typing import Any
 
 
 class RunContext:
-    """The argument of all callbacks, which describes the state of the training and can end the training."""
+    """The argument of all callbacks. It describes the state of the training run, and can end the run."""
 
     def __init__(self, arguments: SimpleNamespace) -> None:
         self._arguments = arguments
         self._stop = False
 
     def original_args(self) -> SimpleNamespace:
-        """The training's values, as attributes.
+        """Return the values of the training run, as attributes.
 
         * cur_epoch_num, cur_step_num: the current epoch and step, counted from 1; steps are counted over all epochs.
           epoch_num: the last epoch. batch_num: the number of steps in an epoch.
-        * net_outputs: the step's loss, a NumPy scalar of the loss's dtype. In data-parallel training it is the mean
-          over the ranks, and has the same bits on all ranks. local_loss: this rank's own loss.
+        * net_outputs: the step's loss, a NumPy scalar with the dtype of the loss. In data-parallel training it is the
+          mean over the ranks, and has the same bits on all ranks. local_loss: this rank's own loss.
         * network, loss_fn, optimizer, train_dataset, list_callback, parallel_mode, dataset_sink_mode: as the program
-          gave them.
+          passed them.
         * train_dataset_element: the batch, as a tuple.
         * group: the ranks that train together, or None if this rank trains alone. device_number: how many ranks train
           together. rank: this rank's number in the group, or in the job if this rank trains alone.
-        * communication_s: the seconds that this rank has waited for communication since the training began.
+        * communication_s: how many seconds this rank has waited for communication since training began.
         * training_state: a function that returns what ModelCheckpoint writes: (weights, state).
         """
         return self._arguments
@@ -39,7 +39,7 @@ class RunContext:
         self._stop = True
 
     def get_stop_requested(self) -> bool:
-        """Whether request_stop() was called."""
+        """Return whether request_stop() was called."""
         return self._stop
 
 
@@ -47,8 +47,8 @@ class Callback:
     """The base class of callbacks: override the methods that you need. Model.train calls them with a RunContext.
 
     on_train_begin, on_train_epoch_begin, on_train_step_begin, on_train_step_end, on_train_epoch_end, on_train_end call
-    begin, epoch_begin, step_begin, step_end, epoch_end and end; you can override a method under either name. A callback
-    is a context manager. It is entered before begin and left at the end of the training, even after an exception.
+    begin, epoch_begin, step_begin, step_end, epoch_end and end. You can override a method under either name. A callback
+    is also a context manager, which is entered before begin and exited when training ends, even after an exception.
 
     >>> class StopAt(mscomm.Callback):
     ...     def step_end(self, run_context):
@@ -68,14 +68,14 @@ class Callback:
         return []
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the state of this callback for a checkpoint, such as a scheduler's: numbers, text, arrays, or None.
+        """Return this callback's state for a checkpoint: numbers, text and arrays. None means that there is no state.
 
         Change this state only in step_end or epoch_end, because a checkpoint is written after these methods.
         """
         return None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Called before begin when training resumes. state: the result of state_dict(), in which arrays are NumPy
+        """Called before begin when training resumes. state: what state_dict() returned, with all arrays as NumPy
         arrays."""
 
     def begin(self, run_context: RunContext) -> None:
@@ -94,7 +94,7 @@ class Callback:
         """Called after each epoch."""
 
     def end(self, run_context: RunContext) -> None:
-        """Called after the last step, when every rank has ended that step."""
+        """Called after the last step, when every rank has finished that step."""
 
     def on_train_begin(self, run_context: RunContext) -> None:
         self.begin(run_context)
@@ -116,7 +116,7 @@ class Callback:
 
 
 def checked(callbacks: Any) -> list[Callback]:
-    """Return a list of callbacks, given one callback, several, or None. TypeError for anything else."""
+    """Return a list of callbacks, given one callback, several, or None. Raise TypeError for anything else."""
     given = [] if callbacks is None else list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
     for one in given:
         if not isinstance(one, Callback):

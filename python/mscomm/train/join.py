@@ -1,7 +1,7 @@
 """join(): lets some ranks train fewer steps than others, and gives all ranks the same model at the end.
 
-Before each step, all ranks meet in an all_gather, in which each rank says what it does next. A rank that has no batches
-any more "has left". It makes the same calls as the other ranks, with zeros, until all ranks have left. Then the last
+Before each step, all ranks meet: in an all_gather, each rank says what it will do next. A rank that has no batches left
+is said to have left. It makes the same calls as the other ranks, with zeros, until all ranks have left. Then the last
 rank sends its model and its states to all ranks. The last rank is the highest of the ranks that left last.
 """
 
@@ -43,16 +43,16 @@ def join(
     throw: bool = False,
     own: Iterable[Any] = (),
 ) -> Iterator[None]:
-    """A context for the training loop of this rank.
+    """Return a context for this rank's training loop.
 
-    sync: as in GradientReducer.join. by_all: True divides sums by the number of all ranks, False by the number of ranks
-    that have not left. on_forward(root): called on a rank that has left, to receive the buffers that rank root sends
-    before a forward pass. at_end(root, uneven): makes the models equal; uneven: whether some ranks left before others.
-    throw: raise OutOfBatches on all ranks as soon as one rank has left. own: parameters that each rank keeps for
-    itself.
+    sync: as in GradientReducer.join. by_all: if True, sums are divided by the number of all ranks; if False, by the
+    number of ranks that have not left. on_forward(root): called on a rank that has left, to receive the buffers that
+    rank root sends before a forward pass. at_end(root, uneven): called to make the models equal; `uneven` says whether
+    some ranks left before others. throw: if True, all ranks raise OutOfBatches as soon as one rank has left. own:
+    parameters that each rank keeps for itself.
     """
     step.check_between("join")
-    if group.name in _open:  # ranks would confuse the meetings of the two loops
+    if group.name in _open:  # the ranks would mix up the meetings of the two loops
         raise RuntimeError(
             f"join: a join() on group {group.name} is open already; put the modules that are trained together into one"
             " wrapper or reducer"
@@ -97,11 +97,11 @@ def _until_all_have_left(step: Step, group: Group, on_forward: Callable[[int], N
             on_forward(last_rank(kinds))
 
 
-# -- the states that all ranks take over from the last rank
+# -- the states that all ranks receive from the last rank
 
 
 def checked(sync: Iterable[Any] | None) -> list[Any]:
-    """Return sync as a list. TypeError for an item without state_dict() and load_state_dict()."""
+    """Return sync as a list. Raise TypeError if an item does not have state_dict() and load_state_dict()."""
     holders = [] if sync is None else [sync] if hasattr(sync, "state_dict") else list(sync)
     for one in holders:
         if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
@@ -113,7 +113,7 @@ def checked(sync: Iterable[Any] | None) -> list[Any]:
 
 
 def is_module(one: Any) -> bool:
-    """Whether this is a torch.nn.Module, whose parameters and buffers are written in place."""
+    """Return whether this is a torch.nn.Module, whose parameters and buffers are written in place."""
     return hasattr(one, "named_parameters") and hasattr(one, "named_buffers")
 
 
@@ -145,7 +145,7 @@ def _take_over(one: Any, root: int, group: Group, own: Iterable[Any]) -> None:
 
 
 def broadcast_all(arrays: Iterable[tuple[str, Any]], root: int, group: Group) -> list[Any]:
-    """Give all ranks the arrays of rank root, and return the results. Writable arrays are written in place."""
+    """Broadcast the arrays of rank root, and return the results. Writable arrays are overwritten in place."""
     works = []
     for name, x in arrays:
         writable = memory_anywhere(x, name, "broadcast_parameters").flags.writeable
@@ -154,8 +154,9 @@ def broadcast_all(arrays: Iterable[tuple[str, Any]], root: int, group: Group) ->
 
 
 def _broadcast_state(state: Any, root: int, group: Group) -> Any:
-    """Return the state of rank root on all ranks. The state is sent as JSON and CPU arrays. On the other ranks, all its
-    arrays are PyTorch tensors if the state has PyTorch tensors, otherwise NumPy arrays."""
+    """Return the state of rank root on all ranks. The state is sent as JSON and CPU arrays. On the other ranks, all
+    arrays in the state are PyTorch tensors if rank root's state has any PyTorch tensors. Otherwise they are NumPy
+    arrays."""
     head: Any = None
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     if root == group.rank:

@@ -33,17 +33,16 @@ class Model:
 
     network, loss_fn, optimizer:
 
-    * PyTorch: a torch.nn.Module; a loss_fn(output, label) that returns a tensor of one element; an optimizer of
-      torch.optim.
-    * MindSpore, in graph or PyNative mode: a cell, a loss and an optimizer of mindspore.nn.
-    * JAX: a function loss(parameters, *batch), or with a loss_fn a function output(parameters, *data);
+    * PyTorch: a torch.nn.Module; a loss_fn(output, label) that returns a one-element tensor; a torch.optim optimizer.
+    * MindSpore, in graph or PyNative mode: a mindspore.nn cell, loss and optimizer.
+    * JAX: a function loss(parameters, *batch), or output(parameters, *data) if there is a loss_fn;
       mscomm.train.Momentum or SGD over the parameters. After training, the parameters are `optimizer.parameters`.
     * NumPy, CuPy: an object with `parameters`, a dict of float arrays, and `loss_and_gradients(*batch)`, which returns
-      the loss and a dict of gradients; Momentum or SGD over the same parameters, which are changed in place.
+      the loss and a dict of gradients; Momentum or SGD over the same parameters, which are updated in place.
 
-    PyTorch modules and CuPy arrays are trained on the device that they are on. Without a loss_fn, the network returns
-    the loss. compression: "bf16" or "fp16", as in GradientReducer. group: the ranks that train together; None means all
-    ranks. TypeError for a network of another kind.
+    PyTorch modules and CuPy arrays are trained on the device that they are on. If there is no loss_fn, the network
+    itself must return the loss. compression: "bf16" or "fp16", as in GradientReducer. group: the ranks that train
+    together; None means all ranks. Raises TypeError for any other kind of network.
 
     >>> mscomm.init()
     >>> mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)
@@ -84,24 +83,25 @@ class Model:
         """Train until the end of epoch number `epoch`.
 
         epoch: the number of the last epoch, 1 or more. train_dataset: an iterable with get_dataset_size() or len().
-        Each pass over train_dataset yields the batches of an epoch: tuples, lists or dicts of arrays of NumPy or of the
-        network's library. With a loss_fn, a batch is (data, ..., label). With PyTorch, integer labels become int64, and
-        CPU arrays are moved to the device of the module's first parameter. callbacks: one Callback or several, which
-        are called in the given order, except that ModelCheckpoint comes last. dataset_sink_mode, sink_size: have no
-        effect, and print a warning, because each step runs by itself, as on MindSpore's CPU. initial_epoch: the number
-        of epochs to skip at the beginning; it must be 0 after resume(), which sets where training begins.
+        Each pass over train_dataset yields the batches of an epoch. A batch is a tuple, list or dict of NumPy arrays or
+        of arrays of the network's library. If there is a loss_fn, a batch is (data, ..., label). With PyTorch, integer
+        labels become int64, and CPU arrays are moved to the device of the module's first parameter. callbacks: one
+        Callback or several. They are called in the given order, except that ModelCheckpoint is called last.
+        dataset_sink_mode, sink_size: no effect, because steps always run one by one, as with MindSpore on the CPU;
+        values other than the defaults print a warning. initial_epoch: the number of epochs to skip at the beginning; it
+        must be 0 after resume(), which determines where training begins.
 
-        Before each epoch, train() calls set_epoch() of the dataset and of a DataLoader's samplers with the number of
-        the epoch, counted from 0. A dataset with a state_dict() counts its epochs itself.
+        Before each epoch, train() calls set_epoch() on the dataset and on a DataLoader's samplers with the number of
+        the epoch, which is counted from 0. A dataset with a state_dict() counts its epochs itself.
 
         In data-parallel mode (set_auto_parallel_context), the ranks of the group train one model. Each rank uses the
         batches of its own dataset, and all ranks take the same steps; callbacks see the mean of the ranks' losses. In
-        stand-alone mode, the default, each rank trains a model of its own.
+        stand-alone mode, the default, each rank trains its own model.
 
-        TypeError or ValueError for wrong arguments. All ranks raise ValueError if they differ in the number of batches
-        or epochs, if they begin with different weights or optimizer states, or if two ranks of one host write
-        checkpoints into one directory. RuntimeError if the dataset yields fewer batches than its size. Other errors are
-        those of all_reduce.
+        Raise TypeError or ValueError for invalid arguments, and RuntimeError if the dataset yields fewer batches than
+        its size. All ranks raise ValueError if they differ in the number of batches or epochs, if they begin with
+        different weights or optimizer states, or if two ranks on one host write checkpoints to the same directory. The
+        other errors are those of all_reduce.
         """
         listed = hooks.checked(callbacks)
         listed.sort(key=lambda one: isinstance(one, ModelCheckpoint))  # last, because it saves the others' states
@@ -173,23 +173,24 @@ class Model:
                 reducer.close()
 
     def resume(self, path: str | os.PathLike[str]) -> tuple[int, int] | None:
-        """Load a checkpoint, so that the next train() continues with the same bits as a run without an interruption.
+        """Load a checkpoint, so that the next train() continues with the same bits as an uninterrupted run.
 
-        path: a directory that ModelCheckpoint has written to, a separate one for each rank; or a file. In a directory,
-        resume() considers only the training that wrote last. It loads the newest checkpoint that every rank has, whole
-        and undamaged. A warning names the checkpoints that are left out. In data-parallel mode, all ranks must call
-        resume() together, after set_auto_parallel_context.
+        path: a file, or a directory that ModelCheckpoint has written to, which must be a separate one for each rank. In
+        a directory, resume() considers only the training run that wrote last. It loads the newest checkpoint that is
+        complete and undamaged on every rank. A warning names the checkpoints that are skipped. In data-parallel mode,
+        all ranks must call resume() together, after set_auto_parallel_context.
 
-        Returns (epoch, step) of the checkpoint, or None if there is nothing to resume, so a script can always call
-        resume(). It returns None if no rank has a checkpoint. It returns None with a warning if some ranks have only
-        the training's first checkpoint and others have none. No file is deleted.
+        Return the (epoch, step) of the checkpoint, or None if there is nothing to resume, so a script can always call
+        resume(). The result is None if no rank has a checkpoint. It is also None, with a warning, if some ranks have
+        only the first checkpoint of the run and the others have none. No file is deleted.
 
-        The dataset continues by its load_state_dict(). If it has no such method, train() reads the batches of the epoch
-        again and skips those that were already used. If the number of ranks or of batches has changed, resume() or
-        train() raises ValueError; then load only the weights, with load_checkpoint.
+        The dataset's load_state_dict() restores the position in the dataset. If the dataset has no such method, train()
+        reads the batches of the epoch again and skips those that were already used. If the number of ranks or of
+        batches has changed, resume() or train() raises ValueError. You can then load only the weights, with
+        load_checkpoint.
 
-        All ranks raise ValueError if only some of them have a checkpoint of a training that got further, or if there is
-        no checkpoint that all of them have. ValueError also if a file is truncated, damaged, not a checkpoint, or the
+        All ranks raise ValueError if the training run got further than its first checkpoint, but there is no checkpoint
+        that all ranks have. resume() also raises ValueError if a file is truncated, damaged, not a checkpoint, or a
         checkpoint of another network.
 
         >>> model.resume(f"checkpoints/{mscomm.get_rank()}")
@@ -207,7 +208,7 @@ class Model:
         """Return the optimizer's state as {path: entry}. Entries that each rank keeps for itself are left out."""
         optimizer = self._given["optimizer"]
         if not hasattr(optimizer, "state_dict") and not hasattr(optimizer, "get_parameters"):
-            return {}  # an optimizer of the user's, whose state cannot be saved
+            return {}  # a user-defined optimizer, whose state cannot be saved
         own = self._network.own()
         entries = states.entries(self._network.optimizer_state())
         return {"".join(f"[{key!r}]" for key in path): x for path, x in entries if own.isdisjoint(path)}
@@ -258,8 +259,8 @@ class Model:
         self._resumed = (chosen, state)
 
     def _training_group(self, function: str) -> Group | None:
-        """Return the group whose ranks train one model, or None if this rank trains alone. function: for error
-        messages."""
+        """Return the group whose ranks train one model, or None if this rank trains alone. function: the function's
+        name, for error messages."""
         if context.get_auto_parallel_context("parallel_mode") != ParallelMode.DATA_PARALLEL:
             if not context.auto_parallel_was_set("parallel_mode"):
                 _tell_if_one_of_several(self._group)
@@ -332,8 +333,8 @@ class Model:
             now.communication_s = reducer.waited_s
 
     def _rest_of_epoch(self, now: SimpleNamespace, state: dict[str, Any] | None) -> Iterator[Any]:
-        """Yield the remaining batches of the current epoch. state: the state in the checkpoint from which training
-        resumes in this epoch, or None."""
+        """Yield the remaining batches of the current epoch. state: if training resumes in this epoch, the state in the
+        checkpoint; otherwise None."""
         dataset, first = now.train_dataset, now.cur_step_num % now.batch_num
         taken = first
         if state is not None:
@@ -381,7 +382,7 @@ class Model:
 
 
 def _checked(epoch: Any, train_dataset: Any, sink_size: Any, initial_epoch: Any) -> int:
-    """Raise TypeError or ValueError for wrong arguments of train(). Return the number of batches in an epoch."""
+    """Raise TypeError or ValueError for invalid arguments of train(). Return the number of batches in an epoch."""
     for name, value, low in (("epoch", epoch, 1), ("sink_size", sink_size, -1), ("initial_epoch", initial_epoch, 0)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"Model.train: {name} is a {type(value).__name__}; expected an int")
@@ -406,7 +407,7 @@ def _checked(epoch: Any, train_dataset: Any, sink_size: Any, initial_epoch: Any)
 
 
 def _load_callbacks(callbacks: list[hooks.Callback], states: list[Any]) -> None:
-    """Give each state to the first callback of its class that has no state yet. states: (name of the class, state)."""
+    """Load each state into the first callback of its class that has no state yet. states: pairs (class name, state)."""
     left = list(callbacks)
     for name, state in states:
         one = next((one for one in left if type(one).__name__ == name), None)
@@ -420,7 +421,7 @@ def _load_callbacks(callbacks: list[hooks.Callback], states: list[Any]) -> None:
 
 
 def _states(callbacks: list[hooks.Callback]) -> list[tuple[str, Any]]:
-    """Return the callbacks' states for a checkpoint, each with the name of the callback's class."""
+    """Return the callbacks' states for a checkpoint, each with the class name of its callback."""
     states = ((type(one).__name__, one.state_dict()) for one in callbacks)
     return [(name, state) for name, state in states if state is not None]
 
@@ -431,8 +432,8 @@ def _place(group: Group | None) -> list[int]:
 
 
 def _agree(group: Group | None, facts: dict[str, Any], folders: list[str]) -> tuple[bool, str]:
-    """Return whether all ranks write checkpoints, and a random name for this train(), which all ranks share. All ranks
-    raise ValueError if the facts differ, or if two ranks of a host write into the same folder."""
+    """Return whether all ranks write checkpoints, and a random name for this call of train(), which is the same on all
+    ranks. Raise ValueError on all ranks if the facts differ, or if two ranks on one host write to the same folder."""
     part = secrets.token_hex(8)
     if group is None:
         return False, part

@@ -1,4 +1,4 @@
-"""Callbacks that report how the training proceeds: LossMonitor, TimeMonitor, ProgressBar."""
+"""Callbacks that report the progress of training: LossMonitor, TimeMonitor, ProgressBar."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EVERY_S = 5.0  # the interval at which ProgressBar prints lines if there is no 
 
 
 def _say(line: str) -> None:
-    """Print a line by a single write, because other ranks may write to the same pipe. print() writes the newline
+    """Print a line with a single write, because other ranks may write to the same pipe. print() writes the newline
     separately."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
@@ -24,11 +24,11 @@ def _say(line: str) -> None:
 class LossMonitor(Callback):
     """Prints lines such as `epoch: 1 step: 1, loss is 2.3025854`. The loss is the mean over the ranks.
 
-    The mean has the same bits on all ranks. per_print_times: the number of steps from one line to the next; with 0, no
-    lines are printed. local: with True, the lines have the loss of this rank's own batch. If the mean is NaN or
-    infinite, the training ends with a ValueError on every rank, even if no lines are printed.
+    The mean has the same bits on all ranks. per_print_times: the number of steps between two lines; 0 prints no lines.
+    local: if True, the lines show the loss of this rank's own batch. If the mean is NaN or infinite, training ends with
+    a ValueError on every rank, even if no lines are printed.
 
-    TypeError if per_print_times is not an int, ValueError if it is below 0.
+    Raises TypeError if per_print_times is not an int, and ValueError if it is negative.
 
     >>> model.train(10, dataset, callbacks=[mscomm.LossMonitor()])
     """
@@ -57,7 +57,7 @@ class LossMonitor(Callback):
 class TimeMonitor(Callback):
     """Prints after each epoch how long it took: `Train epoch time: 1234.567 ms, per step time: 12.346 ms`.
 
-    data_size: the number of steps in an epoch; by default, the dataset's size. data_time: has no effect; True prints a
+    data_size: the number of steps in an epoch; by default, the dataset's size. data_time: no effect; True prints a
     warning.
     """
 
@@ -141,7 +141,7 @@ class ProgressBar(Callback):
             self._print()
 
     def _print(self) -> None:
-        """Print the line of the last step, unless it was printed before."""
+        """Print the line of the last step, unless it has already been printed."""
         if self._state:
             self._console.print(self._state, highlight=False, soft_wrap=True)
         self._state, self._printed = "", time.monotonic()

@@ -1,4 +1,4 @@
-"""Momentum and SGD for NumPy, CuPy and JAX arrays. PyTorch and MindSpore have optimizers of their own.
+"""Momentum and SGD for NumPy, CuPy and JAX arrays. PyTorch and MindSpore have their own optimizers.
 
 Writable arrays are changed in place. JAX arrays cannot be written, so `parameters` holds new arrays after each step.
 """
@@ -63,7 +63,7 @@ class _Optimizer:
         return {"learning_rate": self.learning_rate, "velocities": list(self._velocities)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state_dict(). ValueError if the state belongs to other parameters."""
+        """Load a state_dict(). Raise ValueError if the state belongs to other parameters."""
         parameters = list(trees.leaves(self.parameters).values())
         velocities = list(state["velocities"])
         if velocities and [_shape(one) for one in velocities] != [_shape(one) for one in parameters]:
@@ -78,9 +78,9 @@ class _Optimizer:
 class Momentum(_Optimizer):
     """Gradient descent with momentum: v = momentum v + g; p = p - learning_rate v.
 
-    params: arrays in a list, a tuple or a dict, possibly nested. g is the gradient. use_nesterov: with True, p = p -
-    learning_rate (g + momentum v). weight_decay: weight_decay p is added to g. TypeError for an argument that is not a
-    number, ValueError for a negative one.
+    params: arrays in a list, a tuple or a dict, possibly nested. g is the gradient. use_nesterov: if True, p = p -
+    learning_rate (g + momentum v). weight_decay: weight_decay p is added to g. Raises TypeError if an argument that
+    must be a number is not one, and ValueError if it is negative.
 
     >>> optimizer = mscomm.train.Momentum({"w": np.zeros((10, 3))}, 0.01, 0.9)
     >>> optimizer.step({"w": np.ones((10, 3))})
@@ -105,8 +105,8 @@ class Momentum(_Optimizer):
 class SGD(_Optimizer):
     """Gradient descent: v = momentum v + (1 - dampening) g; p = p - learning_rate v.
 
-    In the first step, and without momentum in every step, v is g. nesterov: with True, p = p - learning_rate (g +
-    momentum v). The other arguments are those of Momentum.
+    v is g in the first step, or in every step if momentum is 0. nesterov: if True, p = p - learning_rate (g + momentum
+    v). The other arguments are those of Momentum.
 
     >>> optimizer = mscomm.train.SGD([np.zeros(3)], 0.1)
     """

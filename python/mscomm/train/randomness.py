@@ -1,4 +1,4 @@
-"""The states of the random number generators that programs share: Python's, NumPy's and PyTorch's.
+"""The states of the global random number generators: Python's, NumPy's and PyTorch's.
 
 The state of CuPy's generator is left out, because CuPy has no function to read it.
 """
@@ -38,8 +38,8 @@ def restore(states: dict[str, Any]) -> None:
 
 
 def _restore_cuda(current: int, generators: list[np.ndarray[Any, Any]]) -> None:
-    """Set the states of the GPUs. This rank's GPU gets the state of the GPU that the rank had before, because the GPUs
-    may have other numbers now."""
+    """Set the states of the GPUs. The GPUs may have other numbers now, so this rank's GPU gets the state of the GPU
+    that the rank used when the states were saved."""
     import torch
 
     chosen = dict(enumerate(generators[: torch.cuda.device_count()]))

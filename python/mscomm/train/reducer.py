@@ -24,7 +24,7 @@ from mscomm.train.states import checksum
 from mscomm.train.step import Step
 
 BUCKET_MB = 4.0  # larger buckets are not faster between ranks on one host: see docs/performance.md
-# The libraries that report when each gradient is ready. With other libraries, the program calls reduce().
+# The libraries that report when each gradient is ready. With the other libraries, the program calls reduce().
 _AUTOGRAD = {"torch": "mscomm.train.autograd"}
 
 
@@ -33,24 +33,24 @@ class GradientReducer:
 
     parameters: for PyTorch, `model.parameters()` or `model.named_parameters()`; for NumPy, JAX, MindSpore and CuPy, a
     list or a dict of arrays with the shapes and dtypes of the gradients, preferably the weights themselves. PyTorch
-    parameters on a GPU and CuPy arrays must be on the device with which this rank has joined. All ranks must give the
-    same parameters in the same order; otherwise all ranks raise a ValueError that names the first difference. mean:
-    True divides the sum by the number of ranks. bucket_mb: the size of a bucket in MiB (default 4); the first bucket of
-    each dtype has at most 1 MiB. compression: with "bf16" or "fp16", ranks send 16 bits per element and carry the
-    rounding error into the next step. exclude: parameters, or their names, that each rank keeps for itself.
-    parameter_broadcast: with True, all ranks take rank 0's parameters at the start. group: a Group or its name; None
+    parameters on a GPU and CuPy arrays must be on the device with which this rank has joined. All ranks must pass the
+    same parameters in the same order; otherwise all ranks raise a ValueError that names the first difference. mean: if
+    True, the sum is divided by the number of ranks. bucket_mb: the size of a bucket in MiB (default 4); the first
+    bucket of each dtype has at most 1 MiB. compression: with "bf16" or "fp16", ranks send 16 bits per element and carry
+    the rounding error into the next step. exclude: parameters, or their names, that each rank keeps for itself.
+    parameter_broadcast: if True, all ranks receive rank 0's parameters at the start. group: a Group or its name; None
     means all ranks.
 
     Without parameter_broadcast, the ranks compare the bits of their parameters, including frozen ones. If PyTorch or
-    MindSpore parameters differ, all ranks raise a ValueError that names the rank and the parameter. Other arrays need
-    not be the weights, so if they differ, rank 0 only prints a warning. The reducer does not change buffers, such as
-    BatchNorm's running means, which differ between ranks. broadcast_parameters(dict(model.named_buffers())) gives all
-    ranks the buffers of rank 0, for example before evaluation. DistributedDataParallel makes the buffers equal by
-    itself.
+    MindSpore parameters differ, all ranks raise a ValueError that names the rank and the parameter. Arrays of other
+    libraries need not be the weights, so if they differ, rank 0 only prints a warning. The reducer does not change
+    buffers that differ between ranks, such as BatchNorm's running means. To give all ranks the buffers of rank 0, for
+    example before evaluation, call broadcast_parameters(dict(model.named_buffers())). DistributedDataParallel makes the
+    buffers equal by itself.
 
-    With PyTorch, each gradient is a view into the memory of a bucket. A bucket is reduced as soon as the backward pass
-    has filled it and all buckets before it; wait() reduces the last bucket. After the first step the buckets are
-    rebuilt in the order in which rank 0's gradients became ready.
+    With PyTorch, each gradient is a view into the memory of a bucket. The reduction of a bucket starts as soon as the
+    backward pass has filled it and all buckets before it; wait() reduces the last bucket. After the first step, the
+    buckets are rebuilt in the order in which rank 0's gradients became ready.
 
     >>> reducer = GradientReducer(model.parameters())
     >>> for images, labels in batches:
@@ -60,9 +60,9 @@ class GradientReducer:
     ...     optimizer.step()
 
     If no rank used a parameter in a step, the parameter keeps its gradient, which may be None. If only some ranks used
-    it, all ranks get the mean of the gradients, with zeros for the other ranks. Clip and unscale gradients after
-    wait(). wait() raises RuntimeError if a gradient was changed since backward(); optimizer.step() raises it if wait()
-    was not called.
+    it, all ranks get the mean of the gradients, and the other ranks count as zeros. Clip and unscale gradients after
+    wait(). wait() raises RuntimeError if a gradient was changed after backward(). optimizer.step() raises RuntimeError
+    if wait() was not called.
 
     With other libraries, `reduce(gradients)` returns the combined gradients.
 
@@ -70,15 +70,15 @@ class GradientReducer:
 
     On a device, work is enqueued on the library's current stream. Only buckets that become full during the backward
     pass are reduced in parallel with that stream. wait() and reduce() return when all ranks have enqueued their calls;
-    they do not wait for the device. If this mscomm has kernels (see `mscomm doctor`), one launch copies gradients that
-    lie outside their bucket into the bucket, and compresses them on the way. Without kernels, the gradients are copied
-    first, and the array library compresses them.
+    they do not wait for the device. If this build of mscomm has kernels (see `mscomm doctor`), one launch copies
+    gradients that lie outside their bucket into the bucket, and compresses them on the way. Without kernels, the
+    gradients are copied first, and the array library compresses them.
 
     Parameters without requires_grad are not reduced. The reducer works only while the program holds a reference to it.
-    On the CPU, the results have the same bits as one all_reduce per gradient, with any buckets. On a device, the order
-    in which the vendor's library adds may depend on the number of elements in the call. The errors are those of
-    all_reduce. After an error the group is broken and the gradients are undefined. After rejoin() each rank must make a
-    new reducer.
+    On the CPU, the results have the same bits as with one all_reduce per gradient, whatever the buckets are. On a
+    device, the order in which the vendor's library adds values may depend on the number of elements in the call. The
+    errors are those of all_reduce. After an error, the group is broken and the gradients are undefined. After rejoin(),
+    each rank must create a new reducer.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class GradientReducer:
             "compression": compression,
             "parameter_broadcast": bool(parameter_broadcast),
         }
-        # Ranks may have different devices. If one rank cannot reduce its gradients, all ranks must raise the error, so
-        # each rank sends the reason to the others.
+        # The ranks may have different devices. If one rank cannot reduce its gradients, all ranks must raise the error,
+        # so each rank tells the others the reason.
         reasons = (
             f"{name}: {why}"
             for name, p, (dtype, _) in zip(self._names, self._parameters, self._kinds, strict=True)
@@ -152,7 +152,8 @@ class GradientReducer:
             others = [*self._excluded.values(), *self._frozen.values()]
             self._autograd = importlib.import_module(path).Autograd(self._step, self._names, self._parameters, others)
         self.last_rank: int | None = None
-        """After join(): the rank, in the group, whose model all ranks have taken. None before the first join()."""
+        """The rank in the group whose model all ranks received at the end of the latest join(). None before the first
+        join()."""
 
     def _memory(self, x: Any, name: str, function: str) -> np.ndarray[Any, Any]:
         there = memory_anywhere(x, name, function)
@@ -162,7 +163,7 @@ class GradientReducer:
 
     @property
     def buffers(self) -> list[Any]:
-        """One array per parameter, with the parameter's shape. In this memory, the gradient is reduced.
+        """One array per parameter, with the parameter's shape. The gradient is reduced in this memory.
 
         These are NumPy arrays on the CPU, and arrays of the parameters' library on a device.
         """
@@ -171,23 +172,23 @@ class GradientReducer:
     def carry(self, value: float) -> None:
         """Send a number, such as the loss, with the gradients. After the step, `carried` is the mean over the ranks.
 
-        Call this before the backward pass, or before reduce(). RuntimeError if the bucket that carries the number has
-        already been started.
+        Call this before the backward pass, or before reduce(). Raise RuntimeError if the bucket that carries the number
+        has already been started.
         """
         self._step.carry(float(value))
 
     @property
     def carried(self) -> float:
-        """The mean of the numbers that the ranks gave to carry() in the last step. A rank that gave none counts as
+        """The mean of the numbers that the ranks passed to carry() in the last step. A rank that passed none counts as
         0."""
         return self._step.carried
 
     @property
     def waited_s(self) -> float:
-        """How many seconds this rank has waited for reductions so far, added up over the ends of all steps.
+        """The total time in seconds that this rank has spent waiting for reductions at the end of its steps.
 
-        On the CPU, this is the time of the communication that did not overlap with computation. On a device, it is only
-        the time in which the program waited for other ranks to make their calls.
+        On the CPU, this is the communication time that did not overlap with computation. On a device, it is only the
+        time that the program waited for other ranks to make their calls.
         """
         return self._step.waited_s
 
@@ -197,25 +198,25 @@ class GradientReducer:
             self._autograd.end()
 
     def join(self, sync: Iterable[Any] | None = None) -> contextlib.AbstractContextManager[None]:
-        """A context for loops with fewer steps on some ranks. A rank without batches sends zeros until no rank has
-        batches.
+        """Return a context for training loops in which some ranks have fewer steps. A rank that has run out of batches
+        sends zeros until no rank has batches left.
 
-        The mean is over the ranks that still have batches. Every rank runs its loop inside join(), reduces once in each
-        step, and makes no other calls on the group. If the loop of a rank raises an exception, the other ranks raise
-        Aborted.
+        The mean is taken over the ranks that still have batches. Every rank must run its loop inside join(), reduce
+        once in each step, and make no other calls on the group. If one rank's loop raises an exception, the other ranks
+        raise Aborted.
 
-        At the end, all ranks take the parameters of `last_rank`, the highest of the ranks that ran out of batches last.
-        sync: other objects whose state all ranks take from last_rank: optimizers, schedulers, and PyTorch modules with
-        their buffers. All ranks must give them in the same order. TypeError for an item without state_dict() and
-        load_state_dict(). Without sync, a rank that ran out early keeps its older momentum.
+        At the end, all ranks receive the parameters of `last_rank`, the highest of the ranks that ran out of batches
+        last. sync: other objects whose state all ranks receive from last_rank: optimizers, schedulers, and PyTorch
+        modules with their buffers. All ranks must pass them in the same order. Raise TypeError if an item does not have
+        state_dict() and load_state_dict(). Without sync, a rank that ran out early keeps its older momentum.
 
         >>> with reducer.join(sync=[model, optimizer]):
         ...     for images, labels in batches:
         ...         ...
 
-        NumPy, CuPy and MindSpore arrays with which the reducer was made are written in place. If mscomm's Momentum or
-        SGD is in sync, its parameters are taken from last_rank, too. If the loop makes new arrays in each step, as with
-        JAX, get the final arrays after the join():
+        If the reducer was created with NumPy, CuPy or MindSpore arrays, these arrays are overwritten in place. If
+        mscomm's Momentum or SGD is in sync, its parameters are taken from last_rank, too. If the loop creates new
+        arrays in each step, as with JAX, get the final arrays after join():
 
         >>> weights = broadcast_parameters(weights, root=reducer.last_rank)
         """
@@ -245,8 +246,8 @@ class GradientReducer:
         return [checksum(p, name, "GradientReducer") for name, p in self._named()]
 
     def _same_start(self, broadcast: bool) -> None:
-        """With broadcast, give all ranks rank 0's parameters. Otherwise compare the parameters: if they differ, all
-        ranks raise ValueError, or rank 0 warns."""
+        """If broadcast is True, send rank 0's parameters to all ranks. Otherwise, compare the parameters: if they
+        differ, all ranks raise ValueError, or rank 0 warns."""
         if self._group.size == 1:
             return
         weights = [*self._named(), *self._frozen.items()]
@@ -290,10 +291,10 @@ class GradientReducer:
         return {"order": self._step.order_of_rank_0, "residual": residual}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state_dict(). All ranks call this between the same two steps, each with its own state.
+        """Continue from a state_dict(). All ranks must call this between the same two steps, each with its own state.
 
-        The residuals are used only if this reducer compresses. ValueError if the state belongs to other parameters. All
-        ranks raise ValueError if the orders in their states differ.
+        The residuals are used only if this reducer compresses gradients. Raise ValueError if the state belongs to other
+        parameters. All ranks raise ValueError if the orders in their states differ.
         """
         self._step.check_between("load_state_dict")
         order, residual = state["order"], state["residual"]
@@ -319,7 +320,7 @@ class GradientReducer:
     def wait(self) -> None:
         """Finish the step after the backward pass: reduce the remaining gradients, and wait for all reductions.
 
-        Gradients that this rank does not have count as zeros. RuntimeError inside no_sync().
+        Gradients that this rank does not have count as zeros. Raise RuntimeError inside no_sync().
         """
         autograd = self._by_autograd("wait", "use reduce(gradients)")
         if not autograd.syncing:
@@ -335,7 +336,7 @@ class GradientReducer:
     def zero_grad(self) -> None:
         """Set all gradients to zero, including excluded ones, like `optimizer.zero_grad(set_to_none=False)`.
 
-        RuntimeError between backward() and wait(). To discard a step, call wait() and then zero_grad().
+        Raise RuntimeError between backward() and wait(). To discard a step, call wait() and then zero_grad().
         """
         autograd = self._by_autograd("zero_grad", "reduce(gradients) overwrites them")
         self._step.check_between("zero_grad")
@@ -343,9 +344,10 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which backward passes only add to this rank's gradients, to accumulate several batches.
+        """Return a context in which backward passes only add to this rank's gradients, to accumulate several batches.
 
-        After the context, make one backward pass that is reduced. RuntimeError between backward() and wait().
+        After the context, run one backward pass whose gradients are reduced. Raise RuntimeError between backward() and
+        wait().
         """
         autograd = self._by_autograd("no_sync", "add the gradients up before reduce(gradients)")
         self._step.check_between("no_sync")
@@ -363,12 +365,12 @@ class GradientReducer:
     # -- other libraries
 
     def reduce(self, gradients: Any) -> Any:
-        """Return the combined gradients in the form in which they were given: a list, a tuple or a dict.
+        """Return the combined gradients in the same form as the argument: a list, a tuple or a dict.
 
-        A list or tuple has the order of the parameters, without excluded parameters. A dict has the parameters' names
-        as keys; entries for excluded parameters are returned unchanged. ValueError if a gradient has another shape or
-        dtype than its parameter. The results lie in the buckets, so the next call overwrites them; only JAX gets new
-        arrays. Gradients that were computed directly into `buffers` are not copied.
+        A list or tuple must have the order of the parameters, without excluded parameters. A dict must have the
+        parameters' names as keys; entries for excluded parameters are returned unchanged. Raise ValueError if a
+        gradient's shape or dtype differs from that of its parameter. The results lie in the buckets, so the next call
+        overwrites them; only JAX gets new arrays. Gradients that were computed directly into `buffers` are not copied.
         """
         if self._autograd is not None:
             raise RuntimeError("GradientReducer.reduce: PyTorch's gradients are reduced by backward() and wait()")
@@ -410,7 +412,7 @@ class GradientReducer:
         return [gradients[name] for name in self._names]
 
     def _source(self, x: Any, name: str) -> np.ndarray[Any, Any]:
-        """Return the memory of a gradient in C order. A gradient in another order is copied."""
+        """Return the memory of a gradient in C order. A gradient that is not in C order is copied."""
         there = self._memory(x, name, "reduce")
         if isinstance(there, OnDevice) != self._on_device:
             where = "the CPU's, the parameter a device's" if self._on_device else "a device's, the parameter the CPU's"
@@ -423,8 +425,7 @@ class GradientReducer:
         if not isinstance(source, OnDevice):
             return source.copy()
         made: OnDevice = self._arrays.new(x, source.shape)[0]
-        with self._group.failing():
-            self._group.core.pack(made, [source], made.stream)
+        self._group.pack(made, [source], made.stream)
         return made
 
     def _result(self, parameter: Any, buffer: Any) -> Any:
@@ -438,11 +439,11 @@ class GradientReducer:
 
 
 def broadcast_parameters(parameters: Any, root: int = 0, *, group: Group | str | None = None) -> Any:
-    """Give every rank the parameters of rank root, so that all ranks begin with the same model.
+    """Broadcast the parameters of rank root, so that all ranks begin with the same model.
 
-    parameters: as for GradientReducer; they may include a model's buffers. They are written in place and returned, in a
-    list, a tuple or a dict as given. JAX arrays cannot be written, so new arrays are returned for them. The errors are
-    those of broadcast.
+    parameters: as for GradientReducer; they may include a model's buffers. They are overwritten in place and returned
+    in the same form: a list, a tuple or a dict. JAX arrays cannot be written, so new arrays are returned for them. The
+    errors are those of broadcast.
 
     >>> mscomm.train.broadcast_parameters(model.state_dict())
     """
@@ -460,8 +461,8 @@ def _named(parameters: Any) -> list[tuple[str, Any]]:
 
 
 def _chosen(parameters: Any, exclude: list[Any]) -> tuple[list[str], list[Any], dict[str, Any], dict[str, Any]]:
-    """Return the names of the parameters to reduce, the parameters themselves, a dict of the excluded parameters, and a
-    dict of the parameters that need no gradient."""
+    """Return the names of the parameters whose gradients are reduced, these parameters, a dict of the excluded
+    parameters, and a dict of the parameters that need no gradient."""
     entries = _named(parameters)
     unknown = [one for one in exclude if isinstance(one, str) and one not in dict(entries)]
     if unknown:

@@ -1,4 +1,4 @@
-"""Chooses the checkpoint from which the ranks resume: the newest one that all ranks have, whole and undamaged."""
+"""Chooses the checkpoint to resume from: the newest one that is complete and undamaged on all ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Weights = dict[str, np.ndarray[Any, Any]]
 
 
 def agree_on(path: Path, group: Group | None) -> tuple[Saved, Weights, dict[str, Any]] | None:
-    """Return the checkpoint to resume from, its weights and its state. Return None if training begins at the start.
+    """Return the checkpoint to resume from, its weights and its state. Return None if there is nothing to resume.
 
-    All ranks of the group must call this, each with its directory or its file. If path is a file, the checkpoint gets
+    All ranks of the group must call this, each with its own directory or file. If path is a file, the checkpoint gets
     the prefix "", so that training begins a new series of files. The arrays of a file are read only after the ranks
-    have chosen this file. If the file is damaged on one rank, all ranks choose the next older one. All ranks raise
-    ValueError if they cannot agree.
+    have chosen this file. If the file turns out to be damaged on one rank, all ranks choose the next older one. All
+    ranks raise ValueError if they cannot agree.
     """
     is_file = path.is_file() or path.suffix == serialization.SUFFIX
     found: list[Saved] = []
@@ -64,7 +64,7 @@ def _gathered(mine: Any, group: Group | None) -> list[Any]:
 
 
 class _File(NamedTuple):
-    """What ranks tell each other about a checkpoint. The fields are those of Saved."""
+    """What the ranks tell each other about a checkpoint. The fields are those of Saved."""
 
     run: str
     epoch: int
@@ -87,10 +87,10 @@ class _Offer(NamedTuple):
 
 
 def _newest_of_all(offers: list[_Offer]) -> tuple[tuple[str, int, int, str] | None, str]:
-    """Return (place, warning). place: of the newest checkpoint that all ranks have, or None. The warning may be "".
+    """Return the place of the newest checkpoint that all ranks have, or None; and the text of a warning, or "".
 
-    Only checkpoints of the training that wrote last count. ValueError if a rank has a problem, or if training has got
-    beyond its first checkpoint but there is no checkpoint that all ranks have.
+    Only checkpoints of the training run that wrote last count. Raise ValueError if a rank has a problem, or if the run
+    got further than its first checkpoint but there is no checkpoint that all ranks have.
     """
     for rank, offer in enumerate(offers):
         if offer.problem:

@@ -31,17 +31,17 @@ class Saved(NamedTuple):
     epoch: int
     step: int
     time: float  # when the file was written, in seconds since 1970
-    # run and part are random names that all ranks share, or "" in files of earlier versions. run identifies the
-    # training, from its first step to its last. part identifies the call of train() that wrote the file, because a
-    # resumed training may write the same step again.
+    # run and part are random names that are the same on all ranks, or "" in files of earlier versions. run identifies
+    # the training run, from its first step to its last. part identifies the call of train() that wrote the file,
+    # because a resumed run may write the same step again.
     run: str
     part: str
-    first: bool  # whether this is the first file of the training
+    first: bool  # whether this is the first file of the training run
 
     @property
     def place(self) -> tuple[str, int, int, str]:
-        """Identifies the checkpoint. The value is the same on all ranks, and two checkpoints of a rank have different
-        ones."""
+        """Identifies the checkpoint. The value is the same on all ranks, and no two checkpoints of a rank have the same
+        value."""
         return self.run, self.epoch, self.step, self.part
 
 
@@ -52,15 +52,15 @@ def save_checkpoint(
     async_save: bool = False,
     append_dict: dict[str, Any] | None = None,
 ) -> None:
-    """Write a network's weights into a safetensors file, as a whole or not at all.
+    """Write a network's weights to a safetensors file, completely or not at all.
 
     save_obj: a network as for Model, or a dict of arrays, possibly nested. ckpt_file_name: a name without a suffix gets
-    `.safetensors`; the format is safetensors in any case. append_dict: numbers and texts that load_checkpoint returns
-    with the weights. integrated_save, async_save: have no effect, because a file always holds whole weights and is
+    `.safetensors`; the format is safetensors in any case. append_dict: numbers and strings that load_checkpoint returns
+    with the weights. integrated_save, async_save: no effect, because a file always holds the whole weights and is
     complete when the call returns; values other than the defaults print a warning.
 
-    TypeError for a value that a file cannot hold. OSError if the file cannot be written; an older file with the same
-    name is then unchanged.
+    Raise TypeError for a value that a file cannot hold, and OSError if the file cannot be written; an older file with
+    the same name is then unchanged.
 
     >>> mscomm.save_checkpoint(net, "resnet", append_dict={"accuracy": 0.93})
     """
@@ -84,12 +84,12 @@ def load_checkpoint(
     """Return the weights in a file, or in a directory's newest complete checkpoint, as {name: NumPy array}.
 
     ckpt_file_name: any safetensors file, or a directory that ModelCheckpoint has written to. In a directory, files that
-    are truncated, damaged or no checkpoint are left out, and a line on stderr names each of them. net: if given, the
-    weights are also loaded into this network, as by load_param_into_net. filter_prefix: weights are left out if their
-    names begin with this text, or with one of these texts. The result also has the entries of save_checkpoint's
-    append_dict. It does not have the state of the training, which Model.resume loads.
+    are truncated, damaged or not checkpoints are skipped, and a line on stderr names each of them. net: if given, the
+    weights are also loaded into this network, as by load_param_into_net. filter_prefix: a string or several; weights
+    whose names begin with one of them are left out. The result also has the entries of save_checkpoint's append_dict.
+    It does not have the state of the training run, which Model.resume loads.
 
-    FileNotFoundError if there is no such file or checkpoint. ValueError for a truncated or damaged file.
+    Raise FileNotFoundError if there is no such file or checkpoint, and ValueError if a file is truncated or damaged.
 
     >>> weights = mscomm.load_checkpoint("checkpoints_0")
     >>> mscomm.load_param_into_net(net, weights)
@@ -119,12 +119,12 @@ def load_param_into_net(
 ) -> tuple[list[str], list[str]]:
     """Load weights into a network by name.
 
-    Returns two lists of names: those that only the network has, and those that only the dict has.
+    Return two lists of names: those that only the network has, and those that only the dict has.
 
-    net: a network as for Model, except a JAX function, which has no weights of its own. parameter_dict: what
-    load_checkpoint returned, or arrays of any known library by name. strict_load: with True, dtypes must be the same as
-    in the network; with False, float weights of another precision are converted. ValueError if a shape or dtype does
-    not fit; the network is then unchanged.
+    net: a network as for Model, except a JAX function, which has no weights of its own. parameter_dict: the result of
+    load_checkpoint, or a dict {name: array} with arrays of any known library. strict_load: if True, dtypes must be the
+    same as in the network; if False, float weights of another precision are converted. Raise ValueError if a shape or
+    dtype does not fit; the network is then unchanged.
     """
     network = networks.adapt(net)
     there = network.weights()
@@ -162,7 +162,7 @@ def save_training(path: Path, weights: dict[str, Any], state: dict[str, Any], ti
 
 
 def load_training(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, Any]]:
-    """Return the weights and the state in a file. ValueError for a file that has only weights."""
+    """Return the weights and the state in a file. Raise ValueError if the file has only weights."""
     arrays, metadata = tensorfile.read(path)
     if STATE not in metadata:
         raise ValueError(f"{path}: has weights, but no state of a training; use load_checkpoint for the weights")
@@ -171,7 +171,7 @@ def load_training(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str
 
 
 def saved(path: Path) -> Saved:
-    """Return the description of a checkpoint file. ValueError if the file is no complete checkpoint of a training."""
+    """Return the description of a checkpoint file. Raise ValueError if the file is not a complete checkpoint."""
     metadata = tensorfile.read_metadata(path)
     name = _NAME.fullmatch(path.name)
     try:
@@ -189,7 +189,7 @@ def named_like_one(directory: Path) -> list[tuple[Path, str, int, int]]:
 
 
 def complete(directory: Path) -> list[Saved]:
-    """Return the complete checkpoints in a directory. Warn of each incomplete one. ValueError if all are incomplete.
+    """Return a directory's complete checkpoints. Warn about incomplete ones. Raise ValueError if all are incomplete.
 
     Damage in the arrays of a file is not found here, but only when the arrays are read.
     """

@@ -1,5 +1,5 @@
-"""Converts the state of a training, such as the results of state_dict(), to text and arrays. In this form, the state
-can be written into safetensors files and sent to other ranks."""
+"""Converts the state of a training run, such as the results of state_dict(), to text and arrays. In this form, the
+state can be written to safetensors files and sent to other ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ PREFIX = "mscomm.state."  # the names of a state's arrays begin with this; the o
 def to_text(state: Any) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
     """Convert a state to (text, arrays): JSON that refers to arrays by name, and a dict of these arrays.
 
-    A state may contain None, bool, int, float, str, list, tuple, dict, arrays of a known library, and NumPy scalars,
-    which from_text returns as arrays. For any other object, a TypeError says where the object is in the state.
+    A state can contain None, bool, int, float, str, list, tuple, dict, arrays of a known library, and NumPy scalars,
+    which from_text returns as arrays. For any other object, raise a TypeError that says where the object is in the
+    state.
     """
     arrays: dict[str, np.ndarray[Any, Any]] = {}
 
@@ -45,7 +46,7 @@ def to_text(state: Any) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
 
 
 def from_text(text: str, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Any:
-    """Return the state that to_text converted, with NumPy arrays. ValueError for a text that to_text did not write."""
+    """Return the state that to_text converted, with NumPy arrays. Raise ValueError if `text` has another form."""
 
     def read(x: Any) -> Any:
         if isinstance(x, list):
@@ -94,8 +95,8 @@ def with_arrays(state: Any, convert: Any) -> Any:
 def checksum(x: Any, argument: str, function: str) -> int:
     """Return the CRC-32 of an array's dtype, shape and bits in C order. The array may be on the CPU or on a device.
 
-    For a number or a text, this is the CRC-32 of its repr; for any other object, that of its type. argument, function:
-    names for the error message if an array cannot be read.
+    For a number or a string, return the CRC-32 of its repr. For any other object, return the CRC-32 of the repr of its
+    type. argument, function: names for the error message if an array cannot be read.
     """
     if next(names(x), None) is None or not (hasattr(x, "dtype") and hasattr(x, "shape")):
         return zlib.crc32(repr(x if isinstance(x, bool | int | float | str | None) else type(x)).encode())

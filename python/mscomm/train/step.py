@@ -1,4 +1,4 @@
-"""Step: keeps track of the gradients that are ready, starts the reduction of full buckets, and holds the results."""
+"""Step keeps track of which gradients are ready, starts the reduction of full buckets, and holds the results."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mscomm import collectives, objects
 from mscomm.group import Group, Work
 from mscomm.train.buckets import Bucket, Layout, layouts
 
-# What a rank does next inside join(). LEFT: it has no batches left. FORWARD: it begins a forward pass, before which
-# DistributedDataParallel sends buffers. REDUCES: it reduces gradients.
+# What a rank does next inside join(). LEFT: the rank has no batches left. FORWARD: it begins a forward pass, before
+# which DistributedDataParallel sends buffers. REDUCES: it reduces gradients.
 LEFT, FORWARD, REDUCES = 0, 1, 2
 
 
 class Step:
     """The buckets and the state of the current step. Between two steps, no reduction is running.
 
-    names, kinds, shapes: for each gradient its name, its (dtype, number of elements) and its shape. op: how the ranks
-    of the group combine gradients, "avg" or "sum". make: makes a bucket with a given layout. in_order: True if
-    gradients become ready in the order of names. Otherwise Step assumes the reverse order until the first step has
-    shown in which order rank 0's gradients become ready.
+    names, kinds, shapes: the name, the (dtype, number of elements) and the shape of each gradient. op: how the ranks of
+    the group combine gradients, "avg" or "sum". make: a function that creates a bucket with a given layout. in_order:
+    True if gradients become ready in the order of names. Otherwise Step assumes the reverse order until the first step
+    has shown in which order rank 0's gradients become ready.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class Step:
         self._make = make
         self._bucket_bytes = bucket_bytes
         self._order_is_final = in_order
-        self.order_of_rank_0: list[int] | None = None  # None until the first step has shown it
+        self.order_of_rank_0: list[int] | None = None  # None until a step has determined it
         self._order: list[int] = []  # the order in which this step's gradients became ready
         self._started = 0  # how many buckets of this step have been started; buckets start in order
         self._failed = False
         self.joining = False
         self.by_all = False  # inside join(): whether the mean also counts ranks that have left
-        self._meeting: Work | None = None  # inside join(): an all_gather that is running, of what each rank does next
+        self._meeting: Work | None = None  # inside join(): a running all_gather of what each rank does next
         # Inside join(): what each rank does next, from the latest meeting with at least one rank that had not left.
         self.last_met: np.ndarray[Any, Any] = np.zeros(group.size, np.int64)
         self._carry = 0.0
@@ -80,8 +80,8 @@ class Step:
 
     @contextlib.contextmanager
     def owed(self) -> Iterator[None]:
-        """A context for work for which other ranks wait. If the work raises an exception, the other ranks are told, and
-        this object becomes unusable."""
+        """Return a context for work that other ranks wait for. If the work raises an exception, the other ranks are
+        told, and this object becomes unusable."""
         self._check_usable()
         try:
             with self._group.committed("a step of GradientReducer"):
@@ -93,12 +93,12 @@ class Step:
     # -- single gradients
 
     def ready(self, index: int, source: np.ndarray[Any, Any] | None = None) -> list[int]:
-        """Note that the gradient is ready: in its buffer, or in source. Then start full buckets, in the order of
-        buckets.
+        """Record that the gradient is ready, either in its buffer or in source. Then start to reduce full buckets, in
+        the order of the buckets.
 
-        Returns the indices of the gradients in the buckets that were started; these gradients now lie in their buffers.
-        The last bucket is not started here, but by finish(), so that the calling thread reduces it without a switch of
-        threads.
+        Return the indices of the gradients in the buckets that were started; these gradients now lie in their buffers.
+        The last bucket is not started here but by finish(), so that the calling thread reduces it without a thread
+        switch.
         """
         self._check_usable()
         bucket, turn = self._bucket_of[index]
@@ -130,7 +130,7 @@ class Step:
         ]
 
     def was_used(self, index: int) -> bool:
-        """After a step: return whether any rank had this gradient."""
+        """After a step, return whether any rank had this gradient."""
         bucket, turn = self._bucket_of[index]
         return bool(bucket.marks[turn] != 0)
 
@@ -148,8 +148,8 @@ class Step:
     def where_is(self, gradient: np.ndarray[Any, Any]) -> int | None:
         """Return the index of the gradient whose buffer is this memory.
 
-        Return -1 if the memory is another part of the buckets, None if it is outside the buckets. The memory must be in
-        C order.
+        Return -1 if the memory is another part of the buckets, and None if it is outside the buckets. The memory must
+        be in C order.
         """
         begin, end = span = _span(gradient)
         if not any(begin < last and first < end for first, last in self._spans):
@@ -175,7 +175,7 @@ class Step:
         self.joining, self._meeting = False, None
 
     def meet(self, kind: int) -> np.ndarray[Any, Any]:
-        """Tell the other ranks `kind`, which is what this rank does next. Return what each rank does next."""
+        """Tell the other ranks what this rank does next (`kind`). Return what each rank does next."""
         self._announce(kind)
         assert self._meeting is not None
         kinds = self._meeting.wait()
@@ -225,7 +225,7 @@ class Step:
         return laid_out
 
     def _start_next(self, *, async_op: bool) -> None:
-        """Begin to reduce the next bucket."""
+        """Start to reduce the next bucket."""
         bucket = self._buckets[self._started]
         bucket.carried = self._carry if bucket is self._carrier else 0.0
         with self.owed():
@@ -235,17 +235,17 @@ class Step:
         self._started += 1
 
     def _lay_out(self, order: list[int]) -> None:
-        """Make the buckets for gradients that become ready in this order."""
+        """Create the buckets for gradients that become ready in this order."""
         self._buckets = [self._make(one) for one in layouts(self._kinds, order, self._bucket_bytes)]
         self._bucket_of = {
             place.number: (bucket, turn) for bucket in self._buckets for turn, place in enumerate(bucket.layout.places)
         }
-        # The number that carry() was given is sent with the last bucket whose dtype is precise enough for a loss. If
-        # there is no such bucket, a separate call sends the number.
+        # The number that was passed to carry() is sent with the last bucket whose dtype is precise enough for a loss.
+        # If there is no such bucket, the number is sent in a separate call.
         carrying = [bucket for bucket in self._buckets if bucket.carries]
         self._carrier = carrying[-1] if carrying else None
         places = [self._bucket_of[index] for index in range(len(self._kinds))]
-        self._gradient_at = {_span(bucket.memory_of(turn)): i for i, (bucket, turn) in enumerate(places)}
+        self._gradient_at = {_span(bucket.parts[turn]): i for i, (bucket, turn) in enumerate(places)}
         self._spans = [_span(bucket.memory) for bucket in self._buckets]
         self.buffers = [
             bucket.array_of(turn, shape) for (bucket, turn), shape in zip(places, self._shapes, strict=True)
@@ -263,8 +263,8 @@ class Step:
             bucket.take(turn, *before[index])
 
     def narrows(self, index: int) -> bool:
-        """Whether this gradient is compressed."""
-        return self._bucket_of[index][0].narrows
+        """Return whether this gradient is compressed."""
+        return self._bucket_of[index][0].residual is not None
 
     def residual(self, index: int) -> np.ndarray[Any, Any] | None:
         """Return a copy of this gradient's compression residual, or None without compression."""

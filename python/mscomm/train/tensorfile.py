@@ -1,9 +1,9 @@
-"""Safetensors files (https://github.com/huggingface/safetensors), which hold named arrays and short texts.
+"""Safetensors files (https://github.com/huggingface/safetensors), which hold named arrays and short strings.
 
-A reader executes nothing in these files. This module adds two things to the package safetensors: a file is written as a
-whole or not at all, and its metadata contain a checksum of everything in the file. The checksum is zlib's CRC-32. It
-detects every single wrong bit, every burst of up to 32 wrong bits, and all but one in 2^32 of other errors. It does not
-protect from people who change files on purpose. SHA-256 and BLAKE2 would, but take two to four times as long.
+Reading these files never executes anything in them. This module adds two things to the package safetensors: a file is
+written completely or not at all, and its metadata contains a checksum of everything in the file. The checksum is zlib's
+CRC-32. It detects every single-bit error, every burst of up to 32 wrong bits, and all but one in 2^32 of other errors.
+It does not protect against deliberate changes. SHA-256 and BLAKE2 would, but they take two to four times as long.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from mscomm.arrays.numpy import DTYPES
 
 Array = np.ndarray[Any, Any]
 
-HELD = tuple(name for name in DTYPES if name != "complex128")  # the dtypes that a file can have
-CHECKSUM = "mscomm.checksum"  # the key in the metadata for two checksums: one of the other metadata, one of the arrays
+HELD = tuple(name for name in DTYPES if name != "complex128")  # the dtypes that a file can hold
+CHECKSUM = "mscomm.checksum"  # the metadata key of two checksums: one of the other metadata, and one of the arrays
 PARTIAL = ".partial"  # the suffix of a file that is still being written
 
 
 def write(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
-    """Write a file as a whole or not at all. The file gets its name only when its whole content is on the disk.
+    """Write a file completely or not at all. The file gets its final name only when its whole content is on disk.
 
-    The arrays may have any strides. An older file with the same name is replaced. After an OSError, it is unchanged.
-    TypeError for complex128, which the format does not have.
+    The arrays may have any strides. An older file with the same name is replaced, but is unchanged after an OSError.
+    Raise TypeError for complex128, which the format does not support.
     """
     for name, x in arrays.items():
         if x.dtype.name not in HELD:
@@ -52,7 +52,7 @@ def write(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str]) 
         with contextlib.suppress(FileNotFoundError):
             partial.unlink()
         raise
-    _to_disk(path.parent, os.O_RDONLY | os.O_DIRECTORY)  # also write the file's new name to the disk
+    _to_disk(path.parent, os.O_RDONLY | os.O_DIRECTORY)  # also write the file's new name to disk
 
 
 def _to_disk(path: Path, flags: int) -> None:
@@ -64,10 +64,10 @@ def _to_disk(path: Path, flags: int) -> None:
 
 
 def read(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
-    """Return the arrays of a file, new and writable, and the metadata.
+    """Return the arrays of a file, which are new and writable, and the metadata.
 
-    ValueError if the file is truncated, damaged, or not a safetensors file. Files without a checksum, which earlier
-    versions and other programs write, are not checked for damage.
+    Raise ValueError if the file is truncated, damaged, or not a safetensors file. Earlier versions and other programs
+    write files without a checksum. Such files are not checked for damage.
     """
     with _opened(path) as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -78,14 +78,14 @@ def read(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Check and return the metadata of a file. The arrays are not checked. ValueError if the file is truncated or the
-    metadata are damaged."""
+    """Check and return the metadata of a file. The arrays are not checked. Raise ValueError if the file is truncated or
+    the metadata is damaged."""
     with _opened(path) as file:
         return _checked_metadata(path, file)[0]
 
 
 def _checked_metadata(path: Path, file: Any) -> tuple[dict[str, str], str | None]:
-    """Return the metadata, after a check, and the checksum of the arrays. The checksum is None if the file has none."""
+    """Check the metadata. Return it and the checksum of the arrays. The checksum is None if the file has none."""
     metadata: dict[str, str] = file.metadata() or {}
     if CHECKSUM not in metadata:
         return metadata, None

@@ -12,13 +12,13 @@ from mscomm.train.hooks import Callback, RunContext
 
 
 class StepTrace(Callback):
-    """Writes a file `rank_<rank>.json` when the training ends. Give all ranks the same directory.
+    """Writes a file `rank_<rank>.json` when training ends. Pass the same directory on all ranks.
 
-    For steps first_step to last_step of this training, the file says when each step began and how long it took, how
+    For steps first_step to last_step of this training run, the file says when each step began and how long it took, how
     long the rank waited for data, and which calls the group made during the step. `mscomm trace merge DIR -o FILE`
-    joins the files of all ranks into one file for Perfetto. `mscomm trace DIR` says for which rank the others waited.
-    At the end, rank 0 prints which steps were recorded. ValueError if first_step is below 1 or last_step is before
-    first_step.
+    merges the files of all ranks into one file for Perfetto. `mscomm trace DIR` says which rank the others waited for.
+    At the end, rank 0 prints which steps were recorded. Raises ValueError if first_step is below 1 or last_step is
+    before first_step.
 
     >>> model.train(1, dataset, callbacks=[mscomm.train.StepTrace("trace", first_step=10, last_step=20)])
     """
@@ -32,7 +32,7 @@ class StepTrace(Callback):
         self._first, self._last = first_step, last_step
         self._calls: list[dict[str, Any]] = []
         self._ended = self._began = 0.0  # when the previous step ended, and when the current step began
-        self._steps = 0  # how many steps of this training have begun
+        self._steps = 0  # how many steps of this training run have begun
         self._number = 0  # the number of the latest recorded call of the group
         self._who: tuple[int, int] | None = None
 

@@ -1,5 +1,5 @@
-"""Trees of arrays: lists, tuples and dicts, possibly nested. Parameters that are in no module or cell have this
-form."""
+"""Trees of arrays: lists, tuples and dicts, possibly nested. Parameters that do not belong to a module or cell have
+this form."""
 
 from __future__ import annotations
 

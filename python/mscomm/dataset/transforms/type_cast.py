@@ -12,10 +12,10 @@ from mscomm.dataset.operation import Array, Operation
 
 
 class TypeCast(Operation):
-    """Converts an array of any shape to another dtype. As in NumPy, a cast to integers cuts off fractions.
+    """Converts an array of any shape to another dtype. As in NumPy, a cast to integers truncates fractions.
 
-    output_type: a NumPy dtype or its name, or a dtype of mscomm.dtype, MindSpore or PyTorch. TypeError for anything
-    else.
+    output_type: a NumPy dtype or its name, or a dtype from mscomm.dtype, MindSpore or PyTorch. Raises TypeError for
+    anything else.
 
     >>> TypeCast("int32")(np.float32(2.75))
     array(2, dtype=int32)
@@ -23,7 +23,7 @@ class TypeCast(Operation):
 
     def __init__(self, output_type: Any) -> None:
         try:
-            if output_type is None:  # NumPy would take None for float64
+            if output_type is None:  # NumPy would treat None as float64
                 raise TypeError
             self._dtype = dtype_named(output_type)
         except TypeError:

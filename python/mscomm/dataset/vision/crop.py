@@ -22,16 +22,17 @@ class Border(enum.Enum):
 
 
 class RandomCrop(RandomOperation):
-    """Cuts out a part of the image at a random place. Every place is equally likely.
+    """Crops the image at a random position. All positions are equally likely.
 
     size: (height, width) of the result, or one int for both. padding: how many pixels are first added around the image:
-    one int for all sides, (left and right, top and bottom), or (left, top, right, bottom). pad_if_needed: with True, an
-    image that is too low for size is padded at top and bottom, and one that is too narrow at left and right, as in
-    torchvision. fill_value: the value of a constant border, from 0 to 255: an int for all channels, or one for each.
-    padding_mode: Border.CONSTANT, EDGE, REFLECT or SYMMETRIC.
+    one int for all sides, (left and right, top and bottom), or (left, top, right, bottom). pad_if_needed: if True, an
+    image with too few rows for size is padded at the top and bottom, and an image with too few columns is padded at the
+    left and right, as in torchvision. fill_value: the value of a constant border, from 0 to 255: one int for all
+    channels, or one for each channel. padding_mode: Border.CONSTANT, EDGE, REFLECT or SYMMETRIC.
 
-    The operation takes images of shape (height, width, channels) or (height, width) and any dtype, and keeps the dtype.
-    TypeError and ValueError for wrong arguments. ValueError for an image that is smaller than size after padding.
+    The operation accepts images of shape (height, width, channels) or (height, width) and any dtype, and keeps the
+    dtype. Raises TypeError or ValueError for invalid arguments, and ValueError if an image is smaller than size after
+    padding.
 
     >>> RandomCrop((32, 32), (4, 4, 4, 4))(np.zeros((32, 32, 3), np.uint8)).shape
     (32, 32, 3)
@@ -89,7 +90,7 @@ class RandomCrop(RandomOperation):
             raise ValueError(
                 f"RandomCrop: fill_value has {len(self._fill)} numbers, the image is {rows.dtype}{list(rows.shape[1:])}"
             )
-        # Do not call numpy.pad, which takes five times as long for an image of 32 x 32.
+        # Do not call numpy.pad, which takes five times as long for a 32 x 32 image.
         shape = (len(rows), rows.shape[1] + top + bottom, rows.shape[2] + left + right, *rows.shape[3:])
         padded: Array = np.empty_like(rows, shape=shape)
         padded[...] = self._fill

@@ -11,8 +11,8 @@ from mscomm.dataset.operation import Array, RandomOperation, images_of
 class RandomHorizontalFlip(RandomOperation):
     """Mirrors an image, left to right, with probability prob.
 
-    The operation takes images of shape (height, width, channels) or (height, width) and any dtype. TypeError if prob is
-    not a number, ValueError if it is outside 0..1.
+    The operation accepts images of shape (height, width, channels) or (height, width) and any dtype. Raises TypeError
+    if prob is not a number, and ValueError if it is outside 0..1.
 
     >>> RandomHorizontalFlip(1.0)(np.array([[1, 2, 3]]))
     array([[3, 2, 1]])

@@ -26,14 +26,14 @@ class Resize(Operation):
     size: (height, width), or one int for the shorter side; the image then keeps its proportions. interpolation:
     Inter.LINEAR, NEAREST or CUBIC.
 
-    The pixels are computed as in Pillow: the centres of pixels have half-integer coordinates. When an image shrinks,
-    each new pixel depends on all old pixels that it replaces (antialiasing), as in torchvision. When an image grows,
-    antialiasing has no effect. The result then is the same as in MindSpore, which uses OpenCV, except for the rounding
-    to uint8.
+    The pixels are computed as in Pillow: the centres of pixels have half-integer coordinates. When an image is shrunk,
+    each new pixel depends on all old pixels that it replaces (antialiasing), as in torchvision. When an image is
+    enlarged, antialiasing has no effect. The result is then the same as in MindSpore, which uses OpenCV, except for the
+    rounding to uint8.
 
-    The operation takes images of uint8 or float32 and shape (height, width, channels) or (height, width), and keeps the
-    dtype. TypeError for another dtype. ImportError if Pillow is not installed. TypeError and ValueError for wrong
-    arguments.
+    The operation accepts uint8 or float32 images of shape (height, width, channels) or (height, width), and keeps the
+    dtype. Raises TypeError for another dtype, ImportError if Pillow is not installed, and TypeError or ValueError for
+    invalid arguments.
 
     >>> Resize((224, 224))(np.zeros((32, 32, 3), np.uint8)).shape
     (224, 224, 3)
@@ -82,10 +82,11 @@ class Resize(Operation):
         return np.array(Image.fromarray(np.ascontiguousarray(image)).resize((width, height), how))
 
 
-# -- enlarging images of uint8 with NumPy: many rows at once, with the same bits as Pillow -----------------------------
+# -- enlarging uint8 images with NumPy: many rows at once, with the same bits as Pillow --------------------------------
 #
 # This follows Pillow's Resample.c, which resizes first along the width, then along the height, and rounds each result
-# to uint8. Weights have 22 fraction bits. When an image grows, each new pixel depends on two old ones per direction.
+# to uint8. Weights have 22 fraction bits. When an image is enlarged, each new pixel depends on two old pixels per
+# direction.
 
 _FRACTION_BITS = 22
 _BLOCK_BYTES = 1 << 18  # how many bytes of int32 results are computed at once, so that they stay in the cache
@@ -94,7 +95,7 @@ _BLOCK_BYTES = 1 << 18  # how many bytes of int32 results are computed at once, 
 def _enlarged(rows: Array, height: int, width: int) -> Array:
     """Enlarge the images in rows: uint8 of shape (n, high, wide) or (n, high, wide, channels).
 
-    In memory, the channels of the result lie before height and width. The next steps are faster in this order, and
+    In memory, the channels of the result come before height and width. The next steps are faster with this layout, and
     after HWC2CHW the array is in C order.
     """
     images = rows[..., None] if rows.ndim == 3 else rows
@@ -133,8 +134,8 @@ def _weighed(lines: Array, result: Array) -> None:
 
 @lru_cache(maxsize=64)
 def _neighbours(old: int, new: int) -> tuple[Array, Array]:
-    """Each new line is made from two neighbouring old lines. For each new line, return the number of the first old
-    line, and the weight of the second. The weights have the shape (new, 1)."""
+    """Each new line is made from two neighbouring old lines. For each new line, return the number of the first old line
+    and the weight of the second old line. The weights have shape (new, 1)."""
     centres = (np.arange(new) + 0.5) * (old / new)
     first = np.maximum((centres - 1.0 + 0.5).astype(np.int64), 0)
     end = np.minimum((centres + 1.0 + 0.5).astype(np.int64), old)

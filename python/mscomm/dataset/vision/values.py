@@ -16,7 +16,7 @@ _RUN = 512  # elements in a run; in longer runs, NumPy's cost per run is negligi
 class Rescale(Operation):
     """Computes x * rescale + shift in float32, for any shape and any real dtype.
 
-    TypeError for arguments that are not numbers.
+    Raises TypeError if an argument is not a number.
 
     >>> Rescale(1.0 / 255.0, 0.0)(np.full((1, 1, 3), 255, np.uint8))
     array([[[1., 1., 1.]]], dtype=float32)
@@ -43,11 +43,11 @@ class Rescale(Operation):
 class Normalize(Operation):
     """Computes (x - mean) / std for each channel, in float32.
 
-    mean, std: a tuple with one number for each channel, or with one for all. A mean is from 0 to 255, a std is above 0
-    and at most 255. is_hwc: True if the channels are the last axis, False if they are the third axis from the end, as
-    after HWC2CHW. The operation takes images of shape (height, width, channels), or a batch of them, of any real dtype.
-    TypeError and ValueError for wrong arguments. ValueError if an image has another number of channels than mean and
-    std.
+    mean, std: a tuple with one number for each channel, or with one number for all channels. A mean must be from 0 to
+    255, and a std must be above 0 and at most 255. is_hwc: True if the channels are the last axis, False if they are
+    the third axis from the end, as after HWC2CHW. The operation accepts images of shape (height, width, channels), or a
+    batch of them, of any real dtype. Raises TypeError or ValueError for invalid arguments, and ValueError if an image
+    does not have as many channels as mean and std.
 
     >>> Normalize((0.5,), (0.25,))(np.ones((1, 1, 3), np.float32))
     array([[[2., 2., 2.]]], dtype=float32)
@@ -105,7 +105,7 @@ class Normalize(Operation):
 class HWC2CHW(Operation):
     """Moves the channels before height and width: (height, width, channels) becomes (channels, height, width).
 
-    There may be a batch axis in front. Any dtype is allowed. ValueError for fewer than three axes.
+    There may be a batch axis in front. Any dtype is allowed. Raises ValueError if there are fewer than three axes.
 
     >>> HWC2CHW()(np.zeros((32, 24, 3))).shape
     (3, 32, 24)

@@ -1,4 +1,4 @@
-"""Adapts the networks of each library to Model. There is one file per library, chosen by the type of the network.
+"""Adapts each library's networks to Model. There is one file per library, chosen by the type of the network.
 
 Each file has a class Network(network, loss_fn, optimizer), which inherits from the protocol below.
 """
@@ -19,7 +19,7 @@ class Network(Protocol):
     """A network with its loss function and its optimizer."""
 
     def trained(self) -> dict[str, Any]:
-        """Return the weights that GradientReducer gets, by name. Their order is the same on every rank."""
+        """Return the weights that are passed to GradientReducer, by name. Their order is the same on every rank."""
 
     def weights(self) -> dict[str, Any]:
         """Return the arrays to save: the trained weights, and other arrays that training changes, such as running
@@ -38,7 +38,7 @@ class Network(Protocol):
         """Prepare for the first step. Model.train calls this method."""
 
     def step(self, batch: tuple[Any, ...], reducer: GradientReducer | None) -> np.generic:
-        """Train with one batch, which has NumPy arrays or arrays of the network's library. Return this rank's loss.
+        """Train on one batch, which holds NumPy arrays or arrays of the network's library. Return this rank's loss.
 
         The loss is sent along with the gradients (reducer.carry).
         """
@@ -49,7 +49,7 @@ class Network(Protocol):
 
 
 def adapt(network: Any, loss_fn: Any = None, optimizer: Any = None) -> Network:
-    """Return the network in the form that Model uses. TypeError for a network of an unknown kind."""
+    """Return the network in the form that Model uses. Raise TypeError for an unknown kind of network."""
     name = next((name for name in names(network) if name != "numpy"), None)  # NumPy has no networks of its own
     if name is None:
         if hasattr(network, "loss_and_gradients"):
@@ -66,8 +66,8 @@ def adapt(network: Any, loss_fn: Any = None, optimizer: Any = None) -> Network:
 
 
 def write_over(weights: dict[str, Any], given: dict[str, np.ndarray[Any, Any]]) -> None:
-    """Write the given arrays into the weights with these names. ValueError if a shape differs, or the kind of a
-    dtype."""
+    """Write the given arrays into the weights with these names. Raise ValueError if a shape or the kind of a dtype
+    differs."""
     for name, x in given.items():
         there = memory_anywhere(weights[name], name, "load")
         if there.shape != x.shape:
@@ -83,7 +83,7 @@ def _is_float(dtype: np.dtype[Any]) -> bool:
 
 
 def as_tuple(batch: Any) -> tuple[Any, ...]:
-    """Return a dataset's batch as a tuple. For a dict, this is the tuple of its values."""
+    """Return a dataset's batch as a tuple. A dict becomes the tuple of its values."""
     if isinstance(batch, dict):
         return tuple(batch.values())
     if isinstance(batch, tuple | list):

@@ -1,4 +1,4 @@
-"""MindSpore cells, in graph or PyNative mode, with optimizers of mindspore.nn."""
+"""MindSpore cells, in graph or PyNative mode, with mindspore.nn optimizers."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Network(networks.Network):
         return {p.name for p in (*self._cell.get_parameters(), *optimizers) if p.layerwise_parallel}
 
     def begin(self) -> None:
-        """In graph mode, compile the loss and the gradients into one graph. The optimizer's step is another graph, and
-        the reduction runs between the two graphs, in Python."""
+        """In graph mode, compile the loss and the gradients into one graph. The optimizer's step is a second graph. The
+        reduction runs between the two graphs, in Python."""
         self._cell.set_train(True)
         if mindspore.get_context("mode") != mindspore.GRAPH_MODE:
             self._loss_and_gradients = self._eager

@@ -1,4 +1,4 @@
-"""PyTorch modules, with optimizers of torch.optim."""
+"""PyTorch modules, with torch.optim optimizers."""
 
 from __future__ import annotations
 
