@@ -2,11 +2,11 @@
 
     python bench/builds.py OLD/bin/mscomm NEW/bin/mscomm -n 2,4,8
 
-In each round, `mscomm bench` runs with one build and then with the other, so that slow minutes of the machine affect
-both builds. The script prints a table in Markdown. It shows the time of each build in microseconds: the median over all
-rounds of the median time in a round. It also shows the ratio of the old time to the new time, with an interval (a
-paired bootstrap over the rounds, see ratio.py). A cell is "slower" if the whole interval is below 1, and "faster" if
-the whole interval is above 1.
+In each round, `mscomm bench` runs with one build and then with the other, so that a temporary slowdown of the machine
+affects both builds. The script prints a Markdown table with the time of each build in microseconds, which is the median
+over all rounds of the median time in a round. The table also shows the ratio of the old time to the new time, with an
+interval (a paired bootstrap over the rounds, see ratio.py). A cell is "slower" if the whole interval is below 1, and
+"faster" if the whole interval is above 1.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Cell = tuple[str, int, str, int]  # collective, number of ranks, kind of memory,
 
 
 def measure(mscomm: str, collective: str, ranks: int, memory: str, sizes: tuple[str, str, int]) -> dict[Cell, float]:
-    """Run `mscomm bench`. Returns for each size the median time of a call, in microseconds.
+    """Run `mscomm bench`. Return the median time of a call for each size, in microseconds.
 
-    The calls are out of place if the collective has this form.
+    The calls are out of place if the collective has an out-of-place form.
     """
     smallest, largest, factor = sizes
     with tempfile.TemporaryDirectory() as folder:

@@ -1,19 +1,19 @@
-"""Compares mscomm with Open MPI, MPICH and gloo, each in the better of two settings, and with the speed of memory.
+"""Compares mscomm with Open MPI, MPICH and gloo, each with the better of two settings, and with memory bandwidth.
 
     python bench/compare.py -n 2,4,8 --openmpi-prefix OPENMPI --mpich-prefix MPICH results
     python bench/compare.py --read results
 
 For each collective and number of ranks, `mscomm bench` runs twice: for 8 bytes, and for 4 KiB to 64 MiB. In each of
-these jobs all contenders take turns, in rounds, and the results of each contender are checked once at each size. The
-jobs run one after the other. All samples are kept in the folder, with the pictures ratio.svg and share.svg. Tables are
-printed in Markdown.
+these jobs, all contenders take turns in rounds, and each contender's results are checked once at each size. The jobs
+run one after the other. The folder keeps all samples, and the pictures ratio.svg and share.svg. Tables are printed in
+Markdown.
 
-The tables show the times, and how many times as fast mscomm is as MPI (the better MPI, in its better setting) and as
-gloo (in its better setting). mscomm is measured with arrays of mscomm.empty ("arena") and with ordinary arrays
+The tables show the times, and how many times as fast mscomm is as MPI (the better MPI, with its better setting) and as
+gloo (with its better setting). mscomm is measured with arrays of mscomm.empty ("arena") and with ordinary arrays
 ("foreign"). From 64 KiB on, the tables also show the time that NumPy takes to read and write as many bytes as the
 collective must ("memory"), as a share of mscomm's time. A time is the median over rounds of the median time in a round.
-The interval of a ratio of two times is a paired bootstrap over rounds. Ratios below 1 are in bold. The goals, and the
-cells that miss them, follow the tables.
+The interval of a ratio of two times comes from a paired bootstrap over rounds. Ratios below 1 are in bold. The goals,
+and the cells that miss them, follow the tables.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ SIZES = (8, *(4 << 10 << shift for shift in range(0, 15, 2)))  # 8 B, then 4 KiB
 
 
 class Goal(NamedTuple):
-    """A goal for the sizes from `smallest` to `largest`: compared with the fastest of `peers`, mscomm must be at least
-    `mean` times as fast in the geometric mean over the sizes, and at least `each` times as fast at each size.
+    """A goal for the sizes from `smallest` to `largest`. mscomm is compared with the fastest of `peers`: it must be at
+    least `mean` times as fast in the geometric mean over the sizes, and at least `each` times as fast at each size.
     """
 
     collectives: tuple[str, ...]
@@ -99,15 +99,18 @@ class Cell:
         return float(np.median(self._rounds[name]))
 
     def best(self, names: Iterable[str]) -> str | None:
-        """The fastest of the contenders `names`; None if none of them was measured."""
+        """Return the fastest of the contenders `names`, or None if none of them was measured."""
         return min(filter(self.has, names), key=self.us, default=None)
 
     def ratio(self, theirs: str, ours: str) -> Ratio:
-        """The ratio of the time of `theirs` to the time of `ours`."""
+        """Return the ratio of the time of `theirs` to the time of `ours`."""
         return ratio(self._rounds[theirs], self._rounds[ours])
 
     def share(self, ours: str) -> float | None:
-        """NumPy's time for the same bytes divided by the time of `ours`. None for small sizes, or if not measured."""
+        """Return NumPy's time for the same bytes divided by the time of `ours`.
+
+        Return None for small sizes, or if NumPy was not measured.
+        """
         return self.us(MEMORY) / self.us(ours) if self.has(MEMORY) and self.size >= MEMORY_FROM else None
 
 
@@ -123,7 +126,7 @@ class Series:
         self.collective: str = plan["collective"]
         self.ranks: int = self.environment["ranks"]
         self.cells = [Cell(row) for row in document["rows"]]
-        self.wrong: dict[str, int] = {}  # the number of wrong elements, for each contender that has some
+        self.wrong: dict[str, int] = {}  # the number of wrong elements, for each contender that has any
         self.checked = True
         for row in document["rows"]:
             for name, modes in row["results"].items():
@@ -136,13 +139,13 @@ class Series:
         return f"{self.collective}, {self.ranks} ranks"
 
     def setting(self) -> dict[str, Any]:
-        """The machine, the versions and the peers' settings, which must be equal in all series of a report."""
+        """Return the machine, the versions and the peers' settings. They must be equal in all series of a report."""
         facts = {name: self.environment[name] for name in ("cpu", "cpus", "kernel", "mscomm", "python", "numpy")}
         about = self.environment["contenders"]
         return {**facts, **{name: about[name] for name in (*MPI, *GLOO) if name in about}}
 
     def ratios(self, peers: tuple[str, ...], memory: str) -> list[tuple[Cell, str, Ratio]]:
-        """For each size: the cell, the fastest of `peers`, and the ratio of its time to mscomm's time.
+        """Return, for each size, the cell, the fastest of `peers`, and the ratio of that peer's time to mscomm's time.
 
         memory: the kind of arrays that mscomm uses, "arena" or "foreign".
         """
@@ -155,7 +158,7 @@ class Series:
 
 
 def read_all(folder: Path) -> list[Series]:
-    """All series of the folder, by collective and number of ranks. Raises ClickException if their settings differ."""
+    """Return all series in the folder, by collective and number of ranks. Raise ClickException if settings differ."""
     found = [Series(path) for path in sorted(folder.glob("*-*.json"))]
     if not found:
         raise click.ClickException(f"{folder} has no measurements")
@@ -246,7 +249,7 @@ def ratio_text(one: Ratio) -> str:
 
 
 def goals(all_series: list[Series]) -> Iterator[str]:
-    """The lines about all goals: whether each goal is met, which cells miss it, and what was not measured."""
+    """Yield lines about all goals: whether each goal is met, which cells miss it, and what was not measured."""
     for goal in GOALS:
         who = "MPI" if goal.peers is MPI else "gloo"
         lacking = []
@@ -266,7 +269,7 @@ def _goal(goal: Goal, collective: str, ranks: int, who: str, cells: list[tuple[C
     mean = geometric_mean(one.value for *_, one in cells)
     missed = [(cell, best, one) for cell, best, one in cells if one.value < goal.each]
     unsure = sum(one.low < goal.each <= one.value for *_, one in cells)
-    if missed:  # the goal is missed, whatever the unmeasured cells would show
+    if missed:  # then the goal is missed, whatever the unmeasured cells would show
         verdict = "MISSED"
     elif gaps:
         verdict = "not measured"
@@ -284,7 +287,7 @@ def _goal(goal: Goal, collective: str, ranks: int, who: str, cells: list[tuple[C
 
 
 def _gaps(goal: Goal, collective: str, ranks: int, cells: list[Cell]) -> list[str]:
-    """What the goal needs and was not measured, as texts: sizes, and peers that were not measured at every size."""
+    """Return what the goal needs but was not measured, as a list: sizes, and peers that lack some of the sizes."""
     case = Case(ROWS[collective], np.dtype(np.float32), "sum", 0, ranks, 0)
     wanted = [case.size(case.count(size)) for size in SIZES if goal.smallest <= size <= goal.largest]
     there = {cell.size for cell in cells}
@@ -417,7 +420,7 @@ def main(
 def _measure(words: list[str], into: Path) -> list[str]:
     """Run `mscomm bench` twice, for 8 bytes and for 4 KiB to 64 MiB, and write the rows of both runs to one file.
 
-    Returns a line for each failed run. A run has failed if it has written no file. A run with wrong results exits with
+    Return a line for each failed run. A run has failed if it has written no file. A run with wrong results exits with
     status 1, but it writes its file.
     """
     into.unlink(missing_ok=True)  # removes the file of an earlier run

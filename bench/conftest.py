@@ -2,7 +2,7 @@
 
 For each number of ranks, the other ranks are started once, as workers of a scheduler, and this process joins them. When
 the number of ranks changes, this process ends the job. Before each measurement, rank 0 broadcasts which call the other
-ranks must make and how many times (follower.py).
+ranks must make, and how many times (see follower.py).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Ranks:
         rounds, iterations = (50, 20) if size <= 64 << 10 else (20, 1)
         # All ranks must make the same number of calls. pytest-benchmark's pedantic mode makes one warm-up round and
         # then `rounds` rounds. If a round has several calls, pytest-benchmark makes one more call at the end, to get a
-        # result. If timing is off (--benchmark-disable), it makes only one call.
+        # result. If timing is disabled (--benchmark-disable), it makes only one call.
         calls = (1 + rounds) * iterations + (iterations > 1) if benchmark.enabled else 1
         mscomm.broadcast(np.array([ROWS.index(name), size, shared, calls]))
         buffers = buffers_of(case, size, shared)
@@ -83,7 +83,7 @@ _now: Ranks | None = None
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """A job of `n` ranks, where `n` is a parameter of the test. Reuses the previous test's job if `n` is the same."""
+    """Return a job of `n` ranks, where `n` is a parameter of the test. Reuse the previous job if `n` is the same."""
     global _now
     n = request.getfixturevalue("n")
     if _now is not None and _now.size != n:

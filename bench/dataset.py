@@ -1,12 +1,12 @@
-"""Measures how many images per second the tutorials' pipeline gives, compared with PyTorch's DataLoader.
+"""Measures how many images per second the tutorials' pipeline yields, compared with PyTorch's DataLoader.
 
     python bench/dataset.py [--rounds 7] [--seconds 0.6]
 
 The pipeline reads images of 32 x 32 pixels from files in CIFAR-10's format. It applies RandomCrop(32, padding 4),
 RandomHorizontalFlip, Resize, Rescale, Normalize, HWC2CHW and TypeCast, and makes batches of 32. For PyTorch, this
-script applies the same operations to Pillow images as torchvision would, and has all images in memory from the start.
-Both sides take turns in one run, and the medians over the rounds count. CPU seconds are those of the process and its
-workers. The script prints the table of docs/performance.md.
+script applies the same operations to Pillow images, as torchvision would, and keeps all images in memory from the
+start. Both sides take turns in one run, and the results are medians over the rounds. CPU seconds include those of
+worker processes. The script prints the table of docs/performance.md.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from mscomm.dataset import cifar10, transforms, vision
 
 BATCH_SIZE, IMAGES = 32, 50_000
 MEAN, STD = (0.4465, 0.4822, 0.4914), (0.2010, 0.1994, 0.2023)
-RATES = {32: 20_000, 224: 1_500}  # image size: about how many images per second; decides how many images are used
+RATES = {32: 20_000, 224: 1_500}  # image size -> approximate images per second; determines how many images are used
 
 
 def by_mscomm(folder: Path, size: int, images: int, workers: int) -> Iterable[Any]:
-    """The pipeline that create_dataset() makes in the tutorials."""
+    """Return the pipeline that create_dataset() builds in the tutorials."""
     data: ds.Dataset = ds.Cifar10Dataset(folder, "train", num_samples=images)
     data = data.map(operations=transforms.TypeCast(mscomm.int32), input_columns="label")
     image = [vision.RandomCrop((32, 32), (4, 4, 4, 4)), vision.RandomHorizontalFlip(), vision.Resize((size, size))]
@@ -47,7 +47,7 @@ def by_mscomm(folder: Path, size: int, images: int, workers: int) -> Iterable[An
 
 
 class Pictures(torch.utils.data.Dataset[Any]):
-    """A PyTorch dataset of CIFAR-10's images in memory. Each access to an image applies the operations to it."""
+    """A PyTorch dataset of CIFAR-10 images in memory. Each access to an image applies the operations to it."""
 
     def __init__(self, folder: Path, size: int, images: int) -> None:
         records = np.concatenate([np.fromfile(folder / name, np.uint8) for name in cifar10.TRAIN])
@@ -84,12 +84,12 @@ def by_torch(folder: Path, size: int, images: int, workers: int) -> Iterable[Any
 
 
 def cpu_seconds() -> float:
-    """The CPU seconds of this process and its children."""
+    """Return the CPU seconds that this process and its children have used."""
     return time.process_time() + sum(sum(child.cpu_times()[:2]) for child in psutil.Process().children(recursive=True))
 
 
 def measured(batches: Iterable[Any], images: int) -> tuple[float, float]:
-    """Make one pass over `batches`. Returns the images per CPU second, and the images per second."""
+    """Make one pass over `batches`. Return the images per CPU second, and the images per second."""
     cpu, began = cpu_seconds(), time.perf_counter()
     count = sum(len(image) for image, _ in batches)
     took, busy = time.perf_counter() - began, cpu_seconds() - cpu
@@ -99,7 +99,7 @@ def measured(batches: Iterable[Any], images: int) -> tuple[float, float]:
 
 
 def write(folder: Path) -> None:
-    """Write files in CIFAR-10's format, of the same size, with random pixels."""
+    """Write files in CIFAR-10's format with random pixels. They are as large as CIFAR-10's own files."""
     random_pixels = np.random.default_rng(1)
     for name in cifar10.TRAIN:
         records = random_pixels.integers(0, 256, (10_000, cifar10.RECORD_BYTES), np.uint8)
@@ -108,8 +108,8 @@ def write(folder: Path) -> None:
 
 
 Make = Callable[[Path, int, int, int], Iterable[Any]]
-# For each side: the function that makes its pipeline; and for each number of processes in the table, how many worker
-# processes to start. With 0 workers, PyTorch's DataLoader works in the main process.
+# For each side, the function that makes its pipeline, and how many workers to start for each number of workers in the
+# table. With 0 workers, PyTorch's DataLoader works in the main process.
 SIDES: dict[str, tuple[Make, dict[int, int]]] = {
     "mscomm": (by_mscomm, {1: 1, 2: 2}),
     "torch": (by_torch, {1: 0, 2: 2}),
@@ -140,7 +140,7 @@ def main() -> None:
                 for turn in range(args.rounds + 1):
                     for name, batches in made.items():
                         rate = measured(batches, images)
-                        if turn:  # the first turn does not count: it also reads files and starts workers
+                        if turn:  # the first turn does not count, because it also reads files and starts workers
                             rates[name].append(rate)
                 cells = []
                 for kind in range(2):

@@ -1,11 +1,11 @@
-"""Measures how long mscomm itself takes on the host to enqueue a call on an accelerator. No accelerator is needed.
+"""Measures how long mscomm itself takes on the host to enqueue a call on an accelerator. Needs no accelerator.
 
     python bench/enqueue.py [--calls 10000]
 
-The job has one rank, and a driver and an NCCL that do nothing (idle.py). An array of idle.py is just an address, a
-shape and a dtype, and finding its current stream costs nothing, so all the time is mscomm's own. The kinds of calls
-take turns in rounds, and for each kind the median of all calls counts. The times of NCCL, the driver and an array
-library are not included: for those, see bench/gpu.py.
+The job has one rank. Its CUDA driver and its NCCL do nothing (idle.py). An array of idle.py is just an address, a shape
+and a dtype, and finding its current stream costs nothing, so all the measured time is mscomm's own. The kinds of calls
+take turns in rounds, and the result for each kind is the median over all calls. The times do not include NCCL, the
+driver or an array library; for those, see bench/gpu.py.
 """
 
 from __future__ import annotations

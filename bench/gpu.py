@@ -1,11 +1,11 @@
-"""Measures how much time mscomm adds on the host to enqueue a call of NCCL, and compares one fused call with
-many single calls.
+"""Measures how much time mscomm adds on the host when it enqueues an NCCL call, and compares one fused call with many
+single calls.
 
     python bench/gpu.py [--calls 10000] [--json FILE]
 
-The job has one rank, so its collectives are just copies: one rank is enough to measure the time on the host. NCCL
-itself is called through CuPy. Rounds of NCCL and of mscomm take turns, and the median of all calls counts. The script
-needs CuPy.
+The job has one rank, so its collectives are just copies; this is enough to measure the time on the host. NCCL itself is
+called through CuPy, which the script needs. NCCL and mscomm take turns in rounds, and the results are medians over all
+calls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PARAMETERS = [3 * 3 * 64 * 64] * 20 + [1 << 20] * 4 + [64] * 100  # the gradient
 
 
 def times(call: Callable[[], Any], calls: int) -> list[float]:
-    """The host's time for each of `calls` calls, in microseconds. The device must be idle at the beginning."""
+    """Return the host's time for each of `calls` calls, in microseconds. The device must be idle at the beginning."""
     taken = []
     for turn in range(calls):
         began = time.perf_counter_ns()
@@ -43,7 +43,7 @@ def times(call: Callable[[], Any], calls: int) -> list[float]:
 
 
 def in_turn(contenders: dict[str, Callable[[], Any]], calls: int) -> dict[str, float]:
-    """The median time of each contender in microseconds. The contenders take turns in rounds."""
+    """Return the median time of each contender in microseconds. The contenders take turns in rounds."""
     seen: dict[str, list[float]] = {name: [] for name in contenders}
     for call in contenders.values():
         times(call, 200)
@@ -54,7 +54,7 @@ def in_turn(contenders: dict[str, Callable[[], Any]], calls: int) -> dict[str, f
 
 
 def step_ms(step: Callable[[], Any], steps: int = 50) -> float:
-    """The device's median time for a step in milliseconds, measured with the device's events."""
+    """Return the device's median time for a step in milliseconds, measured with the device's events."""
     taken = []
     for _ in range(steps):
         begin, end = cupy.cuda.Event(), cupy.cuda.Event()

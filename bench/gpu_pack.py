@@ -1,12 +1,12 @@
-"""Measures how fast gradients are copied into a bucket and out of it, as a share of the rate of a plain device copy.
+"""Measures how fast gradients are copied into and out of a bucket, as a share of the rate of a plain device copy.
 
     python bench/gpu_pack.py [--json FILE]
 
-The buckets have 1 MiB to 256 MiB, in few and in many parts. The plain copy is one cudaMemcpyAsync of the same bytes.
-Several calls of one kind are captured into a CUDA graph, so that events measure only the device's time. The graphs take
-turns, and the median round counts. A rate counts all bytes that are read and written. Whatever the kind of call, data
-that fits into the GPU's cache stays there from call to call. The last number of a line is the host's time for a call of
-pack. The script needs CuPy.
+The buckets have 1 MiB to 256 MiB, in few or many parts. The plain copy is one cudaMemcpyAsync of the same number of
+bytes. Several calls of one kind are captured into a CUDA graph, so that events measure only the device's time. The
+graphs take turns, and the results are medians over the rounds. A rate counts all bytes that are read and written. With
+every kind of call, data that fits into the GPU's cache stays there from call to call. The last number in a line is the
+host's time for one call of pack. The script needs CuPy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 
 def sizes_of(kind: str, count: int) -> list[int]:
-    """The number of elements of each part. The parts have `count` elements together."""
+    """Return the number of elements of each part. The parts have `count` elements in total."""
     if kind == "network":  # each part has about half of the elements that are left
         sizes = []
         while count > 3:
@@ -44,7 +44,7 @@ def sizes_of(kind: str, count: int) -> list[int]:
 
 
 def times_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """For each kind of call, the device's time for one call in ms: the median over rounds. The kinds take turns."""
+    """Return the device's time for one call of each kind in ms: the median over rounds. The kinds take turns."""
     stream = cupy.cuda.get_current_stream()
     graphs = {}
     for name, call in calls.items():
@@ -68,7 +68,7 @@ def times_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, flo
 
 
 def host_us(call: Callable[[], Any], calls: int = 50) -> float:
-    """The host's median time to enqueue a call, in microseconds."""
+    """Return the host's median time to enqueue a call, in microseconds."""
     taken = []
     for _ in range(calls):
         began = time.perf_counter_ns()
@@ -79,7 +79,7 @@ def host_us(call: Callable[[], Any], calls: int = 50) -> float:
 
 
 def measure(kind: str, total: int) -> dict[str, float]:
-    """For each kind of call, the rate in GB/s; and as "host us", the host's time for a call of pack in microseconds."""
+    """Return the rate of each kind of call in GB/s, and as "host us" the host's time for one call of pack in us."""
     core, stream = resolve(None).core, cupy.cuda.get_current_stream()
     count = total // 4
     arrays = [cupy.ones(size, np.float32) for size in sizes_of(kind, count)]

@@ -5,18 +5,18 @@
 
 The hosts are network namespaces of this machine (tests/hosts.py), so they share its CPUs and its memory bus. A link of
 1 Gbit/s is limited to this rate in both directions, after a burst of 256 KiB; an unshaped link is as fast as the kernel
-can make it. For each link and layout (2x4: 2 hosts with 4 ranks each) all contenders take turns in one job, in rounds,
-and the results of mscomm and gloo are checked once at each size. The calls are float32 sums in place, in ordinary
-arrays. All samples are kept in the folder, and tables are printed in Markdown. A call's time is the mean over the
-ranks. A time in the tables is the median over rounds of the median time in a round. The interval of a ratio of two
-times is a paired bootstrap over rounds.
+can make it. For each link and layout (2x4 means 2 hosts with 4 ranks each), all contenders take turns in rounds, in one
+job, and the results of mscomm and gloo are checked once at each size. The calls are in-place float32 sums on ordinary
+arrays. The folder keeps all samples. Tables are printed in Markdown. A call's time is the mean over the ranks. A time
+in the tables is the median over rounds of the median time in a round. The interval of a ratio of two times comes from a
+paired bootstrap over rounds.
 
 In an all_reduce of S bytes over H hosts, every host must send and receive at least 2 (H-1)/H S bytes. "wire" is the
-time to move just these bytes: one rank of each host sends them to the next host, and receives at the same time from the
-host before. "share" is the wire's time divided by mscomm's time. "sent" is the number of bytes that the busiest host
-has sent through its interface, divided by the number of bytes that it must send. If this quotient is below 1, some
-bytes went another way, and the command fails. Ratios to gloo below 1 are in bold. The goals, and the cells that miss
-them, follow the tables.
+time to move just these bytes: one rank of each host sends them to the next host, and receives from the previous host at
+the same time. "share" is the wire's time divided by mscomm's time. "sent" is the number of bytes that the busiest host
+has sent through its interface, divided by the number of bytes that it must send. If "sent" is below 1, some bytes took
+another route, and the command fails. Ratios to gloo below 1 are in bold. The goals, and the cells that miss them,
+follow the tables.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from mscomm.bench.plan import ROUNDS_WITH_PEERS, size_of
 from mscomm.cli.bench import check_peers
 
 HOSTS = Path(__file__).parents[1] / "tests/hosts.py"
-LINKS = {"1gbit": "1gbit", "unshaped": ""}  # the rate limit of each host, in the notation of tc; "" means no limit
+LINKS = {"1gbit": "1gbit", "unshaped": ""}  # the rate limit of each host, in tc's notation; "" means no limit
 SIZES = {"1gbit": (64 << 10, 1 << 20, 16 << 20), "unshaped": (8, 64 << 10, 1 << 20, 16 << 20)}
 LAYOUTS = ("2x1", "4x1", "2x4")
 INTERFACE = "net0"
-PASSED_ON = ("MSCOMM_ALGO",)  # the environment variables of this process that the ranks also get
+PASSED_ON = ("MSCOMM_ALGO",)  # environment variables that are passed on to the ranks
 SENT_FROM = 4 << 10  # bytes; for smaller messages, most of what is sent is headers
 SERIES_S = 900.0
 LAST_LINES = 30
 
 
 class Goal(NamedTuple):
-    """A goal for mscomm at each size from `smallest` on: at least this share of the wire's speed, and at least `speed`
-    times as fast as the better setting of gloo. None sets no such goal.
+    """A goal for mscomm at each size from `smallest` on: to reach at least `share` of the wire's speed, and to be at
+    least `speed` times as fast as the better setting of gloo. None means that there is no such goal.
     """
 
     link: str
@@ -95,19 +95,19 @@ class Series:
         return f"{self.link}, {hosts} hosts, {ranks} {'rank' if ranks == '1' else 'ranks'} each"
 
     def setting(self) -> dict[str, Any]:
-        """The machine, the versions and the settings, which must be equal in all series of a report."""
+        """Return the machine, the versions and the settings. They must be equal in all series of a report."""
         names = ("cpu", "cpus", "kernel", "congestion_control", "mscomm", "python", "numpy")
         about = self.environment["contenders"]
         facts = {"variables": self.variables, **{name: self.environment[name] for name in names}}
         return {**facts, **{name: about[name] for name in (*GLOO, WIRE)}}
 
     def sent(self, name: str, size: int) -> float:
-        """The bytes that the busiest host sent with contender `name`, divided by the bytes that each host must send."""
+        """Return the bytes that the busiest host sent with contender `name`, divided by what each host must send."""
         row = self._rows[size]
         return float(row["results"][name]["in_place"]["sent_bytes"] / row["least_bytes"])
 
     def beside_the_wire(self) -> Iterator[str]:
-        """Lines about contenders whose bytes did not all go through the hosts' interfaces."""
+        """Yield lines about contenders whose bytes did not all go through the hosts' interfaces."""
         for size in self._rows:
             for name in self.environment["contenders"]:
                 if (sent := self.sent(name, size)) < 1:
@@ -117,7 +117,7 @@ class Series:
 
 
 def read_all(folder: Path) -> list[Series]:
-    """All series of the folder, by link and layout. Raises ClickException if their settings differ."""
+    """Return all series in the folder, by link and layout. Raise ClickException if their settings differ."""
     found = [Series(path) for path in folder.glob("*-*.json")]
     if not found:
         raise click.ClickException(f"{folder} has no measurements")
@@ -172,12 +172,12 @@ def times(series: Series) -> Iterator[str]:
 
 
 def speed(cell: Cell) -> Ratio:
-    """How many times as fast mscomm is as the better setting of gloo."""
+    """Return how many times as fast mscomm is as the better setting of gloo."""
     return cell.ratio(_better_gloo(cell), "mscomm")
 
 
 def share(cell: Cell) -> Ratio:
-    """The ratio of the wire's time to mscomm's time."""
+    """Return the ratio of the wire's time to mscomm's time."""
     return cell.ratio(WIRE, "mscomm")
 
 
@@ -190,7 +190,7 @@ def _share_text(one: Ratio) -> str:
 
 
 def goals(all_series: list[Series]) -> Iterator[str]:
-    """The lines about all goals: for each layout, whether the goal is met, which cells miss it, or "not measured"."""
+    """Yield lines about all goals: for each layout, whether the goal is met, which cells miss it, or "not measured"."""
     for goal in GOALS:
         for layout in goal.layouts:
             for series in all_series:
@@ -288,7 +288,7 @@ def main(
 def _measure(plan: dict[str, Any], into: Path) -> list[str]:
     """Run one job on new hosts. The job writes its measurements to `into`.
 
-    Returns an empty list, or if the job failed, a list with one text.
+    Return an empty list or, if the job failed, a list with one message.
     """
     into.unlink(missing_ok=True)  # removes the file of an earlier run
     began = time.monotonic()
@@ -308,7 +308,7 @@ def _measure(plan: dict[str, Any], into: Path) -> list[str]:
 
 
 def _job(rate: str, hosts: list[str], ranks: int, plan: Path, into: Path, variables: dict[str, str]) -> str:
-    """Run the job on new hosts, each of which is a node of `mscomm run`. Returns what went wrong, or ""."""
+    """Run the job on new hosts, each of which is a node of `mscomm run`. Return what went wrong, or ""."""
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, HOSTS, str(len(hosts)), "--rate", rate, "--"]
     command += [sys.executable, "-m", "mscomm", "run", "--nnodes", str(len(hosts)), "--master-addr", hosts[0]]
@@ -322,7 +322,7 @@ def _job(rate: str, hosts: list[str], ranks: int, plan: Path, into: Path, variab
             stdout=out,
             stderr=subprocess.STDOUT,
             env=env | variables,
-            # Ctrl-C must not reach tests/hosts.py, which removes the hosts when terminate() below ends it.
+            # Keep Ctrl-C from tests/hosts.py, which removes the hosts when terminate() below ends it.
             start_new_session=True,
         )
     try:

@@ -1,9 +1,9 @@
-"""What each rank of bench/hosts.py does: it joins, makes the contenders and measures them. Rank 0 writes RESULT.
+"""What each rank of bench/hosts.py does: it joins, creates the contenders and measures them. Rank 0 writes RESULT.
 
     mscomm run ... hosts_rank.py PLAN RESULT
 
 PLAN is a JSON file with these keys: hosts (the names of the hosts, in order), interface, sizes, rounds, and iters (the
-number of timed calls in a round; null: chosen by size).
+number of timed calls in a round, or null to choose it by size).
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ class Job:
         self.first_of_host = case.rank % self.local_ranks == 0
 
     def least_bytes(self, size: int) -> int:
-        """How many bytes each host must send, and must also receive, for a message of `size` bytes.
+        """Return how many bytes each host must send, and must also receive, for a message of `size` bytes.
 
         The number of ranks on a host does not matter.
         """
         return 2 * (self.hosts - 1) * size // self.hosts
 
     def sent(self) -> int:
-        """How many bytes this host has sent through its interface so far, headers included."""
+        """Return how many bytes this host has sent through its interface so far, headers included."""
         for line in Path("/proc/self/net/dev").read_text().splitlines():
             name, _, numbers = line.partition(":")
             if name.strip() == self._interface:
@@ -127,7 +127,7 @@ def _wire(job: Job) -> Local:
 
 
 class Ring:
-    """Two streams of plain bytes: one to the host on the right, one from the host on the left."""
+    """Two plain byte streams: one to the host on the right, and one from the host on the left."""
 
     def __init__(self, job: Job) -> None:
         right = job.names[(job.host + 1) % job.hosts]
@@ -165,7 +165,7 @@ class Ring:
 
 
 def _moved(move: Callable[[memoryview], int], bytes_: memoryview) -> int | None:
-    """Call `move`, a socket's send or recv_into, once. Returns the number of bytes; None if the socket is not ready."""
+    """Call `move`, a socket's send or recv_into. Return the number of bytes, or None if the socket is not ready."""
     try:
         return move(bytes_) if bytes_ else 0
     except BlockingIOError:
@@ -173,7 +173,7 @@ def _moved(move: Callable[[memoryview], int], bytes_: memoryview) -> int | None:
 
 
 def _connected(host: str) -> socket.socket:
-    """Connect to the listener of the ring on `host`. Tries again until the host listens."""
+    """Connect to the ring's listener on `host`. Try again until the host listens."""
     until = time.monotonic() + START_S
     while True:
         try:
@@ -188,9 +188,10 @@ def _connected(host: str) -> socket.socket:
 
 
 def _of_size(plan: Plan, job: Job, contenders: list[Local], count: int) -> dict[str, Any]:
-    """Measure all contenders at one size. Returns a row of the file.
+    """Measure all contenders at one size. Return a row of the file.
 
-    In the row, `least_bytes` is what each host must send in a call, and `sent_bytes` is what the busiest host has sent.
+    In the row, `least_bytes` is how much each host must send in a call, and `sent_bytes` is how much the busiest host
+    has sent per call.
     """
     size = job.case.size(count)
     buffers = Buffers(job.case, count, True, np.empty)  # all contenders use the same memory
@@ -218,14 +219,14 @@ def _of_size(plan: Plan, job: Job, contenders: list[Local], count: int) -> dict[
 
 
 def iterations_of(plan: Plan, size: int) -> int:
-    """The number of timed calls in a round. By default it depends on the size of the message alone."""
+    """Return the number of timed calls in a round. By default, it depends only on the size of the message."""
     if plan.iterations is not None:
         return plan.iterations
     return 100 if size <= 64 << 10 else 20 if size <= 1 << 20 else 4
 
 
 def _round(job: Job, name: str, call: Callable[[], object], buffers: Buffers, plan: Plan) -> list[float]:
-    """Make the calls of a round. Returns the time of each call in us, averaged over the ranks that take part."""
+    """Make the calls of a round. Return the time of each call in us, averaged over the ranks that take part."""
     buffers.fill_for_repetition()
     for _ in range(plan.warmup):
         call()
@@ -237,7 +238,7 @@ def _round(job: Job, name: str, call: Callable[[], object], buffers: Buffers, pl
 
 
 def _wrong(call: Callable[[], object], buffers: Buffers) -> int:
-    """Make one call. Returns the number of wrong elements in the results of all ranks."""
+    """Make one call. Return the number of wrong elements in the results of all ranks."""
     buffers.fill()
     mscomm.barrier()
     call()

@@ -25,7 +25,7 @@ from mscomm.arrays.numpy import CODES
 
 
 def library() -> str:
-    """The path of the library, which is both the driver and NCCL. Compiles the library if its source has changed."""
+    """Return the path of the library, which is both the driver and NCCL. Compile it if its source has changed."""
     source = Path(__file__).with_suffix(".cc")
     folder = Path(tempfile.gettempdir(), f"mscomm-idle-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,16 +1,16 @@
-"""Measures a data-parallel step of MindSpore on CPUs, with mscomm.Model and with MindSpore's own communication.
+"""Measures a data-parallel MindSpore step on CPUs, with mscomm.Model and with MindSpore's own communication.
 
     python bench/mindspore_step.py -n 2 --network mlp
 
-A kind of step has a mode (graph or PyNative) and a way to exchange gradients. MindSpore's own communication uses
+A kind of step is a mode (graph or PyNative) and a way to exchange gradients. MindSpore's own communication uses
 parallel_mode=DATA_PARALLEL, in processes that are started as a dynamic cluster (MS_ROLE and so on). MindSpore users
-usually train in graph mode. Some kinds exchange nothing, in n processes at once or in one process alone: they show how
-much PyNative mode costs and how much the exchange costs.
+usually train in graph mode. Some kinds exchange nothing, in n processes at once or in only one process. They show the
+cost of PyNative mode and the cost of the exchange.
 
-All processes of all kinds are started once. In every round each kind takes a few steps while the others wait. All kinds
-have the same network, initial weights, batches and number of threads. A step ends when its loss is a Python number.
-After the warm-up, all kinds that exchange gradients must have the same weights. A time is the median over rounds of
-the slowest process's time. The interval of a ratio is a paired bootstrap over rounds.
+All processes of all kinds are started once. In every round, each kind takes a few steps while the others wait. All
+kinds have the same network, initial weights, batches and number of threads. A step ends when its loss is a Python
+number. After the warm-up, all kinds that exchange gradients must have the same weights. A time is the median over
+rounds of the slowest process's time. The interval of a ratio comes from a paired bootstrap over rounds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ratio import interval, ratio
 
 STEPS = 8  # how many steps of one kind are taken in a row
 WARM_UP = 5
-PATIENCE_S = 300  # how long a process may take to answer; most of this is for compiling a graph
+PATIENCE_S = 300  # how long a process may take to answer; most of this time is for compiling a graph
 
 # The values of Kind.carrier: what exchanges the gradients.
 NOBODY, MINDSPORE, MSCOMM = "nobody", "MindSpore", "mscomm"
@@ -68,7 +68,7 @@ class Place(NamedTuple):
 
 
 def network(name: str) -> tuple[Any, tuple[int, ...]]:
-    """The network `name` as a MindSpore cell, and the shape of a batch for it."""
+    """Return the network `name` as a MindSpore cell, and the shape of a batch for it."""
     from mindspore import nn
 
     if name == "mlp":  # much data to exchange, little to compute
@@ -88,7 +88,7 @@ NETWORKS = ("mlp", "deep", "cnn")
 
 
 def make_step(place: Place) -> tuple[Callable[[], float], list[Any]]:
-    """A function that trains one step on this process's batch and returns the loss; and the list of weights."""
+    """Return a function that trains one step on this process's batch and returns the loss, and the list of weights."""
     import mindspore
     import numpy as np
     from mindspore import nn
@@ -96,7 +96,7 @@ def make_step(place: Place) -> tuple[Callable[[], float], list[Any]]:
     cell, shape = network(place.network)
     draw = np.random.default_rng(0)
     for p in cell.get_parameters():
-        if p.ndim > 1:  # biases begin with 0, and the scales of layer norms keep their initial 1
+        if p.ndim > 1:  # biases begin at 0, and the scales of layer norms keep their initial 1
             weights = draw.normal(0, (2 / np.prod(p.shape[1:])) ** 0.5, p.shape)
             p.set_data(mindspore.Tensor(weights.astype(np.float32)))
         elif p.name.endswith("bias"):
@@ -125,7 +125,10 @@ def make_step(place: Place) -> tuple[Callable[[], float], list[Any]]:
 
 
 def be_a_process(pipe: Connection, place: Place) -> None:
-    """Join the other processes of the kind. Take as many steps as the pipe says, and send back the seconds per step."""
+    """Join the other processes of the kind.
+
+    Take as many steps as the pipe requests, and send back the seconds per step.
+    """
     if place.kind.carrier == MINDSPORE:
         cluster = {"MS_WORKER_NUM": place.size, "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": place.port}
         role = {"MS_ROLE": "MS_SCHED"} if place.rank < 0 else {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": place.rank}
@@ -188,7 +191,7 @@ class Job:
             raise
 
     def seconds(self, alone: bool) -> float:
-        """Take STEPS steps, in all processes or in the first one alone. Returns the slowest process's time per step."""
+        """Take STEPS steps, in all processes or only in the first one. Return the slowest process's time per step."""
         chosen = range(1 if alone else len(self._members))
         for rank in chosen:
             self._members[rank][1].send(STEPS)
@@ -232,8 +235,8 @@ def _start(place: Place) -> tuple[BaseProcess, Connection]:
 
 
 def check_weights(jobs: dict[Kind, Job]) -> None:
-    """Check that all kinds that exchange gradients have trained the same model: the ranks of a kind have the same bits,
-    and the kinds agree up to rounding.
+    """Check that all kinds that exchange gradients have trained the same model: the ranks of a kind must have the same
+    bits, and the kinds must agree up to rounding.
     """
     import numpy as np
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-# With fewer rounds, a bootstrap has only few distinct medians, and the interval is nearly the range of all ratios.
+# With fewer rounds, a bootstrap has only a few distinct medians, and the interval is nearly the range of all ratios.
 ENOUGH_ROUNDS = 11
 
 
@@ -18,7 +18,7 @@ class Ratio(NamedTuple):
 
 
 def ratio(theirs: Any, ours: Any) -> Ratio:
-    """The median of `theirs` divided by the median of `ours`, and the interval with 95 % of the paired bootstraps."""
+    """Return the median of `theirs` divided by the median of `ours`, and a 95 % interval from paired bootstraps."""
     import numpy as np  # not at the top: mindspore_step.py must set the number of threads before NumPy is imported
 
     theirs, ours = np.asarray(theirs), np.asarray(ours)
@@ -29,5 +29,5 @@ def ratio(theirs: Any, ours: Any) -> Ratio:
 
 
 def interval(rounds: int) -> str:
-    """What to call the interval: "95 %" if there are enough rounds, otherwise "range". Assumes independent rounds."""
+    """Return the interval's name: "95 %" if there are enough rounds, otherwise "range". Assumes independent rounds."""
     return "95 %" if rounds >= ENOUGH_ROUNDS else "range"

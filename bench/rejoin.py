@@ -1,7 +1,7 @@
 """Measures how fast a killed rank is replaced: `python bench/rejoin.py -n 4 --times 100`.
 
 The job runs under `mscomm run --max-restarts`. In a loop, its ranks make all_reduce calls on all ranks and on a group
-of two. SIGKILL kills one rank after the other at random moments. Each time, two durations are measured: from the new
+of two. SIGKILL kills one rank after another at random moments. Two durations are measured each time: from the new
 rank's call of init() to the end of its first all_reduce, and from the survivors' PeerLost to the end of their next
 all_reduce. The second duration includes the start of a new Python process.
 """
@@ -58,7 +58,7 @@ def be_a_rank(times: int) -> None:
             if who:
                 say(who, since)
             who = ""
-            mscomm.barrier()  # every rank has printed before the next one is killed
+            mscomm.barrier()  # every rank prints before the next one is killed
             if epoch == times:
                 return
             if rank == epoch % size:

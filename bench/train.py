@@ -1,11 +1,11 @@
-"""Measures a data-parallel step of PyTorch with GradientReducer, and with DistributedDataParallel over gloo.
+"""Measures a data-parallel PyTorch step with GradientReducer, and with DistributedDataParallel over gloo.
 
     python bench/train.py -n 2 --network mlp
 
 Every rank has two copies of the network, one for each library. In every round, a rank takes a few steps with each copy,
-first with an exchange of gradients and then without an exchange (no_sync). The difference between these two times in a
-round is the exposed communication: the part that the backward pass did not hide. A time is the median over rounds of
-the slowest rank's time. The intervals of the ratios come from a paired bootstrap over rounds.
+first with an exchange of gradients and then without one (no_sync). The difference between these two times in a round is
+the exposed communication: the part that the backward pass did not hide. A time is the median over rounds of the slowest
+rank's time. The intervals of the ratios come from a paired bootstrap over rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS = 4  # how many steps of one kind are taken in a row
 
 
 def network(name: str) -> tuple[Any, Any, Any]:
-    """The network `name`, a batch of inputs for it, and their labels."""
+    """Return the network `name`, a batch of inputs for it, and their labels."""
     import torch
     from torch import nn
 

@@ -43,38 +43,38 @@ _START = "import os, signal, time\nimport numpy as np\nimport mscomm\n\nmscomm.i
 
 FAILURES = {
     "mismatch": Failure(
-        "Rank 1 gives an array of another size.",
+        "Rank 1 passes an array of a different size.",
         f"{_START}loss = np.ones(10 if rank != 1 else 100, np.float32)\nmscomm.all_reduce(loss)\n",
         cause="rank 1 called all_reduce #1 (float32[100], sum)",
         remedy="Every rank must make the same calls",
     ),
     "killed": Failure(
-        "Rank 2 is killed while the others are in a call.",
+        "Rank 2 is killed while the other ranks are in a collective call.",
         f"{_START}for step in range(100):\n    if step == 7 and rank == 2:\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n    mscomm.all_reduce(np.ones(10))\n",
         cause="rank 2 failed first: killed by SIGKILL",
         remedy="see dmesg",
     ),
     "exception": Failure(
-        "Rank 3 ends with an exception of its own.",
+        "Rank 3 raises an exception of its own.",
         f"{_START}if rank == 3:\n    raise ValueError('no such column: price')\nmscomm.barrier()\n",
         cause="rank 3 failed first: ValueError: no such column: price",
         remedy="(train.py:8)",
     ),
     "late": Failure(
-        "Rank 1 does not come to a call in time.",
+        "Rank 1 does not reach a collective call in time.",
         f"{_START}if rank == 1:\n    time.sleep(600)\nmscomm.all_reduce(np.ones(10), timeout=2)\n",
         cause="rank 1 (pid 4101 on host node1): has made no call yet",
         remedy="larger timeout",
     ),
     "argument": Failure(
-        "A call gets what it does not take.",
+        "A call is passed an argument that it does not accept.",
         f"{_START}mscomm.all_reduce([1.0, 2.0])\n",
         cause="ranks 0-3 failed: TypeError: all_reduce: x is a list",
         remedy="give it as np.asarray(x)",
     ),
     "backend": Failure(
-        "There is no GPU here.",
+        "The machine has no GPU.",
         'import mscomm\n\nmscomm.init("nccl")\n',
         cause="cannot open libcuda.so.1, NVIDIA's driver",
         remedy="Without a GPU: init(",
@@ -93,14 +93,14 @@ FAILURES = {
         script="trian.py",
     ),
     "port": Failure(
-        "The port of a job of two hosts is taken.",
+        "The port of a two-host job is already in use.",
         _START,
         cause="Address already in use",
         remedy="the port must be free",
         options="--nnodes 2 --node-rank 0 --master-addr 127.0.0.1 --master-port {taken} -n 4",
     ),
     "ctrl-c": Failure(
-        "A job hangs, and somebody presses Ctrl-C.",
+        "A job hangs, and the user presses Ctrl-C.",
         f"{_START}open(f'up{{rank}}', 'w').close()\nif rank == 1:\n    time.sleep(600)\nmscomm.barrier()\n",
         cause="ended by Ctrl-C",
         remedy="rank 1 at train.py:9",

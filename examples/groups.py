@@ -1,4 +1,4 @@
-"""Computes y = A x on a grid of ranks, each with a block of A. Each rank is in two groups: its row and its column.
+"""Computes y = A x on a grid of ranks. Each rank has a block of A, and is in two groups: its row and its column.
 
     mscomm run -n 4 groups.py
 
@@ -24,7 +24,7 @@ def main() -> None:
     row = mscomm.split(color=i, key=j)
     column = mscomm.split(color=j, key=i)
 
-    # Every rank makes the whole matrix, only to check the result at the end.
+    # Every rank creates the whole matrix, but only to check the result at the end.
     generator = np.random.default_rng(7)
     matrix = generator.standard_normal((rows * BLOCK, columns * BLOCK))
     x = generator.standard_normal(columns * BLOCK)

@@ -5,7 +5,7 @@
     mpirun -n 2 python jax_training.py digits
 
 mscomm.Model compiles the computation of the loss and its gradient, with jax.jit(jax.value_and_grad(loss)). It combines
-the ranks' gradients outside of the compiled code. To train on CIFAR-10, give the folder of its binary files instead.
+the ranks' gradients outside of the compiled code. To train on CIFAR-10, pass the folder with its binary files instead.
 """
 
 import math
@@ -27,7 +27,7 @@ Parameters = dict[str, jax.Array]
 
 
 def data_path() -> str:
-    """Return the folder that the first argument or the variable DATA_PATH names."""
+    """Return the folder that the first argument or the environment variable DATA_PATH names."""
     path = sys.argv[1] if len(sys.argv) > 1 else os.environ.get("DATA_PATH")
     if not path:
         sys.exit(
@@ -38,7 +38,7 @@ def data_path() -> str:
 
 
 def create_dataset(path: str, usage: str, rank: int, size: int, drop_remainder: bool) -> ds.Dataset:
-    """Return this rank's share of the images in batches."""
+    """Return batches of this rank's share of the images."""
     data = ds.Cifar10Dataset(path, usage, num_shards=size, shard_id=rank)
     data = data.map(operations=transforms.TypeCast("int32"), input_columns="label")
     data = data.batch(BATCH_SIZE, drop_remainder=drop_remainder)
@@ -63,7 +63,10 @@ def convolution(parameters: Parameters, name: str, x: jax.Array) -> jax.Array:
 
 
 def scores(parameters: Parameters, images: jax.Array) -> jax.Array:
-    """Return scores for ten classes, by two convolutions and a dense layer. images: an array of 32 x 32 x 3 images."""
+    """Return scores for ten classes, from two convolutions and a dense layer.
+
+    images: an array of 32 x 32 x 3 images.
+    """
     x = convolution(parameters, "convolution2", convolution(parameters, "convolution1", images))
     return x.reshape(len(x), -1) @ parameters["dense.weight"] + parameters["dense.bias"]
 

@@ -5,8 +5,8 @@
     mpirun -n 2 python mindspore_pynative.py digits
 
 In PyNative mode, a cell runs line by line as Python code. mscomm.Model combines the ranks' gradients outside of the
-cell. MindSpore's own communication is not used. ms.GRAPH_MODE also works, and is faster. To train on CIFAR-10, give the
-folder of its binary files instead.
+cell. MindSpore's own communication is not used. ms.GRAPH_MODE also works, and is faster. To train on CIFAR-10, pass the
+folder with its binary files instead.
 """
 
 import os
@@ -25,7 +25,7 @@ LEARNING_RATE, MOMENTUM = 0.05, 0.9
 
 
 def data_path() -> str:
-    """Return the folder that the first argument or the variable DATA_PATH names."""
+    """Return the folder that the first argument or the environment variable DATA_PATH names."""
     path = sys.argv[1] if len(sys.argv) > 1 else os.environ.get("DATA_PATH")
     if not path:
         sys.exit(
@@ -36,7 +36,7 @@ def data_path() -> str:
 
 
 def create_dataset(path: str, usage: str, rank: int, size: int, drop_remainder: bool) -> ds.Dataset:
-    """Return this rank's share of the images in batches."""
+    """Return batches of this rank's share of the images."""
     data = ds.Cifar10Dataset(path, usage, num_shards=size, shard_id=rank)
     data = data.map(operations=transforms.TypeCast("int32"), input_columns="label")
     data = data.batch(BATCH_SIZE, drop_remainder=drop_remainder)
@@ -44,7 +44,7 @@ def create_dataset(path: str, usage: str, rank: int, size: int, drop_remainder: 
 
 
 class Net(nn.Cell):
-    """A network of two convolutions and a dense layer, for images of 3 x 32 x 32 in ten classes."""
+    """A network of two convolutions and a dense layer, for 3 x 32 x 32 images in ten classes."""
 
     def __init__(self) -> None:
         super().__init__()

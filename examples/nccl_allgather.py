@@ -35,6 +35,6 @@ if __name__ == "__main__":
         launcher, ranks = mscomm.get_launcher(), mscomm.get_group_size()
         sys.stderr.write(f"carried by {backend}, started by {launcher}: {ranks} ranks on {hosts} host(s)\n")
 
-    # Write everything at once, so that the output of two ranks does not mix.
+    # Write everything at once, so that the output of different ranks is not interleaved.
     sys.stdout.write(np.array2string(output, separator=", ") + "\n")
     sys.stdout.flush()

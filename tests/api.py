@@ -1,4 +1,4 @@
-"""Helpers of the files test_api_*.py: tables of mscomm's functions, and a function that runs code in a forked child."""
+"""Helpers for the test_api_*.py files: tables of mscomm's functions, and a function to run code in a forked child."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import mscomm
 
 
 def many(x: Any, *, out: Any = None, **options: Any) -> Any:
-    """Call all_reduce_many with the list [x]. Returns the result of x."""
+    """Call all_reduce_many with the list [x]. Return the result for x."""
     return mscomm.all_reduce_many([x], out=None if out is None else [out], **options)[0]
 
 
@@ -25,7 +25,7 @@ def each(table: dict[str, Any]) -> Any:
 
 
 def in_a_forked_child(body: Any) -> str:
-    """Run body in a forked child. Returns the text of the error that body raises."""
+    """Run body in a forked child. Return the text of the error that body raises."""
     readable, writable = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""Helpers of the tests of `mscomm bench`: run it on real ranks, and find the installed peers (other libraries)."""
+"""Helpers for the tests of `mscomm bench`: run it on real ranks, and find the installed peers (other libraries)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mpich_prefix() -> list[str]:
 
 
 def installed(peer: str) -> list[str]:
-    """Return the options of `mscomm bench` that this peer needs. Skips the test if the peer is not installed."""
+    """Return the `mscomm bench` options that this peer needs. Skip the test if the peer is not installed."""
     peer = peer.removesuffix(peers.SINGLE)
     if peer in ("private", "memory"):
         return []

@@ -1,4 +1,4 @@
-"""Fixtures that several files use."""
+"""Fixtures that several test files use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def tmpdir_env(tmp_path, monkeypatch):
 def port() -> int:
     """A free port for a process that binds it seconds later, after its imports.
 
-    The port is outside the ephemeral range, because the kernel may meanwhile give ports of that range to other tests.
+    The port is outside the ephemeral range, because the kernel may hand out ports from that range to other tests in the
+    meantime.
     """
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     every = range(10000, 65536)
@@ -50,7 +51,9 @@ def alone():
 
 @pytest.fixture
 def unharmed(alone):
-    """A job with one rank. After the test, checks that the test used up no call number and that a call still works."""
+    """A job with one rank. After the test, the fixture checks that no call number was used up and that a call still
+    works.
+    """
     before = alone.core.where()
     yield alone
     assert alone.core.where() == before

@@ -1,4 +1,4 @@
-"""Helpers of the tests of the control plane: a hub in a thread and members in the same process, over real sockets."""
+"""Helpers for the tests of the control plane: a hub in a thread and members in the same process, over real sockets."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mscomm import errors
 from mscomm.cluster import links
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames
+from mscomm.cluster.hello import CONTROL, Identity
 from mscomm.cluster.hub import Hub
-from mscomm.cluster.links import CONTROL, Identity
 from mscomm.cluster.member import Member
 from mscomm.cluster.plan import world_id
 
@@ -38,7 +38,7 @@ def eventually(condition, timeout_s=5.0):
 
 
 def raised(kind, function, *args):
-    """Call the function, which must raise an error of this kind. Returns the error."""
+    """Call the function, which must raise an error of this kind. Return the error."""
     with pytest.raises(kind) as caught:
         function(*args)
     return caught.value
@@ -139,7 +139,7 @@ class Job:
         return member
 
     def joined(self, ids=None, places=()):
-        """Let all members join, attach and become ready. Returns (member, communicator) for each rank."""
+        """Let all members join, attach and become ready. Return (member, communicator) for each rank."""
         ids = ids or [None] * self.size
         results: dict[int, tuple] = {}
         failures: list[BaseException] = []
@@ -165,7 +165,7 @@ class Job:
         return [results[rank][:2] for rank in range(self.size)]
 
     def again(self, rank):
-        """Act as if a launcher had restarted the process of this rank. Returns the member of the new process."""
+        """Act as if a launcher had restarted the process of this rank. Return the member of the new process."""
         ours, theirs = socket.socketpair()
         self.hub.adopt(ours, rank)
         self.ends[rank].close()
@@ -179,7 +179,7 @@ class Job:
 
 
 def greeted(address, rank=-1):
-    """Make a control link and exchange the hello, but do not join. Returns the socket of the link."""
+    """Make a control link and exchange the hello, but do not join. Return the link's socket."""
     sock = links.connect(address, soon())
     links.greet(sock, KEY, CONTROL, Identity(version=VERSION, rank=rank), soon())
     return sock

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 
 rank, size, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1]
 torch.set_num_threads(1)
-torch.manual_seed(rank)  # different weights on each rank; DDP replaces them by rank 0's weights
+torch.manual_seed(rank)  # different weights on each rank; DDP replaces them with rank 0's weights
 layers = [torch.nn.Conv2d(3, 8, 3, 2), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Flatten()]
 model = DDP(torch.nn.Sequential(*layers, torch.nn.Linear(392, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)

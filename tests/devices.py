@@ -1,4 +1,4 @@
-"""Tests on ranks with one device each. The stand-ins of tests/fakes replace the vendors' libraries.
+"""Tests on ranks with one device each. The stand-ins in tests/fakes replace the vendor libraries.
 
 @devices(2)
 def test_sum(rank, group):
@@ -35,7 +35,7 @@ def built() -> dict[str, str]:
 
 
 def variables(backend: str = "nccl", library: str = "", **more: str) -> dict[str, str]:
-    """The variables with which a process loads the stand-ins instead of the vendor's libraries.
+    """Return the variables that make a process load the stand-ins instead of the vendor libraries.
 
     library: the stand-in to load for the collectives.
     """
@@ -51,10 +51,10 @@ def variables(backend: str = "nccl", library: str = "", **more: str) -> dict[str
 
 
 def devices(n: int | str, env: dict[str, str] | Callable[..., dict[str, str]] | None = None, **options: Any) -> Any:
-    """Like @ranks. init() takes the backend from the test's parameter `backend`; without that parameter it is "nccl".
+    """Like @ranks. init() gets its backend from the test's parameter `backend`, or "nccl" if there is no such
+    parameter.
 
-    env: further variables, besides those that the stand-ins need. LIBRARY in env names the stand-in for the
-    collectives.
+    env: variables in addition to those that the stand-ins need. LIBRARY in env names the stand-in for the collectives.
     """
 
     def whole(rank: int, backend: str = "nccl", **parameters: Any) -> dict[str, str]:
@@ -70,8 +70,8 @@ def devices(n: int | str, env: dict[str, str] | Callable[..., dict[str, str]] | 
 
 # -- kernels, which the stand-in for the CUDA driver runs on the CPU
 
-# Two driver functions can load kernels. For each of the two, LOADED has the variables that make mscomm use it. WITHOUT
-# lists the cases in which no kernels can be loaded, and the reason that mscomm must give in each case.
+# Two driver functions can load kernels. For each of them, LOADED has the variables that make mscomm use it. WITHOUT
+# lists the cases in which no kernels can be loaded, with the reason that mscomm must report.
 LOADED = {"library": {"FAKE_CUDA_VERSION": "13000"}, "module": {"FAKE_CUDA_VERSION": "11080"}}
 WITHOUT = {
     "no image": "none, this mscomm was built without nvcc",
@@ -81,7 +81,9 @@ WITHOUT = {
 
 
 def kernel_variables(rank: int, how: str, **_: Any) -> dict[str, str]:
-    """The variables for `how`, a key of LOADED or WITHOUT. They make the driver load the kernels or refuse them."""
+    """Return the variables for `how`, a key of LOADED or WITHOUT. With them, the driver loads the kernels or refuses
+    them.
+    """
     if how in LOADED:
         return {"FAKE_CUDA_KERNELS": str(build_kernels()), **LOADED[how]}
     return {"FAKE_CUDA_VERSION": "11080"} if how == "refused module" else {}
@@ -103,16 +105,16 @@ def launches() -> int:
 
 
 def on_device(x: Any) -> DeviceArray:
-    """A copy of x on this rank's device."""
+    """Return a copy of x on this rank's device."""
     return DeviceArray.from_numpy(np.asarray(x), device=int(os.environ["MSCOMM_RANK"]))
 
 
 def handles() -> dict[str, int]:
-    """The number of device objects of each kind that this process holds."""
+    """Return the number of device objects of each kind that this process holds."""
     told = counters()
     return {name: told[name] for name in ("streams", "events", "comms", "allocations")}
 
 
 def violations() -> list[str]:
-    """The calls to the stand-ins that the vendors' libraries would not allow."""
+    """Return the calls to the stand-ins that the vendor libraries would not allow."""
     return list(counters()["texts"])

@@ -1,4 +1,4 @@
-"""A row for each collective function of mscomm: how to call it, and its expected result, computed with NumPy.
+"""A row for each collective function in mscomm: how to call it, and its expected result, computed with NumPy.
 
 The rows are the functions of mscomm._core; a test checks that none is missing. The expected result of a reduction is a
 left-to-right fold of the ranks' arrays in the accumulator type (float32 for float16 and bfloat16), rounded once. With
@@ -26,7 +26,7 @@ SCANS = ("scan", "exscan")
 
 
 def ops_of(dtype: np.dtype[Any], collective: str = "") -> list[str]:
-    """The ops that exist for the dtype and, if a collective is given, for the collective: scans have no "avg"."""
+    """Return the ops that exist for the dtype and, if one is given, for the collective. Scans have no "avg"."""
     found = [op for code, op in enumerate(_core.ops) if _core.supports(DTYPES.index(dtype), code)]
     return [op for op in found if op != "avg" or collective not in SCANS]
 
@@ -50,7 +50,7 @@ def algorithms_of(collective: str) -> list[str]:
 
 
 def real(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype of the real part if the given dtype is complex, otherwise the given dtype."""
+    """Return the dtype of the real part if the given dtype is complex, otherwise the given dtype."""
     return np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
 
 
@@ -91,7 +91,7 @@ def folded(op: str, inputs: list[Array], hosts: list[int] | None = None) -> Arra
 
 
 def bits(x: Array) -> Array:
-    """The bits of x as integers; a complex number gives two, one for each part."""
+    """Return the bits of x as integers; a complex number becomes two integers, one for each part."""
     return np.ascontiguousarray(x).reshape(-1).view(f"u{real(x.dtype).itemsize}")
 
 
@@ -118,12 +118,12 @@ class Function(NamedTuple):
     # Returns this rank's expected result, without the counts that some functions also return. None if there is no
     # result.
     model: Callable[[How, list[Array], int, list[int] | None], Array | None]
-    # Calls the function with x (None if this rank may leave it out), how, this rank, and options.
+    # Calls the function with `x` (None if this rank may omit it), `how`, this rank, and options.
     call: Callable[..., Any]
-    # In a call in place, x is a part of out, or out is a part of x. Returns the row at which that part begins. None if
-    # the call cannot work in place.
+    # In an in-place call, x is a part of out, or out is a part of x. Returns the row at which that part begins, or None
+    # if the call cannot work in place.
     place: Callable[[How, int], int | None] = lambda how, rank: 0
-    # Returns the counts that the function returns with the result.
+    # Returns the counts that the function returns along with the result.
     counts: Callable[[How, int], list[int]] | None = None
     sparing: bool = False  # whether only the root's x is read
 

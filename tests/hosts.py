@@ -56,7 +56,7 @@ class Host:
         self.address = addresses[0]
 
     def command(self, words: Sequence[str | Path]) -> list[str]:
-        """The command line that runs the command `words` on this host."""
+        """Return the command line that runs the command `words` on this host."""
         enter = ["ip", "netns", "exec", self.space, "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"']
         return [*enter, self.name, *map(str, words)]
 
@@ -84,12 +84,12 @@ class Host:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def unplug(self) -> None:
-        """Take the host off its networks, so that the other hosts hear nothing from it any more."""
+        """Take the host off its networks, so that the other hosts no longer hear from it."""
         for network in range(len(self.addresses)):
             _ip("-n", self.space, "link", "set", f"net{network}", "down")
 
     def lose(self, other: Host) -> None:
-        """Drop everything that this host sends to the other: its frames go to a station that does not exist."""
+        """Drop everything that this host sends to the other: its frames go to a MAC address that no interface has."""
         nowhere = ["lladdr", "02:00:00:00:00:99", "dev", "net0", "nud", "permanent"]
         _ip("-n", self.space, "neigh", "replace", other.addresses[0], *nowhere)
 
@@ -98,7 +98,7 @@ class Host:
 
 
 class Hosts:
-    """Makes the hosts. At the end it removes everything, including processes that still run on the hosts."""
+    """Creates the hosts. On exit, it removes everything, including processes that are still running on the hosts."""
 
     def __init__(
         self,
@@ -192,8 +192,8 @@ class Hosts:
                 _ip("netns", "del", space)
 
     def agent(self) -> Path:
-        """The path of a new program that replaces ssh. `agent [options] ADDRESS COMMAND...` runs COMMAND on the host
-        that has this address or name.
+        """Return the path of a new program that replaces ssh. `agent [options] ADDRESS COMMAND...` runs COMMAND on the
+        host that has this address or name.
         """
         cases = "\n".join(
             f"  {'|'.join([*host.addresses, host.name])}) space={host.space} name={host.name};;" for host in self._hosts
@@ -211,8 +211,8 @@ class Hosts:
 
 
 def run_on_each(hosts: Hosts, words: Sequence[str]) -> list[int]:
-    """Run the command `words` on all hosts at once. Each command has the environment and output of this process.
-    Returns the exit codes.
+    """Run the command `words` on all hosts at once. Each command has the environment and output of this process. Return
+    the exit codes.
     """
     processes = []
     for number, host in enumerate(hosts):
@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--rate", default="", help="of each host's interface, in tc's notation: 1gbit")
     parser.add_argument("command", nargs="+")
     given = parser.parse_args()
-    # SIGTERM raises KeyboardInterrupt, so the hosts are removed.
+    # SIGTERM raises KeyboardInterrupt, so that the hosts are removed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with Hosts(given.count, Path(), rate=given.rate) as hosts:

@@ -1,6 +1,6 @@
 """An interpreter that has imported a test file and forks the ranks of its tests.
 
-Forking a rank takes some milliseconds; starting an interpreter and importing NumPy and the file takes a third of a
+Forking a rank takes a few milliseconds; starting an interpreter and importing NumPy and the file takes a third of a
 second. A forked rank is a process of its own, which joins, fails and ends like any other.
 
     python interpreter.py serve FILE DESCRIPTOR    # forks a rank for each order from that socket
@@ -25,11 +25,12 @@ from typing import Any
 
 from mscomm.bootstrap.launcher import CONTROL_FD
 
-# The number of interpreters per file. Each one hashes strings differently, so ranks see sets in different orders.
+# The number of interpreters per file. Each one hashes strings differently, so ranks iterate over sets in different
+# orders.
 ALIKE = 2
 # The prefixes of variables that a process reads only when it starts.
 AT_START = ("PYTHON", "LD_", "OMP_", "MALLOC_", "JAX_", "XLA_")
-_MOST_BYTES = 200_000  # the largest size of an order
+_MOST_BYTES = 200_000  # the largest size of an order, in bytes
 _ANSWERS_S = 120.0  # the longest wait for an answer: long enough to import PyTorch on a busy machine
 
 Order = dict[str, Any]
@@ -56,7 +57,7 @@ class Interpreter:
         self._can_fork = self._socket.recv(1) == b"y"
 
     def suits(self, env: dict[str, str]) -> bool:
-        """Whether a forked rank with this environment would behave like a newly started process."""
+        """Return whether a forked rank with this environment would behave like a newly started process."""
         names = [name for name in {**env, **self._env} if name.startswith(AT_START)]
         return self._can_fork and all(env.get(name) == self._env.get(name) for name in names)
 
@@ -70,7 +71,7 @@ class Interpreter:
         return Forked(self, pid)
 
     def code(self, pid: int, wait: bool) -> int | None:
-        """The exit code of a rank; None if it still runs."""
+        """Return the exit code of a rank, or None if it is still running."""
         with self._lock:
             self._socket.settimeout(_ANSWERS_S if wait else 0.0)
             while pid not in self._codes:
@@ -81,7 +82,7 @@ class Interpreter:
         return self._codes[pid]
 
     def _take(self, answer: bytes) -> int:
-        """Handle an answer of the interpreter. If the answer says that a rank has started, return the rank's process
+        """Handle an answer from the interpreter. If the answer says that a rank has started, return the rank's process
         id. If it says that a rank has ended, return 0.
         """
         if not answer:
@@ -130,7 +131,7 @@ _of_file: tuple[str, list[Interpreter]] = ("", [])
 
 
 def of(file: str, rank: int, env: dict[str, str]) -> Interpreter:
-    """Return the interpreter that forks this rank in the tests of the file. Ends the interpreters of other files."""
+    """Return the interpreter that forks this rank for the tests in the file. End the interpreters of other files."""
     global _of_file
     if _of_file[0] != file:
         close()
@@ -156,8 +157,8 @@ def import_tests(file: str) -> None:
 
 
 def _serve(orders: socket.socket) -> Order | None:
-    """Fork a rank for each order. In each forked rank, the function returns the rank's order. In the interpreter, it
-    returns None when the tests are over.
+    """Fork a rank for each order. Return the rank's order in each forked rank. In the interpreter itself, return None
+    when the tests are over.
     """
     orders.send(b"y" if len(os.listdir("/proc/self/task")) == 1 else b"n")
     with selectors.DefaultSelector() as selector, orders:
@@ -172,7 +173,8 @@ def _serve(orders: socket.socket) -> Order | None:
                     if pid == 0:
                         for other in [key.fd for key in selector.get_map().values() if key.data]:
                             os.close(other)
-                        # Make the process group before answering: after the answer, the tests may kill the group.
+                        # Make the process group before answering: once they have the answer, the tests may kill the
+                        # group.
                         os.setsid()
                         orders.send(json.dumps([os.getpid(), None]).encode())
                         return {**json.loads(message), "descriptor": descriptors[0]}

@@ -4,11 +4,11 @@
     def test_sum(rank, group):
         assert mscomm.all_reduce(np.float32([rank]))[0] == 3
 
-When a rank has returned from a call, the other ranks may still be in it. If this rank ends or aborts now, the call may
-fail on the others. If that must not happen, call everybody_is_here() first.
+When a rank returns from a call, other ranks may still be in it. If the rank then ends or aborts, the call may fail on
+the others. If that must not happen, call everybody_is_here() first.
 
 Each process writes a log. When a rank fails, the others get a moment to report and are then killed, and the test shows
-the logs. `expect` says which ranks may end with a code other than 0. Parameters of the test (pytest.mark.parametrize)
+the logs. `expect` says which ranks may end with a nonzero exit code. Parameters of the test (pytest.mark.parametrize)
 must be JSON.
 """
 
@@ -37,12 +37,12 @@ from interpreter import Forked, Order
 from mscomm.bootstrap.launcher import CONTROL_FD
 from mscomm.cluster import hub, security
 
-GRACE_S = 5.0  # the time that the other ranks have to report after the first failure
-TOLD = "RANKS_TOLD"  # the variable that names a folder: ranks signal each other by files in this folder
+GRACE_S = 5.0  # how long the other ranks have to report after the first failure
+TOLD = "RANKS_TOLD"  # the variable that names a folder, in which ranks signal each other with files
 
 
 class Job:
-    """n rank processes, and their hub in this process. Job starts the ranks as `mscomm run` does, and the test
+    """n rank processes, with their hub in this process. Job starts the ranks as `mscomm run` does, and the test
     controls them.
     """
 
@@ -54,7 +54,7 @@ class Job:
         env: dict[str, str] | Callable[[int], dict[str, str]] | None = None,
         test: Order | None = None,
     ) -> None:
-        """command: the command line of one rank. test: what an interpreter is told if it forks the rank instead."""
+        """command: the command line of one rank. test: the order for an interpreter, if one forks the rank instead."""
         self.size = size
         self.folder = folder
         self.processes: list[subprocess.Popen[bytes] | Forked] = []
@@ -106,9 +106,9 @@ class Job:
         return self.log(rank).read_text(errors="replace")
 
     def wait(self, timeout_s: float) -> list[int | None]:
-        """Wait until all ranks have ended, but at most GRACE_S after the first failure. Then kill the others.
+        """Wait until all ranks have ended, but for at most GRACE_S after the first failure. Then kill the others.
 
-        Returns the exit codes. The code is None for ranks that had to be killed.
+        Return the exit codes, with None for each rank that had to be killed.
         """
         until = time.monotonic() + timeout_s
         reported: set[int] = set()
@@ -141,7 +141,7 @@ class Job:
 
 
 def common() -> dict[str, str]:
-    """The environment variables that are the same for all ranks."""
+    """Return the environment variables that are the same for all ranks."""
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
@@ -158,13 +158,13 @@ def ranks(
     expect: dict[int, int] | None = None,
     init: dict[str, Any] | Callable[..., dict[str, Any]] | None = {},  # noqa: B006
 ) -> Any:
-    """Decorator: the test's body runs on each of n processes, as fn(rank, group, **parameters).
+    """Decorate a test whose body runs in each of n processes, as fn(rank, group, **parameters).
 
-    n may be the name of a parameter. env: the ranks' variables, or a function that gets the rank and the
-    parameters and returns the variables. "{rank}" in a value is replaced by the rank, and "{algo}" by the parameter
-    algo. If the parameter is a list of n values, rank r gets the value at index r. expect: the exit codes of ranks that
-    do not end with 0, e.g. {1: -signal.SIGKILL}. init: the arguments of mscomm.init, or a function that gets the
-    parameters and returns the arguments; None if the body calls init itself.
+    n may be the name of a parameter. env: the ranks' variables, or a function that gets the rank and the parameters and
+    returns the variables. "{rank}" in a value is replaced by the rank, and "{algo}" by the parameter algo. If the
+    parameter is a list of n values, rank r gets the value at index r. expect: the exit codes of ranks that do not end
+    with 0, e.g. {1: -signal.SIGKILL}. init: the arguments of mscomm.init, or a function that gets the parameters and
+    returns the arguments; None if the body calls init itself.
     """
 
     def decorate(fn: Callable[..., None]) -> Callable[..., None]:
@@ -224,7 +224,9 @@ _meetings = itertools.count()
 
 
 def everybody_is_here() -> None:
-    """Wait until all ranks of the job are in this function, and so have returned from every earlier call."""
+    """Wait until all ranks of the job are in this function, which means that they have returned from every earlier
+    call.
+    """
     turn = next(_meetings)
     tell(f"here {turn} {os.environ['MSCOMM_RANK']}")
     until_told(*(f"here {turn} {rank}" for rank in range(int(os.environ["MSCOMM_WORLD_SIZE"]))))
@@ -251,7 +253,7 @@ def be_a_rank(where: Order) -> None:
     """Run the test as one rank: join the job, run the body, leave. The test file must be imported already."""
     import mscomm
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit SIGINT as ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell inherit SIGINT as ignored
     for prepare in before_joining:
         prepare()
     body = getattr(sys.modules["under_test"], where["name"]).body

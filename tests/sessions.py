@@ -31,7 +31,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Like subprocess.run(), but in a new session, because a shell script or mpirun starts several processes.
 
-    After timeout_s, run() kills all processes of the session. With kill_rest, it also does so when the command ends.
+    After timeout_s, run() kills all processes of the session. With kill_rest, it also kills them when the command ends.
     """
     with subprocess.Popen(
         command,
@@ -65,19 +65,19 @@ def mscomm_run(
 
 
 def invoke(command: click.Command, *words: object) -> Result:
-    """Run a click command in this process. Returns its output and exit code."""
+    """Run a click command in this process. Return its output and exit code."""
     return CliRunner().invoke(command, [str(word) for word in words])
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """This process's environment, without the variables of launchers and without those that the examples read."""
+    """Return this process's environment, without the variables of launchers and those that the examples read."""
     theirs = r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE|SLURM|PET|TORCHELASTIC)_(?!TEST)|(RANK|RANK_\w+|WORLD_SIZE|MASTER_\w+)$"
     theirs += "|(DATA_PATH|DEVICE_ID|MINDSPORE_HCCL_CONFIG_PATH)$"
     return {k: v for k, v in os.environ.items() if not re.match(theirs, k)} | more
 
 
 def members(leader: int) -> list[psutil.Process]:
-    """The running processes of a session in all its process groups. mpirun gives each rank a group of its own."""
+    """Return the running processes of a session, in all its process groups. mpirun makes a group for each rank."""
     return [process for process in psutil.process_iter() if _session(process) == leader and _lives(process)]
 
 
@@ -95,7 +95,7 @@ def _session(process: psutil.Process) -> int:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Whether the process still runs. A zombie does not count as running: it has ended, but was not reaped yet."""
+    """Return whether the process is still running. A zombie is not: it has ended, but has not been reaped yet."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -1,13 +1,13 @@
 """Many jobs in a row, each with one fault at a random moment: `python tests/soak.py --faults 1000 --seed 7`.
 
 Every job has 2 to 8 ranks, a random transport and a random loop of collectives whose results are checked. Then one rank
-is killed, is stopped for a while, raises, exits, gets Ctrl-C, makes a different call from the others, is slow, comes
-too late for a timeout, or has no file descriptor left; or the hub ends. The checks are: the job ends; no result is
-wrong; every other rank names the right first cause and raises it again at its next call; each process has the right
-exit code; nothing is left behind. In some jobs, a rank tries to use a group of which it is no member, or the ranks make
-and destroy groups all the time, or those that are left go on in a group made by shrink. Some jobs run beside a second
-job, which must not notice the fault. Some jobs train instead: with uneven data, or from checkpoints after those of one
-rank were damaged.
+is killed, is stopped for a while, raises an exception, exits, gets Ctrl-C, makes a different call from the others, is
+slow, arrives after the others have timed out, or has no file descriptors left; or the hub ends. The checks are: the job
+ends; no result is wrong; every other rank names the right first cause and raises it again at its next call; each
+process has the right exit code; nothing is left behind. In some jobs, a rank tries to use a group of which it is not a
+member, or the ranks create and destroy groups all the time, or the surviving ranks continue in a group made by shrink.
+Some jobs run beside a second job, which must not notice the fault. Some jobs train instead: with uneven data, or from
+checkpoints, some of which have been damaged on one rank.
 
 A failure prints the job and how to run it alone: `--only INDEX`. To save time, the ranks are forked from a process that
 has imported this file (interpreter.py); they join the job after the fork.
@@ -45,7 +45,7 @@ from mscomm.cluster import hub, security
 ENDS_WITHIN_S = 60  # a generous bound on a busy machine; a job takes less than two seconds
 FAULTS = ("kill", "stop", "raise", "exit", "os-exit", "interrupt", "mismatch", "slow", "timeout", "uneven", "damage")
 FAULTS += ("hub", "descriptors")
-TRANSPORTS = ("", "all_reduce=arena", "direct", "ring", "tree", "all_to_all=pairwise")
+TRANSPORTS = ("", "all_reduce=arena", "direct", "ring", "bruck")
 SIZES = (1, 7, 1000, 5000, 100_000)
 ITERATIONS = 25  # the number of iterations of a job that does not fail
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -70,27 +70,27 @@ def plan(seed: int, index: int) -> dict[str, Any]:
     return {
         "seed": f"{seed}:{index}",
         "work": works.get(fault, "calls"),
-        "steps": steps,  # the number of each rank's steps, for jobs that train
+        "steps": steps,  # each rank's number of steps, for jobs that train
         "size": size,
         "algo": algo,
         "hosts": [{"one": 0, "halves": int(2 * rank >= size), "turns": rank % 2}[split] for rank in range(size)],
         "fault": fault,
         "victim": victim,
-        "at": draw.randrange(ITERATIONS),  # the iteration of the fault, if the fault comes at an iteration
-        "after_s": draw.random() * 0.2,  # the delay of the fault, if the fault comes after a time
+        "at": draw.randrange(ITERATIONS),  # the iteration of the fault, if it happens at an iteration
+        "after_s": draw.random() * 0.2,  # the delay of the fault, if it happens after a delay
         "pause_s": 0.1 + draw.random() * 0.5,
         # The groups besides the world: one of the even ranks and one of the odd ranks, made by create_group or split.
-        # "moving": the ranks make and destroy groups between their calls.
+        # "moving": the ranks create and destroy groups between their calls.
         "groups": draw.choice(("none", "none", "none", "created", "split", "moving", "moving")),
-        # After PeerLost, the ranks that are left go on. Only without other groups: a rank could wait, in a group that
-        # still works, for a rank that already waits in shrink.
+        # Whether the surviving ranks continue after PeerLost. They do so only in jobs without other groups: a rank
+        # could wait, in a group that still works, for a rank that is already waiting in shrink.
         "shrinks": draw.random() < 0.7,
         "beside": draw.random() < 0.2,  # a second job, which does not fail, runs at the same time
     }
 
 
 def neighbour(job: dict[str, Any]) -> dict[str, Any]:
-    """The second job: two ranks on the same host or hosts, with the same transport. Its only fault is a pause."""
+    """Return the second job: two ranks on the same host or hosts, with the same transport. It only pauses one rank."""
     calm = {"fault": "slow", "victim": 0, "work": "calls"}
     return {**job, **calm, "seed": f"{job['seed']}:beside", "size": 2, "hosts": job["hosts"][:2]}
 
@@ -100,7 +100,7 @@ def neighbour(job: dict[str, Any]) -> dict[str, Any]:
 
 @ranks("size", init=None)
 def one_rank(rank: int, job: dict[str, Any]) -> None:
-    """What a rank does: join, make calls until the fault comes, write down what this rank saw, and leave."""
+    """Act as one rank: join, make calls until the fault happens, write down what this rank saw, and leave."""
     faulthandler.register(signal.SIGUSR1)
     mscomm.init()
     seen = Path(job["folder"], f"saw.{rank}")
@@ -109,7 +109,7 @@ def one_rank(rank: int, job: dict[str, Any]) -> None:
     last = ITERATIONS if fault in ("stop", "slow", "descriptors") else 1 << 30
     group, in_new_group = None, False
     try:
-        mscomm.barrier()  # the fault may come while other ranks are still in this barrier
+        mscomm.barrier()  # the fault may happen while other ranks are still in this barrier
         Path(job["folder"], f"up.{rank}").touch()
         if job["work"] == "train":
             soak_training.train_unevenly(job, lambda: misbehave(job))
@@ -141,7 +141,7 @@ def one_rank(rank: int, job: dict[str, Any]) -> None:
     except mscomm.Error as error:
         if fault == "descriptors" and rank == victim:
             raise
-        if in_new_group:  # the next call cannot be on this group: wait until the world has failed, too
+        if in_new_group:  # the next call cannot be on this group, so wait until the world has failed, too
             group, until = None, time.monotonic() + 3
             while time.monotonic() < until and not is_broken():
                 time.sleep(0.01)
@@ -173,7 +173,7 @@ def one_rank(rank: int, job: dict[str, Any]) -> None:
 
 
 def made_groups(how: str, rank: int) -> tuple[list[Any], list[Any]]:
-    """The groups of this rank, with the world first, and the groups of which it is no member."""
+    """Return the groups of this rank, with the world first, and the groups of which it is not a member."""
     if how in ("none", "moving"):
         return [None], []
     if how == "split":
@@ -184,12 +184,12 @@ def made_groups(how: str, rank: int) -> tuple[list[Any], list[Any]]:
 
 
 def is_broken() -> bool:
-    """Whether the world has failed."""
+    """Return whether the world has failed."""
     return mscomm.job.default().world.core.failure() is not None
 
 
 def use_new_group(job: dict[str, Any], i: int) -> None:
-    """Make a group of the lower and a group of the upper ranks, or of all ranks. Use it once and destroy it."""
+    """Create a group of the lower ranks and one of the upper ranks, or one of all ranks. Use it once and destroy it."""
     size, rank, draw = job["size"], mscomm.get_rank(), random.Random(f"{job['seed']}:new {i}")
     at = draw.randrange(size)
     own = list(range(at)) if rank < at else list(range(at, size))
@@ -199,7 +199,7 @@ def use_new_group(job: dict[str, Any], i: int) -> None:
 
 
 def refused(group: Any) -> None:
-    """Make a call in a group of which this rank is no member. Check that the call is refused on this rank."""
+    """Make a call in a group of which this rank is not a member. Check that the call is refused on this rank."""
     try:
         got = mscomm.all_reduce(np.ones(3), group=group)
     except RuntimeError as error:
@@ -210,7 +210,7 @@ def refused(group: Any) -> None:
 
 
 def misbehave(job: dict[str, Any]) -> None:
-    """What the victim does if the fault of the job comes at an iteration or a step, and not after a time."""
+    """Cause the job's fault on the victim, unless it is a fault that happens after a delay."""
     match job["fault"]:
         case "kill" if job["work"] == "train":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -253,7 +253,7 @@ def one_call(draw: random.Random, group: Any, i: int, functions: list[str]) -> N
 
 
 def message(x: np.ndarray[Any, Any], group: Any, i: int) -> np.ndarray[Any, Any]:
-    """Send x to the next rank. Returns what the previous rank sent."""
+    """Send x to the next rank. Return what the previous rank sent."""
     n, me, got = mscomm.get_group_size(group), mscomm.get_rank(group), np.empty_like(x)
     if n == 1:
         return x
@@ -267,7 +267,7 @@ def part(x: np.ndarray[Any, Any], n: int, me: int) -> np.ndarray[Any, Any]:
     return x.reshape(n, -1)[me]
 
 
-# For each name: the call, and a function that computes its result with NumPy.
+# For each name, the call and a function that computes its result with NumPy.
 CALLS: dict[str, tuple[Any, Any]] = {
     "all_reduce": (lambda x, root, me, o: mscomm.all_reduce(x, **o), lambda x, root, me: sum(x)),
     "all_reduce in place": (lambda x, root, me, o: mscomm.all_reduce(x, out=x, **o), lambda x, root, me: sum(x)),
@@ -331,7 +331,7 @@ class Running:
         self._stop_at = self._began + 0.3 + job["after_s"] if job["fault"] == "stop" else float("inf")
 
     def look(self) -> bool:
-        """Do what is due now. Returns whether processes are left."""
+        """Do what is due now. Return whether any processes are left."""
         for rank, process in enumerate(self._ranks):
             if rank not in self._told and (code := process.poll()) is not None:
                 self._told.add(rank)
@@ -340,7 +340,7 @@ class Running:
             return False
         if self.job["fault"] == "hub" and len(list(self.folder.glob("up.*"))) == len(self._ranks):
             time.sleep(self.job["after_s"])
-            self._hub.stop()  # it closes its links without a word, as a process that is killed does
+            self._hub.stop()  # it closes its links without a message, as a killed process does
         if time.monotonic() > self._stop_at:
             self._stop_at = float("inf")
             victim = self._ranks[self.job["victim"]]
@@ -361,7 +361,7 @@ class Running:
         self._began = float("inf")
 
     def wrong(self) -> list[str]:
-        """Call this when all processes have ended. Returns what went wrong: an empty list if nothing did."""
+        """Check the job once all processes have ended. Return what went wrong, or an empty list if nothing did."""
         self._serving.join(10)
         if self._serving.is_alive():
             self.faults.append("the hub goes on though all ranks have ended")
@@ -377,14 +377,14 @@ class Running:
 
 
 def run_job(interpreter: Interpreter, job: dict[str, Any], folder: Path) -> list[str]:
-    """Run the job and its second job, if it has one. Returns what went wrong: an empty list if nothing did."""
+    """Run the job and its second job, if it has one. Return what went wrong, or an empty list if nothing did."""
     jobs = [Running(interpreter, job, folder / "job")]
     try:
         if job["beside"]:
             jobs.append(Running(interpreter, neighbour(job), folder / "beside"))
         while [one for one in jobs if one.look()]:
             time.sleep(0.005)
-    except KeyboardInterrupt:  # Ctrl-C does not reach the ranks, which are in sessions of their own
+    except KeyboardInterrupt:  # Ctrl-C does not reach the ranks, because they are in their own sessions
         for one in jobs:
             one.kill()
         raise
@@ -396,7 +396,7 @@ def how(code: int) -> str:
 
 
 def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]:
-    """Compare what the ranks saw with what the fault must cause. Yields a line for each difference."""
+    """Compare what the ranks saw with what the fault must cause. Yield a line for each difference."""
     fault, victim = job["fault"], job["victim"]
     exits = {"kill": -9, "raise": 1, "os-exit": 7, "interrupt": -2, "exit": 0 if job["pause_s"] < 0.35 else 5}
     kinds = {"raise": "Aborted", "interrupt": "Aborted", "mismatch": "Mismatch", "timeout": "CollectiveTimeout"}
@@ -412,7 +412,7 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
     for rank, code in enumerate(codes):
         expected = exits.get(fault, 0) if rank == victim else 0
         if fault == "descriptors" and rank == victim and code == 1:
-            continue  # the error of the system has ended this rank
+            continue  # the operating system's error has ended this rank
         if code != expected:
             yield f"rank {rank}: {how(code)}, expected {how(expected)}"
         if rank == victim and fault in exits:
@@ -422,8 +422,8 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
         except FileNotFoundError:
             yield f"rank {rank} saw nothing"
             continue
-        # The victim may have left the job because another of its groups had failed. The errors of the other ranks then
-        # contain this sentence.
+        # The victim may have left the job because another of its groups had failed. In that case, the errors of the
+        # other ranks contain this sentence.
         gave_up = job["groups"] != "none" and re.search(
             r"before that another group of that rank failed|before that, the job failed", saw.get("text", "")
         )
@@ -443,7 +443,7 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
             right = (named == [victim] or gave_up) and f"rank {victim}" in saw["text"]
         if not right or not re.search(words.get(fault, ""), saw["text"]):
             yield f"rank {rank} does not name rank {victim} as it should: {named}: {saw['text']}"
-        if saw["in_new_group"]:  # the next call was on the world, whose failure has a text of its own
+        if saw["in_new_group"]:  # the next call was on the world, whose failure has its own text
             as_before = f"rank {victim}" in saw["again"] or fault == "hub"
         else:
             as_before = saw["again"] == f"{saw['kind']}: {saw['text']}"
@@ -452,14 +452,14 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
 
 
 def shared_files() -> set[str]:
-    """The files in /dev/shm, except those of MPIs that run at the same time."""
+    """Return the files in /dev/shm, except those of MPI libraries that run at the same time."""
     return {
         name for name in os.listdir("/dev/shm") if not re.match(r"mpich_shm|sm_segment|vader_segment|Intel_MPI", name)
     }
 
 
 def soak(faults: int, seed: int, only: int | None = None, minutes: float = float("inf")) -> Counter[str]:
-    """Run the jobs. Returns, by fault, how many went well; "failed" counts the others, which are printed."""
+    """Run the jobs. Return, for each fault, how many jobs went well. "failed" counts the others, which are printed."""
     done: Counter[str] = Counter()
     shared_before, until = shared_files(), time.monotonic() + 60 * minutes
     interpreter = Interpreter(__file__, ENVIRONMENT)

@@ -22,7 +22,7 @@ DAMAGES = ("nothing", "a bit", "the end", "the file", "a bit of each", "all file
 
 
 class WrongResult(Exception):
-    """A collective gave another result than NumPy, or a training gave wrong weights."""
+    """A collective gave a different result from NumPy's, or a training run gave wrong weights."""
 
 
 def same_everywhere(what: str, arrays: dict[str, Any]) -> None:
@@ -36,7 +36,7 @@ def same_everywhere(what: str, arrays: dict[str, Any]) -> None:
 
 
 def train_unevenly(job: dict[str, Any], misbehave: Callable[[], None]) -> None:
-    """Each rank takes its own number of steps inside join(). The victim misbehaves in one of its steps."""
+    """Take this rank's own number of steps inside join(). The victim misbehaves in one of its steps."""
     rank, steps = mscomm.get_rank(), job["steps"]
     weights, expected = Weights(), Weights()
     reducer = GradientReducer(weights.parameters)
@@ -72,8 +72,8 @@ def momentum(optimizer: Momentum) -> Any:
 
 
 def go_on_from_damaged(job: dict[str, Any]) -> None:
-    """Train half of the epochs, damage checkpoints of the victim, and resume. The result must have the same bits as
-    that of a training without a break.
+    """Train for half of the epochs, damage checkpoints of the victim, and resume. The result must have the same bits as
+    that of an uninterrupted training run.
     """
     rank = mscomm.get_rank()
     draw = random.Random(f"{job['seed']}:damage")

@@ -1,6 +1,6 @@
 """Which accelerator and device each rank uses, and what mscomm says if there is none.
 
-Some tests use stand-ins for the vendors' libraries, others do not.
+Some tests use stand-ins for the vendor libraries, others do not.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NAMES = ["rank 0 (pid 1 on host a)", "rank 1 (pid 2 on host a)", "rank 2 (pid 3 
 
 
 def told(uuids: str = "AB", version: str = "2.28.9", shares: str = "", device: int | None = None, **more: Any) -> Any:
-    """What a rank reports about nccl. `uuids` has one letter for each device of the rank."""
+    """Return what a rank reports about nccl. `uuids` has one letter for each device of the rank."""
     found = {"version": version, "path": "/lib/libnccl.so.2", "runtime": "CUDA 13.0", "shares": shares}
     found["devices"] = [[f"GPU-{letter}", "H100"] for letter in uuids]
     return {"device": device, "local_rank": None, "accelerators": {"nccl": found}, **more}
@@ -152,7 +152,7 @@ def test_a_file_that_is_another_library_lacks_functions(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_said_with_every_place_that_was_searched() -> None:
-    """Uses a new process, because this process may already have loaded a library."""
+    """Run in a new process, because this process may already have loaded a library."""
     program = "import mscomm\ntry: mscomm.init('nccl')\nexcept mscomm.BackendUnavailable as e: print(e)"
     env = {name: text for name, text in os.environ.items() if not name.startswith(("MSCOMM_", "NCCL_", "FAKE_"))}
     env |= {"CONDA_PREFIX": "/no/conda", "NCCL_HOME": "/no/home", "CUDA_VISIBLE_DEVICES": ""}
@@ -183,7 +183,7 @@ def test_a_driver_without_a_gpu_says_so() -> None:
 
 @needs_nccl
 def test_the_real_nccl_of_its_wheel_is_found_and_tells_its_version() -> None:
-    """Uses a new process, because this process may already have loaded another NCCL."""
+    """Run in a new process, because this process may already have loaded another NCCL."""
     program = (
         "from mscomm.accelerators import nccl\nvendor = nccl.vendor({})\n"
         "print(vendor.version(), vendor.origin(), vendor.path())"
@@ -196,7 +196,7 @@ def test_the_real_nccl_of_its_wheel_is_found_and_tells_its_version() -> None:
 
 @needs_nccl
 def test_our_declarations_are_those_of_the_real_header(tmp_path: Path) -> None:
-    """Compiles a file in which static_asserts compare sizes, offsets and constants with those of nccl.h."""
+    """Compile a file in which static_asserts compare sizes, offsets and constants with those of nccl.h."""
     (include,) = (Path(path) / "nccl/include" for path in importlib.util.find_spec("nvidia").submodule_search_locations)
     (tmp_path / "cuda_runtime.h").write_text(
         "typedef struct CUstream_st* cudaStream_t;\ntypedef struct CUevent_st* cudaEvent_t;\n"
@@ -272,7 +272,7 @@ def test_a_rank_without_a_driver_is_an_error_on_all_ranks_at_once(rank: int) -> 
     began = time.monotonic()
     with pytest.raises(mscomm.BackendUnavailable, match=r"nccl cannot be used, on rank 1 .*: cannot open libcuda.so.1"):
         mscomm.init("nccl")
-    assert time.monotonic() - began < 20  # a generous bound, because the error comes after all ranks have joined
+    assert time.monotonic() - began < 20  # a generous bound, because the error is raised after all ranks have joined
 
 
 @pytest.mark.parametrize(("code", "version"), [("21803", "2.18.3"), ("22809", "2.28.9"), ("23203", "2.32.3")])
@@ -317,7 +317,7 @@ def test_over_several_hosts_the_device_of_each_is_its_first(rank: int, group: No
 
 
 def test_the_rank_table_says_which_device_a_rank_has(tmp_path: Path) -> None:
-    """The table gives the two ranks the devices 1 and 3 of the host."""
+    """The table assigns devices 1 and 3 of the host to the two ranks."""
     devices = [{"device_id": str(2 * r + 1), "device_ip": f"192.1.27.{r + 6}", "rank_id": str(r)} for r in range(2)]
     server = {"server_id": "10.0.0.1", "device": devices, "host_nic_ip": "reserve", "note": str(tmp_path)}
     table = {"version": "1.0", "server_count": "1", "server_list": [server], "status": "completed"}

@@ -1,4 +1,4 @@
-"""async_op=True: the Work that a call returns, and calls that run while their caller goes on."""
+"""async_op=True: the Work that a call returns, and calls that run while their caller continues."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_calls_beside_the_caller_are_carried_out_in_order(rank, group):
         # In place: x is the result of the previous call.
         works.append(mscomm.all_reduce(x, "max", out=x, async_op=True))
         works.append(mscomm.all_gather_v(np.full(rank, rank), async_op=True))
-    assert mscomm.all_reduce(np.ones(1))[0] == 3  # this call comes after all of the asynchronous ones
+    assert mscomm.all_reduce(np.ones(1))[0] == 3  # this call runs after all of the asynchronous ones
     assert all((work.wait(timeout=10) == 3).all() for work in works[::2])
     rows, counts = works[-1].wait()
     assert rows.tolist() == [1, 2, 2] and counts == [0, 1, 2]
@@ -61,7 +61,7 @@ def test_arrays_of_a_dropped_work_live_until_it_has_ended(rank, group):
         mscomm.all_reduce(np.full(size, rank + 1.0), async_op=True)
         mscomm.all_gather_v(np.ones(rank + size), async_op=True)
         gc.collect()
-        np.zeros(size)  # would overwrite the arrays of the dropped calls if their memory had been freed
+        np.zeros(size)  # would overwrite the dropped calls' arrays if their memory had been freed
     mscomm.barrier()
 
 
@@ -105,7 +105,7 @@ def test_arrays_that_were_started_live_though_a_later_one_could_not_be(rank, gro
         return filled(self, *given)
 
     collectives._FusedCall.filled = full
-    big = [np.full(300_000, rank + 1.0) for _ in range(6)]  # each is too large to be sent with another
+    big = [np.full(300_000, rank + 1.0) for _ in range(6)]  # each is too large to share a message with another
     with pytest.raises((MemoryError, mscomm.Aborted)):
         mscomm.all_reduce_many(big, async_op=True)
     del big
@@ -141,7 +141,7 @@ def test_a_work_that_was_waited_for_keeps_nothing(rank, group, function, timeout
 
 @ranks(2)
 def test_a_second_wait_writes_nothing(rank, group):
-    out = np.zeros((2, 10))[:, ::2][0]  # strided: the result is copied there
+    out = np.zeros((2, 10))[:, ::2][0]  # strided, so the result is copied into it
     work = mscomm.all_reduce_many([np.ones(5)], out=[out], async_op=True)
     assert (work.wait(timeout=20)[0] == 2).all()
     out[:] = 7  # the user's own values
@@ -160,7 +160,7 @@ def test_a_work_in_a_cycle_with_its_array_is_collected(rank, group):
             x.work.wait()
         while not x.work.done():
             time.sleep(0.001)
-        mscomm.barrier()  # lets go of what has ended
+        mscomm.barrier()  # releases the calls that have ended
         gone = weakref.ref(x)
         del x
         gc.collect()
@@ -187,7 +187,7 @@ def test_two_threads_that_wait_for_a_work_get_the_same_result(rank, group, funct
         pass
 
     def slowly(_: Any) -> None:
-        time.sleep(0.2)  # meanwhile, other threads come to wait()
+        time.sleep(0.2)  # in the meantime, other threads reach wait()
 
     arrays.written_all = slowly  # after the result has been copied to an array of a subclass
     x, out = np.full(500, rank + 1.0), np.zeros(1000).view(Slow)[::2]
@@ -216,6 +216,6 @@ def test_an_array_may_make_a_call_when_the_end_of_a_work_frees_it(rank, group):
     work = mscomm.all_reduce(np.ones(3).view(Loud), async_op=True)
     while not work.done():
         time.sleep(0.001)
-    del work  # nobody has waited for it
+    del work  # nothing has waited for it
     mscomm.barrier()  # each call frees the Works that have ended
     assert calls == [2.0]

@@ -1,4 +1,4 @@
-"""init() and release(): what works before, between and after them, and what get_rank() and similar functions say."""
+"""init() and release(): what works before, between and after them, and what get_rank() and similar functions return."""
 
 from __future__ import annotations
 

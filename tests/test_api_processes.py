@@ -64,7 +64,7 @@ def test_a_forked_child_ends_though_threads_of_the_parent_wait(rank, group):
 
 
 def ends_within(seconds: float, child: int) -> bool:
-    """Whether the process ends by itself within this time and with status 0. Kills it if it does not end."""
+    """Return whether the process ends by itself within this time and with status 0. Kill it if it does not end."""
     life = os.pidfd_open(child)
     ended = select.select([life], [], [], seconds)[0]
     os.close(life)

@@ -158,7 +158,7 @@ def test_what_can_be_written_is_written_in_place(rank, group, name):
     else:
         with pytest.raises(TypeError, match="all_reduce: out is read-only"):
             mscomm.all_reduce_(x)
-    if library.writable:  # here out is a view of a larger array: mscomm must either write to it or refuse it
+    if library.writable:  # here, out is a view of a larger array: mscomm must either write to it or refuse it
         whole = library.made(np.zeros((3, 4), np.float32))
         try:
             assert mscomm.all_reduce(library.made(np.ones(4, np.float32)), out=whole[1]) is not None
@@ -236,7 +236,7 @@ def test_the_storage_of_a_tensor_can_be_resized_after_a_call(rank, group):
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
 @ranks(2)
 def test_a_tensor_may_get_other_memory_while_a_call_runs(rank, group):
-    """FSDP gives parameters other memory through `.data`. The call keeps the memory that it was given."""
+    """FSDP replaces a parameter's memory through `.data`. A call keeps using the memory that it was given."""
     import torch
 
     x, out = torch.nn.Parameter(torch.full((1 << 18,), 1.0)), torch.zeros(1 << 18)

@@ -115,7 +115,7 @@ def test_what_mscomm_itself_refuses_is_told_once_without_a_traceback() -> None:
 
 
 def test_wrong_elements_end_the_command_with_1(tmp_path: Path) -> None:
-    """A script that replaces all_reduce: on each rank, the first element of a float32 sum is 1 too large."""
+    """A script replaces all_reduce: on each rank, the first element of a float32 sum is 1 too large."""
     script = tmp_path / "wrong.py"
     script.write_text(
         "import mscomm, sys\n"
@@ -172,7 +172,7 @@ def test_tune_measures_every_algorithm_and_says_what_is_chosen(tmp_path: Path) -
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "t.json").read_text())["rows"]
     known = tune.algorithms([0, 0])
-    assert known["all_reduce"] == ["arena", "direct", "ring", "tree"] and "hierarchical" not in str(known)
+    assert known["all_reduce"] == ["arena", "bruck", "direct", "ring"] and "hierarchical" not in str(known)
     for what, names in known.items():
         mine = [row for row in rows if row["collective"] == what]
         assert [row["size"] for row in mine] == ([0] if what == "barrier" else [8, 65536])
@@ -189,14 +189,16 @@ def test_tune_wants_the_choice_free_and_an_operation_that_all_can() -> None:
 
 
 def test_tune_knows_the_algorithms_of_a_layout() -> None:
-    assert tune.algorithms([0, 1, 2])["all_reduce"] == ["direct", "ring", "tree"]
-    assert tune.algorithms([0, 0, 1])["all_reduce"] == ["hierarchical", "direct", "ring", "tree"]
+    assert tune.algorithms([0, 1, 2])["all_reduce"] == ["bruck", "direct", "ring"]
+    assert tune.algorithms([0, 0, 1])["all_reduce"] == ["hierarchical", "bruck", "direct", "ring"]
 
 
 def test_tune_finds_where_the_choice_changes_and_who_is_faster() -> None:
     core = SimpleNamespace(chosen=lambda size: {"broadcast": "ring" if size >= 3000 else "tree"})
     assert tune.choice(core, "broadcast", [8, 4096, 65536]) == [("tree", 0), ("ring", 3000)]
     assert tune.choice(core, "broadcast", [8, 64]) == [("tree", 0)]
+    many = SimpleNamespace(chosen=lambda size: {"all_gather": "ab"[size > 7000] if size < 10**6 else "c"})
+    assert tune.choice(many, "all_gather", [4096, 1 << 22]) == [("a", 0), ("b", 7001), ("c", 10**6)]
 
     def row(size: int, tree: list[float], ring: list[float]) -> dict[str, Any]:
         results = {"tree": {"in_place": {"rounds_us": [tree]}}, "ring": {"in_place": {"rounds_us": [ring]}}}

@@ -1,4 +1,4 @@
-"""The peers of mscomm bench, which are other libraries: how it finds them, and what it measures with them."""
+"""The peers of mscomm bench (other libraries): how it finds them, and what it measures with them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_mpirun_of_ours_gets_nothing_of_the_launcher_around_us() -> None:
 @each_moving
 @pytest.mark.parametrize("n", [2, 5])
 def test_memory_reads_each_x_once_and_writes_each_out_once(row: table.Collective, n: int) -> None:
-    """Checks the table _MOVES: the reads and writes of all ranks together, in units of 1/n of the message."""
+    """Check the table _MOVES: how much all ranks together read and write, in units of 1/n of the message."""
     x = n if row.x_in_parts or not row.out_in_parts else 1
     out = n if row.out_in_parts or not row.x_in_parts else 1
     givers = 1 if row.rooted and not row.out_at_root else n

@@ -1,4 +1,4 @@
-"""The plots of mscomm bench."""
+"""The plots that mscomm bench draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts of the folder bench: builds.py, compare.py, hosts.py, mindspore_step.py and ratio.py."""
+"""The scripts in the bench folder: builds.py, compare.py, hosts.py, mindspore_step.py and ratio.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BENCH = str(Path(__file__).parents[1] / "bench")
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the test import modules from the folder bench."""
+    """Let the test import modules from the bench folder."""
     monkeypatch.syspath_prepend(BENCH)
 
 
@@ -34,7 +34,7 @@ TIMES |= {"mpich-single": 60.0, "torch-gloo": 500.0, "torch-gloo-4": 510.0}
 
 
 def samples(us: float, spread: float = 0.0, wrong: int | None = 0) -> dict[str, Any]:
-    """What compare.py writes for one contender: eleven rounds, whose medians are spread around `us`."""
+    """Return what compare.py writes for one contender: eleven rounds, whose medians are spread around `us`."""
     rounds = [us * (1 + spread * (turn - 5) / 5) for turn in (3, 7, 0, 9, 5, 1, 10, 4, 8, 2, 6)]
     return {"in_place": {"us": us, "wrong": wrong, "rounds_us": [[one, one * 1.1, one * 0.9] for one in rounds]}}
 
@@ -211,7 +211,7 @@ def test_compare_measures_and_reports(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_hosts_measures_and_reports(tmp_path: Path) -> None:
-    """Runs bench/hosts.py, which measures between network namespaces. It cannot be imported beside tests/hosts.py."""
+    """Run bench/hosts.py, which measures between network namespaces. It cannot be imported beside tests/hosts.py."""
     installed("torch-gloo")
     if os.getuid() != 0 or shutil.which("tc") is None:
         pytest.skip("shaped links need root and iproute2")
@@ -263,7 +263,7 @@ sys.exit({status})
 
 
 def builds(folder: Path, *us: float, status: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run builds.py on stand-ins for `mscomm`. Each number in `us` makes a stand-in whose calls take that many µs."""
+    """Run builds.py on stand-ins for `mscomm`. Each number in `us` is how long a call of one stand-in takes, in µs."""
     paths = []
     for number, one in enumerate(us):
         paths.append(folder / f"mscomm-{number}")

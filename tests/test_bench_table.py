@@ -1,4 +1,4 @@
-"""The table of collectives of mscomm bench, compared with plain NumPy."""
+"""The table of collectives in mscomm bench, compared with plain NumPy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def cases(row: table.Collective, ranks: int, dtype: str = "float32", op: str = "
 
 
 def result_by_hand(name: str, x: list[np.ndarray[Any, Any]], rank: int, root: int) -> np.ndarray[Any, Any]:
-    """A second, independent definition of what a rank gets from each collective, for op sum."""
+    """Return what a rank gets from each collective with op sum, by a second, independent definition."""
     n = len(x)
     parts = [array.reshape(n, -1) if name in ("reduce_scatter", "scatter", "all_to_all") else array for array in x]
     return {
@@ -60,7 +60,7 @@ def test_a_part_in_the_wrong_place_is_wrong(row: table.Collective) -> None:
     for one in buffers:
         one.fill()
     x = [one.x.copy() for one in buffers]
-    rank = 0 if row.out_at_root else ranks - 1  # the last rank, because rank 0 of a scan combines nothing
+    rank = 0 if row.out_at_root else ranks - 1  # use the last rank, because rank 0 of a scan combines nothing
     right, last = result_by_hand(row.name, x, rank, 0), buffers[rank]
     assert last.out is not None
     for shift in (1, 64, 1024):

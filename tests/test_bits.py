@@ -1,4 +1,4 @@
-"""Reductions give the same bits on every rank, in every run, with every algorithm, and however they are called."""
+"""Reductions are bit-identical on every rank, in every run, with every algorithm, and however they are called."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fused_beside(x: Array, dice: random.Random) -> Array:
 
 
 def in_pieces(x: Array, dice: random.Random) -> Array:
-    """Reduce the message in random pieces, so that the algorithms split it among the ranks in other ways."""
+    """Reduce the message in random pieces, so that the algorithms split it among the ranks differently."""
     cuts = sorted(dice.randint(0, x.size) for _ in range(3))
     return np.concatenate([mscomm.all_reduce(piece) for piece in np.split(x, cuts)])
 
@@ -87,7 +87,7 @@ WAYS = [
 
 @ranks(4, env={"MSCOMM_ALGO": "{algorithm}"}, timeout_s=240)
 def write_hashes(rank: int, group: Any, algorithm: str, folder: str) -> None:
-    """Check that RUNS runs give the same bits. Write this rank's hash of each dtype's sum to folder/algorithm.rank."""
+    """Check that RUNS runs are bit-identical. Write this rank's hash of each dtype's sum to folder/algorithm.rank."""
     inputs = {dtype: values_of(wild, dtype, rank, (20_011,)) for dtype in FLOATS}
     together, alone = random.Random(1), random.Random(rank)
     hashes: dict[str, int] = {}
@@ -168,7 +168,7 @@ def test_the_last_scan_is_all_reduce_to_the_bit(rank, group, algorithm):
 
 
 def mixed_list(rank: int, op: str) -> list[Array]:
-    """Arrays of every dtype that supports op, in several shapes and kinds of memory. Some are empty, some
+    """Return arrays of every dtype that supports op, in several shapes and kinds of memory. Some are empty, some
     0-dimensional.
     """
     arrays = []

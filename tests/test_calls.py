@@ -1,4 +1,4 @@
-"""The arguments of a call: the kinds of arrays that it takes, what it refuses, and what its errors say."""
+"""The arguments of a call: which kinds of arrays it accepts, what it refuses, and what its errors say."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_work_in_place(rank, group):
     assert rank != 1 or x.tolist() == [0, 0, 1, 1, 2, 2]
     every_other = np.full(8, float(rank))[::2]
     assert mscomm.all_reduce(every_other, out=every_other).tolist() == [3] * 4
-    assert mscomm.broadcast(np.float32(rank), np.int64(2)) == 2  # x is a scalar, and root is an integer of NumPy
+    assert mscomm.broadcast(np.float32(rank), np.int64(2)) == 2  # x is a scalar, and root is a NumPy integer
 
 
 def test_what_only_pytorch_knows_of_its_tensors(alone):
@@ -262,12 +262,12 @@ def test_a_started_call_uses_the_memory_that_a_tensor_had(rank, group):
     for call in calls.values():
         x = torch.ones(1 << 20)
         if rank == 1:
-            mscomm.recv(np.empty(1), 0)  # by now rank 0 has started its call, which waits for us
+            mscomm.recv(np.empty(1), 0)  # by now, rank 0 has started its call, which waits for us
         work = call(x)
         if rank == 0:
             x.data = torch.zeros(1)
             gc.collect()
-            # These arrays overwrite x if the memory of x was freed.
+            # These arrays would overwrite x if its memory had been freed.
             others = [np.full(1 << 20, 7, np.float32) for _ in range(4)]
             mscomm.send(np.ones(1), 1)
             del others
@@ -289,7 +289,7 @@ def test_odd_calls_of_one_rank(alone):
 
 
 def test_what_errors_make_raises_passes_through(monkeypatch):
-    """The exception for a failed call is made by Python code. If a signal handler raises an exception in that code, the
+    """Python code creates the exception for a failed call. If a signal handler raises an exception in that code, the
     caller gets the handler's exception.
     """
 
@@ -328,7 +328,7 @@ def test_a_released_group_is_let_go():
 
 @ranks(3)
 def test_ranks_with_different_kinds_of_arrays_meet(rank, group):
-    """In each call one rank passes a strided array and the others a plain one. The calls must match, and all results
+    """In each call, one rank passes a strided array and the others a plain one. The calls must match, and all results
     must have the same bits.
     """
     rng = np.random.default_rng(rank)
@@ -360,7 +360,7 @@ def test_a_mismatch_names_both_calls(rank, group):
     x = np.ones(4)
     with pytest.raises(mscomm.Mismatch, match=r"rank 0 called all_reduce #1 \(float64\[4\], sum\); rank 1 called"):
         mscomm.all_reduce(x, "sum" if rank == 0 else "max", timeout=None if rank == 0 else 20)
-    with pytest.raises(mscomm.Mismatch):  # every later call raises Mismatch too
+    with pytest.raises(mscomm.Mismatch):  # every later call also raises Mismatch
         mscomm.all_reduce(x)
 
 

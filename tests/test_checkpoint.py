@@ -56,7 +56,7 @@ def test_what_is_written_is_read(tmp_path):
     assert metadata == {"who": "me"} and set(arrays) == set(some_arrays())
     for name, x in some_arrays().items():
         assert arrays[name].dtype == x.dtype and arrays[name].shape == x.shape and (bits(arrays[name]) == bits(x)).all()
-    arrays["scalar"][...] = 3  # arrays that were read must be writeable
+    arrays["scalar"][...] = 3  # arrays that were read from a file must be writeable
     tensorfile.write(path, {}, {})
     assert tensorfile.read(path) == ({}, {})
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
@@ -116,7 +116,7 @@ def test_no_flipped_bit_changes_what_is_read(tmp_path):
             arrays, metadata = tensorfile.read(path)
         except ValueError:
             found += 1
-        else:  # the flip may stay unnoticed only in the checksum's key and in the spaces after the header
+        else:  # the flip may go unnoticed only in the checksum's key and in the spaces after the header
             assert set(arrays) == {"x", "y"} and (arrays["x"] == np.arange(3.0)).all() and arrays["y"] == 1
             assert metadata["who"] == "me" and metadata["when"] == "now"
             assert arrays["x"].dtype == np.float64 and arrays["y"].dtype == np.int16
@@ -128,7 +128,7 @@ def test_no_flipped_bit_changes_what_is_read(tmp_path):
 
 
 def as_earlier_versions_wrote(path: Path) -> None:
-    """Rewrite the file as earlier versions did, without a checksum and without the names that identify a training."""
+    """Rewrite the file as earlier versions did, without a checksum and the names that identify a training run."""
     import safetensors.numpy
 
     arrays, metadata = tensorfile.read(path)
@@ -246,11 +246,11 @@ def test_weights_go_into_a_file_and_back(tmp_path):
         save_checkpoint(net, tmp_path / "net", append_dict={"net": net})
 
 
-# --- ModelCheckpoint in a training on one rank ----------------------------------------------------------------------
+# --- ModelCheckpoint in a training run on one rank ------------------------------------------------------------------
 
 
 class Drawn(Batches):
-    """Batches that come in a new order in each pass. The order is drawn from NumPy's global generator."""
+    """Batches that are in a new order in each pass. The order is drawn from NumPy's global generator."""
 
     def __iter__(self) -> Any:
         return iter([self.all[i] for i in np.random.permutation(len(self.all))])
@@ -415,7 +415,7 @@ def test_going_on_gives_the_bits_of_a_run_without_a_break(tmp_path, at):
     np.random.seed(1)
     begun.train(3, Drawn(), [Stop(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(3))])
     np.random.seed(2)
-    # When the training stops, its last step is saved, too.
+    # When the training stops, its last step is also saved.
     assert going_on.resume(tmp_path / "parts") == ((1, 5) if at == 5 else (2, 2))
     going_on.train(3, Drawn(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(3)))
     expected, got = load_checkpoint(tmp_path / "whole-3_5.safetensors"), load_checkpoint(tmp_path / "parts")
@@ -440,7 +440,7 @@ def test_where_to_go_on(tmp_path):
     with pytest.raises(ValueError, match=r"initial_epoch=1 after resume\(\), which says where to begin"):
         going_on.train(3, Batches(), initial_epoch=1)
     going_on.train(3, Batches(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(100)))
-    # The files of the new training have their own prefix.
+    # The files of the new training run have their own prefix.
     assert names(tmp_path / "parts") == sorted([*before, "part_1-3_5.safetensors"])
     going_on.resume(tmp_path / "parts")
     going_on.train(3, Batches(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(1)))  # no step is left
@@ -448,7 +448,7 @@ def test_where_to_go_on(tmp_path):
 
 
 class Halving(mscomm.Callback):
-    """Keeps a list of rates. It adds half of the last rate after each step, and again after each epoch."""
+    """Keeps a list of rates. It appends half of the last rate after each step, and again after each epoch."""
 
     def __init__(self) -> None:
         self.rates = [1.0]
@@ -465,7 +465,7 @@ class Halving(mscomm.Callback):
     epoch_end = step_end
 
 
-@pytest.mark.parametrize(("steps", "kept"), [(1, 6), (3, 3)])  # resume at an epoch's end, or in its middle
+@pytest.mark.parametrize(("steps", "kept"), [(1, 6), (3, 3)])  # resume at the end or in the middle of an epoch
 def test_callbacks_go_on_too(tmp_path, steps, kept):
     config = CheckpointConfig(steps)
     first, second = Halving(), Halving()

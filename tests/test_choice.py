@@ -23,7 +23,8 @@ def test_the_carrier_follows_from_the_hosts():
     assert chosen("all_reduce", [0, 0, 0]) == ["arena"]
     assert chosen("all_reduce", [0, 0, 1, 1]) == chosen("all_reduce", [0, 1, 1]) == chosen("all_reduce", [0, 1, 0])
     assert chosen("all_reduce", [0, 1, 0]) == ["hierarchical"]
-    assert chosen("all_reduce", [0, 1, 2]) == chosen("all_gather", [0, 0, 1]) == ["direct"]
+    assert chosen("all_reduce", [0, 1, 2]) == ["bruck", "direct"]
+    assert chosen("all_gather", [0, 0, 1]) == ["bruck", "ring", "direct"]
 
 
 def test_what_is_forced_is_not_asked_about_its_size():
@@ -35,8 +36,8 @@ def test_what_is_forced_is_not_asked_about_its_size():
 @pytest.mark.parametrize(("n", "chain"), [(2, None), (4, 256 << 10)])
 @ranks("n", env={"MSCOMM_HOST_ID": "{rank}"})
 def test_a_long_broadcast_over_links_goes_along_a_chain(rank: int, group: Any, n: int, chain: int | None):
-    """The faster algorithm is chosen. A chain takes the time of one message and n-2 windows of 128 KiB. A tree takes
-    the time of log2(n) messages.
+    """The faster algorithm is chosen. A chain takes as long as one message plus n-2 windows of 128 KiB. A tree takes as
+    long as log2(n) messages.
     """
     core = resolve(None).core
     for size in (8, (256 << 10) - 1, 256 << 10, (1 << 20) + 1):
@@ -44,3 +45,33 @@ def test_a_long_broadcast_over_links_goes_along_a_chain(rank: int, group: Any, n
         for root in range(n):
             x = np.full(size, rank if rank == root else 99, np.uint8)
             assert (mscomm.broadcast(x, root=root) == root).all(), size
+
+
+@ranks(34, env={"MSCOMM_HOST_ID": "{rank}"})
+def test_many_hosts_choose_what_takes_few_messages_or_a_ring(rank: int, group: Any):
+    """With more than 32 hosts, n-1 messages of each rank take longer than log2(n) latencies, so short messages take the
+    latter. The long messages of all_gather go around a ring. Reductions do not, because a ring would change the bits.
+    """
+    core = resolve(None).core
+    chosen = {size: core.chosen(size) for size in (8, 7 << 10, 8 << 10, 1 << 20, 34 << 20)}
+    assert [chosen[size]["all_reduce"] for size in chosen] == ["bruck", "bruck", "direct", "direct", "direct"]
+    assert [chosen[size]["all_gather"] for size in chosen] == ["bruck", "bruck", "direct", "ring", "ring"]
+    assert [chosen[size]["reduce_scatter"] for size in chosen] == ["direct"] * 5
+    x = np.arange(5.0) + rank
+    assert (mscomm.all_reduce(x) == 34 * np.arange(5.0) + 33 * 17).all()
+    assert (mscomm.all_gather(x[None]) == np.arange(34)[:, None] + np.arange(5.0)).all()
+    rows, counts = mscomm.all_gather_v(np.full(rank % 3, rank))
+    assert counts == [rank % 3 for rank in range(34)]
+    assert (rows == np.repeat(np.arange(34), counts)).all()
+
+
+@pytest.mark.parametrize("algorithm", ["direct", ""])
+@ranks(2, env={"MSCOMM_ALGO": "{algorithm}"})
+def test_a_rank_that_only_receives_may_send_an_empty_part_of_out(rank: int, group: Any, algorithm: str):
+    """The empty x lies where out begins, but nothing in it is overwritten, so the call is not in place."""
+    out = np.zeros(1_000_000, np.int32)
+    x, counts = (np.arange(1_000_000, dtype=np.int32), [0, 1_000_000]) if rank == 0 else (out[:0], [0, 0])
+    rows, received = mscomm.all_to_all_v(x, counts, out=out if rank == 1 else None)
+    assert received == ([0, 0] if rank == 0 else [1_000_000, 0])
+    assert len(rows) == sum(received) and (rows == np.arange(len(rows))).all()
+    assert mscomm.all_gather(np.array([rank])).tolist() == [0, 1]

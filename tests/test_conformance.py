@@ -58,18 +58,18 @@ def pool(make: Callable[[np.dtype[Any], int], Array], dtype: np.dtype[Any]) -> A
 def values_of(
     make: Callable[[np.dtype[Any], int], Array], dtype: np.dtype[Any], rank: int, shape: tuple[int, ...]
 ) -> Array:
-    """The values of the given rank. Every rank that calls this function gets the same values."""
+    """Return the given rank's values. Every rank that calls this function gets the same values."""
     return pool(make, dtype)[rank * STRIDE :][: math.prod(shape)].reshape(shape)
 
 
 def raw_bits(dtype: np.dtype[Any], count: int) -> Array:
-    """Random bits, including NaNs with any payload, for functions that only move elements."""
+    """Return random bits, including NaNs with any payload, for functions that only move elements."""
     drawn = np.random.default_rng(1).integers(0, 256, count * dtype.itemsize, np.uint8)
     return drawn % 2 == 1 if dtype.kind == "b" else drawn.view(dtype)
 
 
 def wild(dtype: np.dtype[Any], count: int) -> Array:
-    """Random integers, or floats from 2^-20 to 2^20, and also subnormals, both zeros, infinities and NaN."""
+    """Return random integers, or floats from 2^-20 to 2^20, and also subnormals, both zeros, infinities and NaN."""
     if dtype.kind in "biu":
         return raw_bits(dtype, count)
     if dtype.kind == "c":
@@ -84,7 +84,7 @@ def wild(dtype: np.dtype[Any], count: int) -> Array:
 
 
 def tame(dtype: np.dtype[Any], count: int) -> Array:
-    """Like wild(), but a product of eight of them neither overflows nor vanishes."""
+    """Like wild(), but the product of any eight of these values neither overflows nor vanishes."""
     if dtype.kind in "biu":
         return raw_bits(dtype, count)
     if dtype.kind == "c":
@@ -117,15 +117,15 @@ def check_in_any_order(op: str, got: Array, expected: Array, inputs: list[Array]
     """Check that got is the reduction in some order: exactly if the order does not matter, otherwise within a bound.
 
     The bound allows n-1 roundings in the accumulator type, each of at most half an epsilon of the largest intermediate
-    magnitude, and one rounding to the element type. It counts all of them twice, because the expected value is also
-    rounded.
+    magnitude, and one rounding to the element type. It counts all of them twice, because the expected value is rounded,
+    too.
     """
     dtype, n = got.dtype, len(inputs)
     if dtype.kind in "biu" or op in ("min", "max"):
         assert (bits(got) == bits(expected)).all(), f"{case}: differs"
         return
     element, accumulator = ml_dtypes.finfo(real(dtype)), ml_dtypes.finfo(np.result_type(real(dtype), np.float32))
-    # The magnitude of a value of tame() is at most 2, and that of a complex value at most 2 * sqrt(2).
+    # The magnitude of a value from tame() is at most 2, or at most 2 * sqrt(2) if it is complex.
     largest = (2 * math.sqrt(2) if dtype.kind == "c" else 2.0) ** n if op == "prod" else 2.0 * n
     roundings = 2 * n * float(accumulator.eps) + (float(element.eps) if element.bits < accumulator.bits else 0)
     bound = 2 * largest * roundings + float(element.smallest_subnormal)
@@ -165,8 +165,7 @@ def unaligned(values: Array) -> Array:
     return array
 
 
-# How to make x in each kind of memory; OUT does the same for out. With "mixed", neighbouring ranks have different
-# kinds.
+# How to make x in each kind of memory; OUT does the same for out. With "mixed", neighbouring ranks use different kinds.
 X: dict[str, Callable[[Array, int], Array]] = {
     "private": lambda values, rank: values.copy(),
     "shared": lambda values, rank: shared(values),
@@ -197,7 +196,7 @@ TAILS = [(), (3,), (2, 2)]  # the lengths of the axes after axis 0
 
 
 class Case(NamedTuple):
-    """One call. Its str() names it in the message of a failure."""
+    """One call. Its str() identifies it in failure messages."""
 
     name: str
     how: How
@@ -229,7 +228,7 @@ SCALARS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scan", 
 
 
 def in_place(case: Case, values: Array, expected: Array, rank: int) -> tuple[Array, Array] | None:
-    """Put x and out into one array. Returns (x, out), or None if the function cannot work in place."""
+    """Put x and out into one array. Return (x, out), or None if the function cannot work in place."""
     place = case.row.place(case.how, rank)
     if place is None or not values.ndim:
         return None
@@ -250,8 +249,8 @@ def in_place(case: Case, values: Array, expected: Array, rank: int) -> tuple[Arr
 
 
 def called(case: Case, inputs: list[Array], expected: Array | None, rank: int, **options: Any) -> Array | None:
-    """Make the call, with x and out in the kinds of memory that the case names. Returns the result. Checks that the
-    call wrote nothing but out.
+    """Make the call, with x and out in the kinds of memory that the case names. Return the result. Check that the call
+    wrote nothing but out.
     """
     values = inputs[rank]
     x, out = X[case.kind.x](values, rank), None
@@ -298,13 +297,13 @@ class Ledger:
 
 
 def sizes(dtype: np.dtype[Any], n: int) -> list[int]:
-    """Numbers of elements to test: 0, 1, a few, a number that is not divisible by n, and a little more than 1 MiB."""
+    """Return numbers of elements to test: 0, 1, a few, a number not divisible by n, and a little more than 1 MiB."""
     return [0, 1, 7, 257 * n + 1, -(-LARGE_BYTES // dtype.itemsize)]
 
 
 def rows_of(name: str, n: int, size: int) -> list[list[int]]:
-    """The number of rows from each sender to each receiver, about `size` in all. If the function's name ends in _v, the
-    numbers differ, and some are 0.
+    """Return the number of rows from each sender to each receiver, about `size` in total. If the function's name ends
+    in _v, the numbers differ, and some are 0.
     """
     row = FUNCTIONS[name]
     if not name.endswith("_v"):
@@ -315,9 +314,11 @@ def rows_of(name: str, n: int, size: int) -> list[list[int]]:
 
 
 def cases(names: list[str], n: int) -> Iterator[Case]:
-    """A case for every function x dtype x op x size. The kinds of memory, the shapes and the roots take turns.
+    """Yield a case for every function x dtype x op x size. The kinds of memory, the shapes and the roots change from
+    case to case.
 
-    For three ranks, there is also a case for every kind of memory x function x size, in which the dtypes take turns.
+    For three ranks, there is also a case for every kind of memory x function x size. There, the dtypes change from case
+    to case.
     """
     turn = itertools.count()
     kinds, tails, roots, dtypes = map(itertools.cycle, (KINDS, TAILS, range(n), DTYPES))
@@ -443,7 +444,7 @@ def test_barrier_lets_nobody_leave_before_everybody_has_come(rank, group, n, alg
     for turn in range(3 * n):
         if turn % n == rank:
             time.sleep(0.002)  # if barrier() did not wait, the others would have left it by now
-        came = time.monotonic_ns()  # all processes of a host have the same clock
+        came = time.monotonic_ns()  # all processes of a host share one clock
         mscomm.barrier()
         left = time.monotonic_ns()
         everybody = mscomm.all_gather(np.array([[came, left]]))

@@ -33,8 +33,8 @@ ON_THE_CPU = "mscomm.init(); x = np.ones(2, np.float32)"
 ON_A_DEVICE = "import idle; idle.register(); mscomm.init('nccl'); x = idle.IdleArray((2,), np.dtype(np.float32))"
 STRIDED = "mscomm.init(); x = np.ones(200, np.float32)[::2]"
 TENSOR = "import torch; mscomm.init(); x = torch.ones(2)"
-# For each case: the preparation, the call, and the most instructions that one call may take. The limit is a tenth more
-# than CPython 3.11 needs, because other builds of Python need more or less.
+# For each case, the preparation, the call, and the largest number of instructions that one call may take. The limit is
+# a tenth more than CPython 3.11 needs, because other builds of Python need more or less.
 CASES = {
     "numpy": (ON_THE_CPU, "mscomm.all_reduce(x, out=x)", 4_000),
     "numpy, timeout": (ON_THE_CPU, "mscomm.all_reduce(x, out=x, timeout=60)", 4_300),

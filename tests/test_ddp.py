@@ -32,7 +32,7 @@ CHANGES = {
 
 
 def train(script: Path, n: int, folder: Path) -> None:
-    """Run the script as n processes that find each other by the variables of PyTorch's launcher."""
+    """Run the script as n processes that find each other through the variables of PyTorch's launcher."""
     folder.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -64,7 +64,7 @@ def test_a_script_with_two_lines_changed_ends_with_the_weights_of_pytorchs_wrapp
     train(changed, n, tmp_path / "ours")
     theirs = torch.load(tmp_path / "theirs" / "rank_0.pt")
     begin = torch.load(tmp_path / "theirs" / "checkpoint.pt")["model"]
-    # The weights have changed since the checkpoint, so the epoch in join() has trained.
+    # The weights have changed since the checkpoint, which shows that the epoch in join() has trained.
     assert any((theirs[name] - begin[f"module.{name}"]).abs().max() > 1e-3 for name in theirs)
     for rank in range(n):
         ours = torch.load(tmp_path / "ours" / f"rank_{rank}.pt")
@@ -95,7 +95,7 @@ class Odd:
 
 
 def passes(torch: Any) -> dict[str, Any]:
-    """Ways to compute gradients, by name. Each takes a model, wrapped or not, and this rank's data."""
+    """Return ways to compute gradients, by name. Each takes a model, wrapped or not, and this rank's data."""
     from torch.utils.checkpoint import checkpoint
 
     def squares(model: Any, x: Any) -> None:
@@ -225,7 +225,7 @@ def test_what_a_rank_computes_beside_its_wrapper_stays_there(rank: int) -> None:
     model.zero_grad()
     model(rows(rank)).sum().backward()
     model.zero_grad()
-    if rank == 0:  # rank 1 makes no calls meanwhile
+    if rank == 0:  # rank 1 makes no calls in the meantime
         for _ in range(2):
             model.module(rows(3)).sum().backward()
         (text,) = told
@@ -266,7 +266,7 @@ def test_all_ranks_begin_with_the_model_of_rank_0(rank: int) -> None:
     for name, x in inner.state_dict().items():
         own = name == "1.running_var"
         assert (mscomm.all_gather(x[None]) == x).all() != own, name
-    # At the first forward pass of a step, all ranks take rank 0's running means. After it, their means differ.
+    # At the first forward pass of a step, all ranks copy rank 0's running means. After it, their means differ.
     x = torch.full((4, 3), float(rank))
     model(x).sum().backward()
     means = mscomm.all_gather(inner[1].running_mean[None])
@@ -329,7 +329,7 @@ def test_uneven_data(rank: int) -> None:
     assert trained(2, throw_on_early_termination=True, sync=True)[0] == trained(2, enable=False)[0]
     model = mscomm.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1)))
     with model.join():
-        for _ in range(rank):  # rank 0 has no batches, and the others end with a pass that makes no gradients
+        for _ in range(rank):  # rank 0 has no batches, and the others end with a pass that produces no gradients
             model(torch.ones(2, 1)).sum().backward()
             with torch.no_grad():
                 model(torch.ones(2, 1))
@@ -390,8 +390,8 @@ def test_what_cannot_be_trained_is_told(rank: int) -> None:
 
 @ranks(2, expect={0: 0, 1: 3})
 def test_an_exception_in_the_backward_pass_is_not_forgotten(rank: int) -> None:
-    """After the exception, this rank has not sent all buckets, and other ranks wait for them. So this rank's next
-    forward pass must raise an error.
+    """After the exception, this rank has not sent all buckets, and other ranks are waiting for them. So this rank's
+    next forward pass must raise an error.
     """
     import torch
 

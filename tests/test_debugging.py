@@ -29,7 +29,7 @@ class Terminal:
         os.write(self._ours, f"{line}\n".encode())
 
     def until(self, text: str, timeout_s: float = 30) -> str:
-        """Wait for the text. Returns the output up to and including it."""
+        """Wait for the text. Return the output up to and including it."""
         end = time.monotonic() + timeout_s
         while text not in self.seen:
             ready, _, _ = select.select([self._ours], [], [], max(0.0, end - time.monotonic()))

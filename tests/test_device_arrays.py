@@ -52,15 +52,15 @@ def row(**changed: Any) -> Iterator[None]:
 
 @contextmanager
 def no_row() -> Iterator[None]:
-    """Act as if DeviceArray had no row, like a subclass or an older library. Calls then use the slower function
-    `memory`.
+    """Act as if the table of array types had no row for DeviceArray. A subclass or an older library's array type has no
+    row, either. Calls then use the slower function `memory`.
     """
     with row(plain=lambda x: None):
         yield
 
 
 def known() -> None:
-    """Let mscomm store what it knows about the array type and the dtypes, as the first calls of a program do."""
+    """Let mscomm cache what it knows about the array type and the dtypes, as the first calls of a program do."""
     arrays.library(on_device(np.ones(1)), "x", "test")
     for dtype in DTYPES:
         known_code(np.dtype(dtype))
@@ -71,7 +71,7 @@ def all_reduce(x: Any, op: Any, out: Any) -> Any:
 
 
 def outcome(call: Callable[[], Any]) -> tuple[Any, ...]:
-    """What a call returns or raises, in a form that can be compared."""
+    """Return what a call returns or raises, in a form that can be compared."""
     try:
         got = call()
     except (TypeError, ValueError) as error:
@@ -81,7 +81,7 @@ def outcome(call: Callable[[], Any]) -> tuple[Any, ...]:
 
 
 def records() -> list[dict[str, Any]]:
-    """The records of the last two calls, once the watching thread has reported their end."""
+    """Return the records of the last two calls, once the watching thread has reported that they have ended."""
     core = resolve(None).core
     while any(call["state"] == "inside" for call in core.calls(core.where()[0] - 2)):
         time.sleep(0.0005)
@@ -119,7 +119,7 @@ def test_a_row_changes_no_result_and_no_record(rank: int, group: None, backend: 
 
 
 def wrong() -> dict[str, tuple[Any, ...]]:
-    """Arguments (x, op, out) by name. In each, at least one of the three is wrong or needs special treatment."""
+    """Return arguments (x, op, out) by name. In each, at least one of the three is wrong or needs special treatment."""
     x = on_device(np.ones((4, 2), np.float32))
     whole = on_device(np.ones(8, np.float32))
     elsewhere = DeviceArray.from_numpy(np.ones((4, 2), np.float32), device=3)

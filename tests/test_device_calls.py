@@ -28,8 +28,8 @@ def reduces(dtype: np.dtype[Any], op: str) -> bool:
 
 
 def values(dtype: np.dtype[Any], rank: int, shape: tuple[int, ...], op: str | None) -> Array:
-    """Random bits. Floats that will be reduced are whole numbers instead, so that their sum, product or mean over four
-    ranks is exact in any order.
+    """Return random bits. Floats that will be reduced are whole numbers instead, so that their sum, product or mean
+    over four ranks is exact in any order.
     """
     count = math.prod(shape)
     rng = np.random.default_rng(rank)
@@ -42,8 +42,8 @@ def values(dtype: np.dtype[Any], rank: int, shape: tuple[int, ...], op: str | No
 
 
 def rows_of(n: int, size: int) -> list[list[list[int]]]:
-    """Two tables of the number of rows from each rank to each rank. In the first, all numbers are equal. In the second,
-    they differ, and some are 0.
+    """Return two tables of the number of rows from each rank to each rank. In the first, all numbers are equal. In the
+    second, they differ, and some are 0.
     """
     uneven = [[(3 * source + target) % 4 * size for target in range(n)] for source in range(n)]
     return [[[size] * n] * n, uneven]
@@ -153,7 +153,7 @@ def test_a_call_comes_after_what_the_stream_has_and_before_what_comes(rank: int,
     with device_array.stream(stream):
         x = on_device(np.zeros(1000, np.float32))
         for turn in range(3):
-            compute.add(x, rank + 1, delay=0.05)  # the addition still runs on the device when all_reduce is called
+            compute.add(x, rank + 1, delay=0.05)  # the addition is still running when all_reduce is called
             y = mscomm.all_reduce(x)
             assert (y.to_numpy() == 3 * (turn + 1)).all()
     assert violations() == []
@@ -246,13 +246,15 @@ def test_a_captured_call_is_enqueued_where_it_is_and_not_watched(rank: int, grou
 
 @devices(2)
 def test_what_is_watched_does_not_end_a_capture_of_another_stream(rank: int, group: None) -> None:
-    """While torch.cuda.graph captures a stream, an event query ends the capture, even a query by another thread."""
+    """While torch.cuda.graph captures a stream, an event query ends the capture, even if another thread makes the
+    query.
+    """
     library = device_array.runtime().library
     stream, graph = device_array.new_stream(rank), device_array.c_uint64()
     x = compute.add(on_device(np.ones(10, np.float32)), 1, delay=0.5)
     with device_array.runtime().on(rank):
         assert library.cuStreamBeginCapture_v2(device_array.c_uint64(stream), 0) == 0
-        y = mscomm.all_reduce(x)  # this call uses another stream, and still runs during the capture
+        y = mscomm.all_reduce(x)  # this call uses another stream, and is still running during the capture
         time.sleep(0.2)
         assert library.cuStreamEndCapture(device_array.c_uint64(stream), device_array.byref(graph)) == 0
     assert (y.to_numpy() == 4).all()
@@ -310,7 +312,7 @@ def test_what_nccl_cannot_do_is_refused_with_what_it_can(rank: int, group: None)
         mscomm.all_reduce(on_device(np.ones(3, np.complex64)), "prod")
     with pytest.raises(TypeError, match="avg is not defined on int32 arrays"):
         mscomm.all_reduce(on_device(np.ones(3, np.int32)), "avg")
-    assert resolve(None).core.where()[0] == 2  # the refused calls used up no call number
+    assert resolve(None).core.where()[0] == 2  # the refused calls used no call numbers
 
 
 @devices(2)
@@ -335,7 +337,7 @@ def test_a_scan_is_the_cpus_and_says_so_on_every_rank(rank: int, group: None, ba
     for function in (mscomm.scan, mscomm.exscan):
         with pytest.raises(TypeError, match=f"{function.__name__}: x is on a device, and neither NCCL nor HCCL has a"):
             function(on_device(np.ones(3, np.float32)))
-    assert mscomm.scan(np.ones(1))[0] == rank + 1  # the refused calls used up no call number
+    assert mscomm.scan(np.ones(1))[0] == rank + 1  # the refused calls used no call numbers
 
 
 @devices(2, init={"backend_name": "gloo"})
@@ -389,7 +391,7 @@ def test_messages_go_by_the_host(rank: int, group: None, backend: str) -> None:
             with device_array.stream(device_array.new_stream(rank)):
                 late = on_device(np.zeros(3, np.float32))
                 compute.add(late, 7, delay=0.1)
-                mscomm.send(late, 1)  # the data is sent when the stream has done the addition
+                mscomm.send(late, 1)  # the data is sent once the stream has done the addition
             work = mscomm.send(on_device(whole), 1, tag=1, async_op=True)
             mscomm.send(whole, 1, tag=2)
             mscomm.send(on_device(whole).T, 1, tag=3)

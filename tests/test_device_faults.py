@@ -1,4 +1,4 @@
-"""Ranks with devices name a failed rank in time. The stand-ins hang where the vendors' libraries would hang."""
+"""Ranks with devices name a failed rank in time. The stand-ins hang where the vendor libraries would hang."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ranks import everybody_is_here, tell, until_told
 
 import mscomm
 
-BOUND_S = 20  # the time that a rank may take to raise its error after a deadline has passed; generous
+BOUND_S = 20  # a generous limit on how long a rank may take to raise its error after a deadline has passed
 
 
 def ends(call: Callable[[], Any], within_s: float = BOUND_S) -> mscomm.Error:
-    """Repeat the call until it raises the error that ends the group. Returns that error."""
+    """Repeat the call until it raises the error that ends the group. Return that error."""
     began = time.monotonic()
     while time.monotonic() - began < within_s:
         try:
@@ -32,7 +32,7 @@ def ends(call: Callable[[], Any], within_s: float = BOUND_S) -> mscomm.Error:
 
 
 def goes_on(x: DeviceArray) -> Callable[[], Any]:
-    """Returns a function that makes a call and then waits for the device, as programs do."""
+    """Return a function that makes a call and then waits for the device, as programs do."""
 
     def call() -> None:
         mscomm.all_reduce(x, out=x)
@@ -125,7 +125,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(rank: int, group: No
         error = ends(lambda: mscomm.barrier(timeout=30))
         assert type(error) is mscomm.CollectiveTimeout and error.waiting_for == (1,), error
         tell(f"raised {rank}")
-    error = ends(lambda: mscomm.all_reduce(x))  # a call that is enqueued after the failure raises the error, too
+    error = ends(lambda: mscomm.all_reduce(x))  # a call that is enqueued after the failure also raises the error
     assert type(error) is mscomm.CollectiveTimeout and "Waiting for: rank 1" in str(error), error
 
 
@@ -218,7 +218,7 @@ def test_release_after_a_failure_leaves_nothing_of_the_device(rank: int, group: 
     assert isinstance(error, mscomm.Error)
     mscomm.release()
     until = time.monotonic() + BOUND_S
-    # Some communicators, streams and events are freed a little after release() has returned.
+    # Some communicators, streams and events are freed shortly after release() has returned.
     while any((left := handles())[kind] for kind in ("comms", "streams", "events")):
         assert time.monotonic() < until, left
         time.sleep(0.01)
@@ -259,7 +259,7 @@ def test_release_waits_for_the_device_and_hears_of_a_lost_rank(rank: int, group:
 
 @devices(2, timeout_s=120)
 def test_a_program_far_ahead_of_its_device_is_not_stuck(rank: int, group: None) -> None:
-    """The timeout counts the time in which no call has ended, not the time since a call was enqueued."""
+    """The timeout counts the time during which no call has completed, not the time since a call was enqueued."""
     x = on_device(np.zeros(10, np.float32))
     for _ in range(30):
         compute.add(x, 1, delay=0.1)

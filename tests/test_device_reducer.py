@@ -1,4 +1,4 @@
-"""GradientReducer on device arrays: like test_reducer.py, but over the stand-ins of tests/fakes."""
+"""GradientReducer on device arrays: like test_reducer.py, but with the stand-ins of tests/fakes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ each_way = pytest.mark.parametrize(("backend", "how"), [("nccl", "library"), ("n
 
 
 def joined(n: int | str = 2, **options: Any) -> Any:
-    """Decorator for a test whose ranks join with join(backend, how)."""
+    """Decorate a test whose ranks join with join(backend, how)."""
 
     def env(rank: int, how: str = "refused", backend: str = "nccl", **_: Any) -> dict[str, str]:
         return {**variables(backend), **kernel_variables(rank, how)}
@@ -68,8 +68,8 @@ def gradients(rank: int, step: int, backend: str) -> dict[str, Array]:
 
 
 def mean_of_all(x: DeviceArray, backend: str, n: int) -> Array:
-    """The mean over the ranks. It is the sum times 1/n for HCCL, which has no "avg", and for bfloat16 with NCCL, whose
-    "avg" is not exact for that dtype.
+    """Return the mean over the ranks. It is the sum times 1/n for HCCL, which has no "avg", and for bfloat16 with NCCL,
+    whose "avg" is not exact for that dtype.
     """
     if backend == "nccl" and x.dtype != BFLOAT16:
         return mscomm.all_reduce(x, "avg").to_numpy()
@@ -171,7 +171,7 @@ def test_the_library_is_told_once_of_memory_that_another_stream_uses(rank: int, 
 
 
 def narrowed(rank: int, step: int, owed: Array, wire: np.dtype[Any], limit: float) -> tuple[Array, Array, Array]:
-    """Returns a gradient, what the reducer must send for this gradient, and the residual that must remain."""
+    """Return a gradient, what the reducer must send for this gradient, and the residual that must remain."""
     mine = np.random.default_rng((rank, step)).normal(size=owed.size).astype(np.float32) * np.float32(0.01)
     if step == 0:
         mine[5::100] = 1.5 * np.float32(65504)  # more than the largest float16
@@ -293,7 +293,7 @@ def test_ranks_that_run_out_of_steps_do_not_stop_the_others(rank: int, group: No
             reducer.carry(rank)
             got = reducer.reduce([on_device(np.full(3, 10.0 * rank, np.float32))])[0]
             seen.append((float(got.to_numpy()[0]), reducer.carried))
-    both, alone = (15.0, 1.5), (20.0, 2.0)  # the mean of ranks 1 and 2, and that of rank 2 alone
+    both, alone = (15.0, 1.5), (20.0, 2.0)  # the means over ranks 1 and 2, and over rank 2 alone
     assert seen == [[], [both] * 2, [both] * 2 + [alone] * 2][rank]
     assert (mscomm.all_reduce(np.ones(1)) == 3).all()
     assert violations() == []

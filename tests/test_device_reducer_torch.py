@@ -1,6 +1,7 @@
 """GradientReducer in PyTorch's backward pass on a device. PyTorch's own autograd works on the stand-ins' memory.
 
-See fakes/managed_torch.py: PyTorch computes on the host at once, so the tests call settle() where a stream would wait.
+See fakes/managed_torch.py: PyTorch computes on the host immediately, so the tests call settle() where a stream would
+wait.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ each_way = pytest.mark.parametrize(("backend", "how"), [("nccl", "library"), ("n
 
 
 def devices(n: int | str) -> Any:
-    """Decorator for a test whose ranks join with join(...), which returns PyTorch on the device."""
+    """Decorate a test in which each rank calls join(...) and gets the torch module, set up for the device."""
 
     def env(rank: int, backend: str = "nccl", how: str = "refused", **_: Any) -> dict[str, str]:
         return {**variables(backend), **kernel_variables(rank, how)}
@@ -72,7 +73,7 @@ def test_the_weights_are_those_of_one_process_with_the_whole_batch(
     for mine, theirs in zip(model.parameters(), trained_alone(steps, rows).parameters(), strict=True):
         assert ((mine - theirs).norm() <= 1e-4 * theirs.norm()).all()
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    assert (mscomm.all_gather(flat[None]) == flat).all()  # the gradients are equal on all ranks, to the bit
+    assert (mscomm.all_gather(flat[None]) == flat).all()  # all ranks have the same gradients, to the bit
     assert violations() == []
 
 
@@ -134,7 +135,7 @@ def test_parameters_without_a_gradient(rank: int, backend: str) -> None:
             else:
                 assert name not in mine
     model.zero_grad()
-    with reducer.no_sync():  # wait() reduces the gradients of this pass, even if the last pass makes none
+    with reducer.no_sync():  # wait() reduces the gradients of this pass, even if the last pass produces none
         model(torch.ones(2, 4), True).sum().backward()
     model(torch.ones(2, 4), False).sum().backward()
     reducer.wait()
@@ -161,7 +162,7 @@ def test_what_is_owed_to_a_gradient_that_nobody_has_waits(rank: int, backend: st
         device.settle()
         assert (b.grad is not None and bool((b.grad == 1).all())) == used
     owed = reducer.state_dict()["residual"]
-    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # the residual of a was sent in the third step
+    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # a's residual was sent in the third step
     assert (owed["b"] == 2 * 2.0**-9).all()  # two residuals, one for each step in which b had a gradient
     assert violations() == []
 
@@ -192,7 +193,7 @@ def test_gradients_that_the_program_changes_or_replaces(rank: int, backend: str)
     weight.grad = None
     reducer.zero_grad()
     step()
-    # The gradient is removed between the backward pass and wait(). The result must not use the removed gradient.
+    # The gradient is removed between the backward pass and wait(). The result must not include the removed gradient.
     weight.grad = None
     (weight * factors).sum().backward()
     weight.grad = None
@@ -219,7 +220,7 @@ def test_a_gradient_that_is_conjugated_by_name_only(rank: int) -> None:
 
 @devices(2)
 def test_gradients_are_in_their_buckets_as_soon_as_these_are_started(rank: int) -> None:
-    """When a bucket is started, its gradients become views of the bucket, so autograd's arrays can be freed before
+    """When a bucket is started, its gradients become views of the bucket. So autograd's arrays can be freed before
     wait().
     """
     import torch

@@ -1,4 +1,4 @@
-"""Training and checkpoints with device arrays, for the backends nccl and hccl, over the stand-ins of tests/fakes."""
+"""Training and checkpoints with device arrays, for the nccl and hccl backends, with the stand-ins of tests/fakes."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_arrays_of_the_device_are_trained_where_they_are(rank: int, group: None,
 
 
 def torch_net() -> Any:
-    """A network with running means and random numbers."""
+    """Return a network with running means and random numbers."""
     torch.manual_seed(1)
     return torch.nn.Sequential(
         torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.25), torch.nn.Linear(4, 1)
@@ -263,7 +263,7 @@ def test_two_ranks_train_the_model_that_one_trains_with_the_whole_batch(
         mine = arrays.on_host(x, name, "test")
         assert isinstance(arrays.memory_anywhere(x, name, "test"), OnDevice)
         assert (bits(mine) == bits(arrays.on_host(weights_again()[name], name, "test"))).all(), name
-        assert (mscomm.all_gather(mine[None]) == mine).all()  # the weights are equal on all ranks
+        assert (mscomm.all_gather(mine[None]) == mine).all()  # all ranks have equal weights
         assert by_name[name].shape == mine.shape
     assert losses.local[0] != losses.mean[0] == mscomm.all_reduce(np.array(losses.local[0]), "avg")
     assert violations() == []

@@ -1,4 +1,4 @@
-"""The docs are true: links lead somewhere, variables and messages exist in the code, and the examples run."""
+"""The docs are correct: links lead somewhere, variables and messages exist in the code, and the examples run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def prose(page: Path) -> str:
-    """The page without its fenced blocks."""
+    """Return the page without its fenced blocks."""
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
 
 
@@ -29,7 +29,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub makes from the headings."""
+    """Return the anchors that GitHub makes from the headings."""
     headings = re.findall(r"^#+ (.*)$", prose(page), flags=re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -54,7 +54,7 @@ def test_files_of_the_repository_that_a_page_names_exist(page: Path) -> None:
 
 
 def documented_variables() -> set[str]:
-    """The names of variables in the guide and in docs/env.md: they are in the first two columns of the tables."""
+    """Return the variable names in the guide and in docs/env.md, which are in the first two columns of the tables."""
     section = re.split(r"^## ", GUIDE.read_text().partition("## Environment variables")[2], maxsplit=1, flags=re.M)[0]
     section += (ROOT / "docs/env.md").read_text()
     rows = [line.split("|") for line in section.splitlines() if line.startswith("|")]
@@ -72,7 +72,7 @@ def test_every_variable_of_ours_in_the_code_is_documented() -> None:
 
 
 def test_every_message_of_the_errors_page_is_in_the_code() -> None:
-    """Headings quote fixed words in backticks; … stands for the part that varies."""
+    """Headings quote the fixed words of a message in backticks; … stands for the part that varies."""
     joined = re.sub(r"""["']\s*\n\s*f?["']""", "", CODE).replace("`", "")  # join literals that are split over lines
     headings = "\n".join(re.findall(r"^### (.*)$", ERRORS.read_text(), flags=re.M))
     quoted = re.findall(r"`(.*?)`", headings)

@@ -208,11 +208,11 @@ def test_too_few_open_files_are_a_fault_with_the_command_that_helps() -> None:
 
 
 def test_the_quota_of_a_control_group_is_read(tmp_path: Path) -> None:
-    assert doctor.cpu_quota(str(tmp_path)) is None
+    assert doctor.cpu_quota(str(tmp_path)) == float("inf")
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     assert doctor.cpu_quota(str(tmp_path)) == 1.5
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert doctor.cpu_quota(str(tmp_path)) is None
+    assert doctor.cpu_quota(str(tmp_path)) == float("inf")
 
 
 def test_the_memory_says_how_to_get_huge_pages_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:

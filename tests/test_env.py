@@ -20,12 +20,12 @@ VALUES = {"MS_SCHED", "MS_WORKER", "MS_PSERVER"}  # these are values of MS_ROLE,
 
 
 def module_of(path: Path) -> str:
-    """The name of a file's module: cli.run for cli/run.py, bootstrap for bootstrap/__init__.py."""
+    """Return the name of a file's module: cli.run for cli/run.py, bootstrap for bootstrap/__init__.py."""
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
 def names_in_code() -> dict[str, set[str]]:
-    """For each variable, the modules that use it. A string in the code counts as a variable if it is in the table or
+    """Return the modules that use each variable. A string in the code counts as a variable if it is in the table or
     begins like mscomm's variables.
     """
     known = {row.name for row in environment.VARIABLES}
@@ -59,7 +59,7 @@ def test_every_variable_that_the_code_names_has_a_row() -> None:
 
 @each_row
 def test_the_readers_of_a_row_are_those_of_the_code(row: environment.Variable) -> None:
-    """If the code that reads a variable is deleted, the row of the variable must be deleted, too."""
+    """If the code that reads a variable is deleted, the variable's row must be deleted, too."""
     assert row.readers
     assert set(row.readers) <= IN_CODE.get(row.name, set())
 

@@ -1,4 +1,4 @@
-"""Each epoch of Model.train has its own order of rows, even if the training begins or is resumed at that epoch."""
+"""Each epoch of Model.train has its own order of rows, even if training begins or is resumed at that epoch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EPOCHS, ROWS, BATCH = 3, 12, 2
 
 
 class Order(mscomm.Callback):
-    """Keeps the rows of each epoch, in the order in which they came."""
+    """Keeps the rows of each epoch, in the order in which they arrived."""
 
     def __init__(self) -> None:
         self.seen: list[list[int]] = []
@@ -95,7 +95,7 @@ def test_each_epoch_has_its_order_wherever_training_begins(make: Any) -> None:
     model()[0].train(EPOCHS, make(), order, initial_epoch=1)
     assert order.seen == expected[1:]
     data, order = make(), Order()
-    for _ in range(EPOCHS):  # a new training for each epoch
+    for _ in range(EPOCHS):  # a new training run for each epoch
         model()[0].train(1, data, order)
     assert order.seen == expected
 
@@ -128,7 +128,7 @@ def test_a_script_that_sets_the_epoch_itself_gets_the_same() -> None:
 
 @each_data
 @pytest.mark.parametrize("step", [2, 3, 4])  # a step in the middle of an epoch, at its end, and after its end
-@pytest.mark.parametrize("before", [0, 1])  # the number of earlier trainings with the same data
+@pytest.mark.parametrize("before", [0, 1])  # the number of earlier training runs with the same data
 def test_resume_gives_the_order_of_the_resumed_epoch(make: Any, step: int, before: int, tmp_path: Any) -> None:
     class Stop(mscomm.Callback):
         def step_end(self, run_context: Any) -> None:

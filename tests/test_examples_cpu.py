@@ -1,4 +1,6 @@
-"""examples/distributed_training_cpu: its ResNet-50 learns small images of two digits, under every launcher."""
+"""examples/distributed_training_cpu: its ResNet-50 learns to tell small images of two digits apart, under every
+launcher.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ STEPS = 10  # 6 x 54 images make 10 batches of 16 on each of 2 ranks
 
 @pytest.fixture(scope="module")
 def two_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder like CIFAR-10's with images of two digits only. Learning all ten digits would take a hundred steps."""
+    """A folder like CIFAR-10's with images of only two digits. Learning all ten digits would take a hundred steps."""
     out = tmp_path_factory.mktemp("digits") / "cifar-10-batches-bin"
     done = invoke(data.command, "make", "--from", "digits", "--out", out)
     assert done.exit_code == 0, done.output
@@ -57,7 +59,7 @@ def mean_loss(lines: list[str]) -> float:
 
 
 def assert_learned(logs: list[Path], steps: int) -> list[str]:
-    """Check that every rank has printed the same lines and that the loss has fallen. Returns the lines."""
+    """Check that every rank has printed the same lines and that the loss has fallen. Return the lines."""
     lines = loss_lines(logs[0])
     assert len(lines) == steps, logs[0].read_text()
     assert all(loss_lines(log) == lines for log in logs)

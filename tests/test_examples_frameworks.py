@@ -41,7 +41,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def monitored(output: str) -> list[str]:
-    """The lines that LossMonitor has printed."""
+    """Return the lines that LossMonitor has printed."""
     return re.findall(r"^epoch: \d+ step: \d+, loss is .*$", output, re.M)
 
 

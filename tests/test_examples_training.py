@@ -86,7 +86,7 @@ def losses(text: str) -> Losses:
 
 
 def of_each_rank(text: str, ranks: int) -> Losses:
-    """The lines of a log that all ranks have written to. Checks that each line is there once per rank."""
+    """Return the lines of a log to which all ranks have written. Check that each line is there once per rank."""
     lines = sorted(losses(text))
     assert lines and lines == sorted(lines[::ranks] * ranks), text
     return lines[::ranks]
@@ -137,7 +137,7 @@ def test_eight_ranks_by_the_tutorials_line(folder: Path, few: Path, mpirun: str)
 
 
 def test_the_two_folders_share_the_cpus_in_the_same_way() -> None:
-    """Each folder is complete by itself, so each has its own copy of share_cpus()."""
+    """Each folder is self-contained, so each has its own copy of share_cpus()."""
     files = [FOLDER / "parts.py", EXAMPLES / "distributed_training_cpu/resnet50_distributed_training.py"]
     (first,), (second,) = (re.findall(r"^def share_cpus\(.*?\n\n\n", file.read_text(), re.M | re.S) for file in files)
     assert first == second
@@ -190,7 +190,8 @@ def test_run_gpu_hostfile_trains_on_two_machines(
 @ranks(2, timeout_s=120)
 def test_four_micro_batches_are_one_batch_of_four_times_the_size(rank, group):
     """The network has GroupNorm, which treats each image independently, so that only the order of the sums differs. It
-    computes in float64, because the first steps change some weights by almost nothing."""
+    computes in float64, because the first steps change some weights by almost nothing.
+    """
     import functools
 
     sys.path.insert(0, str(FOLDER))
@@ -240,7 +241,9 @@ def test_the_rank_tables_are_good_ones_also_for_atlas_910(size: int, servers: li
 
 
 def own_table(size: int, folder: Path, *addresses: str) -> str:
-    """A copy of the example's table that differs between runs of this test, because two jobs cannot share a table."""
+    """Return a copy of the example's table that differs between runs of this test, because two jobs cannot share a
+    table.
+    """
     content = json.loads((FOLDER / f"rank_table_{size}pcs.json").read_text())
     for server, address in zip(content["server_list"], addresses, strict=bool(addresses)):
         server["server_id"] = address
@@ -284,7 +287,7 @@ def test_run_starts_sixteen_ranks_on_two_machines(
     two: Hosts, key: str, few: Path, folder: Path, tmp_path: Path, named: bool
 ) -> None:
     """The machines share a home folder. Each starts the ranks of its server in the table. With `named`, server_id is a
-    name that no machine knows as its own.
+    name that neither machine knows as its own.
     """
     (folder / "resnet50_distributed_training.py").write_text(SUM)
     (tmp_path / "home").mkdir()
@@ -416,7 +419,7 @@ def test_a_script_that_is_ended_leaves_no_process(folder: Path, few: Path, port:
 
 
 # The script starts this program instead of Python. The first process sends a signal to the script, which is still
-# starting other processes. When the script ends the first process, that process needs another half second.
+# starting other processes. When the script terminates the first process, that process takes another half second to end.
 ENDS_ITS_STARTER = """#!/bin/bash
 if [ "$1" = -c ]; then echo 8118; exit; fi  # the script asks for a free port
 if [ "$2" = mscomm ]; then for ((i = 0; i < 50; i++)); do echo "$i $i"; done; exit; fi  # for `mscomm ranktable ranks`
@@ -440,7 +443,7 @@ while :; do sleep 0.1; done
 def test_a_script_that_is_ended_while_it_starts_leaves_no_process(
     script: str, number: signal.Signals, tmp_path: Path
 ) -> None:
-    """The first process that the script starts sends a signal to the script before the script has started them all."""
+    """The first process that the script starts sends the script a signal before the script has started the others."""
     examples = shutil.copytree(EXAMPLES, tmp_path / "examples", symlinks=True)
     python, table, ended = (tmp_path / name for name in ("python", "table.json", "ended"))
     python.write_text(ENDS_ITS_STARTER)
@@ -454,7 +457,7 @@ def test_a_script_that_is_ended_while_it_starts_leaves_no_process(
         text=True,
         env=clean_environment(MS_WORKER_NUM="50", RANK_TABLE_FILE=str(table), **env),
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL) and None,  # a shell's background jobs ignore SIGINT
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL) and None,  # background jobs of a shell ignore SIGINT
     ) as process:
         try:
             said, _ = process.communicate(timeout=60)

@@ -55,7 +55,7 @@ each_carrier = pytest.mark.parametrize("algo", ["", "direct", "hierarchical"])
 
 
 def forced(rank: int, algo: str, **_: object) -> dict[str, str]:
-    """The variables that force the algorithm. The hierarchical one, which uses both carriers, runs on two hosts."""
+    """Return the variables that force the algorithm. The hierarchical one uses both carriers, so it needs two hosts."""
     return {"MSCOMM_ALGO": algo, **({"MSCOMM_HOST_ID": "aabb"[rank % 4]} if algo == "hierarchical" else {})}
 
 
@@ -84,7 +84,7 @@ def die():
         file.write(repr(time.time()))
     os.kill(os.getpid(), 9)
 try:
-    mscomm.barrier()  # the victim may be out of it, and dead, when others are still inside
+    mscomm.barrier()  # the victim may leave the barrier and die while others are still in it
     if rank == victim:
         threading.Timer(random.uniform(0.0, 0.2), die).start()
     while True:
@@ -118,7 +118,7 @@ def test_a_killed_rank_is_named_by_all_others_and_nothing_is_left(run: int, tmp_
 
 
 def leftovers(mark: str) -> list[str]:
-    """The processes that have the mark in their environment. Such a process would also hold sockets and memory."""
+    """Return the processes that have the mark in their environment. They would also hold sockets and memory."""
     left = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -157,7 +157,7 @@ def test_every_later_call_raises_the_same_error(rank, group, algo):
 @ranks(4, env=forced, expect={1: -signal.SIGKILL})
 def test_a_rank_killed_in_any_collective_is_named(rank, group, algo, what):
     shared = mscomm.zeros(1 << 18, np.float32)
-    for x in (np.ones(1 << 18, np.float32), shared):  # once in private and once in shared memory
+    for x in (np.ones(1 << 18, np.float32), shared):  # first in private memory, then in shared memory
         COLLECTIVES[what](x)
     if rank == 1:
         mscomm.barrier()
@@ -184,7 +184,7 @@ def test_calls_that_run_beside_the_caller_name_the_dead_rank(rank, group, algo):
             works.append(mscomm.all_reduce(x, async_op=True))
             works.append(mscomm.all_reduce(x, async_op=True))
             works[-2].wait()
-    for work in works[4:]:  # the calls behind the failed call in the queue have ended, too
+    for work in works[4:]:  # the calls that were queued behind the failed call have ended, too
         with pytest.raises(mscomm.PeerLost) as again:
             work.wait(timeout=RAISES_WITHIN_S)
         assert work.done() and str(again.value) == str(work.exception()) == str(caught.value)
@@ -352,7 +352,7 @@ def test_who_gave_up_because_of_a_lost_rank_is_not_named_alone(rank, group, algo
     mscomm.barrier()
     everybody_is_here()
     if rank == 2:
-        time.sleep(0.5)  # the others may be in the barrier by then, or come later
+        time.sleep(0.5)  # by then, the others may be in the barrier, or they may arrive later
         os._exit(7)
     if rank == 1:
         with pytest.raises(mscomm.PeerLost, match=r"rank 2 .*exit code 7"):
@@ -372,7 +372,7 @@ def test_a_deadline_names_who_is_behind_and_not_the_neighbour(rank, group, algo)
         until_told(*(f"rank {other} has given up" for other in range(3)))
     with pytest.raises(mscomm.CollectiveTimeout, match="rank 3") as caught:
         mscomm.all_reduce(np.ones(7, np.float32), timeout=2)
-        mscomm.barrier()  # on rank 3, the call above may succeed: the others have entered it
+        mscomm.barrier()  # on rank 3, the call above may succeed, because the others have entered it
     tell(f"rank {rank} has given up")
     assert caught.value.waiting_for == (3,)
     assert isinstance(caught.value, TimeoutError)
@@ -440,7 +440,7 @@ def _waits_long(rank, group, algo, count):
 
 
 def long_waits(tmp_path: Path, algo: str, count: int) -> list[str]:
-    """The "has waited" lines of ranks 0 and 1, which wait for rank 2."""
+    """Run the test, and return the "has waited" lines of ranks 0 and 1, which wait for rank 2."""
     _waits_long(tmp_path=tmp_path, algo=algo, count=count)
     logs = "".join((tmp_path / f"rank_{rank}.log").read_text() for rank in range(3))
     return [line for line in logs.splitlines() if "has waited" in line]
@@ -452,7 +452,9 @@ def test_a_long_wait_says_once_whom_it_waits_for(tmp_path: Path) -> None:
 
 
 def test_who_takes_nothing_because_it_waits_too_is_not_named(tmp_path: Path) -> None:
-    """16 MiB do not fit into the links, so ranks 0 and 1 stop reading from each other while they wait for rank 2."""
+    """16 MiB does not fit into the link buffers, so ranks 0 and 1 stop reading from each other while they wait for rank
+    2.
+    """
     lines = long_waits(tmp_path, "direct", 1 << 22)
     assert 1 <= len(lines) <= 2
     for line in lines:
@@ -572,7 +574,7 @@ try:
     except mscomm.Aborted as error:
         say(error)
         raise
-except KeyboardInterrupt as error:  # perhaps while the rank says that another one was interrupted
+except KeyboardInterrupt as error:  # perhaps while this rank reports that another one was interrupted
     say(error)
     raise
 """
@@ -603,7 +605,7 @@ def test_control_c_ends_a_whole_job_and_every_rank_knows_why(tmp_path: Path) -> 
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str):
-    """Mount a small file system of this size. Yields its folder, which a test can fill easily."""
+    """Mount a small file system of this size. Yield its folder, which a test can fill easily."""
     if os.getuid() != 0:
         pytest.skip("mounting a file system needs root")
     folder.mkdir()
@@ -626,7 +628,7 @@ assert mscomm.all_reduce(np.ones(3))[0] == 2
 print("all is well", flush=True)
 if mscomm.get_rank() == 0:
     open(sys.argv[0] + ".well", "w").close()
-while not os.path.exists(sys.argv[0] + ".well"):  # or rank 1 would fail while rank 0 is still in the call
+while not os.path.exists(sys.argv[0] + ".well"):  # otherwise rank 1 could fail while rank 0 is still in the call
     time.sleep(0.01)
 sys.exit(mscomm.get_rank() * int(sys.argv[1]))
 """
@@ -663,7 +665,7 @@ try:
     if mscomm.get_rank() == 1:
         raise RuntimeError("boom")
     mscomm.barrier()
-except mscomm.Aborted as error:  # of the barrier, or of the last all_reduce
+except mscomm.Aborted as error:  # from the barrier, or from the last all_reduce
     print("saw", error, flush=True)
 """
 
@@ -699,7 +701,7 @@ for i in range(5):
 if rank == 0:
     print("right", flush=True)
 try:
-    mscomm.barrier()  # the victim may be out of it, and dead, when others are still inside
+    mscomm.barrier()  # the victim may leave the barrier and die while others are still in it
     if rank == int(sys.argv[1]):
         print("at", time.time(), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -775,7 +777,9 @@ except mscomm.Error as error:
 
 @contextlib.contextmanager
 def on_hosts(count: int, each: int, folder: Path, text: str, *args: str, silence_s: float) -> Iterator[Hosts]:
-    """A job on `count` hosts with `each` ranks, which is killed at the end. All ranks have joined at its start."""
+    """Run a job on `count` hosts with `each` ranks per host, and kill it at the end. The block begins when all ranks
+    have joined.
+    """
     key, script = folder / "job.key", folder / "cut.py"
     key.write_bytes(os.urandom(32))
     key.chmod(0o600)
@@ -789,7 +793,7 @@ def on_hosts(count: int, each: int, folder: Path, text: str, *args: str, silence
         ]
         try:
             appear([folder / f"up.{rank}" for rank in range(count * each)], 60)
-            time.sleep(0.3)  # by then the ranks are in a call
+            time.sleep(0.3)  # by then, the ranks are in a call
             yield hosts
         finally:
             for node in nodes:
@@ -828,7 +832,7 @@ def test_a_link_that_breaks_is_noticed_on_both_sides(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["call", "message"])
 def test_two_hosts_that_lose_each_other_are_found_out_by_themselves(tmp_path: Path, how: str) -> None:
-    """The hub is on a third host. Data that was sent waits for an acknowledgement, or no data comes."""
+    """The hub is on a third host. In a call, a rank has unacknowledged data. In a recv, a rank only waits for data."""
     with on_hosts(3, 1, tmp_path, PARTED, how, silence_s=4) as hosts:
         cut = time.time()
         hosts[1].lose(hosts[2])

@@ -1,4 +1,4 @@
-"""Control frames: messages arrive whole, in whatever pieces their bytes come, and invalid data is refused."""
+"""Control frames: messages arrive whole, in whatever pieces their bytes arrive, and invalid data is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups: how they are made, named, used and destroyed, how they fail, and that they leave nothing behind."""
+"""Groups: how they are created, named, used and destroyed, how they fail, and that they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def total(group, x=1.0):
 def test_a_ranks_place_in_the_list_is_its_rank_in_the_group(rank, group):
     made = mscomm.create_group("some", [3, 0, 2])
     if rank == 1:
-        assert not made  # this rank is no member, so its call does nothing, and no member waits for it
+        assert not made  # this rank is not a member, so its call does nothing, and no member waits for it
         return
     place = {3: 0, 0: 1, 2: 2}[rank]
     assert (made.name, made.rank, made.size, list(made.ranks)) == ("some", place, 3, [3, 0, 2])
@@ -95,7 +95,7 @@ def test_ranks_that_do_not_agree_on_the_list_are_a_mismatch(rank, group):
         mscomm.Mismatch, match=r"rank 0 .* named \[0, 1\].*rank 1 .* named \[1, 0\]|named \[1, 0\].*\[0, 1\]"
     ):
         mscomm.create_group("pair", [0, 1] if rank == 0 else [1, 0])
-    assert total(mscomm.create_group("pair", [1, 0])) == 2  # the job goes on after the mismatch
+    assert total(mscomm.create_group("pair", [1, 0])) == 2  # the job continues after the mismatch
 
 
 @ranks(3, env={"MS_TOPO_TIMEOUT": "2"})
@@ -125,7 +125,7 @@ def test_groups_of_disjoint_ranks_may_have_one_name(rank, group):
     assert total(made, rank) == (1 if rank < 2 else 5)
 
 
-# -- ranks that are no members
+# -- ranks that are not members
 
 
 @ranks(4)
@@ -166,13 +166,13 @@ WORDS = {  # a value for each argument, by the name of the argument
 
 
 def functions_of_groups():
-    """Every public function that takes a group: its name, and a function that calls it on a group."""
+    """Yield every public function that takes a group: its name, and a function that calls it on a group."""
     public = {name: getattr(mscomm, name) for name in mscomm.__all__}
     public |= {f"train.{name}": getattr(mscomm.train, name) for name in mscomm.train.__all__}
     public |= {f"comm_func.{name}": f for name, f in vars(mscomm.communication.comm_func).items() if name[0] != "_"}
     for name, function in public.items():
         if not callable(function) or name in ("Work", "create_group", "destroy_group"):
-            continue  # Work is a class, and the other two make and destroy groups
+            continue  # Work is a class, and the other two create and destroy groups
         parameters = inspect.signature(function).parameters
         if "group" not in parameters:
             continue
@@ -298,7 +298,7 @@ def test_split_orders_by_key_and_then_by_rank(rank, group):
     parity = mscomm.split(rank % 2, key=-rank)
     assert list(parity.ranks) == ([4, 2, 0] if rank % 2 == 0 else [3, 1])
     assert mscomm.all_gather(np.array([rank]), group=parity).tolist() == list(parity.ranks)
-    same = mscomm.split(rank % 2)  # a second split gives new groups
+    same = mscomm.split(rank % 2)  # a second split creates new groups
     assert list(same.ranks) == [r for r in range(5) if r % 2 == rank % 2]
     assert same.name != parity.name
     part = mscomm.split(None if rank == 3 else 7)
@@ -351,7 +351,7 @@ def test_who_destroys_a_group_while_others_wait_in_it_is_named(rank, group, algo
     assert total(made) == 3
     everybody_is_here()
     if rank == 1:
-        time.sleep(0.5)  # the others may be in the barrier by then, or come later
+        time.sleep(0.5)  # by then, the others may be in the barrier, or they may arrive later
         mscomm.destroy_group(made)
     else:
         with pytest.raises(mscomm.Error, match="rank 1 "):
@@ -388,7 +388,7 @@ def test_two_threads_use_two_groups_that_overlap(rank, group, algo):
 
 
 def in_use() -> dict[str, int]:
-    """How much this process holds: descriptors, mappings of shared memory, threads, memory of mscomm.empty."""
+    """Return how much this process holds: descriptors, mappings of shared memory, threads, memory of mscomm.empty."""
     gc.collect()
     heap = job.default().epoch.heap
     return {
@@ -416,7 +416,7 @@ def test_a_thousand_groups_leave_nothing_behind(rank, group, algo, number):
             before = in_use()
     mscomm.barrier()
     after = in_use()
-    # `before` can be larger than `after`: when `before` was read, the peer perhaps had not freed its part of the group.
+    # `before` can be larger than `after`: the peer may not have freed its part of the group when `before` was read.
     assert all(after[what] <= before[what] for what in before), (before, after)
     assert list(job.default().groups) == ["world"]
     tables = (member._communicators, member._dialled, member._early, member._told, member._verdicts, member._met)
@@ -469,11 +469,11 @@ def test_abort_reaches_every_group_and_those_that_are_made_later(rank, group):
     own = mscomm.create_group("own", [rank])
     pair = mscomm.create_group("pair", [1, 2])
     if rank == 0:
-        mscomm.barrier()  # from here on, all ranks have made their groups
+        mscomm.barrier()  # from here on, all ranks have created their groups
         mscomm.abort("stop")
     for one in (None, own, pair) if pair else (None, own):
         with pytest.raises(mscomm.Aborted, match="rank 0 called abort: stop"):
-            while True:  # in a group of one rank, calls succeed until the rank hears of the abort
+            while True:  # in a group of one rank, calls succeed until the rank learns of the abort
                 mscomm.barrier(group=one)
     for members in ([rank], [0, 1, 2]):
         with pytest.raises(mscomm.Aborted, match="rank 0 called abort: stop") as caught:
@@ -568,7 +568,8 @@ def test_a_call_on_a_group_that_a_peer_destroyed_ends_and_says_so(rank, group, a
 def test_a_rank_without_descriptors_is_the_one_that_is_named(rank, group):
     if rank == 1:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # Too few descriptors are left: create_group needs a listener, a connection to rank 0, and one from rank 2.
+        # Too few descriptors are left: create_group needs one for a listener, one for a connection to rank 0, and one
+        # for a connection from rank 2.
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, hard))
         with pytest.raises(OSError, match="Too many open files"):
             mscomm.create_group("all", [0, 1, 2])

@@ -1,4 +1,4 @@
-"""The hello: which connections are accepted, which are refused, and what the other end is told."""
+"""The hello: which connections are accepted, which are refused, and what the other side is told."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from control import JOB, KEY, VERSION
 
 from mscomm import errors
 from mscomm.cluster import links
-from mscomm.cluster.hello import Hello, named
-from mscomm.cluster.links import CONTROL, DATA, Identity
+from mscomm.cluster.hello import CONTROL, DATA, Hello, Identity, named
 
 
 def converse(connector: Hello, acceptor: Hello) -> None:

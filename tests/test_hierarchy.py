@@ -58,8 +58,8 @@ def test_who_waits_in_shared_memory_hears_another_call_over_a_link(rank: int, gr
 @pytest.mark.parametrize("hosts", [TWO])
 @ranks(4, env={"MSCOMM_HOST_ID": "{hosts}"})
 def test_two_calls_that_meet_in_shared_memory_are_both_quoted(rank: int, group: Any, hosts: list[str]):
-    """Rank 1, as root of a broadcast, waits for nobody. So its next call may already meet rank 0's all_reduce in shared
-    memory.
+    """As the root of a broadcast, rank 1 waits for no other rank. So in shared memory, rank 0's all_reduce may already
+    coincide with rank 1's next call.
     """
     x = np.ones(1000)
     mscomm.all_reduce(x)

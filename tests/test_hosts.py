@@ -184,7 +184,7 @@ def test_the_scripts_with_a_scheduler_and_workers(two: Hosts, key: str, tmp_path
 
 
 def cluster(hosts: Hosts, script: list[str | Path], **env: str) -> list[tuple[int, str, str]]:
-    """Run a scheduler, on the first host as in the tutorial, and four workers. Returns how each process ended."""
+    """Run a scheduler, on the first host as in the tutorial, and four workers. Return how each process ended."""
     variables = {"MS_WORKER_NUM": "4", "MS_SCHED_HOST": hosts[0].address, "MS_SCHED_PORT": "8117", **env}
 
     def start(host: Host, role: str) -> subprocess.Popen[str]:
@@ -336,7 +336,7 @@ def test_a_host_that_goes_away_ends_the_job_on_the_other(two: Hosts, key: str) -
 
 
 def each(hosts: Hosts, env: dict[str, str], **more: str) -> list[tuple[int, str, str]]:
-    """Run one rank per host; a % in a value is replaced by the host's number."""
+    """Run one rank per host. A % in a value is replaced by the host's number."""
     processes = [
         host.start(
             [sys.executable, "-c", WHERE], {name: text.replace("%", str(i)) for name, text in {**env, **more}.items()}
@@ -385,7 +385,7 @@ TWICE = WHERE.replace("mscomm.init()", "mscomm.init(); mscomm.barrier(); mscomm.
 
 
 def test_ranks_of_a_table_meet_again_at_the_port_that_was_named(two: Hosts, key: str, tmp_path: Path) -> None:
-    """The second table differs from the first only in white space. Rank 0's server_id is a name."""
+    """The second table differs from the first only in whitespace. Rank 0's server_id is a name."""
     table = json.loads(TABLE.replace('"10.77.0.1"', '"host-0"'))
     for i in range(2):
         (tmp_path / f"table{i}.json").write_text(json.dumps(table, indent=4 * i))
@@ -457,12 +457,12 @@ def test_init_by_hand_over_two_hosts(two: Hosts, key: str) -> None:
         assert (code, out) == (0, f"{i} host-{i} 10.77.0.{i + 1}\n"), err
 
 
-# -- what goes over the links
+# -- what is sent over the links
 
 
 @ranks(4)
 def conformance_by_links(rank: int, group: None, n: int, algorithm: str) -> None:
-    """The conformance test of an algorithm. Afterwards, only the hierarchical one may have used shared memory."""
+    """Run the conformance test of an algorithm. Afterwards, only the hierarchical one may have used shared memory."""
     test_conformance.test_every_function_gives_what_numpy_gives.body(rank=rank, group=group, n=n, algorithm=algorithm)
     carried = resolve(None).core.carried()
     assert (carried["arena"] > 0) == (algorithm == "hierarchical") and carried["mesh"] > 1 << 20, carried

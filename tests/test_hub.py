@@ -1,4 +1,4 @@
-"""The hub: which ranks may join, which failures it tells to which ranks, and when it ends."""
+"""The hub: which ranks may join, which failures it reports to which ranks, and when it ends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from control import KEY, VERSION, WORLD, Communicator, Job, eventually, greeted, raised, soon, undialled
@@ -17,7 +18,7 @@ from mscomm.bootstrap import kvs, rendezvous
 from mscomm.cluster import hub_process, links
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames, encode
-from mscomm.cluster.links import CONTROL, Identity
+from mscomm.cluster.hello import CONTROL, Identity
 from mscomm.cluster.member import Member
 
 
@@ -118,7 +119,7 @@ def test_another_worker_num_is_refused_naming_both():
 def test_ids_decide_ranks_on_the_hub():
     with Job(3, ranks_known=False, tcp=True) as job:
         job.joined(ids=["2", "0", "1"])
-        by_id = {member._node_id: member._welcome.rank for member in job.members}
+        by_id = {member.node_id: member._welcome.rank for member in job.members}
         assert by_id == {"0": 0, "1": 1, "2": 2}
 
 
@@ -132,7 +133,7 @@ def test_a_member_lost_before_all_had_joined_is_told_to_the_others():
         job.ends[2].close()
         thread.join()
         assert caught[0].ranks == (2,)
-        with pytest.raises(errors.PeerLost, match="rank 2 ended before it joined"):  # a later rank raises it, too
+        with pytest.raises(errors.PeerLost, match="rank 2 ended before it joined"):  # ranks that join later fail, too
             job.member(1).join({}, soon())
 
 
@@ -196,14 +197,25 @@ def test_a_member_that_does_not_read_does_not_stop_the_hub():
         eventually(lambda: communicator.aborts)
 
 
+NESTED: list[Any] = []
+for _ in range(500):
+    NESTED = [NESTED]
+
+
 @pytest.mark.parametrize(
     "nonsense",
-    [b"\xff" * 64, encode({"t": "welcome"}, 1000), encode({"t": "failed", "kind": 3}, 1000), b"\1\0\0\0\xc1"],
+    [
+        b"\xff" * 64,
+        encode({"t": "welcome"}, 1000),
+        encode({"t": "failed", "kind": 3}, 1000),
+        b"\1\0\0\0\xc1",
+        encode({"t": "failed", "kind": NESTED}, 10_000),
+    ],
 )
 def test_nonsense_on_a_control_link_loses_that_rank_only(nonsense):
     with Job(2) as job:
         members = job.joined()
-        members[1][0]._frames.sock.send(nonsense)
+        members[1][0].frames.sock.send(nonsense)
         eventually(lambda: members[0][1].aborts)
         assert (members[0][1].aborts[0].kind, members[0][1].aborts[0].ranks) == ("PeerLost", (1,))
         assert "nonsense" in str(members[0][1].aborts[0])

@@ -8,20 +8,20 @@ from ranks import ranks
 
 import mscomm
 
-BYTES = (1 << 31) + 3 * 4096 + 5  # a number that does not divide into equal parts
+BYTES = (1 << 31) + 3 * 4096 + 5  # not divisible into equal parts
 MARKS = [0, 1 << 20, (1 << 31) - 1, 1 << 31, BYTES - 1]  # the indices that the tests check
 
 pytestmark = [pytest.mark.huge, pytest.mark.timeout(1200)]
 
 
 def marked(rank: int) -> np.ndarray:
-    """An array with this rank's mark at MARKS. The rest is zeros, which take no memory until they are written."""
+    """Return an array with this rank's mark at MARKS. All else is zeros, which take no memory until written."""
     x = np.zeros(BYTES, np.uint8)
     x[MARKS] = rank + 1
     return x
 
 
-@pytest.mark.parametrize("algorithm", ["arena", "direct", "ring", "tree"])
+@pytest.mark.parametrize("algorithm", ["arena", "direct", "ring", "bruck"])
 @ranks(2, env={"MSCOMM_ALGO": "{algorithm}"}, timeout_s=1000)
 def test_all_reduce_of_more_than_two_gib(rank, group, algorithm):
     x = mscomm.all_reduce_(marked(rank))
@@ -35,7 +35,7 @@ def test_all_gather_of_more_than_two_gib(rank, group, algorithm):
     assert both.size == 2 * (BYTES // 2 + 7) and both[0] == 1 and both[BYTES // 2 + 7] == 2
 
 
-@pytest.mark.parametrize("algorithm", ["arena", "direct", "pairwise"])
+@pytest.mark.parametrize("algorithm", ["arena", "direct"])
 @ranks(2, env={"MSCOMM_ALGO": "all_to_all={algorithm}"}, timeout_s=1000)
 def test_all_to_all_v_of_more_than_two_gib(rank, group, algorithm):
     """Rank 0 sends nearly everything to rank 1, and rank 1 sends one byte to each rank."""

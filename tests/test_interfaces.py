@@ -48,7 +48,7 @@ def chosen(own: str, **env: str) -> str:
     ("text", "expected"),
     [
         ("eth1", "192.168.7.5"),  # there is an interface eth1, so "eth1" does not match eth10
-        ("eth", "10.0.0.5"),  # no interface is named eth, so "eth" matches eth0 and others
+        ("eth", "10.0.0.5"),  # no interface is named eth, so "eth" matches eth0 and the like
         ("ib0,eth1", "192.168.7.5"),  # the first name that exists is used
         ("eth1,eth0", "192.168.7.5"),  # the order of the names decides
         ("192.168.0.0/16", "192.168.7.5"),

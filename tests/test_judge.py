@@ -163,7 +163,7 @@ def test_a_rank_that_is_stuck_makes_all_tell_their_calls():
     court.compare(2, 5, "all_reduce #5", now=0.5)
     assert not court.asking  # the hub does not ask again, because it asked all ranks a moment ago
     court.compare(2, 5, "all_reduce #5", now=2)
-    assert court.asking  # the hub asks again, because rank 1 may have come to the call by now
+    assert court.asking  # the hub asks again, because rank 1 may have reached the call by now
     court.called(1, 5, "all_gather #5", now=2)
     assert court.verdict.kind == "Mismatch" and court.verdict.ranks == (1,)
     assert "ranks 0, 2 called all_reduce #5; rank 1 called all_gather #5" in str(court.verdict)

@@ -31,7 +31,7 @@ ROWS = "[[0.],\n [1.],\n [2.],\n [3.],\n [4.],\n [5.],\n [6.],\n [7.]]\n"
 
 
 class Environment:
-    """A virtual environment that contains mscomm and one implementation of MPI."""
+    """A virtual environment that contains mscomm and one MPI implementation."""
 
     def __init__(self, folder: Path, flavour: str, python: Path | None = None) -> None:
         self.python = python or folder / "bin" / "python"
@@ -130,7 +130,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(port: int) -> Iterator[Start]:
-    """start(role, script, **env) starts one process of an MS_* job on `port`. After the test, all are ended."""
+    """start(role, script, **env) starts one process of an MS_* job on `port`. All of them are ended after the test."""
     processes: list[subprocess.Popen[str]] = []
 
     def begin(role: str, script: Path = ALLGATHER, workers: int = 2, **env: str) -> subprocess.Popen[str]:
@@ -199,7 +199,7 @@ def test_one_worker_too_many_is_told_so_and_the_others_go_on(start: Start, tmp_p
     workers = [start("MS_WORKER", script) for _ in range(3)]
     while all(worker.poll() is None for worker in workers):
         time.sleep(0.02)
-    # One worker was refused while the others still ran. Let the others go on.
+    # One worker was refused while the others were still running. Let the others continue.
     Path(f"{script}.go").touch()
     ends = [finished(worker) for worker in workers]
     refused = [err for code, _, err in ends if code == 1]
@@ -269,7 +269,7 @@ def test_mpi4py_may_come_before_or_after_init_or_not_at_all(mpi: Environment, or
 
 
 # In prterun, one thread answers PMIx_Finalize and another notes that the client has finalized. A client that closes its
-# connection before the note counts as dead. This library is preloaded and delays the note, as a busy machine would.
+# connection before that counts as dead. This library is preloaded and delays the note, as a busy machine would.
 LATE_NOTE = r"""
 #include <dlfcn.h>
 #include <errno.h>
@@ -319,7 +319,7 @@ def connections():
         try:
             with socket.socket(fileno=os.dup(int(fd))) as sock:
                 found += sock.family == socket.AF_INET and sock.getpeername()[1] == port
-        except OSError: pass  # no socket, or a closed one
+        except OSError: pass  # not a socket, or a closed one
     return found
 
 counts = [connections()]
@@ -609,7 +609,7 @@ UNREACHABLE = [
 
 @pytest.mark.parametrize("variables", UNREACHABLE, ids=lambda variables: " ".join(variables)[:60])
 def test_a_launcher_that_cannot_be_reached_never_makes_jobs_of_one(variables: dict[str, str], port: int) -> None:
-    """The variables describe a job of 2 ranks, but there is no launcher, or no second rank. Then init() raises an error
+    """The variables describe a job of 2 ranks, but there is no launcher, or no second rank. init() then raises an error
     that says what was tried.
     """
     variables = {name: text.replace("PORT", str(port)) for name, text in variables.items()}
@@ -632,7 +632,7 @@ def losses(text: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def alone() -> list[float]:
-    """The losses of a training with the whole batch in one process."""
+    """The losses of a training run with the whole batch in one process."""
     done = subprocess.run(
         [sys.executable, QUICKSTART / "net.py"], capture_output=True, text=True, timeout=60, env=clean_environment()
     )
@@ -642,7 +642,9 @@ def alone() -> list[float]:
 
 
 def assert_all_ranks_print(alone: list[float], outputs: list[str]) -> None:
-    """Check that all ranks print equal losses, to the bit. They may differ by 1e-6 from those of a single process."""
+    """Check that all ranks print equal losses, to the bit. These may differ by up to 1e-6 from the losses of a single
+    process.
+    """
     first = losses(outputs[0])
     assert all(losses(output) == first for output in outputs)
     assert first == pytest.approx(alone, rel=0, abs=1e-6)

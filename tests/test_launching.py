@@ -169,7 +169,7 @@ def test_errors_of_mscomm_keep_their_kind_and_ranks():
 
 def test_the_timeout_names_those_that_have_not_returned(tmp_path):
     with pytest.raises(mscomm.CollectiveTimeout, match="sleeps did not return within 10 s on ranks 1,2") as raised:
-        mscomm.launch(sleeps, 3, tmp_path, timeout=10)  # a busy machine takes seconds to start ranks
+        mscomm.launch(sleeps, 3, tmp_path, timeout=10)  # a busy machine takes several seconds to start ranks
     assert raised.value.waiting_for == (1, 2)
     for rank in range(3):
         ends(int((tmp_path / f"pid{rank}").read_text()))

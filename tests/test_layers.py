@@ -1,4 +1,6 @@
-"""Which layers a layer may use, by its includes in C++ and imports in Python, and what the core must not contain."""
+"""Which layers a layer may use, according to its includes in C++ and imports in Python, and what the core must not
+contain.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ CSRC, SRC, PACKAGE = ROOT / "csrc", ROOT / "src", ROOT / "python/mscomm"
 CORE_LAYERS = ("base", "net", "transport", "algo", "cuda", "device", "backend", "comm", "src")
 CORE_SEES = {layer: set(CORE_LAYERS[: place + 1]) for place, layer in enumerate(CORE_LAYERS)} | {"tools": {"tools"}}
 
-# The modules and folders of the package, the lowest layer first. `mscomm` is the package's own __init__.
+# The modules and folders of the package, from the lowest layer up. `mscomm` is the package's own __init__.
 PYTHON_LAYERS = (
     *("_core", "version", "errors", "environment", "tracebacks", "log", "dtype", "common"),
     *("arrays", "registry", "packing", "accelerators", "cluster", "bootstrap", "notices", "context", "exits"),
@@ -36,7 +38,7 @@ def named(path: Path) -> str:
 
 
 def code(path: Path) -> str:
-    """A C++ file without its comments and strings."""
+    """Return a C++ file without its comments and strings."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.S)
     return re.sub(r'(?<!#include )"(\\.|[^"\\\n])*"', '""', text)
 
@@ -46,7 +48,7 @@ def core_layer(path: Path) -> str:
 
 
 def module(path: Path) -> str:
-    """The name of a file's module: mscomm.cluster.hub, or mscomm.cluster for cluster/__init__.py."""
+    """Return the name of a file's module: mscomm.cluster.hub, or mscomm.cluster for cluster/__init__.py."""
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -59,7 +61,7 @@ def layer(name: str) -> str:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, module) of each import from the package, including imports for type checkers only."""
+    """Yield (line, module) for each import from the package, including imports that are only for type checkers."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -16,7 +16,7 @@ from control import JOB, KEY, VERSION, listening, raised, soon
 from mscomm import errors
 from mscomm.cluster import links
 from mscomm.cluster.deadline import Deadline
-from mscomm.cluster.links import CONTROL, DATA, Identity
+from mscomm.cluster.hello import CONTROL, DATA, Identity
 
 
 def dial(listener, rank, key=KEY):
@@ -50,7 +50,7 @@ def test_accept_all_brings_every_wanted_rank_in(family):
 
 
 def test_connecting_waits_while_the_backlog_of_a_unix_socket_is_full():
-    """Any user of the host can fill the backlog. The kernel then answers connect() with EAGAIN at once."""
+    """Any user of the host can fill the backlog. The kernel then answers connect() with EAGAIN immediately."""
     with listening(socket.AF_UNIX) as listener, contextlib.ExitStack() as stack:
         listener.listen(1)
         with contextlib.suppress(BlockingIOError):
@@ -75,33 +75,39 @@ def test_connecting_waits_while_the_backlog_of_a_unix_socket_is_full():
 @contextlib.contextmanager
 def no_descriptor_left():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
-    taken = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 3, hard))
+    taken: list[int] = []  # at least one descriptor
     try:
         with contextlib.suppress(OSError):
             while True:
                 taken.append(os.dup(0))
-        yield
+        yield taken
     finally:
         for fd in taken:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_rank_without_descriptors_says_so_instead_of_waiting_for_others():
-    with listening() as listener, socket.create_connection(listener.getsockname()):
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_rank_without_descriptors_says_so_instead_of_waiting_for_others(left):
+    """With one descriptor left, the first connection gets it, and is not dropped for the second one."""
+    with listening() as listener, contextlib.ExitStack() as stack:
+        for _ in range(left + 1):
+            stack.enter_context(socket.create_connection(listener.getsockname()))
         began = time.process_time()
         mine = Identity(JOB, VERSION, 0, 1)
         lacking = no_descriptor_left()
         entered = []
 
-        def check():  # accept_all calls check() after it has made its selector
+        def check():  # accept_all calls check() after it has created its selector
             if not entered:
                 entered.append(lacking.__enter__())
+                for _ in range(left):
+                    os.close(entered[0].pop())
 
         try:
             with pytest.raises(OSError, match="Too many open files"):
-                links.accept_all([listener], {1}, KEY, DATA, mine, Deadline(20), check=check)
+                links.accept_all([listener], {1, 2}, KEY, DATA, mine, Deadline(20), check=check)
         finally:
             lacking.__exit__(None, None, None)
         assert time.process_time() - began < 5
@@ -214,7 +220,7 @@ def test_as_many_as_are_expected_may_be_in_their_hello_at_once():
             target=lambda: results.update(links.accept_all([listener], wanted, KEY, DATA, mine, Deadline(20)))
         )
         acceptor.start()
-        time.sleep(0.3)  # by then all connections are accepted
+        time.sleep(0.3)  # by then, all connections are accepted
         for rank, sock in zip(wanted, early, strict=True):
             links.greet(sock, KEY, DATA, Identity(JOB, VERSION, rank, 1), soon())
         acceptor.join()

@@ -27,7 +27,7 @@ LINE = re.compile(r"mscomm [\w-]+:\d+ \[(\d+|-)\] (VERSION|WARN|INFO|TRACE) (.*)
 
 
 def lines_of(folder: Path, ranks: int = 2, body: str = BODY, **env: str) -> list[list[str]]:
-    """The lines of each rank as "LEVEL text". Checks that every line is in the log's format."""
+    """Return the lines of each rank as "LEVEL text". Check that every line is in the log's format."""
     env = {"MSCOMM_DEBUG": "", "MSCOMM_DEBUG_FILE": "", "MSCOMM_ALGO": "", **env}
     job = Job(ranks, [sys.executable, "-c", body], folder, env)
     codes = job.wait(60)

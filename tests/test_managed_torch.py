@@ -68,7 +68,7 @@ def test_modules_learn_on_the_device(rank: int, group: None, backend: str) -> No
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
     managed_torch.module(net)
-    # The batch is on the device too.
+    # The batch is also on the device.
     x = tensor(np.random.default_rng(rank).normal(size=(8, 3)).astype(np.float32))
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     for _ in range(2):

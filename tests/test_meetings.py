@@ -88,7 +88,7 @@ def test_who_is_lost_before_it_comes_ends_the_meeting():
     table.gone[1] = "rank 1 ended without release"
     lost = [((0,), "PeerLost", "init: rank 1 ended without release", [1])]
     assert unmet(table.meetings.look()) == lost
-    assert unmet(table.come(0, [0, 1])) == lost  # another meeting with the lost rank fails at once
+    assert unmet(table.come(0, [0, 1])) == lost  # another meeting with the lost rank fails immediately
 
 
 def test_who_comes_and_is_lost_ends_the_meeting_too():
@@ -114,7 +114,7 @@ def test_a_meeting_waits_for_the_judge_and_is_never_met_with_a_rank_that_is_lost
     table.gone[1] = "rank 1 ended without release"
     table.judge.gone(1, "ended without release", now=0)
     assert table.meetings.look() == []
-    assert table.come(0, [0, 1]) == []  # the launcher has not said yet how rank 1 ended
+    assert table.come(0, [0, 1]) == []  # the launcher has not yet reported how rank 1 ended
     table.judge.process_ended(1, "exit code 7", badly=True, now=0.1)
     why = "init: rank 1 ended without release: exit code 7"
     assert unmet(table.meetings.look()) == [((1, 0), "PeerLost", why, [1])]
@@ -148,7 +148,7 @@ def test_a_time_out_ends_the_meeting_for_all_that_have_come():
     table.come(2, [0, 1, 2, 3])
     why = "init: rank 2 waited 3 s for rank 1, rank 3"
     assert unmet(table.meetings.withdraw(2, "k", 3.0)) == [((0, 2), "CollectiveTimeout", why, [1, 3])]
-    assert table.meetings.withdraw(0, "k", 3.0) == []  # the meeting is over already
+    assert table.meetings.withdraw(0, "k", 3.0) == []  # the meeting is already over
 
 
 def test_who_refuses_ends_the_meeting_also_for_those_that_come_later():

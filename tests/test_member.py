@@ -1,4 +1,4 @@
-"""A rank's end of its control link: what it raises, what it hears, and what a forked child keeps."""
+"""A rank's end of its control link: what it raises, what it receives, and what a forked child keeps."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_forked_child_lets_go_of_the_control_link():
         pid = os.fork()
         if pid == 0:
             member.report(errors.Aborted("a child must not say this", [1]))
-            os._exit(0 if member._frames.sock.fileno() == -1 else 1)
+            os._exit(0 if member.frames.sock.fileno() == -1 else 1)
         assert os.waitpid(pid, 0)[1] == 0
         member.leave(1)
         members[0][0].leave(1)
@@ -97,8 +97,8 @@ def test_a_forked_child_lets_go_of_the_control_link():
 
 @ranks(2)
 def test_a_failing_worker_writes_to_no_descriptor_that_the_member_has_closed(rank):
-    """The core writes to its own copy of the descriptor. After the member has closed the original descriptor, the
-    number of that descriptor may belong to another file.
+    """The core writes to its own copy of the descriptor. After the member has closed the original, the original's
+    number may belong to another file.
     """
     group = resolve(None)
     if rank == 1:

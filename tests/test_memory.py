@@ -26,7 +26,7 @@ SIZES = [16 << 10, (64 << 10) + 3, 300_001, 1 << 20, (3 << 20) + 7]  # in bytes:
 
 
 def may_read_each_other() -> bool:
-    """Whether a process may read the memory of a process that is not its child (see ptrace_scope of Yama)."""
+    """Return whether a process may read the memory of a process that is not its child (see Yama's ptrace_scope)."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     said = scope.read_text().strip() if scope.exists() else "0"
     return said == "0" or (os.geteuid() == 0 and said != "3")
@@ -70,7 +70,7 @@ def test_pieces_of_all_sizes_arrive(rank, group, n, memory):
 @ranks("n")
 def test_one_rank_in_place_and_the_others_not(rank, group, n):
     """One rank's call is in place, and so overwrites x. The peers know this only from that rank's post. They must not
-    read that x while it changes.
+    read that rank's x while it changes.
     """
     for in_place in (*range(n), 0, n - 1):
         sent = [np.random.default_rng(seed).integers(0, 256, (n, 200_001), np.uint8) for seed in range(n)]
@@ -97,7 +97,7 @@ def test_long_sums_of_two_ranks_have_the_same_bits(rank, group, memory, in_place
 
 
 def forbid_reading_me() -> None:
-    """Only processes that may trace any process can read the memory of this one afterwards (PR_SET_DUMPABLE)."""
+    """From now on, let only processes that may trace any process read this one's memory (PR_SET_DUMPABLE)."""
     set_dumpable = 4
     assert ctypes.CDLL(None, use_errno=True).prctl(set_dumpable, 0, 0, 0, 0) == 0
 
@@ -137,7 +137,7 @@ def test_a_rank_that_is_killed_while_it_is_read_is_lost(rank, group):
 
 
 def secret_memory(bytes_: int) -> mmap.mmap:
-    """Memory that no other process can read directly, like memory that a driver maps (memfd_secret(2))."""
+    """Return memory that no other process can read directly, such as memory that a driver maps (memfd_secret(2))."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd = libc.syscall(447, 0)
     if fd < 0:
@@ -205,8 +205,8 @@ def test_without_a_tmpfs_of_ones_own_it_is_a_memfd(tmp_path):
 
 @ranks(2)
 def test_control_memory_of_an_interrupted_meeting_is_not_used_for_another_group(rank, group):
-    """Before rank 0 gives up create_group, the hub may have told rank 1 where the group's control memory is. So rank 0
-    must not use that memory for another group.
+    """Before rank 0 gives up on create_group, the hub may have told rank 1 where the group's control memory is. So rank
+    0 must not use that memory for another group.
     """
     if rank == 1:
         other = mscomm.create_group("pair", [0, 1])
@@ -231,7 +231,7 @@ def test_control_memory_of_an_interrupted_meeting_is_not_used_for_another_group(
 
 @ranks(2)
 def test_other_threads_run_while_a_large_array_is_released(rank, group):
-    """The kernel takes long to free the array's pages, so the release must let other threads run."""
+    """The kernel takes a long time to free the array's pages, so the release must let other threads run."""
     sys.setswitchinterval(100)  # from now on, threads switch only when one of them releases the GIL
     steps, stop = [0], threading.Event()
 

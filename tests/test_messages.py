@@ -1,4 +1,4 @@
-"""Messages from rank to rank: what arrives and in which order, what may run meanwhile, and what ends a wait."""
+"""Messages from rank to rank: what arrives and in which order, what may run in the meantime, and what ends a wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ LARGE = 4 << 20  # bytes; a message of this size is announced first, and its dat
 
 
 def links(n):
-    """Decorator: the test runs with all ranks on one host (unix sockets), and with each rank on its own host (TCP)."""
+    """Decorate a test that runs both with all ranks on one host (unix sockets) and with each rank on its own host
+    (TCP).
+    """
     return pytest.mark.parametrize("host", [["a"] * n, [f"host {i}" for i in range(n)]], ids=["unix", "tcp"])
 
 
@@ -93,8 +95,8 @@ def test_all_pairs_at_once_in_both_directions(rank, group, host):
 
 @ranks(2)
 def test_first_sends_to_each_other_at_the_same_moment(rank, group):
-    # A small message is sent before its recv is called. So both ranks make the link at the same time, each in its main
-    # thread.
+    # A small message is sent before its recv is called. So both ranks make the link at the same time, each from its
+    # main thread.
     mscomm.barrier()
     mscomm.send(np.full(3, rank), 1 - rank)
     assert (mscomm.recv(np.zeros(3, int), 1 - rank) == 1 - rank).all()
@@ -184,7 +186,7 @@ def test_a_send_to_itself_returns_and_keeps_a_copy(rank, group):
     for size in (0, 3, LARGE):
         x = value(0, 0, size)
         mscomm.send(x, 0, tag=2)
-        x += 1  # after send, the caller may change x
+        x += 1  # after send() returns, the caller may change x
         mscomm.send(x, 0, tag=1)
         out = np.zeros(size, np.float32)
         assert np.array_equal(mscomm.recv(out, 0, tag=1), value(0, 0, size) + 1)
@@ -219,7 +221,7 @@ def test_any_source_and_tag_take_what_comes_and_say_what_it_was(rank, group, hos
                 assert mscomm.recv(out, mscomm.ANY_SOURCE, mscomm.ANY_TAG, status=status) is out
                 assert np.array_equal(out, value(status.source, status.tag, size)) and status.count == size
                 seen[status.source].append(status.tag)
-            # The messages of one source arrive in the order in which the source sent them.
+            # Messages from one source arrive in the order in which the source sent them.
             assert seen == {source: [source, 10, 2**31 - 1] for source in (1, 2)}
         mscomm.barrier()
 
@@ -252,7 +254,7 @@ def test_the_recv_that_was_called_first_gets_the_first_that_fits(rank, group):
 
 @ranks(3)
 def test_ranks_that_send_without_end_do_not_starve_the_others(rank, group):
-    # As in a task farm, rank 0 receives from any rank. It must hear rank 2, although rank 1 sends all the time.
+    # As in a task farm, rank 0 receives from any rank. It must also receive from rank 2, although rank 1 keeps sending.
     if rank == 0:
         status, heard = mscomm.Status(), set()
         while heard != {1, 2}:
@@ -285,7 +287,7 @@ def test_any_source_of_a_group_is_a_rank_in_the_group(rank, group):
     mscomm.barrier()
 
 
-# --- send and receive at once ---------------------------------------------------------------------------------------
+# --- send and receive in one call -----------------------------------------------------------------------------------
 
 
 @links(3)
@@ -296,8 +298,8 @@ def test_sendrecv_around_a_ring_and_in_pairs(rank, group, host):
         out = np.zeros(size, np.float32)
         assert mscomm.sendrecv(value(rank, right, size), right, out, left, 4, 4) is out
         assert np.array_equal(out, value(left, rank, size))
-        # Each rank exchanges with itself. Then rank 0 calls sendrecv, which sends to rank 1 and receives from any rank,
-        # while rank 1 calls recv and rank 2 calls send.
+        # Each rank first exchanges with itself. Then rank 0 calls sendrecv, which sends to rank 1 and receives from any
+        # rank, while rank 1 calls recv and rank 2 calls send.
         status = mscomm.Status()
         mscomm.sendrecv(value(rank, 9, size), rank, out, rank, send_tag=1, recv_tag=1)
         assert np.array_equal(out, value(rank, 9, size))
@@ -550,7 +552,7 @@ def test_a_deadline_of_a_recv_from_any_names_all_that_could_have_sent(rank, grou
 @ranks(3, env=SPLIT)
 def test_a_recv_from_any_ends_when_all_others_have_left_and_not_before(rank, group, host):
     if rank == 1:
-        mscomm.send(np.full(1, 1), 0)  # rank 1 leaves at once, perhaps before its message arrives
+        mscomm.send(np.full(1, 1), 0)  # rank 1 leaves immediately, perhaps before its message arrives
     if rank:
         if rank == 2:
             mscomm.recv(np.zeros(1), 0, tag=1)
@@ -573,7 +575,7 @@ def test_a_killed_rank_ends_a_recv_from_any(rank, group):
     mscomm.barrier()
     everybody_is_here()
     if rank == 2:
-        time.sleep(0.3)  # rank 0 probably waits by then
+        time.sleep(0.3)  # by then, rank 0 is probably waiting
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(mscomm.PeerLost, match="rank 2 ") as caught:
         if rank == 0:
@@ -617,7 +619,7 @@ def test_a_killed_peer_ends_the_wait_by_its_name(rank, group, how, linked, host)
     mscomm.barrier()
     everybody_is_here()
     if rank == 2:
-        time.sleep(0.3)  # the others probably wait by then
+        time.sleep(0.3)  # by then, the others are probably waiting
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(mscomm.PeerLost, match="rank 2 ") as caught:
         if rank == 1:
@@ -668,7 +670,7 @@ def test_abort_elsewhere_wakes_who_waits(rank, group, how):
     mscomm.barrier()
     everybody_is_here()
     if rank == 2:
-        time.sleep(0.3)  # the others probably wait by then
+        time.sleep(0.3)  # by then, the others are probably waiting
         mscomm.abort("no more data")
         return
     with pytest.raises(mscomm.Aborted, match="rank 2 called abort: no more data"):
@@ -681,7 +683,7 @@ def test_abort_elsewhere_wakes_who_waits(rank, group, how):
 
 
 def until_in_a_message(thread: threading.Thread) -> None:
-    """Wait until the thread has been in send or recv of group.py for 0.2 s."""
+    """Wait until the thread has been in group.py's send or recv for 0.2 s."""
     seen = 0
 
     def in_group() -> bool:
@@ -694,7 +696,7 @@ def until_in_a_message(thread: threading.Thread) -> None:
 
 
 def interrupt_in_a_message() -> None:
-    """Send SIGINT, as Ctrl-C does, once the main thread waits in send or recv."""
+    """Send SIGINT, as Ctrl-C does, once the main thread is waiting in send or recv."""
     until_in_a_message(threading.main_thread())
     os.kill(os.getpid(), signal.SIGINT)
 
@@ -849,7 +851,7 @@ def test_a_receiver_without_descriptors_is_the_one_that_is_named(rank, group):
             mscomm.send(np.ones(3), 1)
         tell("failed")
         return
-    mscomm.send(np.ones(1), 1)  # a message to the rank itself makes it import all modules
+    mscomm.send(np.ones(1), 1)  # a message to itself makes the rank import all modules
     mscomm.recv(np.empty(1), 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
@@ -857,7 +859,7 @@ def test_a_receiver_without_descriptors_is_the_one_that_is_named(rank, group):
     with contextlib.suppress(OSError):
         while True:
             taken.append(os.dup(0))
-    os.mkdir(f"{os.environ[TOLD]}/starved")  # as tell("starved"), but without a file descriptor
+    os.mkdir(f"{os.environ[TOLD]}/starved")  # like tell("starved"), but needs no file descriptor
     with pytest.raises(mscomm.Aborted, match=r"rank 1 .*Too many open files"):
         mscomm.recv(np.empty(3), 0)
     for fd in taken:

@@ -1,4 +1,6 @@
-"""How a rank joins: without a launcher, through our launcher's link, and through a scheduler with MS_* variables."""
+"""How a rank joins: without a launcher, through the link to mscomm's own launcher, and through a scheduler with MS_*
+variables.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def test_the_own_launchers_link_is_taken_over_once(monkeypatch):
         assert find(env) is launcher
         invitation = launcher.accept(env, soon(), False)
         with invitation.sock as sock:
-            assert (invitation.rank, invitation.size, invitation.local_rank, invitation.key) == (1, 4, 1, KEY)
+            assert (*invitation.seat[:3], invitation.key) == (1, 4, 1, KEY)
             assert sock.get_inheritable() is False
         with pytest.raises(errors.BackendUnavailable, match="can join its job once"):
             launcher.accept(env, soon(), False)
@@ -119,7 +121,7 @@ from mscomm.cluster.frames import Frames
 from mscomm.cluster.member import Member
 way = ms_cluster.accept(os.environ, Deadline(20), False)
 member = Member(Frames(way.sock), key=way.key, node_id=way.node_id, hub=way.where)
-welcome = member.join({"size": way.size}, Deadline(20))
+welcome = member.join({"size": way.seat.size}, Deadline(20))
 member.ready(Deadline(20))
 print(welcome.rank, welcome.size, flush=True)
 member.leave(0)

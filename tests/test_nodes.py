@@ -1,4 +1,6 @@
-"""`mscomm run --nnodes`: node 0 says which node it waits for, and reports at once what went wrong on another node."""
+"""`mscomm run --nnodes`: node 0 says which node it is waiting for, and reports immediately what went wrong on another
+node.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from control import KEY, Job, eventually, key_file, soon
 from mscomm.cluster import hub as hub_module
 from mscomm.cluster import links
 from mscomm.cluster.frames import Frames
-from mscomm.cluster.hello import Identity
+from mscomm.cluster.hello import LAUNCHER, Identity
 from mscomm.launching.parts import OtherNode
 
 MSCOMM = [sys.executable, "-m", "mscomm"]
@@ -55,7 +57,9 @@ def nodes(port: int, tmp_path: Path) -> Iterator[Nodes]:
 
 
 def line_with(process: subprocess.Popen[str], text: str) -> str:
-    """The first line of the process's stderr with this text. If there is none, the test fails and shows the stderr."""
+    """Return the first line of the process's stderr with this text. If there is none, the test fails and shows the
+    stderr.
+    """
     assert process.stderr
     lines = []
     for line in process.stderr:
@@ -69,7 +73,7 @@ def line_with(process: subprocess.Popen[str], text: str) -> str:
 def test_node_0_shows_what_is_wrong_with_the_other_node(nodes: Nodes, tmp_path: Path, wrong: str) -> None:
     keys = [key_file(tmp_path / f"key{i}", os.urandom(32)) for i in range(2)]
     node_0 = nodes.start(0, "-n", 1, nodes.script, MSCOMM_JOB_KEY_FILE=keys[0])
-    line_with(node_0, "mscomm run --nnodes 2 --node-rank 1")  # node 0 listens now
+    line_with(node_0, "mscomm run --nnodes 2 --node-rank 1")  # node 0 is listening now
     other = {"-n": 1, "key": keys[0], "script": nodes.script}
     if wrong == "-n":
         other["-n"] = 2
@@ -109,7 +113,7 @@ def test_node_0_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         absent = "waiting for node 1 (ranks 2, 3): nobody has come from there to 127.0"
         eventually(lambda: any(absent in text for text in told))
         sock = links.connect(job.listener.getsockname(), soon())
-        links.greet(sock, KEY, links.LAUNCHER, Identity(version=links.package_version()), soon())
+        links.greet(sock, KEY, LAUNCHER, Identity(version=links.package_version()), soon())
         frames = Frames(sock)
         job.links.append(frames)
         frames.send({"t": "attend", "first": 2, "end": 4, "name": "node 1", "layout": ""}, soon())

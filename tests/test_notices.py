@@ -1,4 +1,4 @@
-"""Options that are accepted and have no effect: each has a row, and if it is set, one rank warns the user once."""
+"""Options that are accepted and have no effect: each has a row, and when one is set, one rank warns the user once."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STRINGS = {
 
 
 def is_refused(check: Callable[[Any], None], default: Any) -> bool:
-    """Whether the check raises an error for a value other than the default."""
+    """Return whether the check raises an error for a value other than the default."""
     other = {bool: not default, int: default + 1 if isinstance(default, int) else 0}.get(type(default), object())
     try:
         check(other)
@@ -77,7 +77,7 @@ def test_the_options_of_the_other_context_functions_work_or_are_told() -> None:
 
 
 def public() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Every function of the public modules, and the methods of their classes."""
+    """Yield every function of the public modules, and the methods of their classes."""
     for module in (mscomm, train, dataset, vision, transforms, ops, comm_func):
         for name in getattr(module, "__all__", None) or dir(module):
             found = getattr(module, name)
@@ -92,13 +92,13 @@ def public() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def options_without_a_use(function: Callable[..., Any]) -> set[str]:
-    """The function's options that its body never reads, or only stores in attributes that nobody reads."""
+    """Return the function's options that its body never reads, or only stores in attributes that are never read."""
     options = {name for name, p in inspect.signature(function).parameters.items() if p.default is not p.empty}
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     except OSError:  # a dataclass's __init__ has no source; other code reads the fields
         return set()
-    # Has an entry for each expression that is assigned to an attribute: the id of its node, and the attribute's name.
+    # For each expression that is assigned to an attribute: the id of its node, and the attribute's name.
     kept: dict[int, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):

@@ -1,4 +1,4 @@
-"""Python objects sent between ranks: which arrive unchanged, which are refused, and bytes that pack() never made."""
+"""Python objects sent between ranks: which arrive unchanged, which are refused, and bytes that pack() never makes."""
 
 from __future__ import annotations
 
@@ -89,14 +89,16 @@ mscomm.register_object(Touchy, lambda x: 0, lambda x: Touchy(), name=f"{__name__
 
 
 class Ratio(Fraction):
-    """A class that is registered with an encoder and a decoder of its own."""
+    """A class that is registered with its own encoder and decoder."""
 
 
 mscomm.register_object(Ratio, lambda x: (x.numerator, x.denominator), lambda parts: Ratio(*parts), name="ratio")
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether a and b are equal and have the same types throughout. Here NaN equals NaN, and -0.0 differs from 0.0."""
+    """Return whether a and b are equal and have the same types throughout. Here NaN equals NaN, and -0.0 differs from
+    0.0.
+    """
     if type(a) is not type(b):
         return False
     if dataclasses.is_dataclass(a):
@@ -172,7 +174,7 @@ arrays = st.builds(
 
 @st.composite
 def keys(draw: Any, depth: int = 0) -> Any:
-    """A value that can be a key or an element of a set."""
+    """Draw a value that can be a key or an element of a set."""
     kind = draw(st.sampled_from([None, None, None, tuple, frozenset])) if depth < 2 else None
     if kind is None:
         return draw(st.one_of(hashable_values, named_values))
@@ -459,7 +461,7 @@ def test_nothing_is_pickled():
         unpack(pickle.dumps([1, 2]))
 
 
-# --- bytes that pack() never made -----------------------------------------------------------------------------------
+# --- bytes that pack() never makes ----------------------------------------------------------------------------------
 
 
 def refused_or_read(data: bytes) -> None:
@@ -656,7 +658,7 @@ def test_objects_go_from_rank_to_rank_by_tag_and_in_order(rank, group):
         assert mscomm.recv_object(0, tag=4) == "other"
         assert mscomm.recv_object(0, tag=3) == "small"
         assert all(same(mscomm.recv_object(0, tag=3), thing) for thing in things)
-        assert mscomm.recv(np.empty(3, np.int64), 0, tag=3).tolist() == [0, 1, 2]  # arrays and objects keep their order
+        assert mscomm.recv(np.empty(3, np.int64), 0, tag=3).tolist() == [0, 1, 2]  # arrays and objects stay in order
         mscomm.send_object("back", 0)
     for wrong in (2, -1, "0"):
         with pytest.raises((TypeError, ValueError), match=r"send_object: dst"):

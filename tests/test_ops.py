@@ -327,7 +327,7 @@ def test_only_an_explicit_false_permits_plain_links(fresh_context):
 
 
 def test_an_operator_in_a_cell_that_is_compiled_says_what_to_do(tmp_path: Path) -> None:
-    """Uses a new process, because graph mode holds for the whole process."""
+    """Run in a new process, because graph mode applies to the whole process."""
     pytest.importorskip("mindspore")
     program = """
 import mindspore as ms, mscomm, numpy as np

@@ -1,7 +1,7 @@
 """Many device arrays are packed into a bucket and unpacked from it, by the kernels of csrc/cuda or by copies.
 
 A stand-in for the CUDA driver runs the kernels on the CPU (tests/fakes/kernels.h). tests/core/pack_test.cc checks that
-each kernel is right at every alignment.
+each kernel is correct at every alignment.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ without_kernels = pytest.mark.parametrize("how", ["refused"])
 
 
 def packing(n: int = 1) -> Any:
-    """Decorator for a test of n ranks that join with join(how)."""
+    """Decorate a test of n ranks that join with join(how)."""
     return devices(n, init=None, env=kernel_variables)
 
 
@@ -70,7 +70,7 @@ def unpack(core: _core.Group, bucket: DeviceArray, parts: Sequence[DeviceArray],
 
 
 def drawn(dtype: np.dtype[Any], sizes: Sequence[int]) -> list[np.ndarray[Any, Any]]:
-    """Arrays of these sizes with random bits."""
+    """Return arrays of these sizes with random bits."""
     rng = np.random.default_rng(sum(sizes))
     return [rng.integers(0, 256, size * dtype.itemsize, np.uint8).view(dtype) for size in sizes]
 
@@ -85,7 +85,7 @@ def floats(sizes: Sequence[int]) -> list[np.ndarray[Any, Any]]:
 
 
 def same(got: Any, expected: np.ndarray[Any, Any]) -> bool:
-    """Whether the bits are the same; any NaN equals any other."""
+    """Return whether the bits are the same; any NaN equals any other."""
     got = got.to_numpy()
     a, b = (x.astype(np.float64) for x in (got, expected))
     equal = got.view(np.uint8).reshape(-1, expected.itemsize) == expected.view(np.uint8).reshape(-1, expected.itemsize)
@@ -194,7 +194,7 @@ def test_what_copies_cannot_do_is_refused_with_the_reason(rank: int, how: str) -
     assert violations() == []
 
 
-# -- what the kernels do and copies cannot do
+# -- what kernels do and copies cannot do
 
 
 @with_kernels
@@ -318,8 +318,9 @@ needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 
 
 def contents(fatbin: bytes) -> set[str]:
-    """The devices in an uncompressed fatbin, which has a header and then entries with headers of their own (kind 1 is
-    PTX, kind 2 is machine code)."""
+    """Return the devices in an uncompressed fatbin, which has a header and then entries with headers of their own (kind
+    1 is PTX, kind 2 is machine code).
+    """
     magic, _, header, size = struct.unpack_from("<IHHQ", fatbin)
     assert (magic, header + size) == (0xBA55ED50, len(fatbin))
     found, at = set(), header
@@ -341,7 +342,7 @@ def test_the_embedded_image_has_what_it_is_said_to_have() -> None:
 
 @needs_nvcc
 def test_each_operation_rounds_once_and_accesses_are_wide(tmp_path: Path) -> None:
-    """Checks nvcc's PTX for all devices: no fused multiply-add, nothing approximate, and subnormal numbers are kept."""
+    """Check nvcc's PTX for all devices: no fused multiply-add, nothing approximate, and subnormal numbers are kept."""
     flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "--fmad=false", f"-I{CSRC}", "-arch=compute_75"]
     made = tmp_path / "pack.ptx"
     subprocess.run([NVCC, *flags, "-ptx", "-o", str(made), str(CSRC / "cuda/pack.cu")], check=True)
@@ -365,7 +366,7 @@ HEADER = next(
 
 @pytest.mark.skipif(HEADER is None, reason="cuda.h is not installed")
 def test_our_declarations_of_the_driver_are_those_of_its_header() -> None:
-    """Checks the functions and constants of csrc/device/cuda.cc with static_asserts."""
+    """Check the functions and constants of csrc/device/cuda.cc with static_asserts."""
     compiler = os.environ.get("CXX", "c++").split()
     command = [
         *compiler,
@@ -381,7 +382,7 @@ def test_our_declarations_of_the_driver_are_those_of_its_header() -> None:
 @pytest.mark.long
 @needs_nvcc
 def test_no_kernel_spills_its_registers(tmp_path: Path) -> None:
-    """Each kernel also uses so few registers that four blocks of 256 threads fit on a multiprocessor."""
+    """Each kernel must also use so few registers that four blocks of 256 threads fit on a multiprocessor."""
     listed = subprocess.run([NVCC, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
     architectures = sorted({int(n) for n in re.findall(r"compute_(\d+)", listed) if int(n) >= 75})
     targets = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in architectures]

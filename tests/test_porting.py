@@ -1,4 +1,4 @@
-"""docs/porting.md is true: the code in its second column runs on two ranks.
+"""docs/porting.md is correct: the code in its second column runs on two ranks.
 
 A row whose note says "in a later release" is expected to fail. A row that needs a device may fail without one.
 """
@@ -98,7 +98,7 @@ if __name__ == "__main__":
 
 
 def ended(codes: list[str], folder: Path) -> dict[str, list[str]]:
-    """Run the rows on two ranks. Returns how each row ended on each of them."""
+    """Run the rows on two ranks. Return how each row ended on each of them."""
     job = Job(2, [sys.executable, __file__, json.dumps(codes), str(folder)], folder, {"MSCOMM_TIMEOUT": "20"})
     job.wait(60)
     files = [folder / f"ended_{rank}.json" for rank in range(2)]
@@ -118,7 +118,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 def running() -> list[str]:
-    """The code of all rows that the test must run, without duplicates."""
+    """Return the code of all rows that the test must run, without duplicates."""
     notes = (LATER, *DEVICE)
     return list(dict.fromkeys(row.ours for row in ROWS if row.ours and not row.note.startswith(notes)))
 

@@ -1,4 +1,4 @@
-"""MSCOMM_PORTS: mscomm's TCP listeners use only ports of this range, except where a port is named."""
+"""MSCOMM_PORTS: mscomm's TCP listeners use only ports in this range, unless a port is named."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_range_that_is_taken_is_an_error_on_every_rank(tmp_path: Path) -> None
         done = job(tmp_path, f"{port}-{port}")
     assert done.returncode == 1
     assert f"MSCOMM_PORTS={port}-{port}: all 1 ports are taken at 127.0.0.1" in done.stderr
-    # Ranks with equal errors share a line.
+    # Ranks with the same error share a line.
     ended = re.findall(r"^\[([\d,-]+)\] \S+: .*ports are taken", done.stderr, flags=re.M)
     assert sorted(",".join(ended).replace("0-2", "0,1,2").split(",")) == ["0", "1", "2"], done.stderr
 

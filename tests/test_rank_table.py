@@ -1,4 +1,4 @@
-"""Rank tables: what is refused and with which messages, and jobs that meet by a rank table."""
+"""Rank tables: what is refused and with which messages, and jobs whose ranks find each other through a rank table."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Change = Callable[[Any], object]
 
 
 def table(servers: int = 2, devices: int = 2) -> dict[str, Any]:
-    """A table without errors or remarks."""
+    """Return a table without errors or remarks."""
     return {
         "version": "1.0",
         "server_count": str(servers),
@@ -60,7 +60,7 @@ def table(servers: int = 2, devices: int = 2) -> dict[str, Any]:
 
 
 def super_pods() -> dict[str, Any]:
-    """A table of version 1.2 as in HCCL's documents, with fields that mscomm does not use."""
+    """Return a table of version 1.2 as in HCCL's documents, with fields that mscomm does not use."""
     found = table()
     found["version"] = "1.2"
     del found["server_count"]
@@ -89,7 +89,7 @@ def refused(content: bytes, path: str = "table.json") -> InvalidTable:
 
 
 def put(*path: Any, to: Any) -> Change:
-    """Returns a change that sets the value at this path. If the path ends with a new key, the change adds the key."""
+    """Return a change that sets the value at this path. If the path ends with a new key, the change adds the key."""
 
     def change(found: Any) -> None:
         for step in path[:-1]:
@@ -115,7 +115,7 @@ AN_ID = "expected the device's number on its server from 0 to 1023, as text"
 
 
 def twice(content: bytes, key: str) -> bytes:
-    """The content with the key twice: a pair `key: "7"` is inserted before the first pair with that key."""
+    """Return the content with the key twice: a pair `key: "7"` is inserted before the first pair with that key."""
     return content.replace(f'"{key}":'.encode(), f'"{key}": "7", "{key}":'.encode(), 1)
 
 
@@ -618,7 +618,7 @@ def test_what_may_be_left_out(more: dict[str, str], path: str) -> None:
     assert rank == 3 and found.seats[rank] == Seat(3, "10.0.0.2", 1, "192.2.27.7")
 
 
-# -- jobs; those of several hosts are in test_hosts.py
+# -- jobs; jobs on several hosts are in test_hosts.py
 
 
 def test_a_rank_that_is_alone_says_whom_it_has_looked_for(path: str, tmp_path: Path) -> None:
@@ -636,7 +636,7 @@ def test_a_rank_that_is_alone_says_whom_it_has_looked_for(path: str, tmp_path: P
 
 
 def test_the_ranks_of_one_server_meet_by_the_older_name_with_device_ids(tmp_path: Path) -> None:
-    """Each rank has its own copy of the table, with other white space and another order of keys."""
+    """Each rank has its own copy of the table, with different whitespace and a different order of keys."""
     (tmp_path / "twice.py").write_text(TWICE)
     content = {**table(1, 2), "description": str(tmp_path)}
     for rank in range(2):

@@ -28,7 +28,7 @@ called = partial(invoke, ranktable.command)
 
 @pytest.fixture(autouse=True)
 def no_hccn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Pretend that the machine has no Ascend driver. Returns the path where the driver's file would be."""
+    """Pretend that the machine has no Ascend driver. Return the path where the driver's file would be."""
     monkeypatch.setattr(ranktable, "HCCN", tmp_path / "hccn.conf")
     return tmp_path / "hccn.conf"
 
@@ -163,7 +163,7 @@ def test_ranks_are_those_of_this_host(path: str, tmp_path: Path) -> None:
     own.write_text(make([Server("10.255.255.1", [0, 1]), Server("127.0.0.1", [4, 5])]))
     assert called("ranks", own).output == "2 4\n3 5\n"
     own.write_text(make([Server("elsewhere", [0, 1])]))
-    assert called("ranks", own).output == "0 0\n1 1\n"  # with one server, its name does not matter
+    assert called("ranks", own).output == "0 0\n1 1\n"  # with only one server, its name does not matter
     own.write_text(make([Server("127.0.0.1", [0]), Server("::1", [0])]))
     done = called("ranks", own)
     assert done.exit_code == 1 and "several server_ids are addresses of this host, 127.0.0.1, ::1" in done.output

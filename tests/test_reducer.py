@@ -1,4 +1,4 @@
-"""GradientReducer: the results of its buckets, with arrays passed to reduce() and in PyTorch's backward pass."""
+"""GradientReducer: the results of its buckets, for reduce(arrays) and for gradients from PyTorch's backward pass."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def gradients(rank: int, step: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def is_shared(address: int) -> bool:
-    """Whether the address is in a mapping that the ranks of the host share."""
+    """Return whether the address is in a mapping that the ranks of the host share."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(text, 16) for text in line.split()[0].split("-"))
         if begin <= address < end:
@@ -192,7 +192,7 @@ def test_what_is_owed_to_a_gradient_that_nobody_has_waits(rank, group):
         reducer.wait()
         assert (b.grad is not None and bool((b.grad == 1).all())) == used
     owed = reducer.state_dict()["residual"]
-    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # the residual of a was sent in the third step
+    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # a's residual was sent in the third step
     assert (owed["b"] == 2 * 2.0**-9).all()  # two residuals, one for each step in which b had a gradient
 
 
@@ -263,7 +263,7 @@ def test_ranks_that_run_out_of_steps_do_not_stop_the_others(rank, group):
         for _ in range(2 * rank):
             reducer.carry(rank)
             seen.append((reducer.reduce([np.full(3, 10.0 * rank)])[0][0], reducer.carried))
-    both, alone = (15.0, 1.5), (20.0, 2.0)  # the mean of ranks 1 and 2, and that of rank 2 alone
+    both, alone = (15.0, 1.5), (20.0, 2.0)  # the means over ranks 1 and 2, and over rank 2 alone
     assert seen == [[], [both] * 2, [both] * 2 + [alone] * 2][rank]
     assert (mscomm.all_reduce(np.ones(1)) == 3).all()
 
@@ -394,7 +394,7 @@ def test_the_weights_are_those_of_one_process_with_the_whole_batch(rank, group, 
     assert_same_weights(model, trained_alone(steps, rows), 1e-9)
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     everybodys = mscomm.all_gather(flat[None])
-    assert (everybodys == flat).all()  # the gradients are equal on all ranks, to the bit
+    assert (everybodys == flat).all()  # all ranks have the same gradients, to the bit
 
 
 def convolutions() -> Any:
@@ -409,8 +409,8 @@ def convolutions() -> Any:
 
 
 def trained_on_shards(wrap: Any, rank: int, n: int) -> Any:
-    """Train for 20 steps on this rank's part of each batch. wrap(model) returns the forward function, a function to
-    call before backward(), and a function to call after backward(). Returns the trained model.
+    """Train for 20 steps on this rank's part of each batch. Return the trained model. wrap(model) returns the forward
+    function, a function to call before backward(), and a function to call after backward().
     """
     import torch
 
@@ -453,7 +453,7 @@ def test_batch_norm_gives_what_distributed_data_parallel_gives(rank, group, n):
     if n == 2:  # exactly equal, because a sum of two numbers has only one order, and halving is exact
         assert all(torch.equal(mine, its) for mine, its in zip(ours.parameters(), theirs.parameters(), strict=True))
     assert_same_weights(ours, theirs, 1e-3)
-    if rank == 0:  # on the other ranks, DistributedDataParallel replaces the running means by rank 0's
+    if rank == 0:  # on the other ranks, DistributedDataParallel overwrites the running means with rank 0's
         for mine, its in zip(ours.buffers(), theirs.buffers(), strict=True):
             torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
         shutil.rmtree(folder)
@@ -487,11 +487,11 @@ def test_gradients_lie_in_the_arena_before_and_after_the_backward_pass(rank, gro
         reducer.wait()
         assert all(is_shared(p.grad.data_ptr()) for p in model.parameters())
         addresses.append([p.grad.data_ptr() for p in model.parameters()])
-    assert addresses[1] == addresses[2] == addresses[3]  # the buckets take the order of the first step and keep it
+    assert addresses[1] == addresses[2] == addresses[3]  # the buckets adopt the order of the first step and keep it
     order = reducer.state_dict()["order"]
     assert sorted(order) == list(range(len(addresses[0])))
     reducer.close()
-    for _ in range(2):  # an open reducer would raise an error in the second pass
+    for _ in range(2):  # if the reducer were still open, the second pass would raise an error
         loss_of(model, *batch(rank, 8)).backward()
     again = GradientReducer(model.parameters())
     again.load_state_dict({"order": order, "residual": {}})
@@ -538,7 +538,7 @@ def test_parameters_without_a_gradient(rank, group):
         expected = mscomm.all_reduce(model.always.bias.grad.clone(), "avg")
         assert (model.always.bias.grad == expected).all()
     model.zero_grad()
-    with reducer.no_sync():  # wait() reduces the gradients of this pass, even if the last pass makes none
+    with reducer.no_sync():  # wait() reduces the gradients of this pass, even if the last pass produces none
         model(torch.ones(2, 4, dtype=torch.double), True).sum().backward()
     model(torch.ones(2, 4, dtype=torch.double), False).sum().backward()
     reducer.wait()
@@ -575,7 +575,7 @@ def test_misuse_is_told(rank, group):
     reducer.wait()
     assert reducer.carried == 1
     last, first = (torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.half, torch.float))
-    # Each parameter has its own bucket. The float32 bucket is sent first, together with the number given to carry().
+    # Each parameter has its own bucket. The float32 bucket is sent first, together with the number passed to carry().
     reducer = GradientReducer([last, first])
     first.sum().backward()
     with pytest.raises(RuntimeError, match=r"carry: too late for this step; call it before backward\(\)"):

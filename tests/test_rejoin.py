@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from sessions import mscomm_run
 
-# A loop of collective calls that goes on when ranks are lost. After each rejoin, the ranks continue at the lowest step
-# that any of the survivors has not done. Environment variables say which ranks die:
+# A loop of collective calls that continues when ranks are lost. After each rejoin, the ranks continue at the lowest
+# step that any of the survivors has not completed. Environment variables say which ranks die:
 # VICTIMS="step:rank": the rank dies in its first life, at most 20 ms after that step begins.
 # IN_INIT="rank:seconds": the rank dies in its second life, this many seconds after it has called init.
 # IN_REJOIN="rank:seconds": the surviving rank dies this many seconds after it has called rejoin.
@@ -44,8 +44,8 @@ for victim, seconds in planned("IN_INIT"):
     if (victim, life) == (rank, 1):
         die_in(seconds)
 mscomm.init()
-pair = mscomm.create_group("pair", [1, 3])  # False on the others
-halves = mscomm.split(rank % 2 if rank else None)  # rank 0 is in neither
+pair = mscomm.create_group("pair", [1, 3])  # False on the other ranks
+halves = mscomm.split(rank % 2 if rank else None)  # rank 0 is in neither half
 step, agreed, death = 0, life == 0, None
 while True:
     try:
@@ -69,7 +69,7 @@ while True:
             step += 1
         if death is not None:
             death.join()
-        mscomm.barrier()  # nobody leaves before all are through
+        mscomm.barrier()  # no rank leaves before all have finished
         break
     except mscomm.PeerLost as lost:
         for victim, seconds in planned("IN_REJOIN"):
@@ -91,7 +91,7 @@ def job(folder: Path, body: str, *options: object, ranks: int = 4, timeout_s: fl
 
 
 def said(done) -> dict[int, list[dict]]:
-    """The JSON objects that each rank has printed, by rank and in order."""
+    """Return the JSON objects that each rank has printed, by rank and in order."""
     words = defaultdict(list)
     for line in done.stdout.splitlines():
         prefix, _, text = line.partition(" ")
@@ -127,7 +127,7 @@ def test_a_killed_rank_comes_back_and_the_others_stay(tmp_path, victim):
 
 
 def test_a_group_that_a_rank_leaves_to_rejoin_names_the_lost_rank(tmp_path):
-    """Rank 0 is lost. Rank 3 waits for rank 1 in a group without rank 0; rank 1 hears of the loss in another group."""
+    """Rank 0 is lost. Rank 3 waits for rank 1 in a group without rank 0; rank 1 learns of the loss in another group."""
     body = """
 import os, signal
 import numpy as np, mscomm
@@ -269,7 +269,7 @@ try:
         stat = f"/proc/{pids[0]}/stat"
         while os.path.exists(stat) and " Z " not in open(stat).read():
             time.sleep(0.01)
-        time.sleep(1)  # the launcher looks at once
+        time.sleep(1)  # by then, the launcher has noticed
         os.kill(os.getpid(), signal.SIGKILL)
     mscomm.all_reduce(np.ones(1), group=mscomm.create_group("rest", [1, 2]))
 except mscomm.PeerLost:
@@ -375,7 +375,7 @@ import numpy as np, mscomm
 rank, life = int(os.environ["MSCOMM_RANK"]), int(os.environ["MSCOMM_RESTART_COUNT"])
 mscomm.init()
 pair = mscomm.create_group("pair", [0, 1])
-kept = mscomm.zeros(100_000)  # of the first epoch
+kept = mscomm.zeros(100_000)  # from the first epoch
 sizes = []
 while True:
     try:
@@ -386,7 +386,7 @@ while True:
         sizes.append((len(os.listdir("/proc/self/fd")), maps.count("mscomm-heap"), len(os.listdir("/proc/self/task"))))
         if life == 5:
             break
-        mscomm.barrier()  # rank 0 has measured, too
+        mscomm.barrier()  # by now, rank 0 has measured, too
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         mscomm.barrier()
@@ -433,8 +433,8 @@ def test_a_worker_comes_back_to_its_scheduler(tmp_path, port):
 
 @pytest.fixture
 def two_nodes(tmp_path, port):
-    """two_nodes(body, *options) runs the body on 2 nodes with 2 ranks each. Returns each node's (status, stdout,
-    stderr).
+    """two_nodes(body, *options) runs the body on 2 nodes with 2 ranks each. It returns (status, stdout, stderr) for
+    each node.
     """
 
     def run_both(body, *options, **env):

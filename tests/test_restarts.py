@@ -12,7 +12,7 @@ from mscomm import errors
 from mscomm.cluster import links
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames
-from mscomm.cluster.links import LAUNCHER, Identity
+from mscomm.cluster.hello import LAUNCHER, Identity
 from mscomm.cluster.plan import world_id
 
 
@@ -29,7 +29,7 @@ def lose(job, rank, how="killed by SIGKILL", **words):
 
 
 def by_rank(job):
-    """Sort the list job.members by rank; so far, it was in the order of joining. Returns the list."""
+    """Sort job.members, which is still in the order of joining, by rank. Return the list."""
     job.members.sort(key=lambda member: member._welcome.rank)
     return job.members
 
@@ -47,7 +47,7 @@ def test_a_lost_rank_is_admitted_again_and_all_begin_a_new_epoch():
             welcome = wait.ended().result
             assert (welcome.rank, welcome.size, welcome.epoch) == (rank, 3, 1), wait.error
             assert [fact["colour"] for fact in welcome.facts] == [0, "new", 2]
-        # All ranks join the world group of the new epoch. From then on, they hear of failures in this group.
+        # All ranks join the world group of the new epoch. From then on, they learn of failures in this group.
         for member in (members[0], members[2], job.members[-1]):
             member.attach(world_id(1), Communicator(), undialled)
         ready = [Waits(member.ready, soon()) for member in (members[0], members[2], job.members[-1])]
@@ -215,7 +215,7 @@ def test_a_worker_comes_back_under_its_id():
     with Job(2, ranks_known=False, tcp=True, restarts=True) as job:
         job.joined(ids=["b", "a"])
         members = by_rank(job)
-        assert members[0]._node_id == "a"
+        assert members[0].node_id == "a"
         members[1].close()
         eventually(lambda: any("ended without release" in line for line in job.log))
         waiting = Waits(members[0].rejoin, facts(2), soon())

@@ -21,7 +21,7 @@ from mscomm.launching.processes import Launch
 
 @pytest.fixture
 def script(tmp_path):
-    """script(body) writes a script that begins by setting `rank` to the rank's number. Returns the script's path."""
+    """script(body) writes a script that begins by setting `rank` to the rank's number. It returns the script's path."""
 
     def write(body: str) -> Path:
         path = tmp_path / "script.py"
@@ -32,7 +32,7 @@ def script(tmp_path):
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs, and is not a zombie."""
+    """Return whether the process is running, and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
@@ -198,7 +198,7 @@ SHRINKS = """
 import numpy as np, mscomm
 mscomm.init()
 try:
-    mscomm.barrier()  # some ranks may still be in it when others are dead
+    mscomm.barrier()  # some ranks may still be in the barrier when others are dead
     if str(rank) in sys.argv[1:]: os.kill(os.getpid(), signal.SIGKILL)
     while True: mscomm.barrier()
 except mscomm.PeerLost:
@@ -330,8 +330,8 @@ def test_a_slow_reader_gets_everything_and_stops_nobody(script, tmp_path, blocki
 
 
 def test_output_that_nobody_read_is_counted_and_is_a_failure(script, tmp_path):
-    """The rank prints more than a pipe holds, and nobody reads it. The rank need not wait, and ends with status 0. But
-    some output is lost, so `mscomm run` ends with status 1.
+    """The rank prints more than a pipe holds, and nobody reads it. The rank does not have to wait, and ends with status
+    0. But some output is lost, so `mscomm run` ends with status 1.
     """
     command = [*MSCOMM, "run", "-n", "1", "--log_dir", tmp_path, script("for _ in range(600): print('y' * 995)")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -371,7 +371,7 @@ def start_node(rank, *args, port, stderr=subprocess.PIPE, **env):
 
 @pytest.fixture
 def nodes(script, port):
-    """nodes(body) runs the body on two nodes with two ranks each. Returns each node's (status, stdout, stderr)."""
+    """nodes(body) runs the body on two nodes with two ranks each. It returns (status, stdout, stderr) for each node."""
 
     def run_both(body, *args, first=1, **env):
         path = script(body)

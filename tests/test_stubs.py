@@ -31,7 +31,7 @@ needs_mypy = pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason
 
 
 def functions() -> dict[str, ast.FunctionDef]:
-    """The functions and methods of the stub, by their names in the module."""
+    """Return the functions and methods of the stub, by their names in the module."""
     tree = ast.parse(STUB.read_text())
     found = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
@@ -41,8 +41,8 @@ def functions() -> dict[str, ast.FunctionDef]:
 
 
 def parameters(signature: str) -> tuple[int, list[str]]:
-    """The number of positional parameters, and the names of the keyword parameters. The signature is in pybind11's
-    form.
+    """Return the number of positional parameters, and the names of the keyword parameters. The signature is in
+    pybind11's form.
     """
     inside = signature[signature.index("(") + 1 : signature.rindex(") ->")]
     while re.search(r"\[[^\[\]]*\]", inside):
@@ -88,7 +88,7 @@ def test_the_package_passes_mypy_strict():
 
 
 def typed_names() -> set[str]:
-    """The names in mscomm/__init__.pyi, without those of modules."""
+    """Return the names in mscomm/__init__.pyi, except those of modules."""
     tree = ast.parse((ROOT / "python/mscomm/__init__.pyi").read_text())
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module != "mscomm"]
     return {alias.asname or alias.name for node in imports for alias in node.names}

@@ -151,7 +151,7 @@ import mscomm
 mscomm.init()
 for step in range(4):
     if mscomm.get_rank() == 1 and step == 2:
-        time.sleep(2)  # more than a busy machine makes any other rank wait
+        time.sleep(2)  # longer than any other rank waits on a busy machine
     mscomm.all_reduce(np.ones(4))
 if mscomm.get_rank() == 0:
     mscomm.abort("enough")

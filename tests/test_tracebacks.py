@@ -154,8 +154,8 @@ def test_a_hook_of_the_users_is_called_with_the_short_traceback(script):
         "    print('hook', [f.name for f in traceback.extract_tb(trace)], error.__cause__)\n"
         "sys.excepthook = hook\nmscomm.all_reduce(np.array(['a']))"
     )
-    # In the first run the user's hook is set after init(), and so replaces mscomm's hook. In the second run it is set
-    # before init(), and mscomm's hook calls it.
+    # In the first run, the user's hook is set after init(), and so replaces mscomm's hook. In the second run, the
+    # user's hook is set before init(), and mscomm's hook calls it.
     after = mscomm_run("-n", 1, script(body))
     assert "[0] hook ['<module>', 'dtype_code'" in after.stdout
     path = script("")
@@ -171,7 +171,7 @@ def test_ctrl_c_is_one_line_that_tells_where_the_ranks_were(script, tmp_path, ti
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
     for rank in range(4):
         appears(tmp_path / f"up{rank}")
-    time.sleep(0.3)  # by then the ranks are in their calls
+    time.sleep(0.3)  # by then, the ranks are in their calls
     for _ in range(times):
         process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=20)[1]
@@ -232,7 +232,7 @@ def test_the_last_exception_of_a_chain_counts():
     ],
 )
 def test_an_exception_that_did_not_end_the_program_does_not_count(first):
-    """A second Ctrl-C may come while the rank is still ending from the first."""
+    """A second Ctrl-C may arrive while the rank is still ending because of the first."""
     end = ["Traceback (most recent call last):", '  File "/a/train.py", line 9, in <module>', "KeyboardInterrupt"]
     other = [first, end[0], '  File "/a/other.py", line 1, in f', "    wait()", "KeyboardInterrupt: ", ""]
     between = ["Original exception was:"] if first.startswith("Error") else []
@@ -245,7 +245,7 @@ def test_an_exception_that_did_not_end_the_program_does_not_count(first):
 
 
 def test_a_second_ctrl_c_that_python_ignores_is_not_shown():
-    """The second Ctrl-C comes in an atexit callback, after the output about the first one was printed."""
+    """The second Ctrl-C arrives in an atexit callback, after the output about the first one was printed."""
     ignored = [
         "Exception ignored in atexit callback: <function f>",
         "Traceback (most recent call last):",

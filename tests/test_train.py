@@ -49,7 +49,7 @@ def data_parallel(**options: Any) -> None:
 
 
 class Batches:
-    """This rank's part of each batch, as tuples of NumPy arrays, like those of a dataset pipeline."""
+    """This rank's part of each batch, as tuples of NumPy arrays, like the rows of a dataset pipeline."""
 
     def __init__(self, rank: int = 0, size: int = 1, number: int = BATCHES) -> None:
         rng = np.random.default_rng(0)
@@ -153,7 +153,7 @@ class Losses(mscomm.Callback):
 
 @contextlib.contextmanager
 def shared_folder(rank: int) -> Any:
-    """A new folder that all ranks use."""
+    """Yield a new folder that all ranks use."""
     folder = mscomm.broadcast_object(tempfile.mkdtemp() if rank == 0 else None)
     yield folder
     mscomm.barrier()
@@ -205,7 +205,7 @@ def test_two_ranks_train_the_model_that_one_trains_with_the_whole_batch(rank, gr
         again.train(2, Batches(rank, 2))
     for name, x in weights().items():
         assert (bits(np.array(x)) == bits(np.array(weights_again()[name]))).all(), name
-        assert (mscomm.all_gather(np.array(x)[None]) == x).all()  # the weights are equal on all ranks
+        assert (mscomm.all_gather(np.array(x)[None]) == x).all()  # all ranks have equal weights
 
     lines = [f"epoch: {e} step: {s}, loss is {losses.mean[i]!s}" for e, s, i in ((1, 4, 3), (2, 2, 7), (2, 6, 11))]
     lines.insert(2, f"epoch: 2 step: 5, loss is {losses.local[10]!s}")
@@ -390,7 +390,7 @@ def flip_in_momentum(path: Path) -> None:
 
 
 def as_earlier_versions_wrote(path: Path) -> None:
-    """Rewrite the file, even a damaged one, without a checksum and without the names that identify a training."""
+    """Rewrite the file, even a damaged one, without a checksum and the names that identify a training run."""
     import safetensors.numpy
 
     with safetensors.safe_open(path, "np") as file:
@@ -567,8 +567,8 @@ def test_the_bar_is_rank_0s(rank, group):
     line = r"epoch {} {}/6 loss \d+\.\d{{4}}  \d+ images/s  \d+ % communication\n"
     assert re.fullmatch(line.format("2/2", 6), shown) if rank == 0 else shown == ""
 
-    # A long training prints a line from time to time. With _EVERY_S = 0, it prints one for each step. The lines contain
-    # no control characters.
+    # A long training run prints a line from time to time. With _EVERY_S = 0, it prints one for each step. The lines
+    # contain no control characters.
     with mock.patch("mscomm.train.monitors._EVERY_S", 0.0):
         numpy_line()[0].train(2, Batches(rank, 2), [ProgressBar(console)])
     lines = "".join(line.format(f"{1 + i // 6}/2", 1 + i % 6) for i in range(12))
@@ -664,7 +664,7 @@ def test_what_pytorch_wants(rank, group, library):
     assert (mscomm.all_gather(frozen[None]) == frozen).all() and net.training
     flat = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
     assert (mscomm.all_gather(flat[None]) == flat).all()
-    net(torch.ones(2, 4)).sum().backward()  # the training has left no hooks on the parameters
+    net(torch.ones(2, 4)).sum().backward()  # training has left no hooks on the parameters
     net(torch.ones(2, 4)).sum().backward()
     model.train(1, batches)
 
@@ -688,13 +688,13 @@ STEPS_AN_EPOCH, EPOCHS = 7, 4
 
 
 def pipeline(rank: int) -> Any:
-    """A shuffled dataset, which can report and resume its position."""
+    """Return a shuffled dataset, which can report and resume its position."""
     rows = [(x[i], y[i]) for x, y in Batches(number=STEPS_AN_EPOCH).all for i in range(ROWS)]
     return dataset.GeneratorDataset(rows, ["x", "y"], num_shards=2, shard_id=rank).shuffle(10).batch(ROWS // 2)
 
 
 class Noisy(Line):
-    """A Line with noise from the global random generators of NumPy and Python."""
+    """A Line with noise from NumPy's and Python's global random generators."""
 
     def loss_and_gradients(self, x: Any, y: Any) -> Any:
         return super().loss_and_gradients(
@@ -744,14 +744,14 @@ TRAININGS = {"numpy": numpy_training, "torch": torch_training}
 
 
 class Slow(mscomm.Callback):
-    """Slows the training, so that the test can kill the ranks before the last step."""
+    """Slows training down, so that the test can kill the ranks before the last step."""
 
     def step_end(self, run_context: Any) -> None:
         time.sleep(0.05 if run_context.original_args().cur_step_num < 20 else 120)
 
 
 def train_in(folder: Path, library: str, *callbacks: Any) -> None:
-    """Train like a script that resumes from a checkpoint if there is one. Prints the resulting weights."""
+    """Train like a script that resumes from a checkpoint if there is one. Print the resulting weights."""
     model, data, weights, schedules = TRAININGS[library](mscomm.get_rank())
     began = model.resume(folder)
     print(f"begins after {began}", flush=True)
@@ -822,7 +822,7 @@ model.train(1, Batches(rank, 2), ModelCheckpoint("line", folder, mscomm.Checkpoi
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Any:
-    """Mount a file system of one page. Yields a function that enlarges it, or None if this process may not mount."""
+    """Mount a file system of one page. Yield a function that enlarges it, or None if this process may not mount."""
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "full", folder], capture_output=True).returncode:
         yield None
@@ -858,11 +858,11 @@ def test_a_first_checkpoint_that_one_rank_could_not_write(tmp_path):
         assert files(0) == ["line-1_4.safetensors", "line_1-1_4.safetensors", "line_1-1_6.safetensors"]
         assert files(1) == ["line-1_4.safetensors", "line-1_6.safetensors"]
         assert (tmp_path / "0/line-1_4.safetensors").read_bytes() == before
-        # Both series belong to one training. Rank 0 has lost its newest file, so both ranks resume from 1_4.
+        # Both series belong to one training run. Rank 0 has lost its newest file, so both ranks resume from 1_4.
         (tmp_path / "0/line_1-1_6.safetensors").unlink()
         codes, job = run("again")
         assert codes == [0, 0] and all("goes on after (1, 4)" in job.output(rank) for rank in range(2)), job.logs()
-        # The files that are left on the two ranks have the same names, but belong to different trainings.
+        # The files that are left on the two ranks have the same names, but belong to different training runs.
         (tmp_path / "0/line_1-1_4.safetensors").unlink()
         (tmp_path / "0/line_1-1_6.safetensors").unlink()
         codes, job = run("mixed")

@@ -1,4 +1,4 @@
-"""Two jobs with the same port: their ranks never form one job, and each process says what is wrong."""
+"""Two jobs that use the same port: their ranks never form one job, and each process says what is wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mscomm import errors
 from mscomm.bootstrap import rendezvous
 from mscomm.cluster import links
 from mscomm.cluster.frames import Frames
-from mscomm.cluster.hello import Identity
+from mscomm.cluster.hello import LAUNCHER, Identity
 
 NAMES = """
 import os, sys, time, mscomm
@@ -28,7 +28,7 @@ print(mscomm.all_gather_object(sys.argv[1]))
 
 
 class Jobs:
-    """start(job, role, **env) starts one process of an MS_* job with two workers. All jobs use one port of loopback."""
+    """start(job, role, **env) starts one process of an MS_* job with two workers. All jobs use one loopback port."""
 
     def __init__(self, port: int, folder: Path) -> None:
         self._env = {"MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port)}
@@ -36,9 +36,9 @@ class Jobs:
         self._env["GO"] = "/"  # a path: after init(), a worker waits until the path exists
         self.processes: list[subprocess.Popen[str]] = []
 
-    def start(self, job: str, role: str, **env: str) -> subprocess.Popen[str]:
+    def start(self, job: str, role: str, *command: str, **env: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", NAMES, job],
+            [sys.executable, *(command or ("-c", NAMES, job))],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -58,7 +58,7 @@ def jobs(port: int, tmp_path: Path) -> Iterator[Jobs]:
 
 
 def test_workers_of_two_jobs_never_make_one(jobs: Jobs, tmp_path: Path) -> None:
-    """The workers that come first fill the job of the first scheduler. The second scheduler finds the port taken."""
+    """The workers that arrive first fill the job of the first scheduler. The second scheduler finds the port taken."""
     first = jobs.start("A", "SCHED")
     assert first.stdout and "waiting" in first.stdout.readline()
     workers = [jobs.start(job, "WORKER", GO=str(tmp_path / "go")) for job in "ABAB"]
@@ -74,6 +74,20 @@ def test_workers_of_two_jobs_never_make_one(jobs: Jobs, tmp_path: Path) -> None:
         assert (why in err and "MSCOMM_JOB_ID, of its own" in err) or "already has its 2 workers" in err, err
     out, _ = first.communicate(timeout=60)
     assert first.returncode == 1 and "two jobs were started at 127.0.0.1:" in out and why in out
+
+
+def test_a_scheduler_at_a_wildcard_address_learns_of_another_one(jobs: Jobs) -> None:
+    """A connection to 0.0.0.0 has the peer 127.0.0.1. The key is still that of the address that both were given."""
+    command = ("-m", "mscomm", "sched", "--permit-plain")
+    first = jobs.start("A", "SCHED", *command, MS_SCHED_HOST="0.0.0.0")
+    assert first.stdout and "waiting" in first.stdout.readline()
+    worker = jobs.start("A", "WORKER")
+    second = jobs.start("B", "SCHED", *command, MS_SCHED_HOST="0.0.0.0")
+    _, refusal = second.communicate(timeout=60)
+    assert second.returncode == 1 and f"the port is taken by pid {first.pid} (" in refusal
+    out, _ = first.communicate(timeout=60)
+    assert "two jobs were started at 0.0.0.0:" in out and f"by pid {second.pid} (" in out, out
+    assert worker.wait(60) == 1
 
 
 def test_a_job_with_an_id_takes_no_worker_of_another(jobs: Jobs) -> None:
@@ -98,7 +112,7 @@ def test_a_job_that_has_begun_is_not_disturbed_by_a_later_scheduler() -> None:
         (one, _), (other, _) = job.joined(["0", "1"])
         assert job.listener
         with links.connect(job.listener.getsockname(), soon()) as sock:
-            links.greet(sock, KEY, links.LAUNCHER, Identity(version=links.package_version()), soon())
+            links.greet(sock, KEY, LAUNCHER, Identity(version=links.package_version()), soon())
             Frames(sock).send({"t": "rival", "who": "pid 7", "seconds": 0.0}, soon())
         for member in (one, other):
             member.leave(0)

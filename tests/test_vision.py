@@ -66,7 +66,9 @@ def test_a_random_operation_called_by_itself_draws_anew_each_time(operation):
 
 
 def bilinear(x: np.ndarray, n: int, axis: int) -> np.ndarray:
-    """Resize x to n pixels along axis. The weights form a triangle, as wide as the larger of old and new pixels."""
+    """Resize x to n pixels along axis. The weights form a triangle, as wide as an old or a new pixel, whichever is
+    larger.
+    """
     old = x.shape[axis]
     scale = old / n
     centres = (np.arange(n)[:, None] + 0.5) * scale

@@ -1,4 +1,4 @@
-"""Long waits cost no CPU time, whatever call the ranks wait in and however they are linked."""
+"""Long waits cost no CPU time, whichever call the ranks wait in and however they are linked."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ import pytest
 from ranks import everybody_is_here, ranks
 
 import mscomm
-from mscomm.cluster.assemble import cpu_quota
+from mscomm.cluster.cpus import cpu_quota
 from mscomm.job import resolve
 
 WAIT_S = 5
 SHARE = 0.01  # the largest share of one core's time that a waiting rank may use
 
-WAYS = {  # for each name: the value of MSCOMM_ALGO, and the value of MSCOMM_HOST_ID for each rank
+WAYS = {  # for each name, the value of MSCOMM_ALGO, and the value of MSCOMM_HOST_ID for each rank
     "arena": ("all_reduce=arena", ["a"] * 8),
     "direct": ("direct", ["a"] * 8),
     "ring": ("ring", ["a"] * 8),
-    "tree": ("tree", ["a"] * 8),
+    "bruck": ("bruck", ["a"] * 8),
     "two hosts": ("", ["a", "b"] * 4),
 }
 
 
 def cpu_s() -> float:
-    """The CPU seconds of all threads of this process."""
+    """Return the CPU seconds of all threads of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def waits_idle(rank, call):
-    """Seven ranks make the call, and rank 7 makes it WAIT_S later. Checks that the seven use no CPU meanwhile."""
+    """Seven ranks make the call, and rank 7 makes it WAIT_S later. Check that the seven use no CPU time in the
+    meantime.
+    """
     mscomm.barrier()
     everybody_is_here()
     if rank == 7:
@@ -49,7 +51,7 @@ def waits_idle(rank, call):
 @pytest.mark.parametrize(
     ("algo", "host"),
     [
-        pytest.param(*way, id=name, marks=[pytest.mark.long] if name in ("ring", "tree") else [])
+        pytest.param(*way, id=name, marks=[pytest.mark.long] if name in ("ring", "bruck") else [])
         for name, way in WAYS.items()
     ],
 )

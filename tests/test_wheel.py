@@ -24,12 +24,12 @@ PACKAGE = Path(mscomm.__file__).parent
 HELPER = PACKAGE / "bootstrap/pmix_helper"
 GLIBC_FLOOR = (2, 28)
 
-# The only libraries that the package may need from the system: the C library (in several files before glibc 2.34), the
-# dynamic loader, and the compiler's runtime.
+# The only system libraries that the package may need: the C library (in several files before glibc 2.34), the dynamic
+# loader, and the compiler's runtime.
 SYSTEM_LIBRARIES = r"(ld-linux-.*|lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s))\.so\.\d+"
 
-# Symbols that the test for old versions of glibc ignores. A build against a newer glibc needs newer versions of them,
-# but a build against 2.28 does not. They are functions that moved into libc in 2.34, functions that were inline before
+# Symbols that the test for old glibc versions ignores. A build against a newer glibc needs newer versions of them, but
+# a build against 2.28 does not. They are functions that moved into libc in 2.34, functions that were inline before
 # 2.33, the C23 names of strtol, math functions with new versions, and symbols that libstdc++ and libgcc need.
 OLD_UNDER_A_NEW_NAME = (
     r"__libc_start_main|__libc_single_threaded|_dl_find_object|pthread_\w+|sem_\w+|dl(open|sym|close|error|addr|info)"

@@ -1,6 +1,6 @@
 #!/bin/bash
 # mpirun starts this script for each rank. Here you can set variables that differ between machines. Do not add & to the
-# last line, because mpirun would then end while the ranks still run.
+# last line, because mpirun would then end while the ranks are still running.
 
 # If the machines have several networks, choose one. An address range is the same on all machines. The name of a network
 # card, as in the next line, may differ between machines.

@@ -1,7 +1,7 @@
 #!/bin/bash
-# Two machines with 8 workers: this script starts workers 5 to 8 on machine 2. The scheduler is on machine 1. On both
-# machines, set MS_SCHED_HOST to the address of machine 1, and let MSCOMM_JOB_KEY_FILE name a file with the same key. For a
-# second job on these machines, set another MS_SCHED_PORT and another MSCOMM_JOB_ID on both.
+# A job of 8 workers on two machines: this script starts workers 5 to 8 on machine 2. The scheduler is on machine 1. On
+# both machines, set MS_SCHED_HOST to the address of machine 1, and MSCOMM_JOB_KEY_FILE to the path of a file with the
+# same key. For a second job on these machines, set a different MS_SCHED_PORT and a different MSCOMM_JOB_ID on both.
 
 [ -n "$MSCOMM_JOB_KEY_FILE" ] && MSCOMM_JOB_KEY_FILE=$(realpath -ms "$MSCOMM_JOB_KEY_FILE")
 cd "$(dirname "$0")/.." || exit 1
@@ -14,14 +14,14 @@ export MS_SCHED_HOST=${MS_SCHED_HOST:?"machine 1's address"}
 export MS_SCHED_PORT=${MS_SCHED_PORT:-8117}
 HERE=$((MS_WORKER_NUM / 2))
 
-# When this script exits, end the processes that it has started, and wait for them. Bash starts each process as a copy of
-# itself. Until this copy executes its command, it ignores the signal of kill, and has the same command line as this script.
-# So wait until the two command lines differ.
+# When this script exits, kill the processes that it has started, and wait for them. Bash starts each process as a copy
+# of itself. Until the copy executes its command, it ignores the signal that kill sends, and has the same command line
+# as this script. So wait until the two command lines differ.
 trap 'for pid in $(jobs -p); do
     while cmp -s /proc/$$/cmdline /proc/$pid/cmdline; do sleep 0.01; done
     kill $pid 2>/dev/null
 done; wait' EXIT
-trap 'exit 130' INT  # without this trap, bash ignores Ctrl-C if the command for which bash waits succeeds
+trap 'exit 130' INT  # without this trap, bash ignores Ctrl-C if the command that it waits for succeeds
 
 # Launch the workers of this machine.
 export MS_ROLE=MS_WORKER

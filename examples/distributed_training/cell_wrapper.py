@@ -12,7 +12,7 @@ class TrainAccuStepsWithLossCell:
 
     The step needs only the memory of one micro-batch. Up to rounding, the gradients are those of one large batch if all
     micro-batches have the same size and the network treats each image independently. A network with BatchNorm does not
-    treat images independently, because the means in BatchNorm are taken over a micro-batch.
+    treat images independently, because BatchNorm computes its means over a micro-batch.
     """
 
     def __init__(self, network: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor], optimizer: optim.Optimizer):
@@ -24,7 +24,7 @@ class TrainAccuStepsWithLossCell:
     def __call__(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> float:
         """Take one step and return the mean loss over micro-batches and ranks.
 
-        Every rank must give the same number of micro-batches.
+        Every rank must pass the same number of micro-batches.
         """
         *first, last = micro_batches
         loss_so_far = 0.0

@@ -10,7 +10,10 @@ from mscomm.train import broadcast_parameters
 
 
 class Model_ACCU:
-    """Like mscomm.Model, but each step takes mini_steps batches. The last step of an epoch takes the rest."""
+    """Like mscomm.Model, but each step uses mini_steps batches.
+
+    The last step of an epoch uses the remaining batches.
+    """
 
     def __init__(self, network, loss_fn, optimizer, mini_steps):
         broadcast_parameters(network.state_dict())  # all ranks begin with rank 0's weights
@@ -31,6 +34,6 @@ class Model_ACCU:
                 if not micro_batches:
                     break
                 loss = self.train_step(micro_batches)
-                # Use one write: under mpirun the ranks share a pipe, and print() writes the newline separately.
+                # Use one write: under mpirun, the ranks share a pipe, and print() writes the newline separately.
                 sys.stdout.write(f"epoch: {epoch_num} step: {step}, loss is {loss}\n")
                 sys.stdout.flush()

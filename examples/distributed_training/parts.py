@@ -41,7 +41,9 @@ def share_cpus() -> None:
 
 
 def create_dataset(data_path, repeat_num=1, batch_size=BATCH_SIZE, usage=None):
-    """Return this rank's shard of the images in batches. The images are changed at random unless usage is "test".
+    """Return batches of this rank's shard of the images.
+
+    Images are cropped and flipped at random unless usage is "test".
 
     usage: "train", "test", or None for all images, as in the tutorial.
     """

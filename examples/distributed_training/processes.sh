@@ -5,14 +5,14 @@ PYTHON=$(realpath -s "$(command -v "${PYTHON:-python3}")")
 [ -n "$MSCOMM_JOB_KEY_FILE" ] && MSCOMM_JOB_KEY_FILE=$(realpath -ms "$MSCOMM_JOB_KEY_FILE")
 pids=()
 
-# When this script exits, end the processes that it has started, and wait for them. Bash starts each process as a copy of
-# itself. Until this copy executes its command, it ignores the signal of kill, and has the same command line as this script.
-# So wait until the two command lines differ.
+# When this script exits, kill the processes that it has started, and wait for them. Bash starts each process as a copy
+# of itself. Until the copy executes its command, it ignores the signal that kill sends, and has the same command line
+# as this script. So wait until the two command lines differ.
 trap 'for pid in $(jobs -p); do
     while cmp -s /proc/$$/cmdline /proc/$pid/cmdline; do sleep 0.01; done
     kill $pid 2>/dev/null
 done; wait' EXIT
-trap 'exit 130' INT  # without this trap, bash ignores Ctrl-C if the command for which bash waits succeeds
+trap 'exit 130' INT  # without this trap, bash ignores Ctrl-C if the command that it waits for succeeds
 
 # data_path DATA_PATH: exports DATA_PATH as an absolute path, because the scripts change folders
 data_path() {
@@ -67,9 +67,9 @@ finish() {
 train_by_mpirun() {
     local ranks=${DEVICE_NUM:-8} flags=()
     need_mpirun "mscomm run -n $ranks pytest -s -v $1"
-    # Only Open MPI knows these flags. Without --bind-to none, it binds each of two ranks to one core, where PyTorch would
-    # use one thread. Without --oversubscribe, it starts no more ranks than there are cores. As root, it starts ranks only
-    # with --allow-run-as-root.
+    # Only Open MPI knows these flags. Without --bind-to none, it binds each of two ranks to one core, so that PyTorch
+    # would use only one thread. Without --oversubscribe, it starts no more ranks than there are cores. As root, it
+    # starts ranks only with --allow-run-as-root.
     if mpirun --version 2>&1 | grep -q "Open MPI"; then
         flags+=(--bind-to none --oversubscribe)
         [ "$(id -u)" -eq 0 ] && flags+=(--allow-run-as-root)

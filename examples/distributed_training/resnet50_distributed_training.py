@@ -56,7 +56,7 @@ def test_train_cifar(epoch_size=EPOCH_SIZE):
 def test_load_checkpoint():
     """Load the saved weights into a new network, and print its accuracy on the test images.
 
-    Every rank gets the same number of images. So if two ranks test the 299 test images of the digits, they count one
+    Every rank gets the same number of images. So if two ranks use the 299 test images of the digits, they count one
     image twice.
     """
     net = resnet50()

@@ -1,9 +1,9 @@
 #!/bin/bash
 # Trains with a rank table: starts a process for each rank of this server, with its RANK_ID and DEVICE_ID. Each process
-# has a folder ./device<rank> for its log and its checkpoints. With RESUME=1, the folders are kept, and training continues
-# after the newest checkpoint. If the table has several servers, start the script on each server. SERVER_ID is the server_id
-# of this machine in the table. If SERVER_ID is not set, the script takes the server_id that is an address or the name of
-# this machine.
+# has a folder ./device<rank> for its log and its checkpoints. With RESUME=1, the folders are kept, and training
+# continues after the newest checkpoint. If the table has several servers, start the script on each server. SERVER_ID is
+# the server_id of this machine in the table. If SERVER_ID is not set, the script uses the server_id that is an address
+# or the name of this machine.
 
 echo "=============================================================================================================="
 echo "Please run the script as: "
@@ -23,7 +23,7 @@ if [ ! -f "$RANK_TABLE_FILE" ]; then
     exit 2
 fi
 
-# Get one line for each rank of this server, with the RANK_ID and the DEVICE_ID of the rank.
+# Get one line for each rank of this server, with the rank's RANK_ID and DEVICE_ID.
 here=$("$PYTHON" -m mscomm ranktable ranks --size "$RANK_SIZE" ${SERVER_ID:+--server "$SERVER_ID"} "$RANK_TABLE_FILE") ||
     exit 2
 mapfile -t ranks <<< "$here"

@@ -12,7 +12,7 @@ cd "$(dirname "$0")" || exit 1
 
 export MS_WORKER_NUM=${MS_WORKER_NUM:-8}
 export MS_SCHED_HOST=${MS_SCHED_HOST:-127.0.0.1}
-# Use a free port and a unique name for this job, so that the ranks of two jobs on one machine do not mix.
+# Use a free port and a unique name for this job, so that the ranks of two jobs on one machine are not mixed up.
 export MS_SCHED_PORT=${MS_SCHED_PORT:-$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')}
 export MSCOMM_JOB_ID=${MSCOMM_JOB_ID:-$HOSTNAME-$$}
 

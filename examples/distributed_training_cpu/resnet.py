@@ -2,8 +2,8 @@
 
 In the first block of each stage but the first, the 3x3 convolution has a stride of 2, as in most frameworks today
 ("v1.5"). In the paper, the 1x1 convolution before it has this stride. The input is (batch, 3, height, width) with at
-least 32 x 32 pixels. The network makes height and width 32 times smaller, and then takes the mean over the pixels that
-are left.
+least 32 x 32 pixels. The network reduces height and width by a factor of 32, and then takes the mean over the remaining
+pixels.
 """
 
 from collections.abc import Callable
@@ -76,8 +76,8 @@ class ResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        # Let the convolutions of each block add 0 at the beginning (Goyal et al., 2017). Otherwise the loss doubles in
-        # the first steps on small images.
+        # At the beginning, let the convolutions of each block add 0 to its input (Goyal et al., 2017). Otherwise, the
+        # loss doubles in the first steps on small images.
         for block in self.stages:
             if hasattr(block.residual[-1], "weight"):
                 nn.init.zeros_(block.residual[-1].weight)

@@ -20,7 +20,7 @@ from mscomm.communication import get_group_size, get_local_rank_size, get_rank, 
 
 
 def create_dataset(data_path: str, repeat_num: int = 1, batch_size: int = 32, image_size: int = 224) -> ds.Dataset:
-    """Return this rank's share of the images in batches, with random crops and flips."""
+    """Return batches of this rank's share of the images, with random crops and flips."""
     resize_height = image_size
     resize_width = image_size
     rescale = 1.0 / 255.0

@@ -20,7 +20,7 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 
 def get_dataset(batch_size: int, in_dim: int, out_dim: int, step_per_epoch: int) -> Callable[[], Iterator[Batch]]:
-    """Return a function that iterates over the batches of an epoch. All steps have the same random batch."""
+    """Return a function that iterates over the batches of an epoch. All steps use the same random batch."""
     np.random.seed(1)
     input_data = np.random.rand(batch_size, in_dim).astype(np.float32)
     label_data = np.random.rand(batch_size, out_dim).astype(np.float32)

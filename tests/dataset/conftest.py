@@ -1,4 +1,4 @@
-"""Fixtures of the tests of mscomm.dataset."""
+"""Fixtures for the mscomm.dataset tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files with CIFAR-10's sizes that take no space on the disk. All of their bytes are 0."""
+    """Files as large as CIFAR-10's that take no disk space. All of their bytes are 0."""
     folder = tmp_path_factory.mktemp("full") / "cifar-10-batches-bin"
     folder.mkdir()
     for name in (*cifar10.TRAIN, cifar10.TEST):

@@ -1,4 +1,4 @@
-"""Sources and steps for the tests of mscomm.dataset, and functions that look at a pass and its threads."""
+"""Sources and steps for the mscomm.dataset tests, and functions that inspect a pass and its threads."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SEED = 5489
 
 
 def given_by(data: ds.Dataset) -> list[Any]:
-    """The values of the first column in one pass, converted to lists."""
+    """Return the values of the first column in one pass, converted to lists."""
     return [row[0].tolist() for row in data]
 
 
 def same(some: list[Any], others: list[Any]) -> bool:
-    """Whether the rows are the same, bit for bit."""
+    """Return whether the rows are the same, bit for bit."""
     return len(some) == len(others) and all(
         x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
         for one, other in zip(some, others, strict=True)
@@ -58,7 +58,7 @@ def fillers() -> list[threading.Thread]:
 
 
 def none_is_left() -> bool:
-    """Wait up to 10 s for all threads to end: each one finishes its batch first. Returns whether all have ended."""
+    """Wait up to 10 s for all threads to end. Each one finishes its batch first. Return whether all have ended."""
     until = time.monotonic() + 10
     while fillers() and time.monotonic() < until:
         time.sleep(0.001)

@@ -19,7 +19,8 @@ from mscomm.dataset.sampler import Listed
 
 def dealt_by_hand(order: list[int], shards: int, offset: int) -> list[list[int]]:
     """Deal the rows like cards: one to each rank in turn, beginning with rank `offset`. If the offset is negative,
-    begin with rank 0, and at the end deal the first rows once more until all ranks have equally many rows."""
+    begin with rank 0, and at the end deal the first rows again until all ranks have the same number of rows.
+    """
     hands: list[list[int]] = [[] for _ in range(shards)]
     for place, row in enumerate(order):
         hands[(place + max(offset, 0)) % shards].append(row)
@@ -119,7 +120,7 @@ PERMUTED = [2, 4, 3, 0, 6, 1, 5, 7]
 def test_draws_are_even():
     drawn = draws.bits(1, np.arange(20_000))
     ones = (drawn[:, None] >> np.arange(64, dtype=np.uint64) & np.uint64(1)).mean(axis=0)
-    assert abs(ones - 0.5).max() < 0.02  # this and the other bounds are at least 5 standard deviations
+    assert abs(ones - 0.5).max() < 0.02  # this and the other bounds are at least 5 standard deviations wide
     counts = np.bincount([draws.below(9, int(draw)) for draw in drawn], minlength=9)
     assert len(counts) == 9 and abs(counts / 20_000 - 1 / 9).max() < 0.012
     units = [draws.unit(int(draw)) for draw in drawn]

@@ -1,4 +1,4 @@
-"""What the modules of mscomm.dataset import, and the examples in their docstrings."""
+"""What the mscomm.dataset modules import, and the examples in their docstrings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that makes batches ahead: how far it goes, and what ends it."""
+"""The thread that prepares batches ahead of time: how far ahead it works, and what ends it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_no_more_is_made_ahead_than_there_is_room():
         until = time.monotonic() + 10
         while len(ahead) < min(taken + 3, 50) and time.monotonic() < until:
             time.sleep(0.0005)
-    # A row is read only when at most two batches wait to be taken. `taken` may be one too low, so `ahead` may have a 3.
+    # A row is read only while at most two batches are waiting. `taken` may be one too low, so `ahead` may contain a 3.
     assert len(ahead) == 50 and max(ahead) in (2, 3)
 
 
@@ -109,7 +109,7 @@ def test_without_prefetching_there_is_no_thread(no_thread_before):
 def test_a_process_ends_well_in_the_middle_of_a_pass(kept):
     program = f"""
 import atexit, itertools, threading
-atexit.register(lambda: print(threading.active_count()))  # is called after those of mscomm
+atexit.register(lambda: print(threading.active_count()))  # runs after mscomm's exit handlers
 import mscomm.dataset as ds
 rows = iter(ds.GeneratorDataset(lambda: itertools.repeat((1,)), "x").map(lambda x: x).batch(7))
 next(rows)
@@ -128,7 +128,7 @@ import mscomm.dataset as ds
 rows = iter(ds.GeneratorDataset([(i,) for i in range(1000)], "x", shuffle=False))
 next(rows)
 held, forked = threading.Event(), threading.Event()
-def hold():  # the fork finds the lock in the hands of a thread that the child has not
+def hold():  # at the fork, the lock is held by a thread that the child does not have
     with rows._rows._queue.news:
         held.set()
         forked.wait()
@@ -138,7 +138,7 @@ child = os.fork()
 if child:
     forked.set()
 if child == 0:
-    signal.alarm(30)  # it must not outlive a failure of this test
+    signal.alarm(30)  # the child must not outlive a failed test
     try:
         next(rows)
     except RuntimeError as error:

@@ -108,7 +108,7 @@ def test_the_tutorials_run_with_their_import_lines_changed(rank, data):
 
 
 def one_folder_each(folder: Path, rank: int) -> Path:
-    """A folder of this rank's own; all ranks' folders have the same contents."""
+    """Return this rank's own folder. The folders of all ranks have the same contents."""
     return write(folder / f"of_{rank}")
 
 
@@ -172,7 +172,7 @@ def test_seeds_and_places_that_differ_are_told(rank):
 
 @ranks(2)
 def test_a_dataset_that_is_not_shared_is_not_compared(rank):
-    if rank == 1:  # rank 0 makes no dataset, so rank 1 would wait for ever if it compared its dataset with rank 0's
+    if rank == 1:  # rank 0 makes no dataset, so rank 1 would wait forever if it compared its dataset with rank 0's
         assert len(list(ds.GeneratorDataset(numbers(10), "x"))) == 10
         assert len(list(ds.GeneratorDataset(numbers(10), "x", num_shards=4, shard_id=3))) == 3
 

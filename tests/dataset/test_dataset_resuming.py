@@ -1,4 +1,4 @@
-"""A pass that is resumed in its middle gives the same bits. A sample is augmented in the same way on every rank."""
+"""Resuming a pass in the middle gives bit-identical data, and a sample is augmented in the same way on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mscomm.dataset import transforms, vision
 
 
 def pipeline(folder: Path, shards: int = 2, shard: int = 1) -> ds.Dataset:
-    """Like the tutorials' pipeline, with smaller images."""
+    """Return a pipeline like the tutorials', with smaller images."""
     data = ds.Cifar10Dataset(folder, num_shards=shards, shard_id=shard)
     data = data.map(transforms.TypeCast(mscomm.int32), "label")
     image = [vision.RandomCrop((32, 32), (4, 4, 4, 4)), vision.RandomHorizontalFlip(), vision.Resize((40, 36))]
@@ -29,7 +29,7 @@ def pipeline(folder: Path, shards: int = 2, shard: int = 1) -> ds.Dataset:
 
 
 def in_order(folder: Path) -> ds.Dataset:
-    """A source without random access."""
+    """Return a source without random access."""
     rows = [(np.random.default_rng(i).integers(0, 256, (8, 8, 3), np.uint8), i) for i in range(22)]
     data = ds.GeneratorDataset(lambda: iter(rows), ["image", "label"])
     return data.map(vision.RandomCrop(8, 2), "image").shuffle(4).batch(4)
@@ -57,10 +57,10 @@ def test_a_pass_goes_on_at_any_batch_with_the_same_bits(folder, name, ahead):
         data.get_dataset_size()
         rows = data.create_tuple_iterator()
         for _ in range(taken):
-            next(rows, None) or next(rows)  # at the end of a pass, take the first batch of the next pass
+            next(rows, None) or next(rows)  # at the end of a pass, go on to the first batch of the next pass
         state = json.loads(json.dumps(data.state_dict()))
         rows.close()
-        ds.config.set_seed(123)  # this seed must have no effect, because the state contains one
+        ds.config.set_seed(123)  # this seed must have no effect, because the state contains its own
         resumed = make(folder)
         resumed.load_state_dict(state)
         ds.config.set_seed(SEED)
@@ -205,7 +205,8 @@ def test_the_operations_of_a_map_draw_for_themselves(folder):
     plain = ds.Cifar10Dataset(folder, shuffle=False)
     twice = plain.map([vision.RandomHorizontalFlip(), vision.RandomHorizontalFlip()], "image")
     flipped = sum(not np.array_equal(one, other) for (one, _), (other, _) in zip(plain, twice, strict=True))
-    # The mean is 48, and each bound is 5 standard deviations away. If both flips drew equal numbers, this would be 0.
+    # The mean is 48, and each bound is 5 standard deviations away. If both flips drew the same numbers, this would be
+    # 0.
     assert 24 < flipped < 72
 
 

@@ -1,4 +1,4 @@
-"""num_parallel_workers: steps that run in several threads give the same bits as in one thread."""
+"""num_parallel_workers: steps that run in several threads give results bit-identical to those of one thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mscomm.dataset import vision
 
 
 def threads_of(data: ds.Dataset) -> int:
-    """The number of threads that work on a pass, without the thread that hands over the batches."""
+    """Return the number of threads that work on a pass, not counting the thread that hands over the batches."""
     rows = iter(data)
     next(rows)
     count = len([thread for thread in threading.enumerate() if thread.name.startswith("mscomm-data-")])
@@ -35,7 +35,7 @@ def four_cpus(monkeypatch):
 
 
 def pixels(image: Any) -> Any:
-    """A function of the user's program."""
+    """A function from the user's program."""
     return image[::2]
 
 
@@ -94,7 +94,7 @@ def test_a_pass_in_threads_goes_on_at_any_batch_with_the_same_bits(folder, four_
 
 
 class Busy:
-    """A function that records how many threads call it at once, and in which order the rows come."""
+    """A function that records how many threads call it at once, and in which order the rows arrive."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

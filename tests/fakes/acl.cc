@@ -1,4 +1,4 @@
-// libascendcl.so (and libacl_rt.so) without an NPU: AscendCL's C ABI on the pretended machine of engine.h.
+// libascendcl.so (and libacl_rt.so) without an NPU: AscendCL's C ABI on the simulated machine of engine.h.
 #include <unistd.h>
 
 #include <atomic>
@@ -266,7 +266,7 @@ FAKE_EXPORT Error aclrtMemsetAsync(void* to, size_t room, int32_t value, size_t 
   return settled(*stream);
 }
 
-// AscendCL has no such function. This one allocates memory of the device that the host can use as well.
+// AscendCL has no such function. This one allocates device memory that the host can use as well.
 FAKE_EXPORT Error fake_malloc_managed(void** memory, size_t bytes) {
   int device;
   if (const Error error = current(device)) return error;
@@ -277,7 +277,7 @@ FAKE_EXPORT Error fake_malloc_managed(void** memory, size_t bytes) {
   return success;
 }
 
-// AscendCL has no such function. This one frees in the order of the stream, as a framework's caching allocator does.
+// AscendCL has no such function. This one frees in stream order, as a framework's caching allocator does.
 FAKE_EXPORT Error fake_free_async(void* memory, Handle handle) {
   std::shared_ptr<Stream> stream;
   if (const Error error = stream_of(handle, stream)) return error;

@@ -15,8 +15,8 @@ namespace {
 
 constexpr std::chrono::milliseconds look_again{3};
 
-// With FAKE_ONE_AT_A_TIME=1 a device takes one launch at a time, in the order in which the host issued the launches. Then ranks
-// that issue launches of two communicators in different orders always hang. Without it, they hang only sometimes.
+// With FAKE_ONE_AT_A_TIME=1, a device runs one launch at a time, in the order in which the host issued the launches. Ranks that
+// issue the launches of two communicators in different orders then always hang. Without this setting, they hang only sometimes.
 class Turns {
  public:
   explicit Turns(int device) : device_(device) {
@@ -98,7 +98,7 @@ void Communicator::launch(std::vector<Operation> operations) {
   auto self = shared_from_this();
   auto work = std::make_shared<const std::vector<Operation>>(std::move(operations));
   if (first->capturing()) {
-    // A graph may run this work again and again, so the work takes a new number each time that it runs.
+    // A graph may run this work repeatedly, so the work takes a new number each time it runs.
     first->enqueue([self, work] {
       const uint64_t number = self->take_number();
       self->run(*work, number);
@@ -106,11 +106,11 @@ void Communicator::launch(std::vector<Operation> operations) {
     });
     return;
   }
-  // Two threads must not issue at once: class Inside counts that as a violation. If they do, this lock keeps the threads from
-  // waiting for each other's numbers.
+  // Two threads must not issue at once: class Inside counts that as a violation. If it happens anyway, this lock keeps the
+  // threads from waiting for each other's numbers.
   std::lock_guard lock(issuing_);
   const uint64_t number = take_number();
-  // The stream releases this turn when the launch has ended.
+  // The stream releases this turn when the launch has completed.
   const std::shared_ptr<Turns> turn(new Turns(device), [self, number](Turns* own) {
     delete own;
     self->finish(number);
@@ -225,7 +225,7 @@ int inject(Operation& operation, int rank) {
   const int nth = called(operation.name);
   if (const Injection* die = injected("FAKE_DIE", operation.name, nth, rank)) {
     if (!die->code) kill(getpid(), SIGKILL);
-    operation.dies = true;  // with "all_reduce:3:1" the process dies when the device gets there
+    operation.dies = true;  // with "all_reduce:3:1", the process dies when the device reaches the operation
   }
   if (injected("FAKE_HANG", operation.name, nth, rank)) operation.hangs = true;
   if (const Injection* later = injected("FAKE_ASYNC_FAIL", operation.name, nth, rank)) operation.fails_later = later->code;

@@ -27,7 +27,7 @@ struct Operation {
   bool sends = false;
   int peer = -1;
   std::shared_ptr<Stream> stream;
-  // The failures that a test has asked for.
+  // The failures that a test has requested.
   bool hangs = false, dies = false;
   int fails_later = 0;
 };
@@ -44,9 +44,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Meeting& meeting() { return meeting_; }
   Meeting::Watch watch();
 
-  // Makes one launch of these operations. The launch runs after all work that is on their streams, and before any later work.
+  // Launches these operations together. The launch runs after all work that is already on their streams, and before any later
+  // work.
   void launch(std::vector<Operation> operations);
-  // Waits until all launches have ended. Returns false if the communicator was stopped.
+  // Waits until all launches have completed. Returns false if the communicator was stopped.
   bool drain();
   bool idle();
   // Ends this rank's operations that wait for other ranks, and returns when they have ended.
@@ -55,7 +56,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   std::atomic<int> error{0};
 
-  // While this object lives, the thread that made it is inside a call on the communicator. A thread may nest such objects.
+  // While this object lives, the thread that made it counts as inside a call on the communicator. A thread may nest such objects.
   class Inside {
    public:
     Inside(Engine* engine, Communicator* communicator);
@@ -75,7 +76,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Meeting meeting_;
   const int fault_, lost_;
   std::atomic<bool> stopped_{false};
-  std::mutex issuing_;  // keeps the numbers of launches in the order of their places in the stream
+  std::mutex issuing_;  // keeps launches numbered in stream order
   // Protects the members below.
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -84,12 +85,12 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   int running_ = 0;
 };
 
-// Applies the failures that the environment asks for: kills the process, or marks the operation to hang, to fail later or to end
-// the process when it runs. Returns an error code if the operation must fail at once, otherwise 0.
+// Injects the failures that the environment requests: kills the process, or marks the operation to hang, to fail later or to end
+// the process when it runs. Returns an error code if the operation must fail immediately, otherwise 0.
 int inject(Operation& operation, int rank);
 
-// Returns the engine of the vendor's runtime, or nullptr if no runtime is found. If the process has loaded a library with
-// one of these names, that is the runtime. Otherwise the runtime is searched beside this library, and then by the loader.
+// Returns the engine of the vendor's runtime, or nullptr if no runtime is found. If the process has loaded a library with one of
+// these names, that library is the runtime. Otherwise, the runtime is looked for next to this library, and then by the loader.
 Engine* find_engine(std::initializer_list<const char*> sonames, const void* inside_this_library);
 
 }  // namespace fake

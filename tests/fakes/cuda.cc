@@ -1,4 +1,4 @@
-// libcuda.so.1 without a GPU: the CUDA driver's C ABI on the pretended machine of engine.h. The only kernels that it runs are
+// libcuda.so.1 without a GPU: the CUDA driver's C ABI on the simulated machine of engine.h. The only kernels that it runs are
 // those of csrc/cuda (kernels.h).
 #include <dlfcn.h>
 #include <unistd.h>
@@ -65,7 +65,7 @@ constexpr struct {
 // The process that called cuInit. The driver cannot be used in a forked child.
 std::atomic<pid_t> initialized{0};
 
-// How often the primary context of each device was retained.
+// How often the primary context of each device has been retained.
 std::mutex retained_mutex;
 // Never destroyed, because threads of the tested library may still make calls when the process ends.
 auto& retained = *new std::map<Device, int>;
@@ -85,7 +85,7 @@ Device device_of(Context context) {
 
 Result ready() { return initialized.load() == getpid() ? success : not_initialized; }
 
-// Gives the device of the current context.
+// Stores the device of the current context in `device`.
 Result current(Device& device) {
   if (const Result result = ready()) return result;
   device = contexts.empty() ? -1 : contexts.back();
@@ -220,13 +220,13 @@ FAKE_EXPORT Result cuDeviceGetAttribute(int* value, int attribute, Device device
     case 2:
     case 3:
       *value = 1024;
-      break;  // threads of a block in x, y
+      break;  // threads per block in x, y
     case 4:
       *value = 64;
-      break;  // threads of a block in z
+      break;  // threads per block in z
     case 5:
       *value = 2147483647;
-      break;  // blocks of a grid in x
+      break;  // blocks per grid in x
     case 6:
     case 7:
       *value = 65535;
@@ -236,7 +236,7 @@ FAKE_EXPORT Result cuDeviceGetAttribute(int* value, int attribute, Device device
       break;  // shared memory per block
     case 10:
       *value = 32;
-      break;  // threads of a warp
+      break;  // threads per warp
     case 16:
       *value = 132;
       break;  // multiprocessors
@@ -394,7 +394,7 @@ FAKE_EXPORT Result cuStreamIsCapturing(Handle handle, int* status) {
 
 namespace {
 
-// A rule of the driver: while a capture in global mode is under way, threads in global mode must not make calls that can be
+// A rule of the driver: while a capture in global mode is under way, threads in global mode must not make calls that could be
 // unsafe for the capture. If a thread makes such a call, the capture ends. Every thread starts in global mode.
 enum { mode_global = 0, mode_relaxed = 2 };
 std::atomic<int> global_captures{0};
@@ -536,7 +536,7 @@ FAKE_EXPORT Result cuMemsetD8Async(Pointer to, unsigned char value, size_t count
   return success;
 }
 
-// The functions of CUDA before 3.2 have addresses and sizes of 32 bits. Code that calls them has looked up the wrong name.
+// The functions from before CUDA 3.2 have 32-bit addresses and sizes. Code that calls them has looked up the wrong name.
 #define OLD(name, ...)                                                                           \
   FAKE_EXPORT Result name(__VA_ARGS__) {                                                         \
     engine().violation("old_symbol", #name " was called: it has 32-bit addresses, ask for _v2"); \
@@ -605,7 +605,7 @@ FAKE_EXPORT Result cuPointerGetAttribute(void* data, int which, Pointer memory) 
   return attribute(buffer, which, data) ? success : invalid_value;
 }
 
-// An image serves all contexts. The handle of a kernel is also the handle of its function in every context.
+// An image serves all contexts. A kernel's handle is also the handle of its function in every context.
 FAKE_EXPORT Result cuModuleLoadData(Handle* module, const void* image) {
   if (const Result result = current()) return result;
   if (!module || !image) return invalid_value;

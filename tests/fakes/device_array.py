@@ -1,5 +1,5 @@
-"""An array in the memory of a stand-in's device. Like the arrays of frameworks, it is asynchronous and strided, and the
-host cannot read it.
+"""An array in the memory of a stand-in's device. Like the arrays of real frameworks, it is asynchronous and strided,
+and the host cannot read it.
 
 use(path) chooses the library. Without it, arrays use FAKE_CUDA_LIBRARY, or else the CUDA stand-in that build.py makes.
 All work is enqueued on the calling thread's current stream (`with stream(handle):`), which at first is the legacy
@@ -36,7 +36,8 @@ class Cuda:
     interface = "__cuda_array_interface__"
 
     def __init__(self, path: str | Path):
-        # RTLD_GLOBAL, as if a framework had loaded the driver: the tested library then finds this driver by its soname.
+        # RTLD_GLOBAL, as if a framework had loaded the driver: the library under test then finds this driver by its
+        # soname.
         self.library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         self.contexts: dict[int, c_uint64] = {}
         self.call("cuInit", c_uint(0))
@@ -83,7 +84,7 @@ class Cuda:
     def free(self, pointer: int, stream: int) -> None:
         try:
             self.call("cuMemFreeAsync", c_uint64(pointer), c_uint64(stream))
-        except DeviceError:  # the stream is gone
+        except DeviceError:  # the stream no longer exists
             self.call("cuMemFree_v2", c_uint64(pointer))
 
     def copy_in(self, pointer: int, data: np.ndarray, stream: int) -> None:
@@ -122,7 +123,7 @@ class Cuda:
 class Acl:
     """The functions that arrays need from libascendcl.so.
 
-    Its arrays have no array interface, only the attributes ptr, shape, strides, dtype and device.
+    Arrays on this runtime have no array interface, only the attributes ptr, shape, strides, dtype and device.
     """
 
     interface = ""
@@ -170,7 +171,7 @@ class Acl:
     def free(self, pointer: int, stream: int) -> None:
         try:
             self.call("fake_free_async", c_uint64(pointer), c_uint64(stream))
-        except DeviceError:  # the stream is gone
+        except DeviceError:  # the stream no longer exists
             self.call("aclrtFree", c_uint64(pointer))
 
     def _copy(self, to, source, nbytes: int, kind: int, stream: int) -> None:
@@ -218,7 +219,7 @@ def runtime() -> Cuda | Acl:
 
 
 def counters() -> dict:
-    """Return the numbers of handles that exist, and the violations with their texts, from fake_counters()."""
+    """Return what fake_counters() reports: how many handles of each kind exist, and the violations with their texts."""
     library = runtime().library
     library.fake_counters.restype = c_size_t
     text = ctypes.create_string_buffer(library.fake_counters(None, c_size_t(0)) + 4096)
@@ -237,7 +238,7 @@ def current_stream() -> int:
 
 @contextlib.contextmanager
 def stream(handle: int):
-    """In the block, `handle` is the current stream of this thread."""
+    """Make `handle` the current stream of this thread inside the with block."""
     before = current_stream()
     _here.stream = handle
     try:
@@ -266,7 +267,7 @@ def synchronize(device: int = 0, handle: int | None = None) -> None:
 
 
 class _Memory:
-    """Device memory of an array. It is freed in the order of the stream that was current when it was allocated."""
+    """An array's device memory. It is freed in stream order, on the stream that was current when it was allocated."""
 
     def __init__(self, nbytes: int, device: int, managed: bool = False):
         self.runtime = runtime()
@@ -349,7 +350,7 @@ class DeviceArray:
     def __cuda_array_interface__(self) -> dict:
         if not runtime().interface:
             raise AttributeError("an array of an Ascend device has no __cuda_array_interface__")
-        # Types like bfloat16 have no typestr of their own, only '<V2'. The array's dtype attribute tells the type.
+        # Types like bfloat16 have no typestr of their own, only '<V2'. The array's dtype attribute identifies the type.
         return {
             "shape": self.shape,
             "typestr": self.dtype.str if self.dtype.kind in "biufc" else f"<V{self.itemsize}",
@@ -363,7 +364,9 @@ class DeviceArray:
         return 2, self.device
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
-        """Return a capsule. The consumer's stream, `stream`, waits for the current stream. -1: no stream waits."""
+        """Return a capsule. Make `stream`, the consumer's stream, wait for the current stream. If it is -1, no stream
+        waits.
+        """
         if not runtime().interface:
             raise BufferError("an array of an Ascend device has no DLPack device here")
         if copy or (dl_device and tuple(dl_device) != self.__dlpack_device__()):
@@ -414,7 +417,7 @@ class DeviceArray:
         return _computed(np.subtract, self, other)
 
     def __imul__(self, factor: float) -> DeviceArray:
-        """Multiply in place. Numbers of 16 bits are multiplied in float32, as in array libraries."""
+        """Multiply in place. 16-bit numbers are multiplied in float32, as in real array libraries."""
         wide = np.float32 if self.itemsize == 2 else self.dtype.type
         return self.copy_(_computed(lambda x: (x.astype(wide) * wide(factor)).astype(x.dtype), self))
 
@@ -490,7 +493,7 @@ def _computed(function, *operands) -> DeviceArray:
 
 
 class namespace:
-    """Some functions of array libraries, for arrays of this module."""
+    """Some functions that array libraries have, for the arrays of this module."""
 
     float16, bfloat16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
@@ -526,7 +529,7 @@ class _Tensor(ctypes.Structure):
 
 
 _Deleter = ctypes.CFUNCTYPE(None, c_void_p)
-_managed: dict[int, tuple] = {}  # the tensors that consumers hold; each key is the address for the deleter
+_managed: dict[int, tuple] = {}  # the tensors that consumers hold, by the address that is passed to the deleter
 
 
 class _Managed(ctypes.Structure):
@@ -559,7 +562,7 @@ def _delete(address):
 
 @ctypes.PYFUNCTYPE(None, c_void_p)
 def _drop_capsule(capsule):
-    # Drop the tensor only if nobody has consumed the capsule. A consumer renames the capsule.
+    # Drop the tensor only if the capsule has not been consumed. A consumer renames the capsule.
     for name in (_NAME, _NAME_VERSIONED):
         if _capsule_is(capsule, name):
             _managed.pop(_capsule_pointer(capsule, name), None)
@@ -588,7 +591,7 @@ class compute:
     @staticmethod
     @contextlib.contextmanager
     def hold(device: int = 0):
-        """Hold the current stream until the block ends, so that tests need not depend on timing."""
+        """Stall the current stream until the block ends, so that tests need not depend on timing."""
         library = runtime().library
         library.fake_hold.restype = c_int64
         with runtime().on(device):

@@ -1,4 +1,4 @@
-// The kernels of csrc/cuda, which the stand-in of the driver runs (see kernels.h). The stand-in itself contains no tested code,
+// The kernels of csrc/cuda, which the stand-in for the driver runs (see kernels.h). The stand-in itself contains no tested code,
 // so kernels.py builds a separate library from this file.
 #include <iterator>
 #include <string_view>
@@ -44,7 +44,7 @@ __global__ void fake_addresses(int kernel, void* parameters, void (*visit)(void*
                                void* context) {
   auto& batch = *static_cast<Batch*>(parameters);
   const mscomm::Kernel& row = row_of(kernel);
-  // Bucket and residual must reach to the end of the last part.
+  // The bucket and the residual must extend to the end of the last part.
   visit(context, &batch.bucket, batch.end_of(batch.count - 1) * row.bucket_bytes);
   if (batch.residual) visit(context, &batch.residual, batch.end_of(batch.count - 1) * sizeof(float));
   for (uint32_t i = 0; i < batch.count; i++)

@@ -1,5 +1,6 @@
-"""A DeviceArray that computes, as CuPy's arrays do: each result is a new array on the device, in the order of the
-current stream. NumPy computes the numbers on the host, so a program gets the same bits as with NumPy arrays."""
+"""A DeviceArray with arithmetic, like CuPy's arrays: each result is a new array on the device, computed in the order of
+the current stream. NumPy computes the numbers on the host, so a program gets the same bits as with NumPy arrays.
+"""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ struct Item {
   uint64_t number = 0;
 };
 
-// Protects the order between the work of a device's legacy default stream and the work of the device's other streams.
+// Protects the order between the work of a device's legacy default stream and the work of its other streams.
 std::mutex& order() {
   static auto& mutex = *new std::mutex;
   return mutex;
@@ -126,7 +126,7 @@ class Queue : public Stream, public std::enable_shared_from_this<Queue> {
       lock.unlock();
       if (item.delayed && delay.count() > 0) std::this_thread::sleep_for(delay);
       item.work();
-      item.work = nullptr;  // frees what the work holds, before anybody can see that the work is done
+      item.work = nullptr;  // frees what the work holds before anyone can see that the work is done
       lock.lock();
       done_ = item.number;
       changed_.notify_all();
@@ -149,7 +149,7 @@ struct Allocation {
   size_t bytes = 0;
   uint64_t id = 0;
   int device = -1;
-  int users = 0;  // how many pieces of work that are running now use this memory
+  int users = 0;  // how many running pieces of work use this memory
   bool managed = false;
 
   size_t room() const { return up(bytes, managed ? page : grain); }
@@ -198,7 +198,7 @@ class Machine : public Engine {
   int devices() const override { return static_cast<int>(devices_.size()); }
 
   Uuid uuid(int device) const override {
-    // A device has the same UUID in all processes of the host, as a real card has. If FAKE_DEVICE_UUID is set, the devices get
+    // A device has the same UUID in all processes of the host, as a real card does. If FAKE_DEVICE_UUID is set, the devices get
     // other UUIDs, as if they were on another host.
     const std::string name = text("FAKE_DEVICE_UUID", "stand-in") + "#" + std::to_string(device);
     Uuid uuid{};
@@ -242,7 +242,7 @@ class Machine : public Engine {
     Device& on = devices_[static_cast<size_t>(allocation.device)];
     if (allocation.managed) protect(address, allocation.room(), PROT_NONE);
     if (allocation.users) {
-      // This memory is never used again, because the running work would write into the next owner's data.
+      // This memory is never reused, because the running work would write into the next owner's data.
       note("freed_in_use", "device memory was freed while work on it was running");
       return true;
     }
@@ -328,8 +328,8 @@ class Machine : public Engine {
     return own;
   }
 
-  // All streams of a device except the legacy default stream. They include streams that do not wait for the legacy default
-  // stream.
+  // Returns all streams of a device except the legacy default stream. They include the streams that do not wait for the legacy
+  // default stream.
   std::vector<std::shared_ptr<Queue>> queues(int device) {
     std::vector<std::shared_ptr<Queue>> all;
     auto& known = devices_[static_cast<size_t>(device)].queues;
@@ -484,8 +484,8 @@ class Machine : public Engine {
     on.holes[address] = bytes;
   }
 
-  // A handle is never used twice, and is not an address. So a stand-in notices the use of a dead handle, and code that
-  // dereferences a handle crashes.
+  // A handle is never reused, and is not an address. So a stand-in notices when a dead handle is used, and code that dereferences
+  // a handle crashes.
   Handle next_handle() { return 0x51000000 + 16 * ++handles_; }
 
   void note(const std::string& kind, const std::string& text) {
@@ -499,7 +499,7 @@ class Machine : public Engine {
   Address seen_ = 0;
   std::vector<Device> devices_;
 
-  // Protects the members below, and `holes`, the free ranges of each device. A thread that needs both locks takes order() first.
+  // Protects the members below and each device's free ranges, `holes`. A thread that needs both locks takes order() first.
   mutable std::mutex mutex_;
   std::map<Address, Allocation> allocations_;
   std::map<Handle, std::shared_ptr<Queue>> streams_;
@@ -512,13 +512,13 @@ class Machine : public Engine {
 };
 
 Machine& machine() {
-  // Never destroyed, because streams may still run, or wait for ever, when the process ends.
+  // Never destroyed, because streams may still be running, or waiting forever, when the process ends.
   static auto& machine = *new Machine;
   return machine;
 }
 
 uint64_t Queue::enqueue(std::function<void()> work, bool delayed) {
-  // The legacy default stream and the other streams of the device wait for each other, except for non-blocking streams.
+  // The legacy default stream and the device's other streams wait for each other, except for non-blocking streams.
   std::lock_guard lock(order());
   std::vector<std::shared_ptr<Queue>> before;
   const auto legacy = machine().legacy(device_);

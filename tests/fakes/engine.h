@@ -1,4 +1,4 @@
-// The pretended machine that the stand-ins of both vendors share: devices, their memory, streams and events.
+// The simulated machine that the stand-ins for both vendors share: devices, their memory, streams and events.
 //
 // A vendor's runtime (libcuda.so.1, libascendcl.so) holds the only engine of the process. The vendor's communication library gets
 // this engine by calling fake_engine(). Both libraries are built from these sources, so an abstract class can be the interface
@@ -18,12 +18,12 @@ namespace fake {
 using Address = uint64_t;
 using Handle = uint64_t;
 using Uuid = std::array<unsigned char, 16>;
-using Deadline = std::optional<std::chrono::steady_clock::time_point>;  // no value: wait for ever, as the real libraries do
+using Deadline = std::optional<std::chrono::steady_clock::time_point>;  // no value: wait forever, as the real libraries do
 
 enum class Where { host, device };
 
-// Memory that enqueued work uses. find() fills it in when the caller enqueues the work, so it names the allocation that has the
-// address at that time.
+// Memory that enqueued work uses. find() fills this in when the caller enqueues the work, so `allocation` is the one that is at
+// the address at that time.
 struct Buffer {
   Address address = 0;
   size_t bytes = 0;
@@ -39,9 +39,9 @@ class Stream {
  public:
   virtual ~Stream() = default;
   virtual int device() const = 0;
-  // Enqueues work that the stream's own thread runs when its turn comes. Returns the work's number. delayed: the thread waits
-  // FAKE_DELAY_US before it runs the work, so that code that does not wait for the work reads too early. A capturing stream does
-  // not run the work, but keeps it for its graph.
+  // Enqueues work that the stream's own thread runs when the work's turn comes. Returns the work's number. delayed: the thread
+  // waits FAKE_DELAY_US before it runs the work, so that code that does not wait for the work reads too early. A capturing stream
+  // does not run the work, but keeps it for its graph.
   virtual uint64_t enqueue(std::function<void()> work, bool delayed = true) = 0;
   virtual uint64_t tail() const = 0;
   virtual bool reached(uint64_t number) const = 0;
@@ -73,8 +73,8 @@ class Engine {
   virtual bool release(Address address) = 0;
   // Returns the buffer that begins at this address. The address need not be the start of an allocation.
   virtual Buffer find(Address address, size_t bytes) const = 0;
-  // Returns the bytes of a buffer, for work that runs now. If the buffer is not memory of this device, or was released after the
-  // work was enqueued, returns nullptr and marks the device as broken. of_any: the memory may belong to any device, as for a
+  // Returns the bytes of a buffer, for work that is running. If the buffer is not memory of this device, or was released after
+  // the work was enqueued, returns nullptr and marks the device as broken. of_any: the memory may belong to any device, as in a
   // copy.
   virtual std::shared_ptr<char> open(const Buffer& buffer, int device, bool of_any = false) = 0;
 
@@ -85,7 +85,7 @@ class Engine {
   virtual std::shared_ptr<Stream> stream(Handle handle, int device) = 0;
   virtual void wait_for(Stream& stream, const Mark& mark) = 0;
   virtual void set_capturing(Stream& stream, bool capturing) = 0;
-  // take_graph returns a graph of the captured work. launch_graph enqueues this work, and may be called again and again.
+  // take_graph returns a graph of the captured work. launch_graph enqueues this work, and may be called repeatedly.
   virtual Handle take_graph(Stream& stream) = 0;
   virtual bool launch_graph(Handle graph, Stream& stream) = 0;
   virtual bool destroy_graph(Handle graph) = 0;
@@ -99,7 +99,7 @@ class Engine {
   // Whether work on the device has used a wrong address. Such a device stays unusable, as a real device does.
   virtual bool broken(int device) const = 0;
 
-  // Counts a violation: a mistake of the caller that a real device would not report, or that would crash the program.
+  // Counts a violation: a mistake by the caller that a real device would not report, or that would crash the program.
   virtual void violation(const std::string& kind, const std::string& text) = 0;
   virtual void count(const std::string& kind, int64_t change) = 0;
   virtual std::string counters() const = 0;  // as JSON
@@ -108,14 +108,14 @@ class Engine {
 // Returns the engine of the process. Only the vendor's runtime library defines this function.
 Engine& engine();
 
-// Returns the value of this environment variable, as a number or as text; `otherwise` if the variable is not set.
+// Returns the value of this environment variable, as a number or as text, or `otherwise` if the variable is not set.
 int64_t number(const char* name, int64_t otherwise);
 std::string text(const char* name, const std::string& otherwise);
 
-// Copies JSON to a C caller's memory. Returns the size that the whole JSON needs.
+// Copies JSON into a C caller's memory. Returns the number of bytes that the whole JSON needs.
 size_t hand_over(const std::string& json, char* to, size_t bytes);
 
-// Starts a thread that takes no signals. No thread joins it, because it may wait for ever.
+// Starts a thread with all signals blocked. No thread joins it, because it may wait forever.
 void spawn(std::function<void()> body);
 
 }  // namespace fake

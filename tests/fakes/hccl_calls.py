@@ -51,7 +51,7 @@ class HcclError(RuntimeError):
 
 
 class Hccl:
-    """Offers each function of HCCL under its name without "Hccl", from either library. Errors raise HcclError."""
+    """Offers each HCCL function under its name without "Hccl", from either library. Errors raise HcclError."""
 
     def __init__(self, *paths: str | Path):
         self.libraries = [ctypes.CDLL(str(path)) for path in paths]

@@ -121,7 +121,9 @@ def collectives(r: Rank):
 
 @scenario
 def reductions(r: Rank):
-    """Return the code of a reduction for each type and operator or, if the code is 0, whether the result is right."""
+    """Return, for each type and operator, the error code of a reduction or, if that code is 0, whether the result is
+    right.
+    """
     comm, found = r.init(), {}
     for name in TYPES:
         dtype = dtype_of(name)

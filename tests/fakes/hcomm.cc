@@ -93,7 +93,7 @@ std::shared_ptr<HcclCommunicator> find(Comm handle) {
 // ---- communicators
 
 Result connect(HcclCommunicator& comm) {
-  // HCCL waits 120 s, or longer if HCCL_CONNECT_TIMEOUT says so. Tests cannot wait so long, so FAKE_CONNECT_TIMEOUT_MS sets a
+  // HCCL waits 120 s, or longer if HCCL_CONNECT_TIMEOUT says so. Tests cannot wait that long, so FAKE_CONNECT_TIMEOUT_MS sets a
   // shorter time.
   const int64_t seconds = std::max<int64_t>(120, number("HCCL_CONNECT_TIMEOUT", 120));
   const int64_t milliseconds = number("FAKE_CONNECT_TIMEOUT_MS", seconds * 1000);
@@ -113,7 +113,7 @@ Result connect(HcclCommunicator& comm) {
     for (size_t b = 0; b < a; ++b)
       if (!shares && cards[a].host == cards[b].host && cards[a].device == cards[b].device) return e_unavail;
   }
-  // A server of a 910 takes 1, 2, 4 or 8 ranks. If there are fewer than 8, all must be on cards 0 to 3, or all on cards 4 to 7.
+  // A 910 server accepts 1, 2, 4 or 8 ranks. If there are fewer than 8, all must be on cards 0 to 3, or all on cards 4 to 7.
   if (profile() == "910" && ((comm.size & (comm.size - 1)) || comm.size > 8 || (comm.size < 8 && rings.size() > 1)))
     return e_para;
   return success;

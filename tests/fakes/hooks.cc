@@ -1,4 +1,4 @@
-// Functions that a stand-in runtime has in addition to the vendor's own. Tests call them, and the stand-in of the communication
+// Functions that a stand-in runtime has in addition to the vendor's own. Tests call them, and the stand-in for the communication
 // library calls fake_engine().
 #include <unistd.h>
 
@@ -16,10 +16,10 @@ namespace {
 constexpr int no_stream = 1, no_memory = 2;
 }
 
-// The stand-in of the communication library finds the engine by this function.
+// The stand-in for the communication library finds the engine through this function.
 FAKE_EXPORT Engine* fake_engine() { return &engine(); }
 
-// Writes the numbers of handles that exist, and the violations, as JSON. Returns how many bytes the JSON needs.
+// Writes how many handles of each kind exist, and the violations, as JSON. Returns the number of bytes that the JSON needs.
 FAKE_EXPORT size_t fake_counters(char* to, size_t bytes) { return hand_over(engine().counters(), to, bytes); }
 
 // Returns the device whose managed memory contains this address, or -1 if there is none.
@@ -50,7 +50,7 @@ FAKE_EXPORT int fake_compute(Address data, size_t count, float add, int delay_us
   return 0;
 }
 
-// Makes the stream do nothing for this long.
+// Keeps the stream idle for this long.
 FAKE_EXPORT int fake_sleep(int microseconds, Handle handle) {
   const auto stream = engine().stream(handle, engine().current());
   if (!stream) return no_stream;
@@ -65,7 +65,7 @@ auto& closed_gates = *new std::set<int64_t>;
 int64_t last_gate = 0;
 }  // namespace
 
-// Makes the stream wait, and returns a number. The stream goes on when fake_release() is called with this number. Returns -1 if
+// Makes the stream wait, and returns a number. The stream continues when fake_release() is called with this number. Returns -1 if
 // there is no such stream.
 FAKE_EXPORT int64_t fake_hold(Handle handle) {
   const auto stream = engine().stream(handle, engine().current());
@@ -90,7 +90,7 @@ FAKE_EXPORT int fake_release(int64_t gate) {
   return closed_gates.erase(gate) ? 0 : no_stream;
 }
 
-// Makes a strided copy, as a framework's kernel might do. Shape and strides count elements of `size` bytes. There may be at most
+// Makes a strided copy, as a framework's kernel might do. Shape and strides are in elements of `size` bytes. There may be at most
 // 8 dimensions.
 FAKE_EXPORT int fake_copy_strided(Address to, const int64_t* to_strides, Address from, const int64_t* from_strides,
                                   const int64_t* shape, int dimensions, int64_t size, Handle handle) {
@@ -105,7 +105,7 @@ FAKE_EXPORT int fake_copy_strided(Address to, const int64_t* to_strides, Address
   const auto target = engine().find(to, 1), source = engine().find(from, 1);
   if (!target.allocation || !source.allocation) return no_memory;
   stream->enqueue([=, device = stream->device()] {
-    // Open the whole allocations, because negative strides may lead to places before the address.
+    // Open the whole allocations, because negative strides may lead to addresses below the given one.
     const auto open = [&](const Buffer& one) {
       Buffer all = one;
       all.address = one.start;

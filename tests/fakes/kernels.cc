@@ -22,9 +22,10 @@ struct Code {
     run = reinterpret_cast<decltype(run)>(dlsym(library, "fake_run"));
   }
   void* library = nullptr;
-  int (*kernel)(const char* name) = nullptr;  // returns the kernel's number, or -1 if there is none
+  int (*kernel)(const char* name) = nullptr;  // returns the kernel's number, or -1 if there is no such kernel
   size_t (*parameter_bytes)() = nullptr;
-  // Calls `visit` for each address in the parameters. `bytes` is how many bytes the kernel may touch from this address on.
+  // Calls `visit` for each address in the parameters. `bytes` is the number of bytes, starting at this address, that the kernel
+  // may touch.
   void (*addresses)(int kernel, void* parameters, void (*visit)(void* context, uint64_t* address, size_t bytes),
                     void* context) = nullptr;
   int (*run)(int kernel, const void* parameters, unsigned blocks, unsigned threads) = nullptr;

@@ -1,4 +1,4 @@
-"""Compiles the kernels of csrc/cuda for the host, so that the stand-in of the CUDA driver can run them (kernels.h)."""
+"""Compiles the kernels of csrc/cuda for the host, so that the stand-in for the CUDA driver can run them (kernels.h)."""
 
 from __future__ import annotations
 

@@ -25,8 +25,9 @@ def launch(
     codes: dict | None = None,
     clean: bool = True,
 ) -> dict:
-    """Run the ranks. Return their values by rank. A rank in `codes` must end with the status that
-    `codes` has for it. Such a rank has no value.
+    """Run the ranks and return their values by rank.
+
+    codes: the expected exit status of ranks that should not end with 0. Such a rank has no value.
 
     clean: check that no handle, violation or file is left. If false, each value comes with the counters instead.
     """

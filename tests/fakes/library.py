@@ -1,4 +1,4 @@
-"""Lets mscomm take DeviceArray, as the modules in python/mscomm/arrays do for the arrays of real libraries.
+"""Makes mscomm accept DeviceArray, as the modules in python/mscomm/arrays do for the arrays of real libraries.
 
 register() adds this module to mscomm.arrays.LIBRARIES.
 """
@@ -66,7 +66,7 @@ users: list[tuple[int, int]] = []  # for each call of used(): an address, and th
 
 
 def used(x: DeviceArray) -> None:
-    """Note the call in `users`, and do nothing else: memory is still freed in the order of its first stream."""
+    """Record the call in `users`, and do nothing else: memory is still freed in the order of its first stream."""
     users.append((x.ptr, device_array.current_stream()))
 
 

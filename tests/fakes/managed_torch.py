@@ -1,12 +1,12 @@
-"""PyTorch on a stand-in's device, without a GPU. The tensors are CPU tensors in managed memory. mscomm takes them for
-tensors of the device.
+"""PyTorch on a stand-in's device, without a GPU. The tensors are CPU tensors in managed memory, and mscomm treats them
+as device tensors.
 
-A rank of tests/devices.py that imports this module replaces functions of mscomm.arrays.torch by the functions below.
-From then on, mscomm takes a tensor in managed memory for one on this rank's device, and any other tensor for one on the
-CPU. So PyTorch's own modules, autograd and optimizers work on memory of the device. But PyTorch works on the host and
-at once, while a GPU's kernels would wait for their turn in the stream. So settle() must be called before PyTorch reads
-what mscomm has enqueued, and before PyTorch writes what mscomm may still read. A tensor that PyTorch computes from a
-managed tensor is on the CPU. tensor() and module() put tensors on the device.
+A rank of tests/devices.py that imports this module replaces functions of mscomm.arrays.torch with the functions below.
+From then on, mscomm treats a tensor in managed memory as a tensor on this rank's device, and any other tensor as one on
+the CPU. So PyTorch's own modules, autograd and optimizers work on device memory. But PyTorch does its work on the host
+right away, while a GPU's kernels would wait for their turn in the stream. So settle() must be called before PyTorch
+reads what mscomm has enqueued, and before PyTorch writes what mscomm may still read. If PyTorch computes a tensor from
+a managed tensor, the result is on the CPU. tensor() and module() put tensors on the device.
 """
 
 from __future__ import annotations
@@ -62,19 +62,21 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def tensor(x: Any) -> torch.Tensor:
-    """Copy an array, a tensor or numbers to this rank's device. Strides without gaps stay the same."""
+    """Copy an array, a tensor or numbers to this rank's device. A tensor without gaps keeps its strides."""
     if isinstance(x, torch.Tensor):
         settle()
         x = x.detach()
     else:
         x = torch.as_tensor(x)
     flat = empty((x.numel(),), x.dtype)
-    strides = torch.empty_like(x).stride()  # the strides that PyTorch gives to a copy
+    strides = torch.empty_like(x).stride()  # the strides that PyTorch would give a copy
     return (flat.as_strided(x.shape, strides) if x.numel() else flat.reshape(x.shape)).copy_(x)
 
 
 def module(made: torch.nn.Module) -> torch.nn.Module:
-    """Move the module's parameters, buffers and gradients to this rank's device, as made.cuda() would; return it."""
+    """Move the module's parameters, buffers and gradients to this rank's device, as made.cuda() would. Return the
+    module.
+    """
     made._apply(tensor)
     for parameter in made.parameters():
         if parameter.requires_grad:
@@ -139,7 +141,7 @@ def from_host(x: torch.Tensor, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
 
 def register() -> None:
     """Let mscomm use the functions above for tensors on the device, and its own functions for all other tensors."""
-    real.plain = None  # PyTorch's fast path would take all tensors for tensors of the CPU
+    real.plain = None  # the fast path for PyTorch would treat all tensors as CPU tensors
     for mine in (memory, new, packed, assign, on_host, from_host):
         setattr(real, mine.__name__, _either(mine, getattr(real, mine.__name__)))
 
@@ -149,7 +151,9 @@ def register() -> None:
 
 
 def settle_in_steps() -> None:
-    """Make GradientReducer wait for what it enqueues, because a test cannot call settle() in loops like Model's."""
+    """Make GradientReducer wait for the work that it enqueues, because a test cannot call settle() in loops like
+    Model's.
+    """
     for name in ("wait", "zero_grad"):
         setattr(GradientReducer, name, _settled(getattr(GradientReducer, name), before=False))
 

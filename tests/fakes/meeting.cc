@@ -32,7 +32,7 @@ enum : uint32_t { empty, seated, gone };
 
 uint64_t start_time(pid_t process) {
   // The start time is field 22 of stat. The process's name, which comes before it, may contain any characters, so count the
-  // fields from the name's end. A zombie counts as dead.
+  // fields from the end of the name. A zombie counts as dead.
   std::ifstream file("/proc/" + std::to_string(process) + "/stat");
   std::string all((std::istreambuf_iterator<char>(file)), {});
   const size_t end = all.rfind(')');
@@ -61,7 +61,7 @@ uint64_t hash_of(const void* data, size_t bytes, uint64_t seed) {
 }
 
 std::string hex_id(const void* data, size_t bytes) {
-  // The name depends on all bytes of the id. So a rank whose id was cut off on the way meets no other rank.
+  // The name depends on all bytes of the id. So a rank whose id was truncated on the way does not meet the other ranks.
   char name[33];
   snprintf(name, sizeof name, "%016llx%016llx", static_cast<unsigned long long>(hash_of(data, bytes)),
            static_cast<unsigned long long>(hash_of(data, bytes, 0x9e3779b97f4a7c15)));
@@ -317,7 +317,7 @@ bool Meeting::run(const Call& call, const Watch& watch) {
     mine.published.store(round);
     ring();
     if (!wait([&] { return all([&](Seat& of) { return of.published.load() >= round; }); }, watch)) return false;
-    // The range of elements in this chunk that this rank takes, and where the range begins in this rank's result.
+    // The range of elements in this chunk that belongs to this rank, and where the range begins in this rank's result.
     const size_t first = of_parts ? std::max(from, me * part) : from;
     const size_t last = of_parts ? std::min(to, (me + 1) * part) : to;
     if (takes && first < last) {
@@ -349,7 +349,7 @@ bool Meeting::run(std::vector<Message> messages, const Watch& watch) {
   };
   std::vector<Progress> all;
   for (Message& message : messages) all.push_back({message, 0, 0, false, false, false});
-  // Messages of the rank to itself: the k-th message that it sends is the k-th message that it receives.
+  // Messages from the rank to itself: the k-th message that it sends is the k-th message that it receives.
   for (auto& out : all) {
     if (!out.message.sends || out.message.peer != rank_) continue;
     for (auto& in : all) {
@@ -380,7 +380,7 @@ bool Meeting::run(std::vector<Message> messages, const Watch& watch) {
       if (one.message.sends) {
         if (full) continue;
         if (one.begun && one.moved == one.message.bytes) {
-          one.done = moved = true;  // the receiver has taken the whole message
+          one.done = moved = true;  // the receiver has received the whole message
           continue;
         }
         const uint64_t here = std::min<uint64_t>(one.message.bytes - one.moved, lane_bytes_);

@@ -1,9 +1,9 @@
-// A meeting of the ranks of a communicator: a shared file that is named after the unique id. The ranks are processes, or threads
-// of one process.
+// A meeting of the ranks of a communicator: a shared file named after the unique id. The ranks are processes, or threads of one
+// process.
 //
-// A rank may be killed at any point, and would never release a lock. So there are no locks, only counters, each of which is
+// A rank may be killed at any point, and would then never release a lock. So there are no locks, only counters, each of which is
 // written by one rank. Each wait checks every few milliseconds whether the rank's own communicator was stopped. If a rank never
-// comes, or comes with another operation, the others wait for ever, as with the real libraries.
+// arrives, or arrives with a different operation, the others wait forever, as with the real libraries.
 #pragma once
 
 #include <atomic>
@@ -55,8 +55,8 @@ struct Card {
 
 class Meeting {
  public:
-  // Each wait calls `stopped` again and again, and ends if `stopped` returns true. With FAKE_REMOTE_ERROR=1, `lost` is called
-  // once if a peer is found dead or gone. Without that setting, the stand-in does not look for dead peers.
+  // Each wait calls `stopped` repeatedly, and ends if `stopped` returns true. With FAKE_REMOTE_ERROR=1, `lost` is called once if
+  // a peer is found to be dead or gone. Without that setting, the stand-in does not look for dead peers.
   struct Watch {
     std::function<bool()> stopped;
     std::function<void(int peer)> lost;
@@ -67,7 +67,7 @@ class Meeting {
   Meeting(const Meeting&) = delete;
   Meeting& operator=(const Meeting&) = delete;
 
-  // Waits until all ranks have come. After that cards() returns all cards. Returns false if stopped.
+  // Waits until all ranks have arrived. After that, cards() returns all cards. Returns false if stopped.
   bool join(const Card& card, const Watch& watch);
   std::vector<Card> cards() const;
 
@@ -105,17 +105,17 @@ class Meeting {
   std::atomic<bool> told_{false};
 };
 
-// A failure that the environment asks for. "all_reduce:3:2" asks that the third all_reduce of this process fails with code 2.
-// "@1" at the end restricts the failure to rank 1.
+// A failure that the environment requests. "all_reduce:3:2" makes the third all_reduce of this process fail with code 2. "@1" at
+// the end restricts the failure to rank 1.
 struct Injection {
   std::string operation;
   int nth = 0;
   int code = 0;
   int rank = -1;
 };
-// Returns the failure that the environment variable `name` asks for in the operation's nth call; nullptr if there is none.
+// Returns the failure that the environment variable `name` requests for the operation's nth call, or nullptr if there is none.
 const Injection* injected(const char* name, const std::string& operation, int nth, int rank);
-// Counts a call of the operation. Returns how often this process has called it, including this call.
+// Counts a call of the operation. Returns how many times this process has called it, including this call.
 int called(const std::string& operation);
 
 uint64_t hash_of(const void* data, size_t bytes, uint64_t seed = 1469598103934665603u);

@@ -1,6 +1,6 @@
 // libnccl.so.2 without a GPU: NCCL's C ABI and behaviour, on the libcuda.so.1 of cuda.cc and the meetings of meeting.h.
 //
-// FAKE_NCCL_VERSION says which version of NCCL this is. The types and settings of later versions are missing.
+// FAKE_NCCL_VERSION says which version of NCCL this is. Types and settings of later versions are missing.
 #include <arpa/inet.h>
 #include <unistd.h>
 
@@ -47,8 +47,8 @@ struct UniqueId {
   char bytes[128];
 };
 
-// ncclConfig_t of NCCL 2.32. `size` says how many of its bytes the caller has. config_bytes says how many of them this version
-// knows.
+// ncclConfig_t of NCCL 2.32. `size` is the number of bytes in the struct as the caller knows it, and config_bytes is the number
+// of bytes as this version knows it.
 struct Config {
   size_t size;
   unsigned magic, version;
@@ -158,7 +158,7 @@ std::map<Handle, std::shared_ptr<Comm>>& comms() {
   return all;
 }
 
-// Returns a handle whose number was never used before.
+// Returns a handle whose number has never been used before.
 Handle handle_of(std::shared_ptr<Comm> comm) {
   static Handle last = 0x4e000000;
   std::lock_guard lock(comms_mutex);
@@ -248,7 +248,7 @@ Result launch(std::vector<std::pair<std::shared_ptr<Comm>, Operation>> operation
     return success;
   }
   for (auto& [comm, all] : by_comm) comm->start_polls();
-  // A single thread launches everything, in the order in which the group's calls came to the communicators.
+  // A single thread launches everything, one communicator after another, in the order in which the group called them.
   spawn([by_comm = std::move(by_comm)]() mutable {
     // When the caller's call returns, none of its operations is on the stream yet.
     std::this_thread::sleep_for(std::chrono::microseconds(number("FAKE_DELAY_US", 300)));
@@ -387,7 +387,7 @@ Result read_config(const Config* given, Config& config) {
   return success;
 }
 
-// Meets the other ranks. Fails if two ranks have different versions of NCCL, or the same device where that is not allowed.
+// Meets the other ranks. Fails if two ranks have different versions of NCCL, or share a device where that is not allowed.
 Result connect(Comm& comm) {
   Card card;
   card.device = cuda()->uuid(comm.device);
@@ -428,7 +428,7 @@ Result init(Handle* place, int size, const UniqueId& id, int rank, const Config*
   Operation nothing;
   nothing.name = "init";
   if (const int code = inject(nothing, rank)) return fail(code, "injected: init fails with %d", code);
-  // A thread without a current device is on device 0, as with the CUDA runtime, which NCCL uses.
+  // A thread without a current device uses device 0, as with the CUDA runtime, on which NCCL is built.
   const int device = std::max(0, cuda()->current());
   return create(place, hex_id(&id, sizeof id), size, rank, device, config);
 }
@@ -606,7 +606,7 @@ FAKE_EXPORT Result ncclCommInitRank(Handle* comm, int size, UniqueId id, int ran
 }
 
 namespace {
-// Waits until all ranks of this host have ended their operations and finalize as well.
+// Waits until all ranks of this host have completed their operations and are finalizing as well.
 Result finalize(Comm& comm) {
   if (!comm.drain()) return success;  // the communicator was aborted
   const uint64_t here = this_host();

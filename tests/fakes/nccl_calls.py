@@ -89,7 +89,7 @@ class NcclError(RuntimeError):
 
 
 class Nccl:
-    """Offers each function of NCCL under its name without "nccl": `nccl.AllReduce(...)`. Errors raise NcclError."""
+    """Offers each NCCL function under its name without "nccl": `nccl.AllReduce(...)`. Errors raise NcclError."""
 
     def __init__(self, path: str | Path):
         self.library = ctypes.CDLL(str(path))
@@ -143,7 +143,7 @@ class Nccl:
         return error.value
 
     def wait(self, comm: int, seconds: float = 60) -> int:
-        """Poll until the communicator is no longer in progress, or the time is over. Return its state."""
+        """Poll until the communicator is no longer in progress, or the time is up. Return its state."""
         end = time.monotonic() + seconds
         while (state := self.state(comm)) == IN_PROGRESS and time.monotonic() < end:
             time.sleep(0.002)

@@ -1,4 +1,4 @@
-// Reductions in the way in which devices do them: the result of every step is rounded to the type.
+// Reductions as devices do them: the result of every step is rounded to the type.
 #pragma once
 
 #include <algorithm>
@@ -34,8 +34,8 @@ inline size_t size_of(Type type) {
   }
 }
 
-// A float of few bits. `infinite`: the highest exponent means infinity and NaN, as in IEEE 754. Otherwise there is no infinity,
-// and only the number whose bits are all ones is NaN.
+// A float with few bits. `infinite`: the highest exponent means infinity and NaN, as in IEEE 754. Otherwise, there is no
+// infinity, and only the number whose bits are all ones is NaN.
 template <int exponent_bits, int mantissa_bits, bool infinite, typename Bits>
 struct Small {
   static constexpr int bias = (1 << (exponent_bits - 1)) - 1;
@@ -183,8 +183,8 @@ inline void fold_into(Type type, Fold fold, char* into, const char* with, size_t
   });
 }
 
-// Multiplies all numbers by `factor`, which has the same type. Used only for averages of floats, which are scaled before they
-// are summed.
+// Multiplies all numbers by `factor`, which has the same type. Used only for averages of floats, which are scaled before they are
+// summed.
 inline void scale(Type type, char* data, size_t bytes, const void* factor) {
   with_type(type, [&]<typename T>(T) {
     T by;
@@ -198,7 +198,7 @@ inline void scale(Type type, char* data, size_t bytes, const void* factor) {
   });
 }
 
-// Divides integers, rounding towards zero. Used to get an average from the sum of integers.
+// Divides integers, rounding towards zero. Used to compute an average from a sum of integers.
 inline void divide(Type type, char* data, size_t bytes, int by) {
   with_type(type, [&]<typename T>(T) {
     if constexpr (std::is_integral_v<T>) {

@@ -1,4 +1,4 @@
-"""What the ranks of tests/test_fakes.py run, each in a process: python -m fakes.scenarios NAME RANK SIZE ARGUMENTS.
+"""What each rank process of tests/test_fakes.py runs: python -m fakes.scenarios NAME RANK SIZE ARGUMENTS.
 
 A scenario is called with a Rank and returns what it has found. main() prints this value as JSON.
 """
@@ -81,7 +81,7 @@ scenarios = {}
 
 
 def scenario(body):
-    """Register a scenario. It runs on the rank's device and stream, and returns its value with the counters."""
+    """Register a scenario. It runs on the rank's device and stream. Its value is returned with the counters."""
 
     @functools.wraps(body)
     def run(rank: Rank):
@@ -102,7 +102,7 @@ def source(rank: int, count: int, dtype) -> np.ndarray:
 
 @scenario
 def collectives(r: Rank):
-    """Compare each collective, in place and not in place, with NumPy."""
+    """Compare each collective, in place and out of place, with NumPy."""
     n, me, count, nccl, comm = r.size, r.rank, r.arguments.get("count", 1001), r.nccl, r.init()
     f32, f, s = np.float32, TYPES["float32"], r.stream
     inputs = [source(q, count, f32) for q in range(n)]
@@ -208,7 +208,7 @@ def is_late(r: Rank):
 
 @scenario
 def late_producer(r: Rank):
-    """Enqueue a late kernel. An operation on another stream does not wait for the kernel, and reads the old values."""
+    """Enqueue a slow kernel. An operation on another stream does not wait for the kernel, and reads the old values."""
     comm = r.init()
     x = r.array(np.zeros(4, np.float32))
     da.synchronize(r.device)
@@ -233,7 +233,7 @@ def reads_device_memory(r: Rank):
 
 @scenario
 def managed(r: Rank):
-    """Use managed memory, which host and device can use until it is freed. The memory beside it is not managed."""
+    """Use managed memory, which host and device can use until it is freed. The memory next to it is not managed."""
     r.array(np.ones(1))  # leaves an odd amount of device memory in front of the managed memory
     memory = da._Memory(20, r.device, managed=True)
     values = (ctypes.c_float * 5).from_address(memory.pointer)
@@ -257,7 +257,7 @@ def managed(r: Rank):
 
 @scenario
 def mismatches(r: Rank):
-    """Let rank 1 disagree in each possible way. All ranks hang until they abort, and then the stream goes on."""
+    """Let rank 1 disagree in each possible way. All ranks hang until they abort, and then the stream continues."""
     f32, f64 = np.float32, np.float64
     me, odd = r.nccl, r.rank == 1
     cases = {
@@ -291,7 +291,7 @@ def mismatches(r: Rank):
 
 @scenario
 def dies(r: Rank):
-    """Call all_reduce twice. FAKE_DIE kills rank 1 meanwhile. Return what the other ranks see."""
+    """Call all_reduce twice, while FAKE_DIE kills rank 1. Return what the other ranks see."""
     comm = r.init()
     x = r.array(np.ones(8, np.float32))
     r.all_reduce(x, comm)
@@ -384,7 +384,7 @@ def groups(r: Rank):
     found["before"] = float(out.to_numpy()[0])
     nccl.GroupEnd()
     found["after"] = float(out.to_numpy()[0]) == n * (n + 1) / 2
-    # Send to all ranks and receive from all ranks. Before NCCL 2.28, an all-to-all must be made in this way.
+    # Send to all ranks and receive from all ranks. Before NCCL 2.28, this is the only way to do an all-to-all.
     w, o = r.array(np.arange(n * 3, dtype=np.float32) + 100 * me), r.empty(n * 3)
     nccl.GroupStart()
     for peer in range(n):
@@ -406,7 +406,7 @@ def groups(r: Rank):
     nccl.GroupEnd()
     found["joined"] = float(out.to_numpy()[0]) == n * (n + 1) / 2 + 10 * n
     da.synchronize(r.device, other)
-    # If one call of a group returns an error, GroupEnd returns this error, too, and no call of the group runs.
+    # If one call of a group returns an error, GroupEnd also returns this error, and no call of the group runs.
     nccl.GroupStart()
     found["member"] = nccl.code("AllReduce", x.ptr, out.ptr, 8, 99, 0, comm, s)
     nccl.AllReduce(x.ptr, out.ptr, 8, f, 0, comm, s)
@@ -733,7 +733,7 @@ def dlpack(r: Rank):
 
 @scenario
 def together(r: Rank):
-    """Let one thread be all ranks, each on its own device. It makes the calls of all ranks in one group."""
+    """Let one thread act as all ranks, each on its own device. It makes all of their calls in one group."""
     n, nccl = 3, r.nccl
     comms, places = [], [ctypes.c_uint64() for _ in range(n)]
     from fakes.nccl_calls import UniqueId

@@ -1,4 +1,4 @@
-// Small functions; every library of the stand-ins has its own copy of them.
+// Small functions, of which every stand-in library has its own copy.
 #include <pthread.h>
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 """Calls on a real GPU, with the real NCCL and driver, on CuPy's and PyTorch's arrays. Several ranks share one GPU.
 
-NCCL takes processes with different values of NCCL_HOSTID for processes of different hosts, and connects them by
-sockets. So one GPU is enough. Nothing here is a measurement. Without a GPU the tests are skipped, with the reason.
+NCCL treats processes with different values of NCCL_HOSTID as processes on different hosts, and connects them by
+sockets. So one GPU is enough. Nothing here is a measurement. Without a GPU, the tests are skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ each_library = pytest.mark.parametrize(
 
 
 def shared(rank: int, **_: Any) -> dict[str, str]:
-    """Variables to share one GPU. NVIDIA documents all of them but NCCL_HOSTID, which is only in NCCL's source."""
+    """Return variables for sharing one GPU. NVIDIA documents all except NCCL_HOSTID, which is only in NCCL's source."""
     told = "NET=Socket IB_DISABLE=1 NVLS_ENABLE=0 MNNVL_ENABLE=0 CUMEM_HOST_ENABLE=0 RAS_ENABLE=0 MAX_CTAS=2"
     own = {f"NCCL_{name}": text for name, text in (one.split("=") for one in told.split())}
     return {
@@ -152,7 +152,7 @@ def test_calls_keep_the_order_of_streams(rank: int, group: None) -> None:
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         for turn in range(5):
-            torch.cuda._sleep(20_000_000)  # a kernel that still runs when the call is made
+            torch.cuda._sleep(20_000_000)  # a kernel that is still running when the call is made
             x += rank + 1
             y = mscomm.all_reduce(x)
             assert (y == 3 * (turn + 1)).all().item()
@@ -232,6 +232,6 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(rank: int, group: No
     take(mscomm.all_reduce(x))
     if rank == 0:
         y = mscomm.all_reduce(x, timeout=3)
-        take(y)  # take() returns when the abort has ended the call on the device
+        take(y)  # returns when the abort has ended the call on the device
     error = ends(lambda: mscomm.barrier(timeout=120))
     assert isinstance(error, (mscomm.CollectiveTimeout, mscomm.Mismatch)), error

@@ -38,7 +38,7 @@ def why_not() -> str:
 
 
 def library() -> str:
-    """A library to make arrays with. Any will do, because a kernel sees only memory."""
+    """Return a library to make arrays with. Any will do, because a kernel sees only memory."""
     return next((name for name in ("cupy", "torch") if importlib.util.find_spec(name)), "")
 
 
@@ -90,7 +90,7 @@ def floats(sizes: Sequence[int]) -> list[Array]:
 
 
 def same(got: Array, expected: Array) -> bool:
-    """Whether the bits are the same; any NaN equals any other."""
+    """Return whether the bits are the same; any NaN equals any other."""
     a, b = (x.astype(np.float64) for x in (got, expected))
     bits = f"u{got.itemsize}"
     return bool(((got.view(bits) == expected.view(bits)) | (np.isnan(a) & np.isnan(b))).all())

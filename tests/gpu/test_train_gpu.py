@@ -73,7 +73,7 @@ def test_two_ranks_train_the_model_that_one_trains_with_the_whole_batch(
         again.train(2, Batches(rank, 2))
     for name, x in weights().items():
         assert (bits(take(x)) == bits(take(weights_again()[name]))).all(), name
-        assert (mscomm.all_gather(take(x)[None]) == take(x)).all()  # the weights are equal on all ranks
+        assert (mscomm.all_gather(take(x)[None]) == take(x)).all()  # all ranks have equal weights
 
     mscomm.reset_auto_parallel_context()
     net, alone = Line(), Losses()
