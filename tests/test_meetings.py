@@ -123,11 +123,11 @@ def test_a_meeting_waits_for_the_judge_and_is_never_met_with_a_rank_that_is_lost
 def test_a_refused_meeting_of_survivors_is_over():
     table = Table()
     table.come(1, [0, 1, 2], survivors=True)
-    assert table.meetings.survivors_meet
+    assert table.meetings.survivors_go_on
     table.gone[2] = "lost"
     assert table.meetings.missing("k") == [0]
     table.meetings.refuse(0, "k", "init", [0, 1, 2], "rank 0: enough")
-    assert not table.meetings.survivors_meet
+    assert not table.meetings.survivors_go_on
 
 
 def test_survivors_do_not_wait_for_the_lost():
@@ -140,6 +140,24 @@ def test_survivors_do_not_wait_for_the_lost():
     (answer,) = table.come(2, [0, 1, 2, 3], survivors=True)
     assert answer.ranks == (0, 2)
     assert answer.frame["ranks"] == [0, 2]
+
+
+@pytest.mark.parametrize("last", ["comes", "is lost"])
+def test_survivors_go_on_until_one_of_them_is_lost(last):
+    table = Table()
+    table.come(1, [0, 1, 2], survivors=True)
+    if last == "comes":
+        table.gone[0] = "lost"
+        (answer,) = table.come(2, [0, 1, 2], survivors=True)
+    else:
+        table.come(2, [0, 1, 2], survivors=True)
+        table.gone[0] = "lost"
+        (answer,) = table.meetings.look()
+    assert answer.frame["ranks"] == [1, 2]
+    table.meetings.lost(0)
+    assert table.meetings.survivors_go_on
+    table.meetings.lost(2)
+    assert not table.meetings.survivors_go_on
 
 
 def test_a_time_out_ends_the_meeting_for_all_that_have_come():

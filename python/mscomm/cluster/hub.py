@@ -114,7 +114,6 @@ class Hub:
         self._started_again: set[int] = set()  # ranks that were lost in this epoch and are restarted
         # Why the job cannot go on and launchers must end their ranks; None if it can. Any thread may read this.
         self.over: Error | None = None
-        self._shrunk: list[list[int]] = []  # the ranks of each shrink() in this epoch, if none of them was lost since
         self.goes_on = False  # whether ranks continue without the lost ones, or wait to do so; any thread may read this
         self._aborted: Error | None = None  # why all groups of this epoch, including later ones, are aborted
         self._abort_announced = False
@@ -273,7 +272,7 @@ class Hub:
             self._broadcast({"t": "verdict", "group": "", **self._aborted.fields()}, self._world.ranks)
         if self.over is None and (end := self._end()):
             self._give_up(end)
-        goes_on = bool(self._shrunk) or self._meetings.survivors_meet
+        goes_on = self._meetings.survivors_go_on
         if goes_on != self.goes_on:
             self.goes_on = goes_on
             self._tell_launchers()
@@ -360,7 +359,7 @@ class Hub:
         else:
             self._ended_well.add(rank)
         if badly:
-            self._no_survivor(rank)
+            self._meetings.lost(rank)
         for group in self._groups_of(rank):
             group.judge.process_ended(rank, how, badly, time.monotonic())
         for link in links:
@@ -478,7 +477,6 @@ class Hub:
             self._answer([unmet((link.number,), key, self._aborted)])
             return
         answers = self._meetings.come(link.number, key, name, ranks, facts, bool(survivors))
-        self._shrunk += [answer.frame["ranks"] for answer in answers if survivors and answer.frame["t"] == "met"]
         if founds and any(answer.frame["t"] == "met" for answer in answers):
             group = self._world if key == world_id(self._epoch) else self._open_group(key, frozenset(ranks))
             for other in self._roster:  # tell the judge which ranks left the job before the group existed
@@ -647,7 +645,7 @@ class Hub:
         self._log(f"epoch {self._epoch} begins")
         self._ready.clear()
         self._started_again.clear()
-        self._shrunk.clear()
+        self._meetings.forget_survivors()
         self._aborted, self._abort_announced = None, False
         self._answer(self._meetings.clear(PeerLost("another epoch of the job has begun")))
         self._groups.clear()
@@ -697,13 +695,10 @@ class Hub:
             self._absent[number] = how
             return
         self._log(f"{name} {how}")
-        self._no_survivor(number)
+        self._meetings.lost(number)
         for group in self._groups_of(number):
             group.judge.gone(number, how, time.monotonic())
         self._answer(self._meetings.look())
-
-    def _no_survivor(self, number: int) -> None:
-        self._shrunk = [ranks for ranks in self._shrunk if number not in ranks]
 
     # -- launchers of other hosts
 

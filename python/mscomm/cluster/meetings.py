@@ -58,6 +58,7 @@ class Meetings:
         self._name = name
         self._judge = judge
         self._open: dict[str, _Meeting] = {}
+        self._shrunk: list[list[int]] = []  # the ranks of each completed meeting of survivors, if none was lost since
 
     def come(self, rank: int, key: str, name: str, ranks: list[int], facts: Frame, survivors: bool) -> Iterable[Answer]:
         """Handle the arrival of a rank at the meeting. survivors: the meeting does not wait for lost ranks."""
@@ -116,9 +117,17 @@ class Meetings:
         return [rank for rank in ranks if self._gone(rank) is None]
 
     @property
-    def survivors_meet(self) -> bool:
-        """Whether a rank is waiting in a meeting that does not wait for lost ranks."""
-        return any(meeting.survivors and meeting.facts for meeting in self._open.values())
+    def survivors_go_on(self) -> bool:
+        """Whether ranks continue without the lost ones, or wait in a meeting that does not wait for lost ranks."""
+        return bool(self._shrunk) or any(meeting.survivors and meeting.facts for meeting in self._open.values())
+
+    def lost(self, rank: int) -> None:
+        """Record that this rank was lost: ranks that shrank to a group with this rank no longer continue."""
+        self._shrunk = [ranks for ranks in self._shrunk if rank not in ranks]
+
+    def forget_survivors(self) -> None:
+        """Forget which ranks continue without the lost ones, because a new epoch has begun."""
+        self._shrunk.clear()
 
     def look(self) -> Iterable[Answer]:
         """Check all meetings again after a rank was lost."""
@@ -145,6 +154,8 @@ class Meetings:
             return []
         del self._open[key]
         ranks = [rank for rank in meeting.ranks if rank in meeting.facts]
+        if meeting.survivors:
+            self._shrunk.append(ranks)
         frame = {"t": "met", "key": key, "ranks": ranks, "facts": [meeting.facts[rank] for rank in ranks]}
         return [Answer(meeting.here, frame)]
 
