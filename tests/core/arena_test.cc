@@ -20,7 +20,8 @@ namespace {
 void every_collective_in_every_memory() {
   for (int size : sizes_of_groups())
     for (bool spin : {true, false}) {
-      // These sizes are on both sides of every threshold: tiny messages, one chunk, several chunks, and parts of unequal size.
+      // These sizes are below and above every threshold. They include tiny messages, messages of one chunk and of several chunks,
+      // and parts of unequal size.
       std::vector<size_t> sizes{
           0, 1, 7, inline_bytes / 4, inline_bytes / 4 + 1, tiny_bytes / 4, tiny_bytes / 4 + 1, 3 * chunk_bytes / 4 + 5};
       if (!spin) sizes = {1000, 2000, chunk_bytes / 4};
@@ -34,7 +35,8 @@ void every_collective_in_every_memory() {
     }
 }
 
-// Three groups use the same heaps, and each rank calls them from two threads at the same time.
+// Three groups use the same heaps. Each rank calls the world from one thread and its other groups from a second thread, at the
+// same time.
 void groups_share_the_heaps() {
   const ThreadJob job(4);
   const ThreadGroup world(job, {0, 1, 2, 3}, "arena", false), three(job, {3, 0, 1}, "arena", false),
@@ -55,7 +57,7 @@ void groups_share_the_heaps() {
   for (std::thread& thread : threads) thread.join();
 }
 
-// Calls run in the order in which they were started, whether on the worker's thread or on the caller's.
+// Calls run in the order in which they were started, whether the worker's thread or the caller's thread runs them.
 void started_calls_keep_their_order(const ThreadRank& me) {
   const size_t count = tiny_bytes;  // `count` floats take more than tiny_bytes, so a call has several rounds
   std::vector<float> a(count), b(count, 1.0f), c(count);
@@ -101,7 +103,8 @@ void mismatch_is_seen_by_all(const ThreadRank& me) {
   }
 }
 
-// Two ranks call one collective and the third rank calls another. The messages are large enough to use staging and heaps.
+// Two ranks call one collective, and the third rank calls a different one. The messages are large enough to use staging and
+// heaps.
 void every_mismatch_is_seen() {
   const std::vector<Collective> all = collectives_by("arena");
   const std::vector<Amounts> some = amounts(3, 3 * tiny_bytes);
@@ -170,11 +173,11 @@ void deadline_in_the_queue_names_its_own_call(const ThreadRank& me) {
   CHECK(work->wait(60) && work->error());
 }
 
-// A failed call withdraws its own arrays from the heap, but not those of other groups.
+// A failed call withdraws its own arrays from the heap, but no other arrays.
 void failed_group_leaves_the_others_whole() {
   const ThreadJob job(2);
   const ThreadGroup failing(job, job.all(), "arena", false), whole(job, job.all(), "arena", false);
-  constexpr size_t count = 32 << 10;  // rank 1 uses only half of the array, which is also a whole number of pages
+  constexpr size_t count = 32 << 10;  // the array and the half of it that rank 1 passes are whole numbers of pages
   failing.run([&](const ThreadRank& me) {
     auto* lost = static_cast<float*>(me.heap->allocate(4 * count));
     auto* kept = static_cast<float*>(me.heap->allocate(4 * count));
@@ -199,7 +202,8 @@ void failed_group_leaves_the_others_whole() {
   });
 }
 
-// A call fails while rank 1 is stopped in the middle of it. What rank 1 writes later must not reach rank 0's array.
+// A call fails while rank 1 is stopped in the middle of the call. What rank 1 writes after it continues must not reach rank 0's
+// array.
 void late_writer_is_harmless() {
   constexpr size_t heap_bytes = 4u << 20;
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -219,7 +223,7 @@ void late_writer_is_harmless() {
   heap.withdraw(out, bytes, false);
   std::fill(theirs.begin() + out_offset, theirs.begin() + out_offset + bytes, 'X');
   CHECK(std::count(out, out + bytes, 'X') == 0);
-  // Other ranks may still read x in this call, but must not see what this rank writes to x afterwards.
+  // Other ranks can still be reading x in the failed call. They must not see what this rank writes to x afterwards.
   heap.withdraw(x, bytes, true);
   CHECK(std::count(x, x + bytes, 'x') == static_cast<long>(bytes));
   std::fill(x, x + bytes, 'n');
@@ -280,7 +284,7 @@ void views_that_share_a_page_are_not_offered() {
   CHECK(!heap.find(array, bytes - 4));
   CHECK(!heap.find(array, bytes + 4));
   std::fill(array, array + bytes, 'a');
-  heap.withdraw(array, 10 * page + 64, false);  // this array was not offered, so nothing is withdrawn
+  heap.withdraw(array, 10 * page + 64, false);  // the range ends inside a page, so nothing is withdrawn
   CHECK(std::count(array, array + bytes, 'a') == static_cast<long>(bytes));
   CHECK(heap.find(array, bytes));
   heap.release(array);
@@ -349,7 +353,7 @@ void control_memory_is_zero() {
   CHECK(std::count(heap.mapping().begin(), heap.mapping().begin() + 4096, 0) == 4096);
 }
 
-// Control memory is not reused while a rank that has not left the group may still access it.
+// Control memory is not reused while a rank that has not left the group can still access it.
 void control_memory_waits_for_the_last() {
   const ThreadJob job(2);
   Heap& heap = job.heap(0);
@@ -365,7 +369,7 @@ void control_memory_waits_for_the_last() {
   CHECK(third == first);
 }
 
-// Ranks that call the arena's algorithms directly, without a communicator.
+// Runs ranks that call the arena's algorithms directly, without a communicator.
 struct Bare {
   struct Patient final : Watch {
     void look(const Deadline& deadline, const Missing&) override {
@@ -421,8 +425,9 @@ void every_sleeper_is_woken() {
   }
 }
 
-// In a small all_reduce, a rank reads only one cache line of each peer. This line holds the peer's arrival and its message. In
-// this test, rank 1 also offers memory in its heap. If rank 0 read that offer, it would have to wait for another round.
+// In a small all_reduce, a rank reads only one cache line of each peer. The line holds both the peer's arrival and the peer's
+// message. In this test, rank 1 also offers memory in its heap. If rank 0 read that offer, it would have to wait for another
+// round.
 void small_calls_do_not_read_posts() {
   Bare ranks(2);
   float sum[2] = {};

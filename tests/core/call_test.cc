@@ -98,7 +98,7 @@ void wrong_counts_are_refused() {
       CHECK(refused(call, rank, "more bytes than"));  // the sum of counts must not wrap around
       call.counts[i] = ~uint64_t{0} / 4 + 1;          // the number of bytes must not wrap around either
       CHECK(refused(call, rank, "more bytes than"));
-      // The same counts in another order are refused if they change the size of this rank's own part.
+      // The same counts in another order are refused if the new order changes the size of this rank's own part.
       call = right;
       std::swap(call.counts[i], call.counts[(i + 1) % call.counts.size()]);
       const auto own = static_cast<size_t>(rank);
@@ -116,8 +116,8 @@ void roots_that_are_none_are_refused() {
     }
     call.signature.root = has_root(right.signature.what) ? -1 : 0;
     CHECK(refused(call, rank, "root "));
-    // The head of gather_v is an all_gather of the counts, and carries the root of gather_v. So a head may have a root even if
-    // its collective has none, unless the collective reduces.
+    // The head of gather_v is an all_gather of the counts, and its signature holds the root of gather_v. So check() accepts a
+    // root in a head even if the head's collective has no root. It refuses the root only if this collective reduces.
     call = right;
     call.signature.head = 1;
     if (!has_root(call.signature.what)) call.signature.root = root;

@@ -1,5 +1,5 @@
-// Test cases for every collective: what each rank passes in, what it must get back, and where its arrays lie. All cases have the
-// same inputs. The expected results are parts of these inputs or of their sums, and are compared bit by bit.
+// Test cases for every collective. A case says what each rank passes in, what it must get back, and where its arrays are. All
+// cases have the same inputs. The expected results are parts of these inputs or of their sums, and are compared bit by bit.
 #pragma once
 
 #include <cstring>
@@ -14,8 +14,8 @@
 
 namespace mscomm {
 
-// The elements of each rank, their sum in the canonical order (algo/order.h), and for each k the sum of the first k ranks'
-// elements in rank order.
+// Holds the elements of each rank and their sum in the canonical order (algo/order.h). For each k, it also holds the sum of the
+// elements of the first k ranks, added in rank order.
 class Inputs {
  public:
   Inputs(const Layout& layout, Dtype dtype, size_t count)
@@ -58,8 +58,8 @@ class Inputs {
   std::vector<std::vector<uint32_t>> sums_;
 };
 
-// How many elements each rank sends to each rank. from_to has one row per sender. even: all amounts are equal, and the call has
-// no counts.
+// Says how many elements each rank sends to every rank. from_to has one row per sender. If `even` is true, all amounts are equal
+// and the call has no counts.
 struct Amounts {
   std::string name;
   bool even;
@@ -83,7 +83,7 @@ inline std::vector<Amounts> amounts(size_t n, size_t size) {
   const size_t each = (size + n - 1) / n;
   return {
       {"even", true, matrix([&](size_t, size_t) { return each; })},
-      // A rank sends nothing to every third rank. The amounts from s to d and from d to s may differ, but in total each rank
+      // Each rank sends nothing to every third rank. The amounts from s to d and from d to s can differ, but in total each rank
       // receives as much as it sends.
       {"circulant", false, matrix([&](size_t s, size_t d) {
          const size_t k = (d + n - s) % n;
@@ -104,13 +104,13 @@ inline bool has_parts(Collective what) {
 
 enum class Memory { ours, heap, mixed };
 
-// One call of a collective with these amounts on one rank, and a check of its result.
+// Makes one rank's call of a collective with the given amounts, and checks its result.
 class Case {
  public:
   Case(Collective what, const Inputs& inputs, const Amounts& amounts, int root, int rank)
       : what_(what), inputs_(inputs), amounts_(amounts), root_(root), me_(static_cast<size_t>(rank)) {
     n_ = amounts.from_to.size();
-    const auto& parts = amounts.from_to[0];  // the parts of an array that a collective divides or gathers
+    const auto& parts = amounts.from_to[0];  // the sizes of the parts that a collective scatters or gathers
     const size_t whole = sum_of(parts, n_), own = parts[me_], begin = sum_of(parts, me_);
     const bool at_root = rank == root;
     switch (what) {
@@ -171,7 +171,7 @@ class Case {
     if (x_count_) std::memcpy(x, x_, 4 * x_count_);
     me.group->run(call(x, out), 60);
     const bool right = expected_.empty() || std::memcmp(out, expected_.data(), 4 * expected_.size()) == 0;
-    // If x is only read, it must be unchanged.
+    // If the call is not in place, x must be unchanged.
     const bool kept = in_place || x_count_ == 0 || std::memcmp(x, x_, 4 * x_count_) == 0;
     if (!CHECK(right) || !CHECK(kept))
       std::fprintf(stderr, "  %s, %zu ranks, %s, %zu of rank %zu, root %d%s%s%s\n", std::string(name(what_)).c_str(), n_,
@@ -220,7 +220,7 @@ class Case {
   const uint32_t* x_ = nullptr;
   size_t x_count_ = 0;
   std::vector<uint32_t> expected_;
-  size_t offset_of_x_ = 0, offset_of_out_ = 0;  // where x and out begin in their common array, if in place
+  size_t offset_of_x_ = 0, offset_of_out_ = 0;  // where x and out of an in-place call begin in their common array
 };
 
 // ThreadSanitizer makes each step ten times slower. A few ranks and one kind of memory are enough to find races. The run under
@@ -241,9 +241,9 @@ inline std::vector<Collective> collectives_by(const std::string& algorithm) {
   return all;
 }
 
-// Runs this rank's calls of every collective that has this algorithm: with every pattern of amounts, in each kind of memory, in
-// place and out of place. With the last kind of memory, each call runs a third time, and each rank chooses for itself whether its
-// part of that call is in place.
+// Runs this rank's calls of every collective that this algorithm implements, with every pattern of amounts, in each kind of
+// memory, in place and out of place. With the last kind in `memories`, each call runs a third time. In this third call, each rank
+// chooses at random whether it passes its arrays in place.
 inline void every_case(const ThreadRank& me, const std::string& algorithm, const Inputs& inputs, const std::vector<size_t>& sizes,
                        const std::vector<Memory>& memories) {
   const int n = me.group->size();
@@ -252,7 +252,7 @@ inline void every_case(const ThreadRank& me, const std::string& algorithm, const
   for (size_t size : sizes)
     for (const Amounts& some : amounts(static_cast<size_t>(n), size))
       for (Collective what : collectives_by(algorithm)) {
-        if ((!some.even && !has_parts(what)) || (scans(what) && n > 3)) continue;  // test_conformance.py has larger scans
+        if ((!some.even && !has_parts(what)) || (scans(what) && n > 3)) continue;  // test_conformance.py tests larger scans
         root = (root + 1) % n;
         for (Memory memory : memories) {
           if (only_races && memory != memories.back()) continue;

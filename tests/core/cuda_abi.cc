@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <type_traits>
 
-// True if the parameters of the two function types have the same sizes. The types themselves may differ: our declarations have
-// pointers for handles, ints for enums, and 64-bit integers for addresses.
+// True if the parameters of the two function types have the same sizes, and pointers stand for pointers. The types themselves can
+// differ: our declarations use pointers for handles, ints for enums, and 64-bit integers for device addresses.
 template <typename Theirs, typename Ours>
 constexpr bool same_shape = false;
 template <typename... A, typename... B>

@@ -130,8 +130,8 @@ void tags_are_received_in_any_order() {
   }
 }
 
-// Rank 0 sends more small messages than the window holds, and then a last one, which rank 1 receives first. This is a legal
-// program, because all messages are sent asynchronously.
+// Rank 0 sends more small messages than the window holds, and then one more message with another tag. Rank 1 receives the last
+// message first. The program is legal, because rank 0 starts all sends before it waits for any of them.
 void a_recv_sees_past_more_than_the_window() {
   Group group(2);
   constexpr int64_t many = 20'000;
@@ -191,8 +191,8 @@ void a_rank_sends_to_itself() {
   }
 }
 
-// If a rank sends a message to itself and no recv is waiting, the message is copied. The send then completes, the caller may
-// reuse the memory, and messages stay in order.
+// If a rank sends a message to itself and no recv is waiting, the message is copied. The send then completes, and the caller can
+// reuse the memory. The messages stay in order.
 void a_send_to_itself_waits_for_nobody() {
   Group group(1);
   Mailbox& box = group[0];
@@ -230,8 +230,8 @@ void any_takes_what_comes() {
   }
 }
 
-// A message goes to the recv that was called first, whether the recvs ask for one source or any source, and for one tag or any
-// tag.
+// If several recvs match a message, the recv that was called first gets it. It does not matter whether the recvs name a source
+// and a tag or accept any.
 void the_recv_that_was_called_first_gets_the_message() {
   for (size_t count : {size_t{3}, large}) {
     Group group(3);
@@ -291,8 +291,8 @@ void a_recv_from_any_outlives_links_and_takes_nothing_when_given_up() {
   send(group[2], 0, ints(3, 2));
   receiver.join();
   CHECK(late == ints(3, 2));
-  // If a sender gives up on a message that it has announced, the link becomes unusable, so a recv from any source must end as
-  // well.
+  // If a sender gives up on a message that it has announced, the link becomes unusable, so a recv from any source must also end
+  // with an error.
   Ints out(large);
   const Ints x = ints(large, 0);
   CHECK(has(error_of(group[2], start_send(group[2], 0, x), 0.1), "CollectiveTimeout"));
@@ -302,7 +302,7 @@ void a_recv_from_any_outlives_links_and_takes_nothing_when_given_up() {
 
 void a_recv_from_any_of_another_type_is_named() {
   for (size_t count : {size_t{4}, large})
-    for (int from : {0, 1}) {  // from 0, the message arrives over a link; from 1, the rank sends to itself
+    for (int from : {0, 1}) {  // rank 0 sends over a link, and rank 1 sends to itself
       Group group(2);
       const Ints x = ints(count, 0);
       std::vector<float> out(10);
@@ -444,7 +444,7 @@ void a_recv_that_was_given_up_takes_no_message() {
 
 void other_types_and_sizes_are_named() {
   for (size_t count : {size_t{4}, large})
-    for (int from : {0, 1}) {  // from 0, the message arrives over a link; from 1, the rank sends to itself
+    for (int from : {0, 1}) {  // rank 0 sends over a link, and rank 1 sends to itself
       Group group(2);
       const Ints x = ints(count, 0);
       std::vector<float> out(10);
@@ -481,7 +481,7 @@ void shut_down_ends_all_waits() {
     });
   poll(nullptr, 0, 60);
   group[0].shut_down();
-  // From here on the mailbox must not touch this memory; the sanitizers would report it.
+  // From here on, the mailbox must not access this memory. The sanitizers would report such an access.
   for (Ints& mine : memory) mine.assign(large, 1);
   for (std::thread& thread : threads) thread.join();
   for (int seen = 0; (seen = detached) < 2;) detached.wait(seen);
@@ -501,7 +501,7 @@ void close_ends_what_was_left_to_the_thread() {
   CHECK(has(error_of(group[0], start_recv(group[0], 1, out)), "Aborted: the group was released"));
 }
 
-// After shut_down(), x and out belong to the caller, even if data was being moved at that moment.
+// After shut_down(), x and out belong to the caller, even if the mailbox was moving data when shut_down() was called.
 void shut_down_lets_go_of_memory() {
   for (int delay_ms = 0; delay_ms < 10; delay_ms++) {
     Group group(2);
@@ -544,16 +544,16 @@ void garbage_is_refused() {
     Ints out(2, 42);
     const std::string error = error_of(box, start_recv(box, 1, out));
     refused += !error.empty();
-    // If the changed byte is in the kind, type, count or tag, the header may still be valid, but then this recv does not accept
-    // the message.
+    // If the changed byte is in the kind, type, count or tag, the header can still be valid, but this recv does not accept such a
+    // message.
     const bool compared = at < offsetof(Envelope, kind) || (at >= offsetof(Envelope, epoch) && at < offsetof(Envelope, tag)) ||
                           at >= offsetof(Envelope, id);
     if (compared) CHECK(has(error, "Error: recv from rank 1, tag 0: the link to rank 1 ended: it sent a header that is none"));
     CHECK(out == Ints(2, 42));
   }
   CHECK(refused == tries);
-  // A sender refuses a `clear` for a message that it has not announced, credit for messages that it has not sent, and an envelope
-  // of a kind that only senders may send.
+  // A sender refuses a `clear` for a message that it has not announced, and credit for messages that it has not sent. It also
+  // refuses an envelope of a kind that only senders send.
   for (Envelope::Kind kind : {Envelope::Kind::clear, Envelope::Kind::credit, Envelope::Kind::whole}) {
     Envelope back;
     back.kind = kind;
@@ -630,7 +630,7 @@ void a_forked_child_lets_go() {
   Group group(2);
   group[0].detach(start_recv(group[0], 1, out), within(), [](const std::optional<Error>& error) { CHECK(error); });
   group[1].detach(start_send(group[1], 0, out, 1), within(), [](const std::optional<Error>& error) { CHECK(!error); });
-  poll(nullptr, 0, 60);  // by now the mailbox's thread is asleep; the child must not wait for it
+  poll(nullptr, 0, 60);  // by now, the mailbox's thread is asleep. The child, which lacks this thread, must not wait for it
   const pid_t child = fork();
   if (child == 0) {
     close(hold[1]);

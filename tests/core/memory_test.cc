@@ -70,7 +70,7 @@ void long_arrays_have_huge_pages_and_short_ones_do_not() {
   auto* small = static_cast<char*>(heap.allocate(100'000));
   CHECK(huge_kb(small, 100'000) == 0);
   auto* array = static_cast<char*>(heap.allocate(bytes));
-  CHECK(huge_kb(array, bytes) > 0);  // if memory is fragmented, only a part of the array may have huge pages
+  CHECK(huge_kb(array, bytes) > 0);  // if memory is fragmented, perhaps only a part of the array has huge pages
   heap.release(array);
   const char* reserved = heap.mapping().begin() + heap.reserve(control);
   CHECK(reserved == array || reserved < array);  // at the array's old address or below it
@@ -87,8 +87,8 @@ void a_large_release_holds_up_nobody() {
   Heap heap(Mapping(fd, heap_bytes));
   close(fd);
   void* const kept = heap.allocate(small);
-  // The fraction of a release during which heap.find() had to wait. The test takes the smallest fraction of several tries,
-  // because in some tries the thread that calls heap.find() may not get a CPU.
+  // The longest time between two results of heap.find(), as a share of the time that the release took. The test takes the
+  // smallest share of several tries, because in some tries the thread that calls heap.find() does not get a CPU.
   double smallest_share = 1;
   for (int i = 0; i < 20 && smallest_share > 0.5; i++) {
     void* const array = heap.allocate(large);

@@ -22,8 +22,8 @@ std::vector<Memory> memories(const std::string& algorithm) {
 
 void every_collective_by(const std::string& algorithm) {
   for (int size : sizes_of_groups()) {
-    // Sizes below and above a window. With 3 ranks and the largest size, each part of an all_reduce spans several windows, so
-    // that the sockets cannot hold a whole part.
+    // These sizes are smaller and larger than a window. With 3 ranks and the largest size, each part of an all_reduce spans
+    // several windows, so the sockets cannot buffer a whole part.
     const std::vector<size_t> sizes{0, 1, 7, 1000, (size == 3 ? 12 : 2) * window_bytes / 4 + 5};
     const ThreadJob job(size);
     const ThreadGroup world(job, job.all(), algorithm, false);
@@ -80,7 +80,7 @@ void crossed_roots(const ThreadRank& me) {
   } catch (const Error& error) {
     kind = error.kind;
   }
-  CHECK(kind == "Mismatch" || kind == "PeerLost");  // without a hub, the second rank may see only that the link has closed
+  CHECK(kind == "Mismatch" || kind == "PeerLost");  // without a hub, the later rank sometimes sees only that the link has closed
 }
 
 // last_look() reads headers from the links only while no call can be using the links.
@@ -148,7 +148,7 @@ void garbage_is_refused() {
   CHECK(refused == tries);
 }
 
-// A call in many short steps notices its deadline, even if the data for each step is available immediately.
+// A call that consists of many short steps notices its deadline, even if the data for each step is available immediately.
 void deadline_ends_a_call_while_bytes_flow() {
   int ends[2];
   CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
@@ -256,8 +256,8 @@ void nobody_waits_behind_a_slow_reader() {
   for (const int end : {slow[1], fast[1]}) close(end);
 }
 
-// On a unix socket, data that has been sent is safe even if the receiver has not read it yet. So a rank that leaves does not wait
-// for the receiver.
+// On a Unix socket, data that was sent still arrives if the sender closes the socket before the receiver reads. So a rank that
+// leaves does not wait for the receiver.
 void leaving_waits_for_no_reader() {
   int ends[2];
   CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);

@@ -1,5 +1,5 @@
-// Tests messages through the communicator: first causes, concurrent waits, and the end of the group. The ranks are threads
-// connected by socket pairs.
+// Tests messages through the communicator: which error all waits report, how waits run at the same time, and what the end of a
+// group does to its messages. The ranks are threads connected by socket pairs.
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -104,7 +104,8 @@ void a_deadline_breaks_the_group_for_all_waits() {
   me.group->close();
 }
 
-// An exception of an unexpected type breaks the group. This holds even on the worker's thread, where no caller could catch it.
+// An exception of an unexpected type breaks the group. This holds even on the worker's thread, where no caller could catch the
+// exception.
 void a_started_call_may_throw_anything() {
   struct Wrong final : NoBackend {
     void run(const Call&, const Wait&) override { throw 7; }

@@ -22,8 +22,8 @@ static_assert(offsetof(ncclConfig_t, size) == offsetof(Config, size) &&
               offsetof(ncclConfig_t, cgaClusterSize) == offsetof(Config, cga_cluster_size));
 static_assert(Config{}.magic == 0xcafebeef && Config{}.cga_cluster_size == NCCL_CONFIG_UNDEF_INT);
 
-// True if the parameters and results of the two function types have the same sizes. The types themselves may differ:
-// backend/nccl.cc has pointers for handles, and ints for enums.
+// True if the parameters and results of the two function types have the same sizes. The types themselves can differ:
+// backend/nccl.cc uses pointers for handles, and ints for enums.
 template <typename Theirs, typename Ours>
 constexpr bool same_shape = false;
 template <typename R, typename... A, typename S, typename... B>

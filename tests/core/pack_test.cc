@@ -103,7 +103,7 @@ void store(Dtype dtype, double x, void* at) {
 
 // -- arrays at any offset, with random numbers
 
-// Memory that begins `offset` bytes after a multiple of 16, between margins that must not change.
+// Holds memory that begins `offset` bytes after a multiple of 16. The margins before and after it must not change.
 class Array {
  public:
   Array(size_t bytes, size_t offset) : memory_(bytes + 3 * margin, 0xa5), bytes_(bytes) {
@@ -125,7 +125,7 @@ class Array {
   size_t bytes_, at_;
 };
 
-// Returns a random number: ordinary, close to a limit of the narrow types, subnormal, zero, infinite or NaN.
+// Returns a random number. It can be ordinary, close to a limit of the narrow types, subnormal, zero, infinite or NaN.
 double any_number(Dtype dtype) {
   static const float special[] = {0.0f,        -0.0f,       1.0f,          -1.0f,          infinity,   -infinity,
                                   NAN,         65504.0f,    65519.9f,      65520.0f,       -65536.0f,  0x1p-24f,
@@ -301,7 +301,7 @@ void test_error_feedback_adds_up() {
       }
     }
     for (size_t i = 1; i < count; i++) {
-      // Each step adds two floats below 1, and so may lose half a unit in the last place.
+      // Each step adds two floats below 1, so it can lose half a unit in the last place.
       CHECK(std::fabs(sent[i] + residual[i] - given[i]) <= steps * 0x1p-24);
       CHECK(std::fabs(residual[i]) <= 0x1p-8);
     }
@@ -422,7 +422,7 @@ void test_plans() {
     }
     test_plan(packing, static_cast<int>(1 + random_below(200)));
   }
-  // A part whose size needs more than 32 bits.
+  // The size of the second part needs more than 32 bits.
   test_plan(
       {true, Dtype::float32, Dtype::float32, address(0x1000), {{address(0x10000), 0, 5}, {address(0x20000), 5, 3ull << 30}}},
       132);

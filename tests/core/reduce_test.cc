@@ -1,5 +1,5 @@
-// Compares every reduction, at every level of vector instructions, with naive arithmetic that shares no code with it. Integers
-// are computed in __int128, float32 in double, and float16 and bfloat16 by their definition (sign, exponent, fraction).
+// Compares every reduction, at every level of vector instructions, with naive arithmetic that shares no code with the reductions.
+// Integers are computed in __int128, float32 in double, and float16 and bfloat16 by their definition (sign, exponent, fraction).
 #include "base/reduce.h"
 
 #include <algorithm>
@@ -28,8 +28,8 @@ std::mt19937_64 random_bits(20240607);
 
 int random_below(int end) { return static_cast<int>(random_bits() % static_cast<uint64_t>(end)); }
 
-// One class for each kind of dtype. The class says how many parts an element has and in which type they accumulate, and
-// implements each operation on two accumulators.
+// Each kind of dtype has a class. The class says how many parts an element has and in which type the parts are accumulated. It
+// also implements each operation on two accumulators.
 
 template <class T>
 struct Integer {

@@ -1,4 +1,4 @@
-// Two connected TCP sockets over the loopback interface.
+// Creates two TCP sockets that are connected to each other over the loopback interface.
 #pragma once
 
 #include <arpa/inet.h>

@@ -1,4 +1,5 @@
-// Ranks of a job that are threads of one process. They share one mapping of each heap, so that the sanitizers see every access.
+// Runs the ranks of a job as threads of one process. The ranks share one mapping of each heap, so the sanitizers see every
+// access.
 #pragma once
 
 #include <sys/socket.h>
@@ -18,10 +19,10 @@
 
 namespace mscomm {
 
-// The heaps of a job's ranks, and what each rank knows about the others.
+// Holds the heaps of a job's ranks, and what each rank knows about the other ranks.
 class ThreadJob {
  public:
-  static constexpr size_t heap_bytes = 128u << 20;  // the file is sparse
+  static constexpr size_t heap_bytes = 128u << 20;  // untouched pages of a heap use no memory
 
   // hosts: the host of each rank. If it is empty, all ranks are on one host.
   explicit ThreadJob(int size, std::vector<int> hosts = {}) {
@@ -60,12 +61,12 @@ class ThreadJob {
   std::vector<std::shared_ptr<Peers>> peers_;
 };
 
-// A call without counts.
+// Returns a call without counts.
 inline Call make_call(Collective what, Dtype dtype, int root, const void* x, size_t x_count, void* out, size_t out_count,
                       size_t count) {
   Call call;
   call.signature.what = what;
-  // The first values of Function are those of Collective.
+  // The first values of Function are equal to the values of Collective.
   call.signature.function = static_cast<Function>(what);
   call.signature.dtype = dtype;
   call.signature.root = root;
@@ -96,8 +97,9 @@ struct ThreadRank {
   }
 };
 
-// A group of some of a job's ranks. With the algorithm "arena", the ranks share an arena. With any other algorithm, socket pairs
-// connect them. If the algorithm is "hierarchical" or there are several hosts, each host with several ranks has an arena as well.
+// A group of some or all ranks of a job. With the algorithm "arena", the ranks share an arena. With any other algorithm, socket
+// pairs connect them. If the algorithm is "hierarchical" or there are several hosts, each host with several ranks has an arena as
+// well.
 class ThreadGroup {
  public:
   ThreadGroup(const ThreadJob& job, std::vector<int> ranks, const std::string& algorithm, bool spin)
@@ -118,7 +120,7 @@ class ThreadGroup {
         for (const int end : ends) setsockopt(end, SOL_SOCKET, SO_SNDBUF, &little, sizeof little);
         links[a][b] = ends[0], links[b][a] = ends[1];
       }
-    std::map<int, std::vector<int>> at_home;  // ranks of the job, by host
+    std::map<int, std::vector<int>> at_home;  // the group's ranks by host, as they are numbered in the job
     for (int rank : ranks_) at_home[host_of(rank)].push_back(rank);
     for (const auto& [host, members] : at_home)
       if (!linked || (members.size() > 1 && (algorithm == "hierarchical" || at_home.size() > 1)))
@@ -152,7 +154,7 @@ class ThreadGroup {
   int size() const { return static_cast<int>(ranks_.size()); }
   Layout layout() const { return {0, size(), hosts()}; }
   ThreadRank at(int rank) const { return {rank, groups_[rank].get(), &job_.heap(in_job(rank))}; }
-  // Returns the number that this rank of the job has in the group, or -1 if it is not a member.
+  // Returns the number that this rank of the job has in the group, or -1 if it is not in the group.
   int place_of(int rank) const {
     const auto found = std::find(ranks_.begin(), ranks_.end(), rank);
     return found == ranks_.end() ? -1 : static_cast<int>(found - ranks_.begin());

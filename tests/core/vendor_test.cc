@@ -1,5 +1,5 @@
-// Tests the vendor backend on a simulated device, which is made of threads: which library operations make up a call, how calls
-// are watched, and how groups are aborted and freed.
+// Tests the vendor backend on a device that is simulated by threads. The tests check which library operations make up a call, how
+// calls are watched, and how groups are aborted and freed.
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -133,7 +133,7 @@ class Device final : public Runtime {
   void pop() noexcept override {}
 };
 
-// Where the ranks of one group meet. The n-th operations of all ranks form one joint operation.
+// Lets the operations of a group's ranks wait for each other. The n-th operations of all ranks form one joint operation.
 class Hall {
  public:
   explicit Hall(int size) : size_(static_cast<size_t>(size)) {}
@@ -143,8 +143,8 @@ class Hall {
     void* out = nullptr;
     std::map<int, std::pair<void*, size_t>> sends{}, receives{};  // by peer
   };
-  // Called by a stream's thread. When all ranks have arrived, `act` is called once, with the parts of all ranks. Returns false if
-  // the rank was aborted.
+  // A stream's thread calls this and waits until all ranks have arrived. The last rank to arrive calls `act` with the parts of
+  // all ranks. Returns false if the rank was aborted.
   bool meet(uint64_t number, int rank, Part part, const std::function<void(std::map<int, Part>&)>& act) {
     std::unique_lock lock(mutex_);
     auto& here = meetings_[number];
@@ -175,10 +175,10 @@ class Hall {
 // Tells all groups of a test how to behave, and counts what they do.
 struct Conditions {
   std::atomic<bool> busy{false};  // what busy() returns
-  std::atomic<int> error{0};      // not 0: busy() throws
+  std::atomic<int> error{0};      // if not 0, busy() throws
   std::atomic<int> groups{0};     // groups that exist
-  std::atomic<int> inside{0};     // threads inside calls other than abort
-  std::atomic<int> crowded{0};    // how often more than one thread was inside
+  std::atomic<int> inside{0};     // threads that are enqueueing an operation
+  std::atomic<int> crowded{0};    // how often a thread began while another was inside
   std::atomic<int> aborts{0}, finishes{0};
 };
 
