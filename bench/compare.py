@@ -47,8 +47,10 @@ SIZES = (8, *(4 << 10 << shift for shift in range(0, 15, 2)))  # 8 B, then 4 KiB
 
 
 class Goal(NamedTuple):
-    """A goal for the sizes from `smallest` to `largest`. mscomm is compared with the fastest of `peers`: it must be at
-    least `mean` times as fast in the geometric mean over the sizes, and at least `each` times as fast at each size.
+    """A goal for the sizes from `smallest` to `largest`. It compares mscomm with the fastest of `peers`.
+
+    mscomm must be at least `mean` times as fast as this peer in the geometric mean over the sizes, and at least `each`
+    times as fast at each size.
     """
 
     collectives: tuple[str, ...]
@@ -79,7 +81,7 @@ GOALS = (
 
 
 class Cell:
-    """The times of all contenders for one size."""
+    """Holds the times of all contenders for one size."""
 
     def __init__(self, row: dict[str, Any]) -> None:
         self.size: int = row["size"]
@@ -115,7 +117,7 @@ class Cell:
 
 
 class Series:
-    """The measurements of one collective with one number of ranks."""
+    """Holds the measurements of one collective with one number of ranks."""
 
     def __init__(self, path: Path) -> None:
         document = json.loads(path.read_text())
@@ -287,7 +289,7 @@ def _goal(goal: Goal, collective: str, ranks: int, who: str, cells: list[tuple[C
 
 
 def _gaps(goal: Goal, collective: str, ranks: int, cells: list[Cell]) -> list[str]:
-    """Return what the goal needs but was not measured, as a list: sizes, and peers that lack some of the sizes."""
+    """Return a list of what the goal lacks: sizes that were not measured, and peers that lack some of the sizes."""
     case = Case(ROWS[collective], np.dtype(np.float32), "sum", 0, ranks, 0)
     wanted = [case.size(case.count(size)) for size in SIZES if goal.smallest <= size <= goal.largest]
     there = {cell.size for cell in cells}

@@ -1,4 +1,4 @@
-"""Real ranks for pytest-benchmark: this process is rank 0, and the other ranks make the same calls.
+"""Starts real ranks for pytest-benchmark. This process is rank 0, and the other ranks make the same calls.
 
 For each number of ranks, the other ranks are started once, as workers of a scheduler, and this process joins them. When
 the number of ranks changes, this process ends the job. Before each measurement, rank 0 broadcasts which call the other
@@ -26,7 +26,7 @@ FOLLOWER = Path(__file__).with_name("follower.py")
 
 
 class Ranks:
-    """A job of `size` ranks, in which this process is rank 0."""
+    """Runs a job of `size` ranks, in which this process is rank 0."""
 
     def __init__(self, size: int, log: Path) -> None:
         self.size = size

@@ -108,8 +108,8 @@ def write(folder: Path) -> None:
 
 
 Make = Callable[[Path, int, int, int], Iterable[Any]]
-# For each side, the function that makes its pipeline, and how many workers to start for each number of workers in the
-# table. With 0 workers, PyTorch's DataLoader works in the main process.
+# Maps each side to the function that makes its pipeline, and to how many workers to start for each number of workers in
+# the table. With 0 workers, PyTorch's DataLoader works in the main process.
 SIDES: dict[str, tuple[Make, dict[int, int]]] = {
     "mscomm": (by_mscomm, {1: 1, 2: 2}),
     "torch": (by_torch, {1: 0, 2: 2}),

@@ -1,4 +1,4 @@
-"""Runs on all ranks but rank 0 in a job of conftest.py. Makes the calls that rank 0 announces, and exits after STOP."""
+"""Runs on all ranks except rank 0 in a job of conftest.py. Makes the calls that rank 0 announces, until STOP."""
 
 from __future__ import annotations
 

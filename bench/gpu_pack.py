@@ -44,7 +44,7 @@ def sizes_of(kind: str, count: int) -> list[int]:
 
 
 def times_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Return the device's time for one call of each kind in ms: the median over rounds. The kinds take turns."""
+    """Return the device's median time for one call of each kind, in ms. The kinds take turns in rounds."""
     stream = cupy.cuda.get_current_stream()
     graphs = {}
     for name, call in calls.items():

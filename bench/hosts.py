@@ -51,8 +51,10 @@ LAST_LINES = 30
 
 
 class Goal(NamedTuple):
-    """A goal for mscomm at each size from `smallest` on: to reach at least `share` of the wire's speed, and to be at
-    least `speed` times as fast as the better setting of gloo. None means that there is no such goal.
+    """A goal for mscomm at each size from `smallest` on. A part of the goal that is None does not apply.
+
+    mscomm must reach at least `share` of the wire's speed, and be at least `speed` times as fast as gloo with its
+    better setting.
     """
 
     link: str
@@ -70,7 +72,7 @@ GOALS = (
 
 
 class Series:
-    """The measurements of one link and layout."""
+    """Holds the measurements of one link and layout."""
 
     def __init__(self, path: Path) -> None:
         document = json.loads(path.read_text())
@@ -102,7 +104,7 @@ class Series:
         return {**facts, **{name: about[name] for name in (*GLOO, WIRE)}}
 
     def sent(self, name: str, size: int) -> float:
-        """Return the bytes that the busiest host sent with contender `name`, divided by what each host must send."""
+        """Return the bytes that the busiest host sent with contender `name`, divided by the bytes that it must send."""
         row = self._rows[size]
         return float(row["results"][name]["in_place"]["sent_bytes"] / row["least_bytes"])
 
@@ -172,7 +174,7 @@ def times(series: Series) -> Iterator[str]:
 
 
 def speed(cell: Cell) -> Ratio:
-    """Return how many times as fast mscomm is as the better setting of gloo."""
+    """Return the ratio of the time of gloo, with its better setting, to mscomm's time."""
     return cell.ratio(_better_gloo(cell), "mscomm")
 
 
@@ -190,7 +192,7 @@ def _share_text(one: Ratio) -> str:
 
 
 def goals(all_series: list[Series]) -> Iterator[str]:
-    """Yield lines about all goals: for each layout, whether the goal is met, which cells miss it, or "not measured"."""
+    """Yield lines that say whether each goal is met for each layout, which cells miss it, and what was not measured."""
     for goal in GOALS:
         for layout in goal.layouts:
             for series in all_series:
@@ -322,7 +324,8 @@ def _job(rate: str, hosts: list[str], ranks: int, plan: Path, into: Path, variab
             stdout=out,
             stderr=subprocess.STDOUT,
             env=env | variables,
-            # Keep Ctrl-C from tests/hosts.py, which removes the hosts when terminate() below ends it.
+            # In a session of its own, tests/hosts.py does not get Ctrl-C. It removes the hosts when terminate() below
+            # ends it.
             start_new_session=True,
         )
     try:

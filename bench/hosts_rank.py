@@ -1,4 +1,4 @@
-"""What each rank of bench/hosts.py does: it joins, creates the contenders and measures them. Rank 0 writes RESULT.
+"""Runs as each rank of bench/hosts.py: joins, creates the contenders and measures them. Rank 0 writes RESULT.
 
     mscomm run ... hosts_rank.py PLAN RESULT
 
@@ -74,7 +74,7 @@ def main(plan_file: str, result_file: str) -> None:
 
 
 class Job:
-    """The case to measure, the host of this rank, and the traffic of this host."""
+    """Holds the case to measure and the host of this rank, and measures the traffic of this host."""
 
     def __init__(self, case: Case, names: list[str], interface: str) -> None:
         self.case, self.names, self._interface = case, names, interface
@@ -127,7 +127,7 @@ def _wire(job: Job) -> Local:
 
 
 class Ring:
-    """Two plain byte streams: one to the host on the right, and one from the host on the left."""
+    """Connects the hosts in a ring. Each host has a byte stream to the host on the right and one from the left."""
 
     def __init__(self, job: Job) -> None:
         right = job.names[(job.host + 1) % job.hosts]

@@ -1,4 +1,4 @@
-// A library that replaces the CUDA driver and NCCL and does nothing, to measure the cost of mscomm itself. Each function returns
+// Replaces the CUDA driver and NCCL with functions that do nothing, to measure the cost of mscomm itself. Each function returns
 // success at once, whatever its arguments are, and the device has always finished its work.
 #include <cstddef>
 #include <cstring>

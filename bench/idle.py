@@ -1,4 +1,4 @@
-"""A CUDA driver and an NCCL that do nothing (idle.cc), and arrays on a device of this driver.
+"""Provides a CUDA driver and an NCCL that do nothing (idle.cc), and arrays on a device of this driver.
 
 With them, enqueue.py and tests/test_cost.py measure the time that mscomm itself takes. An array is just an address, a
 shape and a dtype.

@@ -30,7 +30,7 @@ STEPS = 8  # how many steps of one kind are taken in a row
 WARM_UP = 5
 PATIENCE_S = 300  # how long a process may take to answer; most of this time is for compiling a graph
 
-# The values of Kind.carrier: what exchanges the gradients.
+# The values of Kind.carrier say what exchanges the gradients.
 NOBODY, MINDSPORE, MSCOMM = "nobody", "MindSpore", "mscomm"
 
 
@@ -56,7 +56,7 @@ THEIRS = Kind("graph", MINDSPORE)
 
 
 class Place(NamedTuple):
-    """What one process must know: its kind, its rank among the processes of that kind, and the settings."""
+    """Tells a process its kind, its rank among the processes of that kind, and the settings."""
 
     kind: Kind
     rank: int  # -1 for MindSpore's scheduler
@@ -118,7 +118,7 @@ def make_step(place: Place) -> tuple[Callable[[], float], list[Any]]:
     from mscomm.train import GradientReducer
     from mscomm.train.networks.mindspore import Network
 
-    ours = Network(cell, loss_fn, optimizer)  # what mscomm.Model uses inside
+    ours = Network(cell, loss_fn, optimizer)  # what mscomm.Model uses internally
     ours.begin()
     reducer = GradientReducer(ours.trained(), bucket_mb=place.bucket_mb)
     return lambda: float(ours.step((images, labels), reducer)), parameters
@@ -171,7 +171,7 @@ def be_a_process(pipe: Connection, place: Place) -> None:
 
 
 class Job:
-    """The processes of one kind."""
+    """Starts the processes of one kind, and makes them take steps."""
 
     def __init__(self, kind: Kind, size: int, network: str, threads: int, bucket_mb: float | None) -> None:
         self.kind = kind
@@ -235,8 +235,9 @@ def _start(place: Place) -> tuple[BaseProcess, Connection]:
 
 
 def check_weights(jobs: dict[Kind, Job]) -> None:
-    """Check that all kinds that exchange gradients have trained the same model: the ranks of a kind must have the same
-    bits, and the kinds must agree up to rounding.
+    """Check that all kinds that exchange gradients have trained the same model.
+
+    The weights must have the same bits on all ranks of a kind, and must agree between kinds up to rounding.
     """
     import numpy as np
 

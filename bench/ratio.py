@@ -29,5 +29,5 @@ def ratio(theirs: Any, ours: Any) -> Ratio:
 
 
 def interval(rounds: int) -> str:
-    """Return the interval's name: "95 %" if there are enough rounds, otherwise "range". Assumes independent rounds."""
+    """Return the interval's name: "95 %" for enough rounds, otherwise "range". The rounds must be independent."""
     return "95 %" if rounds >= ENOUGH_ROUNDS else "range"

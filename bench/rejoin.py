@@ -58,7 +58,7 @@ def be_a_rank(times: int) -> None:
             if who:
                 say(who, since)
             who = ""
-            mscomm.barrier()  # every rank prints before the next one is killed
+            mscomm.barrier()  # every rank prints before the next rank is killed
             if epoch == times:
                 return
             if rank == epoch % size:

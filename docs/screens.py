@@ -1,9 +1,9 @@
-"""The screens of docs/errors.md and README.md: what ten usual failures look like, by running them on 4 ranks.
+"""Runs ten common failures on 4 ranks, and writes what they print into docs/errors.md and README.md.
 
-    python docs/screens.py          # writes them anew into both pages
+    python docs/screens.py          # replaces the screens in both pages
 
-What differs from run to run (process ids, host, times, folders) is replaced by something fixed. tests/test_screens.py
-runs them too.
+Parts that differ from run to run (process ids, host, times, folders) are replaced by fixed text. tests/test_screens.py
+runs the failures as well.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ SCREEN_LINES, SCREEN_COLUMNS = 24, 80
 
 
 class Failure(NamedTuple):
-    """A program, how it is started, and what happens to it meanwhile."""
+    """Describes a program that fails, how it is started, and what is done to it while it runs."""
 
     about: str
     program: str
-    cause: str  # what the last line has, and
-    remedy: str  # what it says, or shows, to do
+    cause: str  # the part of the last line that names the cause
+    remedy: str  # the part of the last line that tells or shows the user what to do
     options: str = "-n 4"
-    script: str = "train.py"  # that is named in the command
-    until: str = ""  # a file that appears when `then` may happen
+    script: str = "train.py"  # the name in the command
+    until: str = ""  # a file that each rank creates. `then` is called after all ranks have created theirs
     then: Callable[[subprocess.Popen[str]], None] = lambda process: None
 
 
@@ -111,7 +111,7 @@ FAILURES = {
 
 
 def shown(failure: Failure) -> str:
-    """Its command, and what that prints, as in a terminal."""
+    """Run the failure. Return its command and its output, as a terminal shows them."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         Path(folder, "train.py").write_text(failure.program)
@@ -127,7 +127,7 @@ def shown(failure: Failure) -> str:
         )
         if failure.until:
             _wait_for([Path(folder, failure.until.format(rank=rank)) for rank in range(4)])
-            time.sleep(0.5)  # from there to the call that hangs
+            time.sleep(0.5)  # lets all ranks reach the call that hangs
         failure.then(process)
         said = process.communicate(timeout=60)[0]
         replaced = {os.path.realpath(folder): "/home/ann", folder: "/home/ann", port: "8118", sys.executable: "python"}
@@ -136,13 +136,13 @@ def shown(failure: Failure) -> str:
         for old, new in replaced.items():
             text = text.replace(old, new) if len(old) > 2 else re.sub(rf"\b{re.escape(old)}\b", new, text)
     pids = list(dict.fromkeys(re.findall(r"\bpid (\d+)", text)))
-    text = re.sub(r"(by pid \d+ )\(.*\)\.", r"\1(python other.py).", text)  # what holds the port is this program
+    text = re.sub(r"(by pid \d+ )\(.*\)\.", r"\1(python other.py).", text)  # this program holds the port
     text = re.sub(r"\bpid (\d+)", lambda found: f"pid {4101 + pids.index(found[1])}", text)
     return re.sub(r"after \d+\.\d s", "after 2.4 s", text)
 
 
 def lines_of(screen: str) -> int:
-    """How many lines of a terminal it takes."""
+    """Return how many lines of a terminal the screen fills."""
     return sum(max(1, len(textwrap.wrap(line, SCREEN_COLUMNS)) or 1) for line in screen.splitlines())
 
 

@@ -1,7 +1,7 @@
 #!/bin/bash
-# A job of 8 workers on two machines: this script starts the scheduler and workers 1 to 4 on machine 1. On both
-# machines, set MS_SCHED_HOST to the address of machine 1, and MSCOMM_JOB_KEY_FILE to the path of a file with the same
-# key. For a second job on these machines, set a different MS_SCHED_PORT and a different MSCOMM_JOB_ID on both.
+# Runs a job of 8 workers on two machines. This script starts the scheduler and the first 4 workers on machine 1. On
+# both machines, set MS_SCHED_HOST to the address of machine 1, and MSCOMM_JOB_KEY_FILE to the path of a file with the
+# same key. For a second job on these machines, set a different MS_SCHED_PORT and a different MSCOMM_JOB_ID on both.
 
 [ -n "$MSCOMM_JOB_KEY_FILE" ] && MSCOMM_JOB_KEY_FILE=$(realpath -ms "$MSCOMM_JOB_KEY_FILE")
 cd "$(dirname "$0")/.." || exit 1

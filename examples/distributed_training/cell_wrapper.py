@@ -8,11 +8,11 @@ from mscomm.train import GradientReducer
 
 
 class TrainAccuStepsWithLossCell:
-    """A training step that sums the gradients of all micro-batches and combines them over the ranks once.
+    """Takes training steps that sum the gradients of all micro-batches, and then combine the sums over the ranks.
 
-    The step needs only the memory of one micro-batch. Up to rounding, the gradients are those of one large batch if all
-    micro-batches have the same size and the network treats each image independently. A network with BatchNorm does not
-    treat images independently, because BatchNorm computes its means over a micro-batch.
+    A step needs only the memory of one micro-batch. If all micro-batches have the same size and the network treats each
+    image independently, the gradients equal the gradients of one large batch, up to rounding. A network with BatchNorm
+    does not treat images independently, because BatchNorm computes its means over a micro-batch.
     """
 
     def __init__(self, network: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor], optimizer: optim.Optimizer):

@@ -10,7 +10,7 @@ from mscomm.train import broadcast_parameters
 
 
 class Model_ACCU:
-    """Like mscomm.Model, but each step uses mini_steps batches.
+    """Trains like mscomm.Model, but each step uses `mini_steps` batches.
 
     The last step of an epoch uses the remaining batches.
     """
@@ -34,6 +34,7 @@ class Model_ACCU:
                 if not micro_batches:
                     break
                 loss = self.train_step(micro_batches)
-                # Use one write: under mpirun, the ranks share a pipe, and print() writes the newline separately.
+                # Write the whole line at once. print() writes the newline separately, and the ranks share a pipe under
+                # mpirun.
                 sys.stdout.write(f"epoch: {epoch_num} step: {step}, loss is {loss}\n")
                 sys.stdout.flush()

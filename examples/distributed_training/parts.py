@@ -2,7 +2,7 @@
 
 pytest starts the scripts and cannot pass arguments to them, so they read environment variables:
 
-DATA_PATH   the folder cifar-10-batches-bin, or one that `mscomm data make` has written
+DATA_PATH   the folder cifar-10-batches-bin, or a folder that `mscomm data make` has written
 IMAGE_SIZE  the width and height of the resized images in pixels [224]; 32 needs 49 times less computation
 BATCH_SIZE  the number of images in a rank's batch [32]
 EPOCH_SIZE  the number of epochs [10]

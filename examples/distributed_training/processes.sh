@@ -1,4 +1,5 @@
-# Functions for the other scripts, which source this file: start processes, wait for all of them, and leave none behind.
+# Functions for the other scripts, which source this file. The functions start processes and wait for all of them. When a
+# script exits, none of its processes keeps running.
 
 PYTHON=$(realpath -s "$(command -v "${PYTHON:-python3}")")
 # Make the path absolute, because the scripts change folders.
@@ -67,9 +68,9 @@ finish() {
 train_by_mpirun() {
     local ranks=${DEVICE_NUM:-8} flags=()
     need_mpirun "mscomm run -n $ranks pytest -s -v $1"
-    # Only Open MPI knows these flags. Without --bind-to none, it binds each of two ranks to one core, so that PyTorch
-    # would use only one thread. Without --oversubscribe, it starts no more ranks than there are cores. As root, it
-    # starts ranks only with --allow-run-as-root.
+    # Only Open MPI knows these flags. Without --bind-to none, it binds each rank of a two-rank job to one core, and
+    # PyTorch would use only one thread. Without --oversubscribe, it starts no more ranks than there are cores. As root,
+    # it starts ranks only with --allow-run-as-root.
     if mpirun --version 2>&1 | grep -q "Open MPI"; then
         flags+=(--bind-to none --oversubscribe)
         [ "$(id -u)" -eq 0 ] && flags+=(--allow-run-as-root)

@@ -1,7 +1,8 @@
-"""ResNet-50 on CIFAR-10, data parallel, with checkpoints: bash run.sh DATA_PATH RANK_SIZE starts it with a rank table.
+"""Trains ResNet-50 on CIFAR-10, data parallel, with checkpoints.
 
-Each rank saves checkpoints in its own directory, ./rank_<rank>_ckpt. If there are checkpoints already, training
-continues after the newest one that every rank has.
+`bash run.sh DATA_PATH RANK_SIZE` starts this script with a rank table. Each rank saves checkpoints in its own
+directory, ./rank_<rank>_ckpt. If there are checkpoints already, training continues after the newest one that every rank
+has.
 """
 
 import torch
@@ -49,7 +50,7 @@ def test_train_cifar(epoch_size=EPOCH_SIZE):
     done = model.resume(ckpt_path)
     print(f"training begins behind epoch {done[0]} step {done[1]}" if done else "training begins", flush=True)
     model.train(epoch_size, dataset, callbacks=[loss_cb, ckpt_callback], dataset_sink_mode=True)
-    # After training, reset the parallel mode to avoid unnecessary trouble when retraining.
+    # Reset the parallel mode, so that it does not affect a later training in this process.
     reset_auto_parallel_context()
 
 
@@ -61,7 +62,7 @@ def test_load_checkpoint():
     """
     net = resnet50()
     param_dict = load_checkpoint(ckpt_path)
-    assert load_param_into_net(net, param_dict) == ([], [])  # the network and the file have the same names
+    assert load_param_into_net(net, param_dict) == ([], [])  # all names in the network and in the file match
 
     net.eval()
     counts = torch.zeros(2)  # how many images were classified correctly, and how many there are

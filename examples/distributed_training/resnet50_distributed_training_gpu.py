@@ -1,7 +1,7 @@
-"""ResNet-50 on CIFAR-10, data parallel: mpirun -n 8 pytest -s -v ./resnet50_distributed_training_gpu.py
+"""Trains ResNet-50 on CIFAR-10, data parallel: mpirun -n 8 pytest -s -v ./resnet50_distributed_training_gpu.py
 
-The tutorial calls init("nccl"), which needs a GPU for each rank. Here, init() uses the GPUs if every rank has a GPU.
-Otherwise all ranks use the CPU.
+The tutorial calls init("nccl"), which needs a GPU for each rank. In this script, init() uses the GPUs if every rank
+has a GPU. Otherwise all ranks use the CPU.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""ResNet-50 on CIFAR-10, data parallel, with gradient accumulation: bash run_grad_accu.sh DATA_PATH
+"""Trains ResNet-50 on CIFAR-10, data parallel, with gradient accumulation: bash run_grad_accu.sh DATA_PATH
 
 Each step takes MINI_STEPS batches (default 4).
 """

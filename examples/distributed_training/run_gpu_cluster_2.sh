@@ -1,7 +1,8 @@
 #!/bin/bash
-# A job of 8 workers on two machines: this script starts workers 5 to 8 on machine 2. The scheduler is on machine 1. On
-# both machines, set MS_SCHED_HOST to the address of machine 1, and MSCOMM_JOB_KEY_FILE to the path of a file with the
-# same key. For a second job on these machines, set a different MS_SCHED_PORT and a different MSCOMM_JOB_ID on both.
+# Runs a job of 8 workers on two machines. This script starts the last 4 workers on machine 2. The scheduler and the
+# first 4 workers are on machine 1. On both machines, set MS_SCHED_HOST to the address of machine 1, and
+# MSCOMM_JOB_KEY_FILE to the path of a file with the same key. For a second job on these machines, set a different
+# MS_SCHED_PORT and a different MSCOMM_JOB_ID on both.
 
 echo "=========================================="
 echo "Please run the script as: "

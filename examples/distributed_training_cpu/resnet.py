@@ -1,9 +1,9 @@
 """ResNet-50 (He et al., Deep Residual Learning for Image Recognition, 2015) in plain torch.nn.
 
-In the first block of each stage but the first, the 3x3 convolution has a stride of 2, as in most frameworks today
-("v1.5"). In the paper, the 1x1 convolution before it has this stride. The input is (batch, 3, height, width) with at
-least 32 x 32 pixels. The network reduces height and width by a factor of 32, and then takes the mean over the remaining
-pixels.
+Each stage after the first one begins with a block whose 3x3 convolution has a stride of 2, as in most frameworks today
+("v1.5"). In the paper, the 1x1 convolution before the 3x3 convolution has this stride. The input is (batch, 3, height,
+width) with at least 32 x 32 pixels. The network reduces height and width by a factor of 32, and then takes the mean
+over the remaining pixels.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ Norm = Callable[[int], nn.Module]  # makes a normalization layer for the given n
 
 
 class Bottleneck(nn.Module):
-    """A 1x1 convolution to fewer channels, a 3x3 convolution, and a 1x1 convolution to 4 times as many channels.
+    """Applies a 1x1 convolution to `channels` channels, a 3x3 convolution, and a 1x1 convolution to 4 times as many.
 
-    The input of the block is added to the output.
+    The block adds its input to the output of the last convolution.
     """
 
     expansion = 4
@@ -46,7 +46,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A first convolution, stages of bottlenecks, and a linear layer. blocks: the number of bottlenecks in each stage.
+    """Applies a convolution, stages of bottlenecks and a linear layer. blocks: the number of bottlenecks in each stage.
 
     From one stage to the next, the number of channels doubles, and the height and width of the image are halved.
     """
@@ -72,12 +72,12 @@ class ResNet(nn.Module):
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(in_channels, num_classes))
 
         # With torch's default weights, the signal becomes smaller in every layer. With these weights (He et al., 2015),
-        # it keeps its size.
+        # the signal keeps its size.
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        # At the beginning, let the convolutions of each block add 0 to its input (Goyal et al., 2017). Otherwise, the
-        # loss doubles in the first steps on small images.
+        # At the beginning, let the convolutions of each block add 0 to the block's input (Goyal et al., 2017).
+        # Otherwise, the loss doubles in the first steps on small images.
         for block in self.stages:
             if hasattr(block.residual[-1], "weight"):
                 nn.init.zeros_(block.residual[-1].weight)

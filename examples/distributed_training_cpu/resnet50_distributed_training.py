@@ -1,4 +1,4 @@
-"""ResNet-50 on CIFAR-10, data parallel on CPU: each rank trains on its share of the images.
+"""Trains ResNet-50 on CIFAR-10, data parallel on CPUs: each rank trains on its share of the images.
 
 bash run.sh DATA_PATH                                           a scheduler and 8 workers
 mscomm run -n 4 resnet50_distributed_training.py DATA_PATH      or any other launcher; see README.md
@@ -60,7 +60,7 @@ def create_dataset(data_path: str, repeat_num: int = 1, batch_size: int = 32, im
 
 
 class SoftmaxCrossEntropyExpand(nn.Module):
-    """The mean over the batch of -log(softmax(logit)) at the label. sparse: True if labels are class numbers."""
+    """Computes the batch mean of -log(softmax(logit)) at the label. sparse: True if labels are class numbers."""
 
     def __init__(self, sparse: bool = False) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ class Net:
 
 
 class Momentum:
-    """Gradient descent with momentum: v = momentum * v + gradient; parameter -= learning_rate * v."""
+    """Implements gradient descent with momentum: v = momentum * v + gradient; parameter -= learning_rate * v."""
 
     def __init__(self, parameters: list[np.ndarray], learning_rate: float, momentum: float) -> None:
         self.parameters = parameters

@@ -1,4 +1,4 @@
-// libascendcl.so (and libacl_rt.so) without an NPU: AscendCL's C ABI on the simulated machine of engine.h.
+// Implements libascendcl.so (and libacl_rt.so) without an NPU: AscendCL's C ABI on the simulated machine of engine.h.
 #include <unistd.h>
 
 #include <atomic>
@@ -33,7 +33,7 @@ enum : Error {
 
 std::atomic<pid_t> initialized{0};
 std::mutex devices_mutex;
-auto& devices_set = *new std::map<int, int>;  // how often a thread has set each device, minus how often a thread has reset it
+auto& devices_set = *new std::map<int, int>;  // for each device, how often threads have set it minus how often they have reset it
 
 Context context_of(int device) { return device < 0 ? 0 : 0xACE00000 + 256 * (static_cast<Context>(device) + 1); }
 
@@ -266,7 +266,7 @@ FAKE_EXPORT Error aclrtMemsetAsync(void* to, size_t room, int32_t value, size_t 
   return settled(*stream);
 }
 
-// AscendCL has no such function. This one allocates device memory that the host can use as well.
+// Only the stand-in has this function. It allocates device memory that the host can use as well.
 FAKE_EXPORT Error fake_malloc_managed(void** memory, size_t bytes) {
   int device;
   if (const Error error = current(device)) return error;
@@ -277,7 +277,7 @@ FAKE_EXPORT Error fake_malloc_managed(void** memory, size_t bytes) {
   return success;
 }
 
-// AscendCL has no such function. This one frees in stream order, as a framework's caching allocator does.
+// Only the stand-in has this function. It frees memory in stream order, as a framework's caching allocator does.
 FAKE_EXPORT Error fake_free_async(void* memory, Handle handle) {
   std::shared_ptr<Stream> stream;
   if (const Error error = stream_of(handle, stream)) return error;

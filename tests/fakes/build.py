@@ -18,8 +18,8 @@ NCCL_VERSIONS = (21803, 22809, 23203)
 MACHINE = ("engine.cc", "hooks.cc", "tools.cc")
 COMMUNICATION = ("communicator.cc", "meeting.cc", "tools.cc")
 
-# For each name, the library's path in the folder and its sources. A source may be followed by a macro definition for
-# the compiler.
+# Maps each name to the library's path in the folder and to its sources. A source can be followed by a macro definition
+# for the compiler.
 LIBRARIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "cuda": ("libcuda.so.1", ("cuda.cc", "kernels.cc", *MACHINE)),
     **{
@@ -29,10 +29,10 @@ LIBRARIES: dict[str, tuple[str, tuple[str, ...]]] = {
         )
         for version in NCCL_VERSIONS
     },
-    # AscendCL's runtime under its old name, and under its new name.
+    # AscendCL's runtime has an old and a new name.
     "acl": ("libascendcl.so", ("acl.cc", *MACHINE)),
     "acl-rt": ("acl-rt/libacl_rt.so", ("acl.cc", *MACHINE)),
-    # HCCL as one library, as in older releases, and HCCL with the communicators in libhcomm.so, as in newer releases.
+    # Older releases of HCCL are one library. In newer releases, libhcomm.so contains the communicators.
     "hccl": ("hccl/libhccl.so", ("hccl.cc -DFAKE_ONE_LIBRARY", "hcomm.cc", *COMMUNICATION)),
     "hccl-split": ("hccl-split/libhccl.so", ("hccl.cc", "tools.cc")),
     "hcomm": ("hccl-split/libhcomm.so", ("hcomm.cc", *COMMUNICATION)),
@@ -81,8 +81,8 @@ def build(
 ) -> dict[str, Path]:
     """Compile the libraries that do not exist yet. Return the paths by name: "cuda", "nccl-22809", ...
 
-    "nccl" is the default version of NCCL. Several processes may build at once: each works in a folder of its own and
-    then moves the finished libraries into place.
+    "nccl" is the default version of NCCL. Several processes can build at the same time, because each process works in
+    its own folder and then moves the finished libraries into place.
     """
     command = [*compiler(), "-std=c++20", "-O2", "-g1", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden", "-pthread"]
     command += flags

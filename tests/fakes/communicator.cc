@@ -106,8 +106,8 @@ void Communicator::launch(std::vector<Operation> operations) {
     });
     return;
   }
-  // Two threads must not issue at once: class Inside counts that as a violation. If it happens anyway, this lock keeps the
-  // threads from waiting for each other's numbers.
+  // Two threads must not issue launches at the same time, and class Inside counts this as a violation. If it happens anyway, this
+  // lock keeps the threads from waiting for each other's numbers.
   std::lock_guard lock(issuing_);
   const uint64_t number = take_number();
   // The stream releases this turn when the launch has completed.
@@ -210,7 +210,7 @@ Communicator::Inside::Inside(Engine* engine, Communicator* communicator) : commu
     mine.first = me;
     ++mine.second;
   } else {
-    communicator_ = nullptr;  // the violation was counted above; the first thread remains the one that is inside
+    communicator_ = nullptr;  // the violation was counted above, and the first thread still counts as inside
   }
 }
 

@@ -1,5 +1,5 @@
-// What the communication libraries of both vendors share: operations on streams, which run in the order in which they were
-// issued.
+// Declares what the communication libraries of both vendors share. A communicator runs operations on streams, in the order in
+// which the host issued them.
 #pragma once
 
 #include <atomic>
@@ -20,7 +20,7 @@ namespace fake {
 struct Operation {
   std::string name;
   bool collective = true;
-  Signature signature;  // if the operation is a message, only type and count are used
+  Signature signature;  // for a message, only type and count are used
   Buffer send, receive;
   bool scaled = false;
   uint64_t factor = 0;
@@ -56,7 +56,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   std::atomic<int> error{0};
 
-  // While this object lives, the thread that made it counts as inside a call on the communicator. A thread may nest such objects.
+  // While this object lives, the thread that made it counts as inside a call on the communicator. A thread can nest such objects.
   class Inside {
    public:
     Inside(Engine* engine, Communicator* communicator);
@@ -77,7 +77,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   const int fault_, lost_;
   std::atomic<bool> stopped_{false};
   std::mutex issuing_;  // keeps launches numbered in stream order
-  // Protects the members below.
+  // Protects the fields below.
   std::mutex mutex_;
   std::condition_variable changed_;
   uint64_t next_ = 0, done_ = 0;
@@ -90,7 +90,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 int inject(Operation& operation, int rank);
 
 // Returns the engine of the vendor's runtime, or nullptr if no runtime is found. If the process has loaded a library with one of
-// these names, that library is the runtime. Otherwise, the runtime is looked for next to this library, and then by the loader.
+// these names, that library is the runtime. Otherwise, this function looks for the runtime next to this library, and then lets
+// the loader search for it.
 Engine* find_engine(std::initializer_list<const char*> sonames, const void* inside_this_library);
 
 }  // namespace fake

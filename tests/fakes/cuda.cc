@@ -1,5 +1,5 @@
-// libcuda.so.1 without a GPU: the CUDA driver's C ABI on the simulated machine of engine.h. The only kernels that it runs are
-// those of csrc/cuda (kernels.h).
+// Implements libcuda.so.1 without a GPU: the CUDA driver's C ABI on the simulated machine of engine.h. It runs only the kernels
+// of csrc/cuda (kernels.h).
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -62,12 +62,13 @@ constexpr struct {
     {captured_event, "CUDA_ERROR_CAPTURED_EVENT", "operation not permitted on an event last recorded in a capturing stream"},
 };
 
-// The process that called cuInit. The driver cannot be used in a forked child.
+// The process that called cuInit. Like the real driver, this one cannot be used in a forked child.
 std::atomic<pid_t> initialized{0};
 
-// How often the primary context of each device has been retained.
+// Protects `retained`.
 std::mutex retained_mutex;
-// Never destroyed, because threads of the tested library may still make calls when the process ends.
+// Counts how often the primary context of each device has been retained. The map is never destroyed, because threads of the
+// tested library can still make calls when the process ends.
 auto& retained = *new std::map<Device, int>;
 thread_local std::vector<Device> contexts;  // this thread's stack of contexts, each as the number of its device; -1: no context
 
@@ -160,7 +161,6 @@ FAKE_EXPORT Result cuGetErrorString(Result code, const char** text) {
 FAKE_EXPORT Result cuInit(unsigned flags) {
   if (flags) return invalid_value;
   if (!engine().devices()) return no_device;
-  // Like the real driver, this one cannot be used in a forked child.
   pid_t nobody = 0;
   if (!initialized.compare_exchange_strong(nobody, getpid()) && nobody != getpid()) return not_initialized;
   return success;
@@ -394,7 +394,7 @@ FAKE_EXPORT Result cuStreamIsCapturing(Handle handle, int* status) {
 
 namespace {
 
-// A rule of the driver: while a capture in global mode is under way, threads in global mode must not make calls that could be
+// The driver has this rule: while a capture in global mode is under way, threads in global mode must not make calls that could be
 // unsafe for the capture. If a thread makes such a call, the capture ends. Every thread starts in global mode.
 enum { mode_global = 0, mode_relaxed = 2 };
 std::atomic<int> global_captures{0};

@@ -1,9 +1,9 @@
-"""An array in the memory of a stand-in's device. Like the arrays of real frameworks, it is asynchronous and strided,
-and the host cannot read it.
+"""Defines an array in the memory of a stand-in's device. Like the arrays of real frameworks, it is asynchronous and
+strided, and the host cannot read it.
 
-use(path) chooses the library. Without it, arrays use FAKE_CUDA_LIBRARY, or else the CUDA stand-in that build.py makes.
-All work is enqueued on the calling thread's current stream (`with stream(handle):`), which at first is the legacy
-default stream.
+use(path) chooses the library. By default, arrays use the library that FAKE_CUDA_LIBRARY names or, if this variable is
+not set, the CUDA stand-in that build.py makes. All work is enqueued on the calling thread's current stream, which
+`with stream(handle):` sets. A thread begins with the legacy default stream.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class DeviceError(RuntimeError):
 
 
 class Cuda:
-    """The functions that arrays need from libcuda.so.1."""
+    """Calls the functions that arrays need from libcuda.so.1."""
 
     interface = "__cuda_array_interface__"
 
     def __init__(self, path: str | Path):
-        # RTLD_GLOBAL, as if a framework had loaded the driver: the library under test then finds this driver by its
+        # With RTLD_GLOBAL, as when a framework loads the driver, the library under test finds this driver by its
         # soname.
         self.library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         self.contexts: dict[int, c_uint64] = {}
@@ -121,7 +121,7 @@ class Cuda:
 
 
 class Acl:
-    """The functions that arrays need from libascendcl.so.
+    """Calls the functions that arrays need from libascendcl.so.
 
     Arrays on this runtime have no array interface, only the attributes ptr, shape, strides, dtype and device.
     """
@@ -248,7 +248,7 @@ def stream(handle: int):
 
 
 def new_stream(device: int = 0, blocking: bool = False) -> int:
-    """Return a new stream. If blocking, this stream and the legacy default stream wait for each other, as in CUDA."""
+    """Return a new stream. If `blocking`, this stream and the legacy default stream wait for each other, as in CUDA."""
     with runtime().on(device):
         return runtime().new_stream(blocking)
 
@@ -267,7 +267,7 @@ def synchronize(device: int = 0, handle: int | None = None) -> None:
 
 
 class _Memory:
-    """An array's device memory. It is freed in stream order, on the stream that was current when it was allocated."""
+    """Owns an array's device memory. It is freed in the order of the stream that was current when it was allocated."""
 
     def __init__(self, nbytes: int, device: int, managed: bool = False):
         self.runtime = runtime()
@@ -364,8 +364,9 @@ class DeviceArray:
         return 2, self.device
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
-        """Return a capsule. Make `stream`, the consumer's stream, wait for the current stream. If it is -1, no stream
-        waits.
+        """Return a capsule. Make `stream`, the consumer's stream, wait for the current stream.
+
+        If `stream` is -1, no stream waits.
         """
         if not runtime().interface:
             raise BufferError("an array of an Ascend device has no DLPack device here")
@@ -493,7 +494,7 @@ def _computed(function, *operands) -> DeviceArray:
 
 
 class namespace:
-    """Some functions that array libraries have, for the arrays of this module."""
+    """Offers functions that array libraries have in their namespace, for the arrays of this module."""
 
     float16, bfloat16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
@@ -547,7 +548,7 @@ class _ManagedVersioned(ctypes.Structure):
     )
 
 
-# Do not set prototypes on the functions of ctypes.pythonapi: these functions are shared by all code that uses them.
+# Do not set prototypes on the functions of ctypes.pythonapi, because all code in the process shares these functions.
 _capsule_new = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, c_char_p, c_void_p)(("PyCapsule_New", ctypes.pythonapi))
 _capsule_is = ctypes.PYFUNCTYPE(c_int, c_void_p, c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
 _capsule_pointer = ctypes.PYFUNCTYPE(c_void_p, c_void_p, c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))

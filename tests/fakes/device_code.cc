@@ -1,5 +1,5 @@
-// The kernels of csrc/cuda, which the stand-in for the driver runs (see kernels.h). The stand-in itself contains no tested code,
-// so kernels.py builds a separate library from this file.
+// Compiles the kernels of csrc/cuda for the host. The stand-in for the driver runs them (see kernels.h). The stand-in itself
+// contains no tested code, so kernels.py builds a separate library from this file.
 #include <iterator>
 #include <string_view>
 

@@ -1,5 +1,5 @@
-"""A DeviceArray with arithmetic, like CuPy's arrays: each result is a new array on the device, computed in the order of
-the current stream. NumPy computes the numbers on the host, so a program gets the same bits as with NumPy arrays.
+"""Defines a DeviceArray with arithmetic, like CuPy's arrays. Each operation waits for the current stream, and returns a
+new array on the device. NumPy computes the numbers on the host, so a program gets the same bits as with NumPy arrays.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _swapped(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 class DeviceNumbers(DeviceArray):
-    __array_ufunc__ = None  # makes operators with a NumPy scalar on the left use this class
+    __array_ufunc__ = None  # makes NumPy leave `scalar + array` to __radd__ of this class
 
     __add__, __radd__ = _on_the_host(operator.add), _on_the_host(_swapped(operator.add))
     __sub__, __rsub__ = _on_the_host(operator.sub), _on_the_host(_swapped(operator.sub))

@@ -26,12 +26,12 @@ using SteadyClock = std::chrono::steady_clock;
 
 namespace {
 
-constexpr size_t grain = 512;  // addresses are multiples of this number, like those of cuMemAlloc
-// Fresh memory is filled with this byte, so that no code relies on zeros.
+constexpr size_t grain = 512;  // addresses are multiples of this number, like the addresses from cuMemAlloc
+// New memory is filled with this byte, so code that relies on zeros fails.
 constexpr unsigned char junk = 0xA5;
 constexpr size_t junk_bytes = 16 << 20;
 
-const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));  // the host's page size: the host gets access to whole pages only
+const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));  // the host's page size, because mprotect() works on whole pages
 
 size_t up(size_t bytes, size_t to = grain) { return (std::max<size_t>(bytes, 1) + to - 1) / to * to; }
 
@@ -106,7 +106,7 @@ class Queue : public Stream, public std::enable_shared_from_this<Queue> {
     return std::exchange(captured_, {});
   }
 
-  // The thread ends only when the queue is empty, so work of a destroyed stream still runs.
+  // The thread ends only when the queue is empty, so work still runs if its stream was destroyed after the work was enqueued.
   void close() {
     std::lock_guard lock(mutex_);
     closed_ = true;
@@ -136,7 +136,7 @@ class Queue : public Stream, public std::enable_shared_from_this<Queue> {
 
   const int device_;
   const bool with_legacy_;
-  // Protects the members below.
+  // Protects the fields below.
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Item> items_;
@@ -242,7 +242,7 @@ class Machine : public Engine {
     Device& on = devices_[static_cast<size_t>(allocation.device)];
     if (allocation.managed) protect(address, allocation.room(), PROT_NONE);
     if (allocation.users) {
-      // This memory is never reused, because the running work would write into the next owner's data.
+      // This memory is never reused. If it were, the running work would write into the next owner's data.
       note("freed_in_use", "device memory was freed while work on it was running");
       return true;
     }
@@ -328,8 +328,8 @@ class Machine : public Engine {
     return own;
   }
 
-  // Returns all streams of a device except the legacy default stream. They include the streams that do not wait for the legacy
-  // default stream.
+  // Returns all streams of a device except the legacy default stream. The result includes the non-blocking streams, which do not
+  // wait for the legacy default stream.
   std::vector<std::shared_ptr<Queue>> queues(int device) {
     std::vector<std::shared_ptr<Queue>> all;
     auto& known = devices_[static_cast<size_t>(device)].queues;
@@ -499,7 +499,8 @@ class Machine : public Engine {
   Address seen_ = 0;
   std::vector<Device> devices_;
 
-  // Protects the members below and each device's free ranges, `holes`. A thread that needs both locks takes order() first.
+  // Protects the fields below and each device's free ranges, `holes`. A thread that needs both order() and this lock takes
+  // order() first.
   mutable std::mutex mutex_;
   std::map<Address, Allocation> allocations_;
   std::map<Handle, std::shared_ptr<Queue>> streams_;
@@ -512,7 +513,7 @@ class Machine : public Engine {
 };
 
 Machine& machine() {
-  // Never destroyed, because streams may still be running, or waiting forever, when the process ends.
+  // The machine is never destroyed, because streams can still be running, or waiting forever, when the process ends.
   static auto& machine = *new Machine;
   return machine;
 }

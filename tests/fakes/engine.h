@@ -1,4 +1,5 @@
-// The simulated machine that the stand-ins for both vendors share: devices, their memory, streams and events.
+// Declares the simulated machine that the stand-ins for both vendors share. The machine has devices with memory, streams and
+// events.
 //
 // A vendor's runtime (libcuda.so.1, libascendcl.so) holds the only engine of the process. The vendor's communication library gets
 // this engine by calling fake_engine(). Both libraries are built from these sources, so an abstract class can be the interface
@@ -22,14 +23,14 @@ using Deadline = std::optional<std::chrono::steady_clock::time_point>;  // no va
 
 enum class Where { host, device };
 
-// Memory that enqueued work uses. find() fills this in when the caller enqueues the work, so `allocation` is the one that is at
-// the address at that time.
+// Describes memory that enqueued work uses. The caller gets a Buffer from find() when it enqueues the work. If the memory is
+// freed and the address is allocated again before the work runs, `allocation` still identifies the old allocation.
 struct Buffer {
   Address address = 0;
   size_t bytes = 0;
   Where where = Where::host;
   int device = -1;
-  uint64_t allocation = 0;  // 0: the address is in no allocation that the engine knows
+  uint64_t allocation = 0;  // 0 if the address is in no allocation of the engine
   Address start = 0;        // where the allocation begins
   size_t length = 0;
   bool managed = false;  // the host can use the memory as well
@@ -39,9 +40,9 @@ class Stream {
  public:
   virtual ~Stream() = default;
   virtual int device() const = 0;
-  // Enqueues work that the stream's own thread runs when the work's turn comes. Returns the work's number. delayed: the thread
-  // waits FAKE_DELAY_US before it runs the work, so that code that does not wait for the work reads too early. A capturing stream
-  // does not run the work, but keeps it for its graph.
+  // Enqueues work. The stream's own thread runs the work of the stream in order. Returns the work's number. If `delayed` is true,
+  // the thread waits FAKE_DELAY_US before it runs the work, and code that does not wait for the work reads too early. A capturing
+  // stream does not run the work, but keeps it for a graph.
   virtual uint64_t enqueue(std::function<void()> work, bool delayed = true) = 0;
   virtual uint64_t tail() const = 0;
   virtual bool reached(uint64_t number) const = 0;
@@ -49,7 +50,7 @@ class Stream {
   virtual bool capturing() const = 0;
 };
 
-// A place in a stream.
+// A position in a stream. It is reached when the stream has run all work up to `number`.
 struct Mark {
   std::shared_ptr<Stream> stream;
   uint64_t number = 0;
@@ -64,18 +65,19 @@ class Engine {
   virtual int devices() const = 0;
   virtual Uuid uuid(int device) const = 0;
 
-  // The current device of the calling thread, or -1 if there is none. The vendor's runtime library sets it.
+  // Returns the current device of the calling thread, or -1 if there is none. The vendor's runtime library sets it.
   virtual int current() const = 0;
   virtual void set_current(int device) = 0;
 
-  // Returns 0 if no memory is left. The host can read and write only managed memory. The memory is not zero.
+  // Returns the address of new memory, or 0 if no memory is left. The memory does not contain zeros. The host can read and write
+  // it only if it is managed.
   virtual Address allocate(int device, size_t bytes, bool managed = false) = 0;
   virtual bool release(Address address) = 0;
   // Returns the buffer that begins at this address. The address need not be the start of an allocation.
   virtual Buffer find(Address address, size_t bytes) const = 0;
-  // Returns the bytes of a buffer, for work that is running. If the buffer is not memory of this device, or was released after
-  // the work was enqueued, returns nullptr and marks the device as broken. of_any: the memory may belong to any device, as in a
-  // copy.
+  // Running work calls this to access the bytes of a buffer. If the buffer is not memory of this device, or was released after
+  // the work was enqueued, this returns nullptr and marks the device as broken. If `of_any` is true, the memory can belong to any
+  // device, as in a copy.
   virtual std::shared_ptr<char> open(const Buffer& buffer, int device, bool of_any = false) = 0;
 
   virtual Handle create_stream(int device, bool with_legacy) = 0;
@@ -85,7 +87,8 @@ class Engine {
   virtual std::shared_ptr<Stream> stream(Handle handle, int device) = 0;
   virtual void wait_for(Stream& stream, const Mark& mark) = 0;
   virtual void set_capturing(Stream& stream, bool capturing) = 0;
-  // take_graph returns a graph of the captured work. launch_graph enqueues this work, and may be called repeatedly.
+  // take_graph returns a graph of the captured work. launch_graph enqueues this work, and can be called several times for one
+  // graph.
   virtual Handle take_graph(Stream& stream) = 0;
   virtual bool launch_graph(Handle graph, Stream& stream) = 0;
   virtual bool destroy_graph(Handle graph) = 0;
@@ -96,7 +99,7 @@ class Engine {
   virtual bool record(Handle handle, std::shared_ptr<Stream> stream) = 0;
   virtual std::optional<Mark> mark(Handle handle) const = 0;
 
-  // Whether work on the device has used a wrong address. Such a device stays unusable, as a real device does.
+  // Returns whether work on the device has used a wrong address. Such a device stays unusable, like a real device.
   virtual bool broken(int device) const = 0;
 
   // Counts a violation: a mistake by the caller that a real device would not report, or that would crash the program.
@@ -108,14 +111,14 @@ class Engine {
 // Returns the engine of the process. Only the vendor's runtime library defines this function.
 Engine& engine();
 
-// Returns the value of this environment variable, as a number or as text, or `otherwise` if the variable is not set.
+// Returns the value of this environment variable, as a number or as text, or `otherwise` if the variable is not set or empty.
 int64_t number(const char* name, int64_t otherwise);
 std::string text(const char* name, const std::string& otherwise);
 
 // Copies JSON into a C caller's memory. Returns the number of bytes that the whole JSON needs.
 size_t hand_over(const std::string& json, char* to, size_t bytes);
 
-// Starts a thread with all signals blocked. No thread joins it, because it may wait forever.
+// Starts a thread with all signals blocked. No other thread joins it, because its work can wait forever.
 void spawn(std::function<void()> body);
 
 }  // namespace fake

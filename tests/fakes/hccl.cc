@@ -1,5 +1,6 @@
-// libhccl.so without an NPU: HCCL's collectives. hcomm.cc has the communicators. If FAKE_ONE_LIBRARY is defined, hcomm.cc is part
-// of this library, as in older releases of HCCL. Otherwise it is in libhcomm.so, which this library opens, as in newer releases.
+// Implements libhccl.so without an NPU. This file has HCCL's collectives, and hcomm.cc has the communicators. If FAKE_ONE_LIBRARY
+// is defined, hcomm.cc is part of this library, as in older releases of HCCL. Otherwise, hcomm.cc is in libhcomm.so, which this
+// library opens, as in newer releases.
 #include <dlfcn.h>
 #include <unistd.h>
 

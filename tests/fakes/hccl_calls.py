@@ -1,4 +1,4 @@
-"""HCCL's functions through ctypes, for the tests of the stand-ins."""
+"""Calls HCCL's functions through ctypes, for the tests of the stand-ins."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class HcclError(RuntimeError):
 
 
 class Hccl:
-    """Offers each HCCL function under its name without "Hccl", from either library. Errors raise HcclError."""
+    """Offers each HCCL function under its name without "Hccl", from the library that has it. Errors raise HcclError."""
 
     def __init__(self, *paths: str | Path):
         self.libraries = [ctypes.CDLL(str(path)) for path in paths]

@@ -1,4 +1,5 @@
-// What libhccl.so needs from the library that has the communicators, which is libhcomm.so or libhccl.so itself.
+// Declares what libhccl.so needs from the library that contains the communicators. This library is libhcomm.so or libhccl.so
+// itself.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-"""What the ranks of tests/test_fakes_hccl.py run: python -m fakes.hccl_scenarios NAME RANK SIZE ARGUMENTS."""
+"""Runs one rank of a scenario of tests/test_fakes_hccl.py: python -m fakes.hccl_scenarios NAME RANK SIZE ARGUMENTS."""
 
 from __future__ import annotations
 
@@ -121,9 +121,7 @@ def collectives(r: Rank):
 
 @scenario
 def reductions(r: Rank):
-    """Return, for each type and operator, the error code of a reduction or, if that code is 0, whether the result is
-    right.
-    """
+    """Return the result of a reduction for each type and operator: an error code, "right" or "wrong"."""
     comm, found = r.init(), {}
     for name in TYPES:
         dtype = dtype_of(name)

@@ -1,5 +1,5 @@
-// HCCL's communicators without an NPU, on the libascendcl.so of acl.cc. They are in libhcomm.so, or together with hccl.cc in one
-// libhccl.so.
+// Implements HCCL's communicators without an NPU, on top of the libascendcl.so of acl.cc. They are in libhcomm.so, or together
+// with hccl.cc in one libhccl.so.
 //
 // FAKE_ASCEND says which product the device is: 910, A2 (the default), A3, 310P or 950.
 #include <unistd.h>
@@ -265,7 +265,7 @@ FAKE_EXPORT Result HcclCommInitRootInfo(uint32_t size, const char* info, uint32_
   return create(comm, hex_id(info, root_info_bytes), size, rank);
 }
 
-// There is no abort. HcclCommDestroy waits for the operations that are under way, unless the communicator was suspended.
+// HCCL has no abort. HcclCommDestroy waits for the operations that are under way, unless the communicator was suspended.
 FAKE_EXPORT Result HcclCommDestroy(Comm handle) {
   const auto comm = find(handle);
   if (!comm) return handle ? e_para : e_ptr;

@@ -1,5 +1,5 @@
-// Functions that a stand-in runtime has in addition to the vendor's own. Tests call them, and the stand-in for the communication
-// library calls fake_engine().
+// Functions that only a stand-in runtime has, in addition to the vendor's functions. Tests call them, and the stand-in for the
+// communication library calls fake_engine().
 #include <unistd.h>
 
 #include <condition_variable>
@@ -16,10 +16,10 @@ namespace {
 constexpr int no_stream = 1, no_memory = 2;
 }
 
-// The stand-in for the communication library finds the engine through this function.
 FAKE_EXPORT Engine* fake_engine() { return &engine(); }
 
-// Writes how many handles of each kind exist, and the violations, as JSON. Returns the number of bytes that the JSON needs.
+// Writes JSON with the number of existing handles of each kind, and the violations. Returns the number of bytes that the JSON
+// needs.
 FAKE_EXPORT size_t fake_counters(char* to, size_t bytes) { return hand_over(engine().counters(), to, bytes); }
 
 // Returns the device whose managed memory contains this address, or -1 if there is none.
@@ -90,8 +90,8 @@ FAKE_EXPORT int fake_release(int64_t gate) {
   return closed_gates.erase(gate) ? 0 : no_stream;
 }
 
-// Makes a strided copy, as a framework's kernel might do. Shape and strides are in elements of `size` bytes. There may be at most
-// 8 dimensions.
+// Makes a strided copy, as a framework's kernel might do. Shape and strides are in elements of `size` bytes. At most 8 dimensions
+// are allowed.
 FAKE_EXPORT int fake_copy_strided(Address to, const int64_t* to_strides, Address from, const int64_t* from_strides,
                                   const int64_t* shape, int dimensions, int64_t size, Handle handle) {
   const auto stream = engine().stream(handle, engine().current());
@@ -105,7 +105,7 @@ FAKE_EXPORT int fake_copy_strided(Address to, const int64_t* to_strides, Address
   const auto target = engine().find(to, 1), source = engine().find(from, 1);
   if (!target.allocation || !source.allocation) return no_memory;
   stream->enqueue([=, device = stream->device()] {
-    // Open the whole allocations, because negative strides may lead to addresses below the given one.
+    // Open the whole allocations, because negative strides can lead to addresses below the given address.
     const auto open = [&](const Buffer& one) {
       Buffer all = one;
       all.address = one.start;

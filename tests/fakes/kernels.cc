@@ -10,7 +10,7 @@ namespace fake {
 
 namespace {
 
-// The functions of the library that kernels.py builds from device_code.cc.
+// Holds the functions of the library that kernels.py builds from device_code.cc.
 struct Code {
   Code() {
     const std::string path = text("FAKE_CUDA_KERNELS", "");
@@ -25,7 +25,7 @@ struct Code {
   int (*kernel)(const char* name) = nullptr;  // returns the kernel's number, or -1 if there is no such kernel
   size_t (*parameter_bytes)() = nullptr;
   // Calls `visit` for each address in the parameters. `bytes` is the number of bytes, starting at this address, that the kernel
-  // may touch.
+  // can access.
   void (*addresses)(int kernel, void* parameters, void (*visit)(void* context, uint64_t* address, size_t bytes),
                     void* context) = nullptr;
   int (*run)(int kernel, const void* parameters, unsigned blocks, unsigned threads) = nullptr;

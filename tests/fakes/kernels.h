@@ -1,5 +1,5 @@
-// Runs the kernels of csrc/cuda on the simulated machine. They are compiled for the host (device_code.cc) into a library, whose
-// path is in FAKE_CUDA_KERNELS. Without this library, the machine can run no kernels.
+// Runs the kernels of csrc/cuda on the simulated machine. The kernels are compiled for the host (device_code.cc).
+// FAKE_CUDA_KERNELS holds the path of the compiled library. Without this library, the machine can run no kernels.
 #pragma once
 
 #include <memory>
@@ -12,8 +12,8 @@ namespace fake {
 bool can_run(const void* image);
 // Returns the handle of the kernel with this name, or 0 if there is none.
 Handle kernel_named(const char* name);
-// Enqueues a launch. The parameters are copied and their addresses are resolved to allocations right away, but the memory is
-// opened only when the stream runs the launch. Returns false if there is no such kernel, or if the launch cannot have this shape.
+// Enqueues a launch. Copies the parameters and finds the allocations at their addresses immediately, but opens the memory only
+// when the stream runs the launch. Returns false if there is no such kernel, or if the numbers of blocks and threads are invalid.
 bool launch_kernel(Handle kernel, unsigned blocks, unsigned threads, const void* parameters,
                    const std::shared_ptr<Stream>& stream);
 

@@ -27,9 +27,9 @@ def launch(
 ) -> dict:
     """Run the ranks and return their values by rank.
 
-    codes: the expected exit status of ranks that should not end with 0. Such a rank has no value.
+    codes: the expected exit status of ranks that should not end with 0. The value of such a rank is None.
 
-    clean: check that no handle, violation or file is left. If false, each value comes with the counters instead.
+    clean: whether to check that no handle, violation or file is left. If false, return each value with the counters.
     """
     started, values = {}, {}
     try:

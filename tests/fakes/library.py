@@ -66,7 +66,7 @@ users: list[tuple[int, int]] = []  # for each call of used(): an address, and th
 
 
 def used(x: DeviceArray) -> None:
-    """Record the call in `users`, and do nothing else: memory is still freed in the order of its first stream."""
+    """Record the call in `users`. The call does not change when the memory is freed."""
     users.append((x.ptr, device_array.current_stream()))
 
 

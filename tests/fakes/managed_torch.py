@@ -1,12 +1,14 @@
-"""PyTorch on a stand-in's device, without a GPU. The tensors are CPU tensors in managed memory, and mscomm treats them
-as device tensors.
+"""Lets PyTorch use a stand-in's device, without a GPU. The tensors are CPU tensors in managed memory, and mscomm treats
+them as device tensors.
 
 A rank of tests/devices.py that imports this module replaces functions of mscomm.arrays.torch with the functions below.
-From then on, mscomm treats a tensor in managed memory as a tensor on this rank's device, and any other tensor as one on
-the CPU. So PyTorch's own modules, autograd and optimizers work on device memory. But PyTorch does its work on the host
-right away, while a GPU's kernels would wait for their turn in the stream. So settle() must be called before PyTorch
-reads what mscomm has enqueued, and before PyTorch writes what mscomm may still read. If PyTorch computes a tensor from
-a managed tensor, the result is on the CPU. tensor() and module() put tensors on the device.
+From then on, mscomm treats a tensor in managed memory as a tensor on this rank's device, and any other tensor as a CPU
+tensor. So PyTorch's own modules, autograd and optimizers work on device memory.
+
+PyTorch computes on the host right away, but a GPU's kernels would wait for their turn in the stream. So a test must
+call settle() before PyTorch reads the results of enqueued work, and before PyTorch overwrites memory that enqueued work
+still reads. If PyTorch computes a tensor from a managed tensor, the result is on the CPU. tensor() and module() copy
+tensors to the device.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from mscomm.train.device_buckets import DeviceBucket
 
 
 class _Managed:
-    """An allocation that NumPy can use as the memory of an array. It lives as long as the array."""
+    """Owns an allocation that NumPy can use as the memory of an array. The array keeps the allocation alive."""
 
     def __init__(self, nbytes: int) -> None:
         self._memory = device_array._Memory(max(nbytes, 1), device(), managed=True)
@@ -145,14 +147,15 @@ def register() -> None:
     for mine in (memory, new, packed, assign, on_host, from_host):
         setattr(real, mine.__name__, _either(mine, getattr(real, mine.__name__)))
 
-    for name in ("scale", "_widen", "_narrow"):  # PyTorch computes in these functions, so they must settle first
+    for name in ("scale", "_widen", "_narrow"):  # PyTorch computes in these functions, so call settle() first
         setattr(DeviceBucket, name, _settled(getattr(DeviceBucket, name), before=True))
     Autograd._copy_out = _settled(Autograd._copy_out, before=True)  # type: ignore[method-assign]
 
 
 def settle_in_steps() -> None:
-    """Make GradientReducer wait for the work that it enqueues, because a test cannot call settle() in loops like
-    Model's.
+    """Make GradientReducer wait for the work that it enqueues.
+
+    Tests of Model need this, because they cannot call settle() inside Model's loop.
     """
     for name in ("wait", "zero_grad"):
         setattr(GradientReducer, name, _settled(getattr(GradientReducer, name), before=False))

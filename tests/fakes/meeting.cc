@@ -31,7 +31,7 @@ constexpr const char* file_prefix = "mscomm-fake-";
 enum : uint32_t { empty, seated, gone };
 
 uint64_t start_time(pid_t process) {
-  // The start time is field 22 of stat. The process's name, which comes before it, may contain any characters, so count the
+  // The start time is field 22 of stat. The process's name is in an earlier field and can contain any characters, so count the
   // fields from the end of the name. A zombie counts as dead.
   std::ifstream file("/proc/" + std::to_string(process) + "/stat");
   std::string all((std::istreambuf_iterator<char>(file)), {});
@@ -61,7 +61,7 @@ uint64_t hash_of(const void* data, size_t bytes, uint64_t seed) {
 }
 
 std::string hex_id(const void* data, size_t bytes) {
-  // The name depends on all bytes of the id. So a rank whose id was truncated on the way does not meet the other ranks.
+  // The name depends on all bytes of the id. So a rank with a truncated id does not find the other ranks' file.
   char name[33];
   snprintf(name, sizeof name, "%016llx%016llx", static_cast<unsigned long long>(hash_of(data, bytes)),
            static_cast<unsigned long long>(hash_of(data, bytes, 0x9e3779b97f4a7c15)));
@@ -92,13 +92,13 @@ struct alignas(64) Meeting::Seat {
   Card card;
   std::atomic<uint64_t> called;  // how many operations the rank has called; `signature` belongs to the last of these
   Signature signature;
-  // The last round in which this rank has published data, and the last round in which it has read the data of the others.
+  // The last round in which this rank has published data, and the last round in which it has read the data of the other ranks.
   std::atomic<uint64_t> published, taken;
   std::atomic<uint32_t> finished;
 };
 
 struct alignas(64) Meeting::Lane {
-  std::atomic<uint64_t> put, got;  // how many chunks the sender has put here, and how many of them the receiver has got
+  std::atomic<uint64_t> put, got;  // how many chunks the sender has written, and how many the receiver has read
   uint64_t message, bytes, type, here;
   char* data() { return reinterpret_cast<char*>(this) + sizeof(Lane); }
 };
@@ -182,7 +182,7 @@ void Meeting::sweep() {
         pread(file, static_cast<void*>(&head), sizeof head, 0) == sizeof head && head.tag == file_tag) {
       bool dead = true;
       for (int rank = 0; rank < head.size; ++rank) {
-        // The first members of a Seat. Read only these, because a Seat cannot be copied.
+        // Read only the first fields of a Seat, because a Seat cannot be copied.
         struct {
           uint32_t state;
           int32_t process;

@@ -1,8 +1,8 @@
-// A meeting of the ranks of a communicator: a shared file named after the unique id. The ranks are processes, or threads of one
-// process.
+// Connects the ranks of a communicator through a shared file. The name of the file depends on the unique id. The ranks are
+// processes, or threads of one process.
 //
-// A rank may be killed at any point, and would then never release a lock. So there are no locks, only counters, each of which is
-// written by one rank. Each wait checks every few milliseconds whether the rank's own communicator was stopped. If a rank never
+// A rank can be killed at any point, and would then never release a lock in shared memory. So the shared memory has no locks,
+// only atomic counters. Each wait checks every few milliseconds whether the rank's own communicator was stopped. If a rank never
 // arrives, or arrives with a different operation, the others wait forever, as with the real libraries.
 #pragma once
 
@@ -20,7 +20,7 @@ namespace fake {
 
 enum class Kind : uint32_t { all_reduce, all_gather, reduce_scatter, broadcast, reduce };
 
-// What all ranks must agree on.
+// Holds what must be the same on all ranks.
 struct Signature {
   Kind kind = Kind::all_reduce;
   Type type = Type::u8;
@@ -35,7 +35,7 @@ struct Call {
   const char* send = nullptr;
   char* receive = nullptr;
   bool scaled = false;
-  uint64_t factor = 0;  // the bits of the factor as a number of the type
+  uint64_t factor = 0;  // the bits of the factor, which is a number of the signature's type
 };
 
 struct Message {
@@ -46,7 +46,7 @@ struct Message {
   Type type = Type::u8;
 };
 
-// What a rank tells the other ranks about itself when it joins.
+// Tells the other ranks about a rank that joins.
 struct Card {
   Uuid device{};
   uint64_t host = 0;
@@ -55,8 +55,8 @@ struct Card {
 
 class Meeting {
  public:
-  // Each wait calls `stopped` repeatedly, and ends if `stopped` returns true. With FAKE_REMOTE_ERROR=1, `lost` is called once if
-  // a peer is found to be dead or gone. Without that setting, the stand-in does not look for dead peers.
+  // Each wait calls `stopped` repeatedly, and ends if `stopped` returns true. With FAKE_REMOTE_ERROR=1, a wait that finds that a
+  // peer has died or left calls `lost`, but only the first time. Without this setting, the stand-in does not look for dead peers.
   struct Watch {
     std::function<bool()> stopped;
     std::function<void(int peer)> lost;
@@ -67,11 +67,12 @@ class Meeting {
   Meeting(const Meeting&) = delete;
   Meeting& operator=(const Meeting&) = delete;
 
-  // Waits until all ranks have arrived. After that, cards() returns all cards. Returns false if stopped.
+  // Waits until all ranks have joined, and returns true. Then cards() returns the cards of all ranks. Returns false if the wait
+  // was stopped.
   bool join(const Card& card, const Watch& watch);
   std::vector<Card> cards() const;
 
-  // Runs a collective, or a list of messages. If stopped, returns false, and the received data is incomplete.
+  // Runs a collective, or a list of messages. If it is stopped, it returns false, and the received data is incomplete.
   bool run(const Call& call, const Watch& watch);
   bool run(std::vector<Message> messages, const Watch& watch);
   // Waits until every rank for which `counts` returns true has called finish() too, or has left.

@@ -1,4 +1,5 @@
-// libnccl.so.2 without a GPU: NCCL's C ABI and behaviour, on the libcuda.so.1 of cuda.cc and the meetings of meeting.h.
+// Implements libnccl.so.2 without a GPU: NCCL's C ABI and behaviour, on top of the libcuda.so.1 of cuda.cc and the meetings of
+// meeting.h.
 //
 // FAKE_NCCL_VERSION says which version of NCCL this is. Types and settings of later versions are missing.
 #include <arpa/inet.h>
@@ -47,8 +48,8 @@ struct UniqueId {
   char bytes[128];
 };
 
-// ncclConfig_t of NCCL 2.32. `size` is the number of bytes in the struct as the caller knows it, and config_bytes is the number
-// of bytes as this version knows it.
+// Has the layout of ncclConfig_t in NCCL 2.32. `size` is the size of the struct in the caller's nccl.h, and config_bytes is its
+// size in this version of NCCL.
 struct Config {
   size_t size;
   unsigned magic, version;
@@ -88,7 +89,7 @@ constexpr Config undefined_config() {
   return config;
 }
 
-// The text of the last error. As in NCCL, the whole process has only one.
+// Protects the text of the last error. As in NCCL, the whole process has only one such text.
 std::mutex last_error_mutex;
 char last_error[1024];
 
@@ -116,7 +117,7 @@ class Comm : public Communicator {
 
   bool blocking() const { return config.blocking != 0; }
 
-  // Runs `body`, which is the rest of a call, in the background, while the caller polls.
+  // Runs `body`, the rest of a call, in the background while the caller polls.
   void go_on(std::function<Result()> body) {
     start_polls();
     spawn([this, self = shared_from_this(), body = std::move(body)] { end_polls(body()); });
@@ -158,7 +159,7 @@ std::map<Handle, std::shared_ptr<Comm>>& comms() {
   return all;
 }
 
-// Returns a handle whose number has never been used before.
+// Returns a handle that has never been used before.
 Handle handle_of(std::shared_ptr<Comm> comm) {
   static Handle last = 0x4e000000;
   std::lock_guard lock(comms_mutex);
@@ -211,7 +212,7 @@ struct Group {
   Result error = success;
   std::vector<std::pair<std::shared_ptr<Comm>, Operation>> operations;
   std::vector<Init> inits;
-  // A thread that has begun a group with a communicator is inside this communicator until the group ends.
+  // If a thread makes a call on a communicator in a group, the thread counts as inside this communicator until the group ends.
   std::vector<std::unique_ptr<Communicator::Inside>> inside;
 };
 thread_local Group group;
@@ -248,9 +249,10 @@ Result launch(std::vector<std::pair<std::shared_ptr<Comm>, Operation>> operation
     return success;
   }
   for (auto& [comm, all] : by_comm) comm->start_polls();
-  // A single thread launches everything, one communicator after another, in the order in which the group called them.
+  // A single thread launches the operations of one communicator after another, in the order in which the group called the
+  // communicators.
   spawn([by_comm = std::move(by_comm)]() mutable {
-    // When the caller's call returns, none of its operations is on the stream yet.
+    // Sleep first, so that the caller's call returns before any of its operations is on a stream.
     std::this_thread::sleep_for(std::chrono::microseconds(number("FAKE_DELAY_US", 300)));
     for (auto& [comm, all] : by_comm) {
       comm->launch(std::move(all));
@@ -341,7 +343,7 @@ Result read_config(const Config* given, Config& config) {
     const int of = static_cast<int>(config.version);
     if (bytes < bytes_of_config(std::min(of, version)))
       if (cuda()) cuda()->violation("config", "a configuration has fewer bytes than its version says");
-    // The caller's nccl.h is too old to have these members.
+    // If the caller's nccl.h is too old to have a field, the field is undefined.
     if (of < 21700) {
       config.cga_cluster_size = config.min_ctas = config.max_ctas = undefined;
       config.net_name = nullptr;
@@ -387,7 +389,8 @@ Result read_config(const Config* given, Config& config) {
   return success;
 }
 
-// Meets the other ranks. Fails if two ranks have different versions of NCCL, or share a device where that is not allowed.
+// Waits until all ranks have joined. Fails if two ranks have different versions of NCCL, or if two ranks share a device although
+// this is not allowed.
 Result connect(Comm& comm) {
   Card card;
   card.device = cuda()->uuid(comm.device);
@@ -558,7 +561,7 @@ FAKE_EXPORT Result ncclGetVersion(int* to) {
 FAKE_EXPORT Result ncclGetUniqueId(UniqueId* id) {
   if (!id) return invalid_argument;
   memset(id, 0, sizeof *id);
-  // Make the id look like a real one: a random number, then the address at which the ranks would meet.
+  // Make the id look like a real one: a random number, then the address to which the ranks would connect.
   std::random_device random;
   for (int i = 0; i < 8; ++i) id->bytes[i] = static_cast<char>(random());
   sockaddr_in address{};

@@ -1,4 +1,4 @@
-"""NCCL's functions through ctypes, for the tests of the stand-ins."""
+"""Calls NCCL's functions through ctypes, for the tests of the stand-ins."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class UniqueId(ctypes.Structure):
 
 
 class Config(ctypes.Structure):
-    """ncclConfig_t of NCCL 2.32."""
+    """Has the layout of ncclConfig_t in NCCL 2.32."""
 
     _fields_ = (
         ("size", c_size_t),

@@ -1,4 +1,4 @@
-// Reductions as devices do them: the result of every step is rounded to the type.
+// Computes reductions as devices do: the result of every step is rounded to the type.
 #pragma once
 
 #include <algorithm>
@@ -34,8 +34,8 @@ inline size_t size_of(Type type) {
   }
 }
 
-// A float with few bits. `infinite`: the highest exponent means infinity and NaN, as in IEEE 754. Otherwise, there is no
-// infinity, and only the number whose bits are all ones is NaN.
+// A float with few bits. If `infinite` is true, the highest exponent means infinity and NaN, as in IEEE 754. Otherwise, there is
+// no infinity, and only the number whose bits are all ones is NaN.
 template <int exponent_bits, int mantissa_bits, bool infinite, typename Bits>
 struct Small {
   static constexpr int bias = (1 << (exponent_bits - 1)) - 1;
@@ -170,7 +170,7 @@ void with_type(Type type, Body body) {
   }
 }
 
-// Combines the numbers of `with` into those of `into`: into = into op with.
+// Combines two arrays element by element: into = into op with.
 inline void fold_into(Type type, Fold fold, char* into, const char* with, size_t bytes) {
   with_type(type, [&]<typename T>(T) {
     for (size_t i = 0; i + sizeof(T) <= bytes; i += sizeof(T)) {

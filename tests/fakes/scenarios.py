@@ -1,4 +1,4 @@
-"""What each rank process of tests/test_fakes.py runs: python -m fakes.scenarios NAME RANK SIZE ARGUMENTS.
+"""Runs one rank of a scenario of tests/test_fakes.py: python -m fakes.scenarios NAME RANK SIZE ARGUMENTS.
 
 A scenario is called with a Rank and returns what it has found. main() prints this value as JSON.
 """
@@ -81,7 +81,7 @@ scenarios = {}
 
 
 def scenario(body):
-    """Register a scenario. It runs on the rank's device and stream. Its value is returned with the counters."""
+    """Register a scenario. It runs on the rank's device and stream. Its value and the counters are returned."""
 
     @functools.wraps(body)
     def run(rank: Rank):
@@ -149,7 +149,7 @@ def collectives(r: Rank):
 
 @scenario
 def dtypes(r: Rank):
-    """Check every type and operator. Results must be rounded to the type at each step, in the order of the ranks."""
+    """Check every type and operator. A result must be computed in rank order, and rounded to the type at each step."""
     comm, bad = r.init(), []
     rng = np.random.default_rng(1)
     for name in TYPES:
@@ -185,7 +185,7 @@ def dtypes(r: Rank):
 
 @scenario
 def is_late(r: Rank):
-    """Read the result when the call has returned, which is too early, and again when the stream has done its work."""
+    """Read the result twice: when the call has returned, which is too early, and when the stream has done its work."""
     comm = r.init()
     x = r.array(np.ones(10, np.float32))
     da.synchronize(r.device)
@@ -233,8 +233,8 @@ def reads_device_memory(r: Rank):
 
 @scenario
 def managed(r: Rank):
-    """Use managed memory, which host and device can use until it is freed. The memory next to it is not managed."""
-    r.array(np.ones(1))  # leaves an odd amount of device memory in front of the managed memory
+    """Check that host and device can use managed memory until it is freed. The memory next to it is not managed."""
+    r.array(np.ones(1))  # uses less than a page of device memory in front of the managed memory
     memory = da._Memory(20, r.device, managed=True)
     values = (ctypes.c_float * 5).from_address(memory.pointer)
     values[:] = [1, 2, 3, 4, 5]
@@ -257,7 +257,7 @@ def managed(r: Rank):
 
 @scenario
 def mismatches(r: Rank):
-    """Let rank 1 disagree in each possible way. All ranks hang until they abort, and then the stream continues."""
+    """Let rank 1's call differ in each possible way. All ranks hang until they abort. Then the stream continues."""
     f32, f64 = np.float32, np.float64
     me, odd = r.nccl, r.rank == 1
     cases = {
@@ -291,7 +291,7 @@ def mismatches(r: Rank):
 
 @scenario
 def dies(r: Rank):
-    """Call all_reduce twice, while FAKE_DIE kills rank 1. Return what the other ranks see."""
+    """Call all_reduce twice. FAKE_DIE kills rank 1 in the second call. Return what the other ranks observe."""
     comm = r.init()
     x = r.array(np.ones(8, np.float32))
     r.all_reduce(x, comm)
@@ -424,7 +424,7 @@ def groups(r: Rank):
 
 @scenario
 def exchange_without_group(r: Rank):
-    """Send first on both ranks, so that neither rank reaches its receive."""
+    """Let both ranks send first. Each send waits for the receive of the other rank, so neither receive begins."""
     comm = r.init()
     x, out = r.array(np.ones(8, np.float32)), r.empty(8)
     r.nccl.Send(x.ptr, 8, 7, 1 - r.rank, comm, r.stream)
@@ -455,7 +455,7 @@ def two_all_reduces(r: Rank):
 
 @scenario
 def configurations(r: Rank):
-    """Return which configurations NCCL accepts. The tests run this with one rank."""
+    """Return the error code of init for each configuration, or 0. The tests run this scenario with one rank."""
     tries = {
         "good": config(),
         "magic": config(magic=1),
@@ -478,7 +478,7 @@ def configurations(r: Rank):
 
 @scenario
 def two_communicators(r: Rank):
-    """Make a call on each of two communicators. Rank 1 makes the calls in the other order. Return whether both end."""
+    """Call all_reduce on two communicators. Rank 1 makes the two calls in reverse order. Return whether both end."""
     comms, streams = [r.init(0), r.init(1)], [r.stream, da.new_stream(r.device)]
     x = r.array(np.ones(8, np.float32))
     da.synchronize(r.device)
@@ -496,7 +496,7 @@ def two_communicators(r: Rank):
 
 @scenario
 def grouped_communicators(r: Rank):
-    """Make calls on several communicators in one group, on one stream. All ranks run them in the order of the calls."""
+    """Call several communicators in one group, on one stream. All ranks must run the calls in the same order."""
     comms = [r.init(i, config(blocking=0)) for i in range(3)]
     for comm in comms:
         r.nccl.wait(comm)
@@ -621,7 +621,6 @@ def driver(r: Rank):
     found["start"] = [code("cuPointerGetAttribute", ctypes.byref(start), i32(11), inside), start.value == x.ptr]
     host = np.ones(3)
     found["host"] = code("cuPointerGetAttribute", ctypes.byref(kind), i32(2), u64(host.ctypes.data))
-    # Events.
     event = u64()
     r.cuda.call("cuEventCreate", ctypes.byref(event), ctypes.c_uint(2))
     found["unrecorded"] = code("cuEventQuery", event)
@@ -706,7 +705,7 @@ def arrays(r: Rank):
 
 @scenario
 def dlpack(r: Rank):
-    """Check that a capsule describes and holds the array, and that the consumer's stream waits for the current one."""
+    """Check that a capsule describes the array and keeps it alive, and that the consumer waits for the array's data."""
     x = r.array(np.arange(12, dtype=EXTRA.get("bfloat16", np.float16)).reshape(3, 4))[:, ::2]
     prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
     get = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))
@@ -733,7 +732,7 @@ def dlpack(r: Rank):
 
 @scenario
 def together(r: Rank):
-    """Let one thread act as all ranks, each on its own device. It makes all of their calls in one group."""
+    """Let one thread make the calls of all ranks in one group. Each rank has its own device."""
     n, nccl = 3, r.nccl
     comms, places = [], [ctypes.c_uint64() for _ in range(n)]
     from fakes.nccl_calls import UniqueId

@@ -1,4 +1,4 @@
-// Small functions, of which every stand-in library has its own copy.
+// Small functions. Each stand-in library contains its own copy of them.
 #include <pthread.h>
 
 #include <algorithm>
@@ -31,7 +31,7 @@ size_t hand_over(const std::string& json, char* to, size_t bytes) {
 }
 
 void spawn(std::function<void()> body) {
-  // Python's signal handlers must run on Python's own threads.
+  // Block all signals in the new thread, because Python's signal handlers must run on Python's own threads.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
