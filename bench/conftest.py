@@ -1,8 +1,8 @@
 """Starts real ranks for pytest-benchmark. This process is rank 0, and the other ranks make the same calls.
 
-For each number of ranks, the other ranks are started once, as workers of a scheduler, and this process joins them. When
-the number of ranks changes, this process ends the job. Before each measurement, rank 0 broadcasts which call the other
-ranks must make, and how many times (see follower.py).
+For each number of ranks, the other ranks are started only once, as workers of a scheduler, and this process joins them.
+When the number of ranks changes, this process ends the job. Before each measurement, rank 0 broadcasts which call the
+other ranks must make, and how many times (see follower.py).
 """
 
 from __future__ import annotations

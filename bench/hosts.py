@@ -51,10 +51,10 @@ LAST_LINES = 30
 
 
 class Goal(NamedTuple):
-    """A goal for mscomm at each size from `smallest` on. A part of the goal that is None does not apply.
+    """A goal for mscomm at each size from `smallest` on.
 
     mscomm must reach at least `share` of the wire's speed, and be at least `speed` times as fast as gloo with its
-    better setting.
+    better setting. If `share` or `speed` is None, there is no such goal.
     """
 
     link: str

@@ -28,7 +28,7 @@ from ratio import interval, ratio
 
 STEPS = 8  # how many steps of one kind are taken in a row
 WARM_UP = 5
-PATIENCE_S = 300  # how long a process may take to answer; most of this time is for compiling a graph
+PATIENCE_S = 300  # the longest wait for a process's answer; compiling a graph takes most of this time
 
 # The values of Kind.carrier say what exchanges the gradients.
 NOBODY, MINDSPORE, MSCOMM = "nobody", "MindSpore", "mscomm"

@@ -46,7 +46,7 @@ def create_dataset(path: str, usage: str, rank: int, size: int, drop_remainder: 
 
 
 def initial(seed: int) -> Parameters:
-    """Return the initial parameters: zero biases, and normally distributed weights with variance 2 / inputs."""
+    """Return the initial parameters. Biases are zero. Weights are normal, with variance 2 / (number of inputs)."""
     shapes = {"convolution1": (3, 3, 3, 8), "convolution2": (3, 3, 8, 16), "dense": (8 * 8 * 16, 10)}
     parameters: Parameters = {}
     for key, (name, shape) in zip(jax.random.split(jax.random.key(seed), len(shapes)), shapes.items(), strict=True):

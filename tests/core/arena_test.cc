@@ -234,8 +234,8 @@ void late_writer_is_harmless() {
   CHECK(!heap.find(out, bytes) && !heap.find(x, bytes) && !heap.find(out + page, page));
   CHECK(heap.find(after, bytes));
 
-  // A part of an array can be withdrawn. The rest of the array stays shared, and after release() the memory can be allocated
-  // again.
+  // A part of an array can be withdrawn. The rest of the array stays shared. After release(), all memory except the withdrawn
+  // pages can be allocated again.
   heap.withdraw(after + page, page, true);
   CHECK(std::count(after, after + bytes, 'a') == static_cast<long>(bytes));
   CHECK(!heap.find(after, bytes) && heap.find(after, page) && heap.find(after + 2 * page, bytes - 2 * page));
@@ -266,7 +266,8 @@ void late_writer_is_harmless() {
   CHECK(heap.in_use() == 0);
 }
 
-// Only whole pages that belong to a single array are offered to peers. Otherwise, data next to a withdrawn range would be lost.
+// Only whole pages that belong to a single array are offered to peers. If other pages were offered, a withdrawal would also lose
+// the data next to the array.
 void views_that_share_a_page_are_not_offered() {
   constexpr size_t heap_bytes = 4u << 20;
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));

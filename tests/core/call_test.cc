@@ -117,7 +117,7 @@ void roots_that_are_none_are_refused() {
     call.signature.root = has_root(right.signature.what) ? -1 : 0;
     CHECK(refused(call, rank, "root "));
     // The head of gather_v is an all_gather of the counts, and its signature holds the root of gather_v. So check() accepts a
-    // root in a head even if the head's collective has no root. It refuses the root only if this collective reduces.
+    // root in a head even if the head's collective has no root. check() refuses the root only if the head's collective reduces.
     call = right;
     call.signature.head = 1;
     if (!has_root(call.signature.what)) call.signature.root = root;

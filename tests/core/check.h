@@ -1,4 +1,4 @@
-// CHECK(expression) prints the expression if it is false, and continues. main() ends with `return failed();`.
+// CHECK(expression) prints the expression if it is false, and continues. A test's main() ends with `return test::failed();`.
 #pragma once
 
 #include <atomic>

@@ -72,7 +72,7 @@ inline size_t sum_of(const std::vector<size_t>& row, size_t end) {
   return total;
 }
 
-// Several patterns of amounts, with about `size` elements per sender.
+// Returns several patterns of amounts, with about `size` elements per sender.
 inline std::vector<Amounts> amounts(size_t n, size_t size) {
   const auto matrix = [n](auto&& of) {
     std::vector<std::vector<size_t>> rows(n, std::vector<size_t>(n));
@@ -89,7 +89,7 @@ inline std::vector<Amounts> amounts(size_t n, size_t size) {
          const size_t k = (d + n - s) % n;
          return k % 3 == 1 ? 0 : each / 2 + each * k / n + k % 2;
        })},
-      // s and d send each other the same amount, so an in-place call needs no second copy.
+      // s and d send each other the same amount, so an in-place call can exchange parts without a copy of x.
       {"symmetric", false, matrix([&](size_t s, size_t d) { return (s + d) % 3 == 2 ? 0 : each / 2 + (s + d) % 5 * each / 5; })},
       {"one has all", false, matrix([&](size_t, size_t d) { return d + 1 == n ? size : 0; })},
   };

@@ -231,7 +231,7 @@ void any_takes_what_comes() {
 }
 
 // If several recvs match a message, the recv that was called first gets it. It does not matter whether the recvs name a source
-// and a tag or accept any.
+// and a tag or accept any source and any tag.
 void the_recv_that_was_called_first_gets_the_message() {
   for (size_t count : {size_t{3}, large}) {
     Group group(3);
@@ -282,7 +282,7 @@ void a_recv_from_any_outlives_links_and_takes_nothing_when_given_up() {
   const auto first = start_recv(group[0], any_source, late, any_tag);
   group[0].wait(first, within());
   CHECK(late == ints(3, 1) && old == Ints(3));
-  // The link from rank 1 has closed. The link from rank 2 has not.
+  // The link from rank 1 has closed, but the link from rank 2 is still open.
   const auto second = start_recv(group[0], any_source, late, any_tag);
   CHECK(!group[0].ended(2));
   std::thread receiver([&] { group[0].wait(second, within()); });
@@ -327,7 +327,7 @@ void threads_share_a_mailbox() {
         for (size_t i = 0; i < 100; i++) {
           const size_t count = i % 10 ? i : 20'000;
           const Ints x = ints(count, tag * 1000 + static_cast<int64_t>(i));
-          // Half of the threads send one way, half the other way.
+          // On each rank, half of the threads send and the other half receive.
           if ((tag % 2 == 0) == (rank == 0)) send(box, 1 - rank, x, tag);
           else CHECK(recv(box, 1 - rank, count, tag) == x);
         }

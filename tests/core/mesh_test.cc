@@ -80,7 +80,7 @@ void crossed_roots(const ThreadRank& me) {
   } catch (const Error& error) {
     kind = error.kind;
   }
-  CHECK(kind == "Mismatch" || kind == "PeerLost");  // without a hub, the later rank sometimes sees only that the link has closed
+  CHECK(kind == "Mismatch" || kind == "PeerLost");  // without a hub, the second rank to fail sometimes sees only a closed link
 }
 
 // last_look() reads headers from the links only while no call can be using the links.

@@ -177,7 +177,7 @@ void a_recv_from_any_ends_when_no_rank_can_send() {
   const std::string text = "rank 0 (here): recv from any rank, tag 3 (12 B) did not end within 0.2 s: waiting for any of ";
   CHECK(is(me.move(false, any_source, out, 0.2), "CollectiveTimeout: " + text + "rank 1 (here), rank 2 (here), rank 3 (here)"));
   CHECK((me.group->failure()->error.waiting_for == std::vector{1, 2, 3}));
-  // Rank 1 has left, and rank 2 has a link. The link closes when rank 2 leaves.
+  // Rank 1 has left. Rank 2 still has a link, which closes when rank 2 leaves.
   Rank again(0, 3);
   again.group->left(1);
   int ends[2];

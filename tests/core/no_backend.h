@@ -1,4 +1,4 @@
-// A backend that moves nothing, for tests of the layers above the backends.
+// Defines a backend that moves no data, for tests of the layers above the backends.
 #pragma once
 
 #include "backend/backend.h"

@@ -239,8 +239,8 @@ void for_each_row(F&& f) {
   }
 }
 
-// A buffer that begins `offset` bytes after an aligned address. It ends where the allocation ends, so that AddressSanitizer
-// reports any access beyond it.
+// Holds a buffer that begins `offset` bytes after an aligned address. The buffer ends where the allocation ends, so
+// AddressSanitizer reports any access beyond the buffer.
 class Buffer {
  public:
   Buffer(size_t bytes, size_t offset) : offset_(offset), bytes_(offset + bytes, 0xa5) {}

@@ -24,7 +24,7 @@ class ThreadJob {
  public:
   static constexpr size_t heap_bytes = 128u << 20;  // untouched pages of a heap use no memory
 
-  // hosts: the host of each rank. If it is empty, all ranks are on one host.
+  // hosts: the host of each rank. If `hosts` is empty, all ranks are on one host.
   explicit ThreadJob(int size, std::vector<int> hosts = {}) {
     const auto n = static_cast<size_t>(size);
     if (hosts.empty()) hosts.assign(n, 0);

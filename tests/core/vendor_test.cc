@@ -21,7 +21,7 @@ namespace {
 
 using Task = std::function<void()>;
 
-// A queue with a thread that runs the enqueued tasks in order.
+// Runs the enqueued tasks in order, on a thread of the queue.
 class Queue {
  public:
   Queue() : thread_([this] { work(); }) {}
@@ -283,7 +283,7 @@ class ThreadVendor final : public Vendor {
   int ids_ = 0;
 };
 
-// One rank of a job, with the user's stream.
+// Holds one rank of a job, and the user's stream.
 struct Rank {
   Rank(std::shared_ptr<ThreadVendor> vendor, std::shared_ptr<Device> device, const std::string& id, int size, int rank)
       : device(device) {
@@ -322,7 +322,7 @@ struct Rank {
   std::unique_ptr<Communicator> group;
 };
 
-// A job of `size` ranks in this process.
+// Creates a job of `size` ranks in this process.
 struct Job {
   explicit Job(int size) : vendor(std::make_shared<ThreadVendor>()), device(std::make_shared<Device>()) {
     const std::string id = vendor->make_id();

@@ -55,7 +55,8 @@ class Turns {
   uint64_t mine_;
 };
 
-// For each communicator: the thread that is inside a call on the communicator, and how many nested calls the thread has made.
+// Protects a map that records, for each communicator, which thread is inside a call on the communicator, and how many nested
+// calls this thread has made.
 std::mutex inside_mutex;
 std::map<const Communicator*, std::pair<std::thread::id, int>>& inside() {
   static auto& all = *new std::map<const Communicator*, std::pair<std::thread::id, int>>;

@@ -36,8 +36,8 @@ class Cuda:
     interface = "__cuda_array_interface__"
 
     def __init__(self, path: str | Path):
-        # With RTLD_GLOBAL, as when a framework loads the driver, the library under test finds this driver by its
-        # soname.
+        # RTLD_GLOBAL makes this driver visible, as if a framework had loaded it. The library under test then finds the
+        # driver by its soname.
         self.library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         self.contexts: dict[int, c_uint64] = {}
         self.call("cuInit", c_uint(0))

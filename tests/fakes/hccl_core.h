@@ -34,8 +34,8 @@ enum class What : int {
   reduce,
 };
 
-// One collective. count: the number of elements. If the array has a part for each rank, count is the number of elements in one
-// part.
+// Describes one collective. `count` is the number of elements. If the array has a part for each rank, `count` is the number of
+// elements in one part.
 struct Wish {
   What what;
   const void* send;

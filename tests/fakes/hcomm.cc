@@ -1,5 +1,5 @@
-// Implements HCCL's communicators without an NPU, on top of the libascendcl.so of acl.cc. They are in libhcomm.so, or together
-// with hccl.cc in one libhccl.so.
+// Implements HCCL's communicators without an NPU, on top of the libascendcl.so of acl.cc. The communicators are in libhcomm.so
+// or, together with hccl.cc, in libhccl.so.
 //
 // FAKE_ASCEND says which product the device is: 910, A2 (the default), A3, 310P or 950.
 #include <unistd.h>

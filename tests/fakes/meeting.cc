@@ -317,7 +317,7 @@ bool Meeting::run(const Call& call, const Watch& watch) {
     mine.published.store(round);
     ring();
     if (!wait([&] { return all([&](Seat& of) { return of.published.load() >= round; }); }, watch)) return false;
-    // The range of elements in this chunk that belongs to this rank, and where the range begins in this rank's result.
+    // The bytes from `first` to `last` belong to this rank. `at` is where they begin in this rank's result.
     const size_t first = of_parts ? std::max(from, me * part) : from;
     const size_t last = of_parts ? std::min(to, (me + 1) * part) : to;
     if (takes && first < last) {

@@ -55,8 +55,8 @@ struct Card {
 
 class Meeting {
  public:
-  // Each wait calls `stopped` repeatedly, and ends if `stopped` returns true. With FAKE_REMOTE_ERROR=1, a wait that finds that a
-  // peer has died or left calls `lost`, but only the first time. Without this setting, the stand-in does not look for dead peers.
+  // Each wait calls `stopped` repeatedly, and ends if `stopped` returns true. With FAKE_REMOTE_ERROR=1, the first wait that finds
+  // that a peer has died or left calls `lost`. Without this setting, the stand-in does not look for dead peers.
   struct Watch {
     std::function<bool()> stopped;
     std::function<void(int peer)> lost;
