@@ -1,5 +1,5 @@
-# Functions for the other scripts, which source this file. The functions start processes and wait for all of them. When a
-# script exits, none of its processes keeps running.
+# Functions for the other scripts, which source this file. The functions start processes and wait for all of them. When
+# a script exits, none of its processes keeps running.
 
 PYTHON=$(realpath -s "$(command -v "${PYTHON:-python3}")")
 # Make the path absolute, because the scripts change folders.
