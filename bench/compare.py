@@ -3,17 +3,17 @@
     python bench/compare.py -n 2,4,8 --openmpi-prefix OPENMPI --mpich-prefix MPICH results
     python bench/compare.py --read results
 
-For each collective and number of ranks, `mscomm bench` runs twice: for 8 bytes, and for 4 KiB to 64 MiB. In each of
-these jobs, all contenders take turns in rounds, and each contender's results are checked once at each size. The jobs
-run one after the other. The folder keeps all samples, and the pictures ratio.svg and share.svg. Tables are printed in
+For each collective and number of ranks, `mscomm bench` runs twice: for 8 bytes, and for 4 KiB to 64 MiB. In each run,
+all contenders take turns in rounds, and the results of each contender are checked one time at each size. Only one run
+is active at a time. The folder keeps all samples, and the pictures ratio.svg and share.svg. Tables are printed in
 Markdown.
 
-The tables show the times, and how many times as fast mscomm is as MPI (the better MPI, with its better setting) and as
-gloo (with its better setting). mscomm is measured with arrays of mscomm.empty ("arena") and with ordinary arrays
-("foreign"). From 64 KiB on, the tables also show the time that NumPy takes to read and write as many bytes as the
-collective must ("memory"), as a share of mscomm's time. A time is the median over rounds of the median time in a round.
-The interval of a ratio of two times comes from a paired bootstrap over rounds. Ratios below 1 are in bold. The goals,
-and the cells that miss them, follow the tables.
+The tables show the times, and the times of MPI and of gloo divided by the time of mscomm. MPI means the better MPI with
+its better setting, and gloo means gloo with its better setting. mscomm is measured with arrays of mscomm.empty
+("arena") and with ordinary arrays ("foreign"). From 64 KiB on, the tables also show the time that NumPy takes to read
+and write as many bytes as the collective must ("memory"), as a share of mscomm's time. A time is the median over rounds
+of the median time in a round. The interval of a ratio of two times comes from a paired bootstrap over rounds. Ratios
+below 1 are in bold. The goals, and the cells that miss them, follow the tables.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 The pipeline reads images of 32 x 32 pixels from files in CIFAR-10's format. It applies RandomCrop(32, padding 4),
 RandomHorizontalFlip, Resize, Rescale, Normalize, HWC2CHW and TypeCast, and makes batches of 32. For PyTorch, this
 script applies the same operations to Pillow images, as torchvision would, and keeps all images in memory from the
-start. Both sides take turns in one run, and the results are medians over the rounds. CPU seconds include those of
+start. Both sides take turns in one run, and the results are medians over the rounds. CPU seconds include the time of
 worker processes. The script prints the table of docs/performance.md.
 """
 

@@ -4,12 +4,12 @@
     python bench/hosts.py --read results
 
 The hosts are network namespaces of this machine (tests/hosts.py), so they share its CPUs and its memory bus. A link of
-1 Gbit/s is limited to this rate in both directions, after a burst of 256 KiB; an unshaped link is as fast as the kernel
-can make it. For each link and layout (2x4 means 2 hosts with 4 ranks each), all contenders take turns in rounds, in one
-job, and the results of mscomm and gloo are checked once at each size. The calls are in-place float32 sums on ordinary
-arrays. The folder keeps all samples. Tables are printed in Markdown. A call's time is the mean over the ranks. A time
-in the tables is the median over rounds of the median time in a round. The interval of a ratio of two times comes from a
-paired bootstrap over rounds.
+1 Gbit/s is limited to this rate in both directions, after a burst of 256 KiB. An unshaped link is as fast as the kernel
+can make it. There is one job for each link and layout (2x4 means 2 hosts with 4 ranks each). In a job, all contenders
+take turns in rounds, and the results of mscomm and gloo are checked one time at each size. The calls are in-place
+float32 sums on ordinary arrays. The folder keeps all samples. Tables are printed in Markdown. A call's time is the mean
+over the ranks. A time in the tables is the median over rounds of the median time in a round. The interval of a ratio of
+two times comes from a paired bootstrap over rounds.
 
 In an all_reduce of S bytes over H hosts, every host must send and receive at least 2 (H-1)/H S bytes. "wire" is the
 time to move just these bytes: one rank of each host sends them to the next host, and receives from the previous host at
