@@ -15,7 +15,7 @@ from mscomm.job import resolve
 
 @pytest.fixture
 def tmpdir_env(tmp_path, monkeypatch):
-    """Make tmp_path the folder for temporary files, here and in child processes."""
+    """Make tmp_path the folder for temporary files in this process and its children."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     return tmp_path
@@ -23,10 +23,10 @@ def tmpdir_env(tmp_path, monkeypatch):
 
 @pytest.fixture
 def port() -> int:
-    """A free port for a process that binds it seconds later, after its imports.
+    """Return a free port for a process that binds it seconds later, after its imports.
 
-    The port is outside the ephemeral range, because the kernel may hand out ports from that range to other tests in the
-    meantime.
+    The port is outside the ephemeral range, because the kernel could give a port in that range to another test before
+    the process binds it.
     """
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     every = range(10000, 65536)
@@ -43,7 +43,7 @@ def port() -> int:
 
 @pytest.fixture
 def alone():
-    """A job with one rank."""
+    """Join a job with one rank. Yield its world group."""
     mscomm.init()
     yield resolve(None)
     mscomm.release()
@@ -51,8 +51,8 @@ def alone():
 
 @pytest.fixture
 def unharmed(alone):
-    """A job with one rank. After the test, the fixture checks that no call number was used up and that a call still
-    works.
+    """Join a job with one rank. Yield its world group. After the test, check that no call number was used up and that a
+    call still works.
     """
     before = alone.core.where()
     yield alone

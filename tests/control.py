@@ -55,7 +55,7 @@ def listening(family=socket.AF_INET):
 
 
 class Communicator:
-    """Stands in for the core's communicator. It has only the methods that a member calls."""
+    """Stands in for the core's communicator. It has only the methods that a Member calls."""
 
     def __init__(self, place=(0, False, "")):
         self.aborts: list[errors.Error] = []
@@ -89,7 +89,7 @@ def undialled(rank, address):
 
 
 class Job:
-    """A hub in a thread, and members in this process. Each member is connected by a socket pair or by TCP."""
+    """Runs a hub in a thread. The Members are in the same process, and connect to the hub by socket pairs or TCP."""
 
     def __init__(self, size, *, ranks_known=True, watched=False, restarts=False, topo_timeout_s=5.0, tcp=False, **more):
         self.log: list[str] = []
@@ -105,7 +105,7 @@ class Job:
                 ours, self.ends[rank] = socket.socketpair()
                 self.hub.adopt(ours, rank)
         self.members: list[Member] = []
-        self.links: list[Frames] = []  # links that belong to no member; they are closed at the end
+        self.links: list[Frames] = []  # links without a Member; __exit__() closes them, too
         self.outcome = None
         self.thread = threading.Thread(target=self._serve)
 
@@ -139,7 +139,7 @@ class Job:
         return member
 
     def joined(self, ids=None, places=()):
-        """Let all members join, attach and become ready. Return (member, communicator) for each rank."""
+        """Let all Members join, attach and become ready. Return (member, communicator) for each rank."""
         ids = ids or [None] * self.size
         results: dict[int, tuple] = {}
         failures: list[BaseException] = []
@@ -165,7 +165,7 @@ class Job:
         return [results[rank][:2] for rank in range(self.size)]
 
     def again(self, rank):
-        """Act as if a launcher had restarted the process of this rank. Return the member of the new process."""
+        """Act as if a launcher had restarted the process of this rank. Return the Member of the new process."""
         ours, theirs = socket.socketpair()
         self.hub.adopt(ours, rank)
         self.ends[rank].close()
@@ -192,7 +192,7 @@ def key_file(path, content=KEY, mode=0o600):
 
 
 class Waits:
-    """Calls a function in a thread of its own, and keeps its result or the mscomm error that it raised."""
+    """Calls a function in a new thread. Keeps the function's result, or the mscomm error that the function raised."""
 
     def __init__(self, function, *args):
         self.result = self.error = None

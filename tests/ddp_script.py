@@ -36,8 +36,8 @@ def train(epoch, batches):
 
 for epoch in range(4):
     train(epoch, batches=3)
-    # Epoch 3 follows, in which all ranks wait for rank 0. So the file is complete when the ranks load it after that
-    # epoch.
+    # Rank 0 begins epoch 3 only after it has written the file, and the other ranks wait for rank 0 in epoch 3. So the
+    # file is complete when they load it after epoch 3.
     if rank == 0 and epoch == 2:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{folder}/checkpoint.pt")
 saved = torch.load(f"{folder}/checkpoint.pt")

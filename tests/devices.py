@@ -51,8 +51,8 @@ def variables(backend: str = "nccl", library: str = "", **more: str) -> dict[str
 
 
 def devices(n: int | str, env: dict[str, str] | Callable[..., dict[str, str]] | None = None, **options: Any) -> Any:
-    """Like @ranks. init() gets its backend from the test's parameter `backend`, or "nccl" if there is no such
-    parameter.
+    """Decorate a test as @ranks does. init() is called with the test's parameter `backend`, or with "nccl" if the test
+    has no such parameter.
 
     env: variables in addition to those that the stand-ins need. LIBRARY in env names the stand-in for the collectives.
     """
@@ -70,7 +70,7 @@ def devices(n: int | str, env: dict[str, str] | Callable[..., dict[str, str]] | 
 
 # -- kernels, which the stand-in for the CUDA driver runs on the CPU
 
-# Two driver functions can load kernels. For each of them, LOADED has the variables that make mscomm use it. WITHOUT
+# Two driver functions can load kernels. LOADED has, for each function, the variables that make mscomm use it. WITHOUT
 # lists the cases in which no kernels can be loaded, with the reason that mscomm must report.
 LOADED = {"library": {"FAKE_CUDA_VERSION": "13000"}, "module": {"FAKE_CUDA_VERSION": "11080"}}
 WITHOUT = {

@@ -115,13 +115,13 @@ class Function(NamedTuple):
     has_root: bool
     # Returns the number of rows of this rank's x.
     given: Callable[[How, int], int]
-    # Returns this rank's expected result, without the counts that some functions also return. None if there is no
-    # result.
+    # Returns this rank's expected result, or None if this rank gets no result. The counts that some functions also
+    # return are not included.
     model: Callable[[How, list[Array], int, list[int] | None], Array | None]
     # Calls the function with `x` (None if this rank may omit it), `how`, this rank, and options.
     call: Callable[..., Any]
-    # In an in-place call, x is a part of out, or out is a part of x. Returns the row at which that part begins, or None
-    # if the call cannot work in place.
+    # In an in-place call, x is a part of out, or out is a part of x. Returns the row at which this part begins in the
+    # larger array, or None if the call cannot work in place.
     place: Callable[[How, int], int | None] = lambda how, rank: 0
     # Returns the counts that the function returns along with the result.
     counts: Callable[[How, int], list[int]] | None = None

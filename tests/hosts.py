@@ -29,7 +29,7 @@ from types import TracebackType
 import pytest
 
 _serial = itertools.count()
-# Hosts inherit only these variables, because others may come from a launcher that runs this test.
+# Processes on a host inherit only these variables. Others could come from a launcher that runs this test.
 _INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH")
 
 
@@ -180,7 +180,7 @@ class Hosts:
 
     def _remove(self) -> None:
         for host in self._hosts:
-            with contextlib.suppress(RuntimeError):  # the namespace is missing if creating it failed
+            with contextlib.suppress(RuntimeError):  # if creating the namespace failed, it does not exist
                 for pid in host.pids():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)

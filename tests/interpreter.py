@@ -25,8 +25,8 @@ from typing import Any
 
 from mscomm.bootstrap.launcher import CONTROL_FD
 
-# The number of interpreters per file. Each one hashes strings differently, so ranks iterate over sets in different
-# orders.
+# The number of interpreters per file. Each interpreter hashes strings differently, so ranks of different interpreters
+# iterate over sets in different orders.
 ALIKE = 2
 # The prefixes of variables that a process reads only when it starts.
 AT_START = ("PYTHON", "LD_", "OMP_", "MALLOC_", "JAX_", "XLA_")
@@ -37,7 +37,7 @@ Order = dict[str, Any]
 
 
 class Interpreter:
-    """An interpreter process, as the tests see it."""
+    """Starts an interpreter process, and sends it orders from the tests."""
 
     def __init__(self, file: str, env: dict[str, str]) -> None:
         self._env = env

@@ -54,7 +54,9 @@ class Job:
         env: dict[str, str] | Callable[[int], dict[str, str]] | None = None,
         test: Order | None = None,
     ) -> None:
-        """command: the command line of one rank. test: the order for an interpreter, if one forks the rank instead."""
+        """command: the command line of one rank. test: an order for an interpreter, which then forks the ranks if their
+        environment permits it.
+        """
         self.size = size
         self.folder = folder
         self.processes: list[subprocess.Popen[bytes] | Forked] = []
@@ -205,7 +207,7 @@ def ranks(
     return decorate
 
 
-# -- functions by which ranks signal each other; they use files, because the tests make mscomm fail
+# -- functions with which ranks signal each other; they use files, because the tests make mscomm fail
 
 
 def tell(what: str) -> None:
@@ -246,14 +248,14 @@ def when_inside(number: int, then: Callable[[], object], group: Any = None) -> N
     threading.Thread(target=watch, daemon=True).start()
 
 
-before_joining: list[Callable[[], object]] = []  # functions that the ranks of a test file call before init()
+before_joining: list[Callable[[], object]] = []  # each rank calls these functions before init(); test files add them
 
 
 def be_a_rank(where: Order) -> None:
     """Run the test as one rank: join the job, run the body, leave. The test file must be imported already."""
     import mscomm
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell inherit SIGINT as ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with SIGINT ignored
     for prepare in before_joining:
         prepare()
     body = getattr(sys.modules["under_test"], where["name"]).body

@@ -1,5 +1,5 @@
-"""Runs commands: run() also kills processes that a command leaves behind; mscomm_run() starts a job by `mscomm run`;
-invoke() runs a click command inside this process.
+"""Functions that run commands. run() also kills processes that a command leaves behind. mscomm_run() starts a job with
+`mscomm run`. invoke() runs a click command in this process.
 """
 
 from __future__ import annotations

@@ -1,16 +1,20 @@
 """Many jobs in a row, each with one fault at a random moment: `python tests/soak.py --faults 1000 --seed 7`.
 
-Every job has 2 to 8 ranks, a random transport and a random loop of collectives whose results are checked. Then one rank
-is killed, is stopped for a while, raises an exception, exits, gets Ctrl-C, makes a different call from the others, is
-slow, arrives after the others have timed out, or has no file descriptors left; or the hub ends. The checks are: the job
-ends; no result is wrong; every other rank names the right first cause and raises it again at its next call; each
-process has the right exit code; nothing is left behind. In some jobs, a rank tries to use a group of which it is not a
-member, or the ranks create and destroy groups all the time, or the surviving ranks continue in a group made by shrink.
-Some jobs run beside a second job, which must not notice the fault. Some jobs train instead: with uneven data, or from
-checkpoints, some of which have been damaged on one rank.
+Each job has 2 to 8 ranks, a random transport and a random loop of collectives whose results are checked. At a random
+moment, the fault happens: one rank is killed, is stopped for a while, is slow, raises an exception, exits, gets Ctrl-C,
+makes a different call from the others, arrives after the others have timed out, or has no file descriptors left. In
+another kind of job, the hub ends.
 
-A failure prints the job and how to run it alone: `--only INDEX`. To save time, the ranks are forked from a process that
-has imported this file (interpreter.py); they join the job after the fork.
+Every job must end. No result may be wrong. Every other rank must name the right first cause, and raise it again at its
+next call. Each process must have the right exit code, and nothing may be left behind.
+
+In some jobs, a rank tries to use a group of which it is not a member, or the ranks create and destroy groups all the
+time, or the surviving ranks continue in a group made by shrink. Some jobs run at the same time as a second job, which
+must not notice the fault. Some jobs train with uneven data, or resume training from checkpoints that were damaged on
+one rank.
+
+If a job fails, soak.py prints the job and how to run it alone: `--only INDEX`. To save time, the ranks are forked from
+a process that has imported this file (interpreter.py). They join the job after the fork.
 """
 
 from __future__ import annotations
@@ -82,15 +86,15 @@ def plan(seed: int, index: int) -> dict[str, Any]:
         # The groups besides the world: one of the even ranks and one of the odd ranks, made by create_group or split.
         # "moving": the ranks create and destroy groups between their calls.
         "groups": draw.choice(("none", "none", "none", "created", "split", "moving", "moving")),
-        # Whether the surviving ranks continue after PeerLost. They do so only in jobs without other groups: a rank
-        # could wait, in a group that still works, for a rank that is already waiting in shrink.
+        # Whether the surviving ranks continue after PeerLost. They do so only in jobs without other groups. Otherwise, a
+        # rank in shrink could wait for a rank that waits for it in a group that still works.
         "shrinks": draw.random() < 0.7,
-        "beside": draw.random() < 0.2,  # a second job, which does not fail, runs at the same time
+        "beside": draw.random() < 0.2,  # whether a second job, which does not fail, runs at the same time
     }
 
 
 def neighbour(job: dict[str, Any]) -> dict[str, Any]:
-    """Return the second job: two ranks on the same host or hosts, with the same transport. It only pauses one rank."""
+    """Return the second job: two ranks on the same hosts, with the same transport. One of them is slow, none fails."""
     calm = {"fault": "slow", "victim": 0, "work": "calls"}
     return {**job, **calm, "seed": f"{job['seed']}:beside", "size": 2, "hosts": job["hosts"][:2]}
 
@@ -141,7 +145,7 @@ def one_rank(rank: int, job: dict[str, Any]) -> None:
     except mscomm.Error as error:
         if fault == "descriptors" and rank == victim:
             raise
-        if in_new_group:  # the next call cannot be on this group, so wait until the world has failed, too
+        if in_new_group:  # the next call is on the world instead of the new group: wait until the world has failed, too
             group, until = None, time.monotonic() + 3
             while time.monotonic() < until and not is_broken():
                 time.sleep(0.01)
@@ -340,7 +344,7 @@ class Running:
             return False
         if self.job["fault"] == "hub" and len(list(self.folder.glob("up.*"))) == len(self._ranks):
             time.sleep(self.job["after_s"])
-            self._hub.stop()  # it closes its links without a message, as a killed process does
+            self._hub.stop()  # closes the hub's links without a message, as if its process had been killed
         if time.monotonic() > self._stop_at:
             self._stop_at = float("inf")
             victim = self._ranks[self.job["victim"]]
@@ -412,7 +416,7 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
     for rank, code in enumerate(codes):
         expected = exits.get(fault, 0) if rank == victim else 0
         if fault == "descriptors" and rank == victim and code == 1:
-            continue  # the operating system's error has ended this rank
+            continue  # the victim has ended because of the operating system's error
         if code != expected:
             yield f"rank {rank}: {how(code)}, expected {how(expected)}"
         if rank == victim and fault in exits:
@@ -443,7 +447,7 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
             right = (named == [victim] or gave_up) and f"rank {victim}" in saw["text"]
         if not right or not re.search(words.get(fault, ""), saw["text"]):
             yield f"rank {rank} does not name rank {victim} as it should: {named}: {saw['text']}"
-        if saw["in_new_group"]:  # the next call was on the world, whose failure has its own text
+        if saw["in_new_group"]:  # the next call was on the world, whose error has a different text
             as_before = f"rank {victim}" in saw["again"] or fault == "hub"
         else:
             as_before = saw["again"] == f"{saw['kind']}: {saw['text']}"
@@ -459,7 +463,7 @@ def shared_files() -> set[str]:
 
 
 def soak(faults: int, seed: int, only: int | None = None, minutes: float = float("inf")) -> Counter[str]:
-    """Run the jobs. Return, for each fault, how many jobs went well. "failed" counts the others, which are printed."""
+    """Run the jobs. Return how many jobs went well, for each fault, and how many "failed". Print the failed jobs."""
     done: Counter[str] = Counter()
     shared_before, until = shared_files(), time.monotonic() + 60 * minutes
     interpreter = Interpreter(__file__, ENVIRONMENT)

@@ -36,7 +36,7 @@ def same_everywhere(what: str, arrays: dict[str, Any]) -> None:
 
 
 def train_unevenly(job: dict[str, Any], misbehave: Callable[[], None]) -> None:
-    """Take this rank's own number of steps inside join(). The victim misbehaves in one of its steps."""
+    """Train for this rank's number of steps inside join(). The victim misbehaves in one of its steps."""
     rank, steps = mscomm.get_rank(), job["steps"]
     weights, expected = Weights(), Weights()
     reducer = GradientReducer(weights.parameters)
@@ -137,7 +137,7 @@ def flip_a_bit(path: Path, draw: random.Random) -> None:
 
 
 class Line:
-    """A network and the model that trains it."""
+    """A linear network, and the Model that trains it."""
 
     def __init__(self) -> None:
         self.parameters = {"weight": np.zeros((1, 3), np.float32), "bias": np.zeros(1, np.float32)}
@@ -150,7 +150,7 @@ class Line:
 
 
 class Data:
-    """The same batches in each epoch; each rank has different ones."""
+    """Yields the same batches in each epoch. Each rank has different batches."""
 
     def __init__(self, rank: int) -> None:
         rng = np.random.default_rng(rank)

@@ -127,7 +127,7 @@ def test_without_a_name_the_first_that_all_ranks_can_use_counts() -> None:
     assert "no driver" in chosen.reason and "no CANN" in chosen.reason
     assert (
         accelerators.choose("auto", [able, able, able], [0, 0, 0], NAMES).backend == "cpu"
-    )  # three ranks, but the host has only two devices
+    )  # the host has three ranks, but only two devices
     assert accelerators.choose("cpu", [able], [0], NAMES).backend == "cpu"
 
 
@@ -272,7 +272,7 @@ def test_a_rank_without_a_driver_is_an_error_on_all_ranks_at_once(rank: int) -> 
     began = time.monotonic()
     with pytest.raises(mscomm.BackendUnavailable, match=r"nccl cannot be used, on rank 1 .*: cannot open libcuda.so.1"):
         mscomm.init("nccl")
-    assert time.monotonic() - began < 20  # a generous bound, because the error is raised after all ranks have joined
+    assert time.monotonic() - began < 20  # a generous bound: the error comes as soon as all ranks have joined
 
 
 @pytest.mark.parametrize(("code", "version"), [("21803", "2.18.3"), ("22809", "2.28.9"), ("23203", "2.32.3")])

@@ -1,4 +1,4 @@
-"""What the public functions accept and refuse. Where one rank is enough, the job has one rank and no launcher."""
+"""What the public functions accept and refuse. If a test needs only one rank, its job has no launcher."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_a_work_gives_the_result_as_often_as_it_is_asked(rank, group):
 def test_calls_beside_the_caller_are_carried_out_in_order(rank, group):
     x, works = np.full(50_000, rank + 1.0), []
     for _ in range(20):
-        # In place: x is the result of the previous call.
+        # x is also out, so each all_reduce depends on the result of the previous one.
         works.append(mscomm.all_reduce(x, "max", out=x, async_op=True))
         works.append(mscomm.all_gather_v(np.full(rank, rank), async_op=True))
     assert mscomm.all_reduce(np.ones(1))[0] == 3  # this call runs after all of the asynchronous ones
@@ -61,7 +61,7 @@ def test_arrays_of_a_dropped_work_live_until_it_has_ended(rank, group):
         mscomm.all_reduce(np.full(size, rank + 1.0), async_op=True)
         mscomm.all_gather_v(np.ones(rank + size), async_op=True)
         gc.collect()
-        np.zeros(size)  # would overwrite the dropped calls' arrays if their memory had been freed
+        np.zeros(size)  # overwrites the dropped calls' arrays if their memory was freed too early
     mscomm.barrier()
 
 
@@ -110,7 +110,7 @@ def test_arrays_that_were_started_live_though_a_later_one_could_not_be(rank, gro
         mscomm.all_reduce_many(big, async_op=True)
     del big
     gc.collect()
-    [np.zeros(300_000) for _ in range(6)]  # would overwrite the arrays in `big` if their memory had been freed
+    [np.zeros(300_000) for _ in range(6)]  # overwrites the arrays in `big` if their memory was freed too early
     with pytest.raises(mscomm.Aborted, match="MemoryError: no more"):
         mscomm.barrier()
 
@@ -144,7 +144,7 @@ def test_a_second_wait_writes_nothing(rank, group):
     out = np.zeros((2, 10))[:, ::2][0]  # strided, so the result is copied into it
     work = mscomm.all_reduce_many([np.ones(5)], out=[out], async_op=True)
     assert (work.wait(timeout=20)[0] == 2).all()
-    out[:] = 7  # the user's own values
+    out[:] = 7  # the second wait() must not overwrite these values
     assert work.wait()[0] is out and (out == 7).all()
 
 
@@ -160,7 +160,7 @@ def test_a_work_in_a_cycle_with_its_array_is_collected(rank, group):
             x.work.wait()
         while not x.work.done():
             time.sleep(0.001)
-        mscomm.barrier()  # releases the calls that have ended
+        mscomm.barrier()  # frees the Works that have ended, as each call does
         gone = weakref.ref(x)
         del x
         gc.collect()
@@ -189,7 +189,7 @@ def test_two_threads_that_wait_for_a_work_get_the_same_result(rank, group, funct
     def slowly(_: Any) -> None:
         time.sleep(0.2)  # in the meantime, other threads reach wait()
 
-    arrays.written_all = slowly  # after the result has been copied to an array of a subclass
+    arrays.written_all = slowly  # called after the result was copied to `out`, whose type is a subclass
     x, out = np.full(500, rank + 1.0), np.zeros(1000).view(Slow)[::2]
     if function == "all_reduce":
         work = mscomm.all_reduce(x, out=out, async_op=True)
@@ -216,6 +216,6 @@ def test_an_array_may_make_a_call_when_the_end_of_a_work_frees_it(rank, group):
     work = mscomm.all_reduce(np.ones(3).view(Loud), async_op=True)
     while not work.done():
         time.sleep(0.001)
-    del work  # nothing has waited for it
+    del work  # nobody has called work.wait()
     mscomm.barrier()  # each call frees the Works that have ended
     assert calls == [2.0]

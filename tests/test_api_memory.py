@@ -53,7 +53,7 @@ def test_a_view_keeps_shared_memory_alive(rank, group):
     del x
     gc.collect()
     assert heap.in_use() >= 4000
-    mscomm.empty(1000)[...] = -1  # overwrites x's memory if that memory was freed
+    mscomm.empty(1000)[...] = -1  # overwrites x's memory if that memory was freed too early
     assert part[0, 0] == rank + 1
     assert mscomm.all_reduce(part)[0, 0] == 1 + 2
 

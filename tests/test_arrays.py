@@ -158,7 +158,7 @@ def test_what_can_be_written_is_written_in_place(rank, group, name):
     else:
         with pytest.raises(TypeError, match="all_reduce: out is read-only"):
             mscomm.all_reduce_(x)
-    if library.writable:  # here, out is a view of a larger array: mscomm must either write to it or refuse it
+    if library.writable:  # with a view of a larger array as out, mscomm must write to the view or raise a TypeError
         whole = library.made(np.zeros((3, 4), np.float32))
         try:
             assert mscomm.all_reduce(library.made(np.ones(4, np.float32)), out=whole[1]) is not None
@@ -220,7 +220,7 @@ def test_tensors_that_cannot_be_moved_are_refused_with_the_way_out(rank, group):
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
 @ranks(2)
 def test_the_storage_of_a_tensor_can_be_resized_after_a_call(rank, group):
-    """FSDP resizes storages. PyTorch refuses to resize one after `x.numpy()`, so a call must not use `x.numpy()`."""
+    """FSDP resizes storages. PyTorch cannot resize a storage after `x.numpy()`, so a call must not use `x.numpy()`."""
     import torch
 
     for dtype in (torch.float32, torch.bfloat16):
@@ -236,7 +236,7 @@ def test_the_storage_of_a_tensor_can_be_resized_after_a_call(rank, group):
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
 @ranks(2)
 def test_a_tensor_may_get_other_memory_while_a_call_runs(rank, group):
-    """FSDP replaces a parameter's memory through `.data`. A call keeps using the memory that it was given."""
+    """FSDP replaces a parameter's memory through `.data`. A running call must keep using the old memory."""
     import torch
 
     x, out = torch.nn.Parameter(torch.full((1 << 18,), 1.0)), torch.zeros(1 << 18)

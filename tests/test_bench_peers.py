@@ -48,7 +48,7 @@ def test_an_mpirun_of_ours_gets_nothing_of_the_launcher_around_us() -> None:
 @each_moving
 @pytest.mark.parametrize("n", [2, 5])
 def test_memory_reads_each_x_once_and_writes_each_out_once(row: table.Collective, n: int) -> None:
-    """Check the table _MOVES: how much all ranks together read and write, in units of 1/n of the message."""
+    """Check the table _MOVES. It says how much all ranks together read and write, in units of 1/n of the message."""
     x = n if row.x_in_parts or not row.out_in_parts else 1
     out = n if row.out_in_parts or not row.x_in_parts else 1
     givers = 1 if row.rooted and not row.out_at_root else n
@@ -158,8 +158,8 @@ peer.close()
 
 @each_peer
 def test_every_row_of_the_table_is_right_on_a_peer(peer: str, tmp_path: Path) -> None:
-    """Run each collective of the table with another library, and compare with the table's expected results. This also
-    checks collectives that mscomm does not have yet.
+    """Run each collective of the table with the peer, and compare its results with those that the table expects. The
+    table also has collectives that mscomm does not have yet.
     """
     prefix = installed(peer)[1:]
     script = tmp_path / "every_row.py"

@@ -171,7 +171,7 @@ def test_compare_checks_for_matplotlib_before_anything_is_measured(
 def test_compare_keeps_what_is_wrong_and_goes_on_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both runs of the bench command end with status 1. The run for 8 bytes writes its file, the other run does not."""
+    """Both runs of the bench command end with status 1. The run for 8 bytes writes its file. The other run does not."""
     import compare
 
     def bench(command: list[str], **options: Any) -> Any:
@@ -233,7 +233,7 @@ def test_hosts_measures_and_reports(tmp_path: Path) -> None:
 
 @with_scripts
 def test_the_first_kind_that_exchanges_is_the_reference_for_the_weights() -> None:
-    """No job here runs in graph mode. The check must still find that the weights of two kinds differ."""
+    """Check that different weights of two kinds are found even if no job runs in graph mode."""
     import click
     from mindspore_step import MINDSPORE, MSCOMM, NOBODY, Kind, check_weights
 

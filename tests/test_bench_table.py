@@ -60,7 +60,7 @@ def test_a_part_in_the_wrong_place_is_wrong(row: table.Collective) -> None:
     for one in buffers:
         one.fill()
     x = [one.x.copy() for one in buffers]
-    rank = 0 if row.out_at_root else ranks - 1  # use the last rank, because rank 0 of a scan combines nothing
+    rank = 0 if row.out_at_root else ranks - 1  # not rank 0, because rank 0 of a scan combines nothing
     right, last = result_by_hand(row.name, x, rank, 0), buffers[rank]
     assert last.out is not None
     for shift in (1, 64, 1024):
@@ -79,8 +79,8 @@ DEFINED = [
 @pytest.mark.parametrize(("dtype", "op"), DEFINED)
 @pytest.mark.parametrize("ranks", [1, 3, 8, 64])
 def test_the_expected_reduction_is_exact_in_the_type_itself(dtype: str, op: str, ranks: int) -> None:
-    """Combine the ranks' arrays one by one in dtype, once from the first rank to the last and once from the last to
-    the first. Both orders give the same result.
+    """Combine the ranks' arrays one by one in dtype, from the first rank to the last, and then from the last rank to
+    the first. Both orders must give the same result.
     """
     kind = plan.dtype_of(dtype)
     contents = [table.Contents(case) for case in cases(table.COLLECTIVES["all_reduce"], ranks, dtype, op)]

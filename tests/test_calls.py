@@ -203,7 +203,7 @@ def test_what_only_pytorch_knows_of_its_tensors(alone):
     assert torch.Tensor in arrays.plain_types
     conjugated = torch.tensor([1 + 2j]).conj()
     assert conjugated.is_conj() and mscomm.all_reduce(conjugated).tolist() == [1 - 2j]
-    negated = torch.tensor([1 + 2j]).conj().imag  # it has one element, so PyTorch calls it contiguous
+    negated = torch.tensor([1 + 2j]).conj().imag  # contiguous for PyTorch, because it has one element
     assert negated.is_neg() and negated.is_contiguous() and mscomm.all_reduce(negated).tolist() == [-2]
     for view, kind, says in (
         (torch.ones(1).expand(4), TypeError, "out is read-only"),
@@ -262,12 +262,12 @@ def test_a_started_call_uses_the_memory_that_a_tensor_had(rank, group):
     for call in calls.values():
         x = torch.ones(1 << 20)
         if rank == 1:
-            mscomm.recv(np.empty(1), 0)  # by now, rank 0 has started its call, which waits for us
+            mscomm.recv(np.empty(1), 0)  # wait until rank 0 has started its call, which cannot end without rank 1
         work = call(x)
         if rank == 0:
             x.data = torch.zeros(1)
             gc.collect()
-            # These arrays would overwrite x if its memory had been freed.
+            # These arrays overwrite the memory that x had, if it was freed too early.
             others = [np.full(1 << 20, 7, np.float32) for _ in range(4)]
             mscomm.send(np.ones(1), 1)
             del others
@@ -289,8 +289,8 @@ def test_odd_calls_of_one_rank(alone):
 
 
 def test_what_errors_make_raises_passes_through(monkeypatch):
-    """Python code creates the exception for a failed call. If a signal handler raises an exception in that code, the
-    caller gets the handler's exception.
+    """Python code creates the exception for a failed call. If a signal handler raises an exception while this code is
+    running, the caller gets the handler's exception.
     """
 
     def interrupted(*_: Any) -> Any:

@@ -128,7 +128,7 @@ def test_no_flipped_bit_changes_what_is_read(tmp_path):
 
 
 def as_earlier_versions_wrote(path: Path) -> None:
-    """Rewrite the file as earlier versions did, without a checksum and the names that identify a training run."""
+    """Rewrite the file as earlier versions did: without a checksum and without the names of a training run."""
     import safetensors.numpy
 
     arrays, metadata = tensorfile.read(path)
@@ -181,7 +181,7 @@ def test_a_state_comes_back_with_its_types():
 
 def test_a_file_of_mindspore_says_how_to_convert_it(tmp_path):
     path = tmp_path / "resnet.ckpt"
-    path.write_bytes(b"\n\x17\n\x06weight\x12\r\x08\x03\x12\x07Float32")  # a Checkpoint in MindSpore's protobuf schema
+    path.write_bytes(b"\n\x17\n\x06weight\x12\r\x08\x03\x12\x07Float32")  # MindSpore's protobuf message `Checkpoint`
     line = re.escape(f'mscomm.save_checkpoint(mindspore.load_checkpoint("{path}"), "{tmp_path}/resnet.safetensors")')
     with pytest.raises(ValueError, match=f"MindSpore's .ckpt. Convert it once, where MindSpore is: {line}$"):
         load_checkpoint(path)
@@ -415,7 +415,7 @@ def test_going_on_gives_the_bits_of_a_run_without_a_break(tmp_path, at):
     np.random.seed(1)
     begun.train(3, Drawn(), [Stop(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(3))])
     np.random.seed(2)
-    # When the training stops, its last step is also saved.
+    # A training run that is stopped also saves its last step.
     assert going_on.resume(tmp_path / "parts") == ((1, 5) if at == 5 else (2, 2))
     going_on.train(3, Drawn(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(3)))
     expected, got = load_checkpoint(tmp_path / "whole-3_5.safetensors"), load_checkpoint(tmp_path / "parts")
@@ -469,7 +469,7 @@ class Halving(mscomm.Callback):
 def test_callbacks_go_on_too(tmp_path, steps, kept):
     config = CheckpointConfig(steps)
     first, second = Halving(), Halving()
-    # Each file is written after `first` has run for the step.
+    # ModelCheckpoint writes a file after `first` has run for the step, although it is listed before `first`.
     model().train(1, Batches(), [ModelCheckpoint("m", tmp_path, config), first])
     if steps == 3:
         (tmp_path / "m-1_5.safetensors").unlink()

@@ -36,8 +36,8 @@ def test_what_is_forced_is_not_asked_about_its_size():
 @pytest.mark.parametrize(("n", "chain"), [(2, None), (4, 256 << 10)])
 @ranks("n", env={"MSCOMM_HOST_ID": "{rank}"})
 def test_a_long_broadcast_over_links_goes_along_a_chain(rank: int, group: Any, n: int, chain: int | None):
-    """The faster algorithm is chosen. A chain takes as long as one message plus n-2 windows of 128 KiB. A tree takes as
-    long as log2(n) messages.
+    """Check that the faster algorithm is chosen. A chain takes as long as one message plus n-2 windows of 128 KiB. A
+    tree takes as long as log2(n) messages.
     """
     core = resolve(None).core
     for size in (8, (256 << 10) - 1, 256 << 10, (1 << 20) + 1):
@@ -49,8 +49,9 @@ def test_a_long_broadcast_over_links_goes_along_a_chain(rank: int, group: Any, n
 
 @ranks(34, env={"MSCOMM_HOST_ID": "{rank}"})
 def test_many_hosts_choose_what_takes_few_messages_or_a_ring(rank: int, group: Any):
-    """With more than 32 hosts, n-1 messages of each rank take longer than log2(n) latencies, so short messages take the
-    latter. The long messages of all_gather go around a ring. Reductions do not, because a ring would change the bits.
+    """With more than 32 hosts, `direct` takes longer for short messages than `bruck`, because each rank sends n-1
+    messages instead of log2(n). Long messages of all_gather go around a ring. Reductions do not use a ring, because the
+    bits of their results would change.
     """
     core = resolve(None).core
     chosen = {size: core.chosen(size) for size in (8, 7 << 10, 8 << 10, 1 << 20, 34 << 20)}
@@ -68,7 +69,7 @@ def test_many_hosts_choose_what_takes_few_messages_or_a_ring(rank: int, group: A
 @pytest.mark.parametrize("algorithm", ["direct", ""])
 @ranks(2, env={"MSCOMM_ALGO": "{algorithm}"})
 def test_a_rank_that_only_receives_may_send_an_empty_part_of_out(rank: int, group: Any, algorithm: str):
-    """The empty x lies where out begins, but nothing in it is overwritten, so the call is not in place."""
+    """Rank 1's x is empty and lies at the start of out. The call overwrites nothing in x, so it is not in place."""
     out = np.zeros(1_000_000, np.int32)
     x, counts = (np.arange(1_000_000, dtype=np.int32), [0, 1_000_000]) if rank == 0 else (out[:0], [0, 0])
     rows, received = mscomm.all_to_all_v(x, counts, out=out if rank == 1 else None)

@@ -32,7 +32,8 @@ from mscomm.job import resolve
 
 RANKS = (1, 2, 3, 5, 8)
 LARGE_BYTES = (1 << 20) + 4
-OWN_ORDER = {"ring"}  # reductions whose order depends on the position in the message: see "Same bits" in docs/guide.md
+# Algorithms that reduce in an order which depends on the position in the message: see "Same bits" in docs/guide.md.
+OWN_ORDER = {"ring"}
 ALGORITHMS = sorted({name for what, name, _ in _core.algorithms() if what != "barrier"})
 
 
@@ -117,7 +118,7 @@ def check_in_any_order(op: str, got: Array, expected: Array, inputs: list[Array]
     """Check that got is the reduction in some order: exactly if the order does not matter, otherwise within a bound.
 
     The bound allows n-1 roundings in the accumulator type, each of at most half an epsilon of the largest intermediate
-    magnitude, and one rounding to the element type. It counts all of them twice, because the expected value is rounded,
+    magnitude, and one rounding to the element type. Each rounding counts twice, because the expected value is rounded,
     too.
     """
     dtype, n = got.dtype, len(inputs)
@@ -249,8 +250,8 @@ def in_place(case: Case, values: Array, expected: Array, rank: int) -> tuple[Arr
 
 
 def called(case: Case, inputs: list[Array], expected: Array | None, rank: int, **options: Any) -> Array | None:
-    """Make the call, with x and out in the kinds of memory that the case names. Return the result. Check that the call
-    wrote nothing but out.
+    """Make the call, with x and out in the kinds of memory that the case names. Check that the call wrote only to out.
+    Return the result.
     """
     values = inputs[rank]
     x, out = X[case.kind.x](values, rank), None
@@ -317,8 +318,8 @@ def cases(names: list[str], n: int) -> Iterator[Case]:
     """Yield a case for every function x dtype x op x size. The kinds of memory, the shapes and the roots change from
     case to case.
 
-    For three ranks, there is also a case for every kind of memory x function x size. There, the dtypes change from case
-    to case.
+    For three ranks, there is also a case for every kind of memory x function x size. In these cases, the dtypes change
+    from case to case.
     """
     turn = itertools.count()
     kinds, tails, roots, dtypes = map(itertools.cycle, (KINDS, TAILS, range(n), DTYPES))
@@ -357,7 +358,7 @@ def is_long(algorithm: str, n: int) -> bool:
 @ranks("n", env={"MSCOMM_ALGO": "{algorithm}"}, timeout_s=300)
 def test_every_function_gives_what_numpy_gives(rank, group, n, algorithm):
     names = [name for name, row in FUNCTIONS.items() if algorithm in algorithms_of(row.what)]
-    hosts = resolve(None).hosts  # the host of each rank; test_hosts.py runs this on several hosts
+    hosts = resolve(None).hosts  # the host of each rank; test_hosts.py runs this test on several hosts
     ledger = Ledger()
     for case in cases(names, n):
         own_order = algorithm in OWN_ORDER and case.row.has_op
@@ -443,7 +444,7 @@ def test_a_root_that_has_sent_everything_may_leave(rank, group, algorithm):
 def test_barrier_lets_nobody_leave_before_everybody_has_come(rank, group, n, algorithm):
     for turn in range(3 * n):
         if turn % n == rank:
-            time.sleep(0.002)  # if barrier() did not wait, the others would have left it by now
+            time.sleep(0.002)  # long enough for the others to leave a barrier() that does not wait
         came = time.monotonic_ns()  # all processes of a host share one clock
         mscomm.barrier()
         left = time.monotonic_ns()

@@ -33,8 +33,8 @@ ON_THE_CPU = "mscomm.init(); x = np.ones(2, np.float32)"
 ON_A_DEVICE = "import idle; idle.register(); mscomm.init('nccl'); x = idle.IdleArray((2,), np.dtype(np.float32))"
 STRIDED = "mscomm.init(); x = np.ones(200, np.float32)[::2]"
 TENSOR = "import torch; mscomm.init(); x = torch.ones(2)"
-# For each case, the preparation, the call, and the largest number of instructions that one call may take. The limit is
-# a tenth more than CPython 3.11 needs, because other builds of Python need more or less.
+# For each case: the preparation, the call, and the largest number of instructions that one call may take. This limit is
+# 10 % above what CPython 3.11 needs, because other builds of Python may need more.
 CASES = {
     "numpy": (ON_THE_CPU, "mscomm.all_reduce(x, out=x)", 4_000),
     "numpy, timeout": (ON_THE_CPU, "mscomm.all_reduce(x, out=x, timeout=60)", 4_300),
@@ -51,11 +51,12 @@ def idle_library() -> str:
 
 
 def instructions(script: Path, calls: int) -> int:
-    """Count the instructions of a whole Python process: a job with one rank, which makes this many calls."""
+    """Return the number of instructions of a whole Python process, which joins alone and makes this many calls."""
     tool = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={script.parent / 'callgrind.out'}"]
     done = subprocess.run(
         [*tool, sys.executable, str(script), str(calls)],
-        # Make all starts alike: without random hash seeds, and without OpenBLAS's threads, which spin while they wait.
+        # Each start must execute the same instructions. So the hash seed is fixed, and OpenBLAS starts no threads, which
+        # would spin while they wait.
         env={
             **os.environ,
             "PYTHONHASHSEED": "0",

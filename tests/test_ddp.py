@@ -64,7 +64,7 @@ def test_a_script_with_two_lines_changed_ends_with_the_weights_of_pytorchs_wrapp
     train(changed, n, tmp_path / "ours")
     theirs = torch.load(tmp_path / "theirs" / "rank_0.pt")
     begin = torch.load(tmp_path / "theirs" / "checkpoint.pt")["model"]
-    # The weights have changed since the checkpoint, which shows that the epoch in join() has trained.
+    # The weights have changed since the checkpoint, so the epoch inside join() has trained the model.
     assert any((theirs[name] - begin[f"module.{name}"]).abs().max() > 1e-3 for name in theirs)
     for rank in range(n):
         ours = torch.load(tmp_path / "ours" / f"rank_{rank}.pt")
@@ -88,14 +88,14 @@ def rows(seed: int) -> Any:
 
 
 class Odd:
-    """What a module returns in one of the tests: a type that neither PyTorch nor mscomm knows."""
+    """A type that neither PyTorch nor mscomm knows. A module returns it in one of the tests."""
 
     def __init__(self, x: Any) -> None:
         self.x = x
 
 
 def passes(torch: Any) -> dict[str, Any]:
-    """Return ways to compute gradients, by name. Each takes a model, wrapped or not, and this rank's data."""
+    """Return functions that compute gradients, by name. Each takes a model, wrapped or not, and this rank's data."""
     from torch.utils.checkpoint import checkpoint
 
     def squares(model: Any, x: Any) -> None:
@@ -207,7 +207,7 @@ def test_after_backward_gradients_are_the_mean_of_the_ranks(rank: int) -> None:
                     mean = mscomm.all_reduce(plain.grad.detach().contiguous(), "avg")
                     assert (mine.grad - mean).abs().max() < 1e-12 * (1 + mean.abs().max()), (name, again)
             if kept is not None and not as_view:
-                # Later passes have not overwritten these gradients.
+                # The last passes did not overwrite the gradients that were kept before them.
                 assert all(torch.equal(one, copy) for one, copy in kept)
             kept = [(p.grad.detach(), p.grad.detach().clone()) for p in model.parameters()]
 
@@ -266,7 +266,8 @@ def test_all_ranks_begin_with_the_model_of_rank_0(rank: int) -> None:
     for name, x in inner.state_dict().items():
         own = name == "1.running_var"
         assert (mscomm.all_gather(x[None]) == x).all() != own, name
-    # At the first forward pass of a step, all ranks copy rank 0's running means. After it, their means differ.
+    # At the start of a step's first forward pass, all ranks copy rank 0's running means. After the pass, each rank has
+    # different means.
     x = torch.full((4, 3), float(rank))
     model(x).sum().backward()
     means = mscomm.all_gather(inner[1].running_mean[None])
@@ -281,7 +282,7 @@ def test_all_ranks_begin_with_the_model_of_rank_0(rank: int) -> None:
 def test_names_with_and_without_the_prefix(rank: int) -> None:
     import torch
 
-    # Here the weights' own names also begin with "module.", which is the prefix that the wrapper adds.
+    # The names of these weights begin with "module." even before the wrapper adds its prefix "module.".
     inner = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2)})
     model = mscomm.DistributedDataParallel(inner)
     assert list(model.state_dict()) == ["module.module.weight", "module.module.bias"]
@@ -390,8 +391,8 @@ def test_what_cannot_be_trained_is_told(rank: int) -> None:
 
 @ranks(2, expect={0: 0, 1: 3})
 def test_an_exception_in_the_backward_pass_is_not_forgotten(rank: int) -> None:
-    """After the exception, this rank has not sent all buckets, and other ranks are waiting for them. So this rank's
-    next forward pass must raise an error.
+    """Because of the exception, rank 1 does not send all buckets, and rank 0 waits for them. So rank 1's next forward
+    pass must raise an error.
     """
     import torch
 

@@ -52,8 +52,8 @@ def row(**changed: Any) -> Iterator[None]:
 
 @contextmanager
 def no_row() -> Iterator[None]:
-    """Act as if the table of array types had no row for DeviceArray. A subclass or an older library's array type has no
-    row, either. Calls then use the slower function `memory`.
+    """Act as if plain_types had no row for DeviceArray. It has none for subclasses and for array types of older
+    libraries. For types without a row, calls use the slower function `memory`.
     """
     with row(plain=lambda x: None):
         yield
@@ -119,7 +119,7 @@ def test_a_row_changes_no_result_and_no_record(rank: int, group: None, backend: 
 
 
 def wrong() -> dict[str, tuple[Any, ...]]:
-    """Return arguments (x, op, out) by name. In each, at least one of the three is wrong or needs special treatment."""
+    """Return arguments (x, op, out) by name. At least one of the three is wrong or needs special treatment."""
     x = on_device(np.ones((4, 2), np.float32))
     whole = on_device(np.ones(8, np.float32))
     elsewhere = DeviceArray.from_numpy(np.ones((4, 2), np.float32), device=3)

@@ -28,8 +28,8 @@ def reduces(dtype: np.dtype[Any], op: str) -> bool:
 
 
 def values(dtype: np.dtype[Any], rank: int, shape: tuple[int, ...], op: str | None) -> Array:
-    """Return random bits. Floats that will be reduced are whole numbers instead, so that their sum, product or mean
-    over four ranks is exact in any order.
+    """Return random bits. If floats are to be reduced, return whole numbers instead: their sum, product or mean over
+    four ranks is exact in any order.
     """
     count = math.prod(shape)
     rng = np.random.default_rng(rank)
@@ -42,8 +42,8 @@ def values(dtype: np.dtype[Any], rank: int, shape: tuple[int, ...], op: str | No
 
 
 def rows_of(n: int, size: int) -> list[list[list[int]]]:
-    """Return two tables of the number of rows from each rank to each rank. In the first, all numbers are equal. In the
-    second, they differ, and some are 0.
+    """Return two tables with the number of rows that each rank sends to each rank. In the first table, all numbers are
+    equal. In the second table, they differ, and some are 0.
     """
     uneven = [[(3 * source + target) % 4 * size for target in range(n)] for source in range(n)]
     return [[[size] * n] * n, uneven]
@@ -247,7 +247,7 @@ def test_a_captured_call_is_enqueued_where_it_is_and_not_watched(rank: int, grou
 @devices(2)
 def test_what_is_watched_does_not_end_a_capture_of_another_stream(rank: int, group: None) -> None:
     """While torch.cuda.graph captures a stream, an event query ends the capture, even if another thread makes the
-    query.
+    query. So mscomm's watching thread must not disturb the capture.
     """
     library = device_array.runtime().library
     stream, graph = device_array.new_stream(rank), device_array.c_uint64()
@@ -391,7 +391,7 @@ def test_messages_go_by_the_host(rank: int, group: None, backend: str) -> None:
             with device_array.stream(device_array.new_stream(rank)):
                 late = on_device(np.zeros(3, np.float32))
                 compute.add(late, 7, delay=0.1)
-                mscomm.send(late, 1)  # the data is sent once the stream has done the addition
+                mscomm.send(late, 1)  # the data is sent after the stream has done the addition
             work = mscomm.send(on_device(whole), 1, tag=1, async_op=True)
             mscomm.send(whole, 1, tag=2)
             mscomm.send(on_device(whole).T, 1, tag=3)

@@ -68,8 +68,8 @@ def gradients(rank: int, step: int, backend: str) -> dict[str, Array]:
 
 
 def mean_of_all(x: DeviceArray, backend: str, n: int) -> Array:
-    """Return the mean over the ranks. It is the sum times 1/n for HCCL, which has no "avg", and for bfloat16 with NCCL,
-    whose "avg" is not exact for that dtype.
+    """Return the mean over the ranks. With HCCL, which has no "avg", it is the sum times 1/n. The same holds for
+    bfloat16 with NCCL, whose "avg" is not exact for that dtype.
     """
     if backend == "nccl" and x.dtype != BFLOAT16:
         return mscomm.all_reduce(x, "avg").to_numpy()
@@ -309,7 +309,7 @@ def test_everybody_gets_the_roots_parameters(rank: int, group: None, backend: st
 
 
 class Foreign:
-    """An array that mscomm knows only by its protocol."""
+    """An array of an unknown library. It offers only the CUDA array interface."""
 
     def __init__(self, array: DeviceArray) -> None:
         self.array = array

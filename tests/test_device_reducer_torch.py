@@ -73,7 +73,7 @@ def test_the_weights_are_those_of_one_process_with_the_whole_batch(
     for mine, theirs in zip(model.parameters(), trained_alone(steps, rows).parameters(), strict=True):
         assert ((mine - theirs).norm() <= 1e-4 * theirs.norm()).all()
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    assert (mscomm.all_gather(flat[None]) == flat).all()  # all ranks have the same gradients, to the bit
+    assert (mscomm.all_gather(flat[None]) == flat).all()  # all ranks have the same weights, to the bit
     assert violations() == []
 
 
@@ -104,7 +104,8 @@ def test_new_gradients_come_into_a_bucket_in_one_launch_and_others_lie_there(ran
             moved = [at != p.grad.data_ptr() for at, p in zip(here, model.parameters(), strict=True)]
             assert (all(moved) if new else not any(moved)) and len(moved) == 40
             expected = 2 if compression else int(new)
-            # After the first step, the buckets get a new layout. Then each gradient and each residual is copied.
+            # In the first step, wait() gives the buckets a new layout. It copies each gradient and each residual to the
+            # new place.
             assert launches() - before == expected + (step == 0) * 40 * (2 if compression else 1)
     assert violations() == []
 

@@ -394,7 +394,7 @@ def test_the_weights_are_those_of_one_process_with_the_whole_batch(rank, group, 
     assert_same_weights(model, trained_alone(steps, rows), 1e-9)
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     everybodys = mscomm.all_gather(flat[None])
-    assert (everybodys == flat).all()  # all ranks have the same gradients, to the bit
+    assert (everybodys == flat).all()  # all ranks have the same weights, to the bit
 
 
 def convolutions() -> Any:

@@ -22,13 +22,13 @@ def settings_as_at_the_start():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with 84 rows for training and 12 for testing."""
+    """Write files with 84 rows for training and 12 for testing. Return their folder."""
     return write(tmp_path_factory.mktemp("data") / "cifar-10-batches-bin")
 
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files as large as CIFAR-10's that take no disk space. All of their bytes are 0."""
+    """Write files as large as CIFAR-10's. They contain only zeros, and take no disk space because they are sparse."""
     folder = tmp_path_factory.mktemp("full") / "cifar-10-batches-bin"
     folder.mkdir()
     for name in (*cifar10.TRAIN, cifar10.TEST):

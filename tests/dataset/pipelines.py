@@ -58,7 +58,9 @@ def fillers() -> list[threading.Thread]:
 
 
 def none_is_left() -> bool:
-    """Wait up to 10 s for all threads to end. Each one finishes its batch first. Return whether all have ended."""
+    """Wait up to 10 s for the threads of all datasets to end. Each thread finishes its batch first. Return whether all
+    threads have ended.
+    """
     until = time.monotonic() + 10
     while fillers() and time.monotonic() < until:
         time.sleep(0.001)

@@ -120,7 +120,7 @@ PERMUTED = [2, 4, 3, 0, 6, 1, 5, 7]
 def test_draws_are_even():
     drawn = draws.bits(1, np.arange(20_000))
     ones = (drawn[:, None] >> np.arange(64, dtype=np.uint64) & np.uint64(1)).mean(axis=0)
-    assert abs(ones - 0.5).max() < 0.02  # this and the other bounds are at least 5 standard deviations wide
+    assert abs(ones - 0.5).max() < 0.02  # this bound and the next one allow 5 standard deviations or more
     counts = np.bincount([draws.below(9, int(draw)) for draw in drawn], minlength=9)
     assert len(counts) == 9 and abs(counts / 20_000 - 1 / 9).max() < 0.012
     units = [draws.unit(int(draw)) for draw in drawn]

@@ -1,4 +1,4 @@
-"""What the mscomm.dataset modules import, and the examples in their docstrings."""
+"""The mscomm.dataset modules import little, and the examples in their docstrings are correct."""
 
 from __future__ import annotations
 

@@ -93,7 +93,8 @@ def test_no_more_is_made_ahead_than_there_is_room():
         until = time.monotonic() + 10
         while len(ahead) < min(taken + 3, 50) and time.monotonic() < until:
             time.sleep(0.0005)
-    # A row is read only while at most two batches are waiting. `taken` may be one too low, so `ahead` may contain a 3.
+    # The thread reads a row only while at most two batches are waiting. `taken` is increased shortly after a batch was
+    # taken, so it can be one too low, and `ahead` can contain a 3.
     assert len(ahead) == 50 and max(ahead) in (2, 3)
 
 
@@ -128,7 +129,7 @@ import mscomm.dataset as ds
 rows = iter(ds.GeneratorDataset([(i,) for i in range(1000)], "x", shuffle=False))
 next(rows)
 held, forked = threading.Event(), threading.Event()
-def hold():  # at the fork, the lock is held by a thread that the child does not have
+def hold():  # the thread that holds the lock during the fork does not exist in the child
     with rows._rows._queue.news:
         held.set()
         forked.wait()

@@ -124,7 +124,7 @@ def test_ranks_with_the_same_files_in_different_places_agree(rank, tmp):
     data = ds.Cifar10Dataset(mine, num_shards=3, shard_id=rank).batch(4)
     shards = mscomm.all_gather_object([image.tobytes() for batch in data for image in batch[0]])
     assert len(set(itertools.chain(*shards))) == 96
-    assert len(list(data)) == 8  # the second pass compares nothing
+    assert len(list(data)) == 8  # in the second pass, the ranks compare nothing
 
 
 @ranks(3)
@@ -172,7 +172,7 @@ def test_seeds_and_places_that_differ_are_told(rank):
 
 @ranks(2)
 def test_a_dataset_that_is_not_shared_is_not_compared(rank):
-    if rank == 1:  # rank 0 makes no dataset, so rank 1 would wait forever if it compared its dataset with rank 0's
+    if rank == 1:  # rank 0 makes no dataset, so rank 1 would wait forever if it compared its own with other ranks
         assert len(list(ds.GeneratorDataset(numbers(10), "x"))) == 10
         assert len(list(ds.GeneratorDataset(numbers(10), "x", num_shards=4, shard_id=3))) == 3
 

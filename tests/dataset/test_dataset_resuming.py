@@ -20,7 +20,7 @@ from mscomm.dataset import transforms, vision
 
 
 def pipeline(folder: Path, shards: int = 2, shard: int = 1) -> ds.Dataset:
-    """Return a pipeline like the tutorials', with smaller images."""
+    """Return a pipeline like that of the tutorials, with smaller images."""
     data = ds.Cifar10Dataset(folder, num_shards=shards, shard_id=shard)
     data = data.map(transforms.TypeCast(mscomm.int32), "label")
     image = [vision.RandomCrop((32, 32), (4, 4, 4, 4)), vision.RandomHorizontalFlip(), vision.Resize((40, 36))]
@@ -60,7 +60,7 @@ def test_a_pass_goes_on_at_any_batch_with_the_same_bits(folder, name, ahead):
             next(rows, None) or next(rows)  # at the end of a pass, go on to the first batch of the next pass
         state = json.loads(json.dumps(data.state_dict()))
         rows.close()
-        ds.config.set_seed(123)  # this seed must have no effect, because the state contains its own
+        ds.config.set_seed(123)  # must have no effect, because the state contains a seed
         resumed = make(folder)
         resumed.load_state_dict(state)
         ds.config.set_seed(SEED)
@@ -205,8 +205,8 @@ def test_the_operations_of_a_map_draw_for_themselves(folder):
     plain = ds.Cifar10Dataset(folder, shuffle=False)
     twice = plain.map([vision.RandomHorizontalFlip(), vision.RandomHorizontalFlip()], "image")
     flipped = sum(not np.array_equal(one, other) for (one, _), (other, _) in zip(plain, twice, strict=True))
-    # The mean is 48, and each bound is 5 standard deviations away. If both flips drew the same numbers, this would be
-    # 0.
+    # The mean is 48, and each bound is 5 standard deviations away. If both flips drew the same numbers, `flipped` would
+    # be 0.
     assert 24 < flipped < 72
 
 

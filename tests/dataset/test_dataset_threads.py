@@ -35,7 +35,7 @@ def four_cpus(monkeypatch):
 
 
 def pixels(image: Any) -> Any:
-    """A function from the user's program."""
+    """Stands for a function of the user's program."""
     return image[::2]
 
 
@@ -94,7 +94,7 @@ def test_a_pass_in_threads_goes_on_at_any_batch_with_the_same_bits(folder, four_
 
 
 class Busy:
-    """A function that records how many threads call it at once, and in which order the rows arrive."""
+    """A function that records how many threads call it at once, and the order in which it gets the rows."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -116,8 +116,8 @@ def test_a_function_of_the_program_is_called_by_so_many_threads_as_its_step_allo
     busy, alone = Busy(), Busy()
     data = ordered(40).map(alone).map(busy, num_parallel_workers=4)
     assert given_by(data) == list(range(40))
-    assert busy.most > 1  # otherwise one thread would have made all 40 calls
-    assert alone.most == 1 and alone.order == list(range(40))  # one thread called it
+    assert busy.most > 1  # at least two threads were in `busy` at the same time
+    assert alone.most == 1 and alone.order == list(range(40))  # one thread made all calls of `alone`
     alone = Busy()
     assert given_by(ordered(24).map(alone).batch(2).batch(3, num_parallel_workers=4)) == [
         [[i, i + 1] for i in range(begin, begin + 6, 2)] for begin in range(0, 24, 6)

@@ -38,7 +38,7 @@ def why_not() -> str:
 
 
 def library() -> str:
-    """Return a library to make arrays with. Any will do, because a kernel sees only memory."""
+    """Return the name of an installed array library. Either library will do, because a kernel sees only memory."""
     return next((name for name in ("cupy", "torch") if importlib.util.find_spec(name)), "")
 
 
@@ -97,7 +97,7 @@ def same(got: Array, expected: Array) -> bool:
 
 
 def scaled(x: Array, scale: float, into: np.dtype[Any]) -> Array:
-    """Scale x as a kernel does: float64 holds the exact product of two floats, which is then rounded to float32."""
+    """Scale x as a kernel does, which rounds each product once. float64 holds the exact product of two float32."""
     with np.errstate(over="ignore", invalid="ignore"):
         if x.dtype == np.float64:
             return x * scale
