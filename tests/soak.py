@@ -86,8 +86,8 @@ def plan(seed: int, index: int) -> dict[str, Any]:
         # The groups besides the world: one of the even ranks and one of the odd ranks, made by create_group or split.
         # "moving": the ranks create and destroy groups between their calls.
         "groups": draw.choice(("none", "none", "none", "created", "split", "moving", "moving")),
-        # Whether the surviving ranks continue after PeerLost. They do so only in jobs without other groups. Otherwise, a
-        # rank in shrink could wait for a rank that waits for it in a group that still works.
+        # Whether the surviving ranks continue after PeerLost. They do so only in jobs without other groups. Otherwise,
+        # a rank in shrink could wait for a rank that waits for it in a group that still works.
         "shrinks": draw.random() < 0.7,
         "beside": draw.random() < 0.2,  # whether a second job, which does not fail, runs at the same time
     }

@@ -55,8 +55,8 @@ def instructions(script: Path, calls: int) -> int:
     tool = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={script.parent / 'callgrind.out'}"]
     done = subprocess.run(
         [*tool, sys.executable, str(script), str(calls)],
-        # Each start must execute the same instructions. So the hash seed is fixed, and OpenBLAS starts no threads, which
-        # would spin while they wait.
+        # Each start must execute the same instructions. So the hash seed is fixed, and OpenBLAS starts no threads,
+        # which would spin while they wait.
         env={
             **os.environ,
             "PYTHONHASHSEED": "0",

@@ -41,7 +41,7 @@ from fakes.managed_torch import is_managed  # noqa: E402
 
 
 class Holds:
-    """A network that only has parameters: the given arrays."""
+    """A network that consists of the given arrays and cannot be trained."""
 
     def __init__(self, parameters: dict[str, Any]) -> None:
         self.parameters = parameters
@@ -63,7 +63,7 @@ def in_all_libraries(numbers: dict[str, np.ndarray[Any, Any]]) -> list[dict[str,
 def test_weights_on_the_device_go_into_a_file_and_back(rank: int, group: None, backend: str) -> None:
     numbers = some_arrays()
     for mine in in_all_libraries(numbers):
-        net = Holds({name: x.T if name == "float32" else x for name, x in mine.items()})  # one of them is strided
+        net = Holds({name: x.T if name == "float32" else x for name, x in mine.items()})  # x.T is strided
         expected = {name: x.T if name == "float32" else x for name, x in numbers.items()}
         with tempfile.TemporaryDirectory() as folder:
             save_checkpoint(net, Path(folder) / "all", append_dict={"step": 3})
@@ -133,7 +133,7 @@ def test_arrays_that_are_known_by_their_protocol_alone_are_refused(tmp_path: Pat
 
 
 class LineOnDevice(Line):
-    """A Line whose arrays compute on the device."""
+    """A Line whose arrays and computations are on the device."""
 
     def __init__(self, bias: float = 0) -> None:
         super().__init__({name: self.there(x) for name, x in start(bias).items()})
@@ -182,7 +182,7 @@ def test_arrays_of_the_device_are_trained_where_they_are(rank: int, group: None,
 
 
 def torch_net() -> Any:
-    """Return a network with running means and random numbers."""
+    """Return a network that has running means (BatchNorm1d) and draws random numbers (Dropout)."""
     torch.manual_seed(1)
     return torch.nn.Sequential(
         torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.25), torch.nn.Linear(4, 1)
@@ -208,7 +208,7 @@ def test_modules_on_the_device_are_trained_and_resumed(rank: int, group: None, b
         model = torch_model(again)
         assert model.resume(folder) == (2, 2)
         model.train(2, Batches())
-        # The function writes into the arrays of net, so their addresses stay the same (see below).
+        # This writes into net's arrays, so their addresses must still be `addresses`.
         assert load_param_into_net(net, load_checkpoint(folder)) == ([], [])
     assert losses.mean == expected.mean and len(losses.mean) == 2 * BATCHES
     assert [x.data_ptr() for x in net.state_dict().values()] == addresses
@@ -271,7 +271,7 @@ def test_two_ranks_train_the_model_that_one_trains_with_the_whole_batch(
     mscomm.reset_auto_parallel_context()
     net, alone = Line(), Losses()
     Model(net, optimizer=Momentum(net.parameters, 0.05, 0.9)).train(2, Batches(), alone)
-    # With compression, gradients are sent as bfloat16, which has few bits.
+    # With compression, gradients are sent as bfloat16, so the weights are less exact.
     close = {"rtol": 1e-4, "atol": 1e-6} if compression is None else {"rtol": 0.1, "atol": 0.02}
     np.testing.assert_allclose(losses.mean, alone.mean, **close)
     for name, x in weights().items():

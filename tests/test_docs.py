@@ -54,7 +54,7 @@ def test_files_of_the_repository_that_a_page_names_exist(page: Path) -> None:
 
 
 def documented_variables() -> set[str]:
-    """Return the variable names in the guide and in docs/env.md, which are in the first two columns of the tables."""
+    """Return the variable names in the first two columns of the tables of docs/env.md and of a section of the guide."""
     section = re.split(r"^## ", GUIDE.read_text().partition("## Environment variables")[2], maxsplit=1, flags=re.M)[0]
     section += (ROOT / "docs/env.md").read_text()
     rows = [line.split("|") for line in section.splitlines() if line.startswith("|")]
@@ -72,7 +72,7 @@ def test_every_variable_of_ours_in_the_code_is_documented() -> None:
 
 
 def test_every_message_of_the_errors_page_is_in_the_code() -> None:
-    """Headings quote the fixed words of a message in backticks; … stands for the part that varies."""
+    """Headings quote messages in backticks. In a quoted message, … stands for the parts that vary."""
     joined = re.sub(r"""["']\s*\n\s*f?["']""", "", CODE).replace("`", "")  # join literals that are split over lines
     headings = "\n".join(re.findall(r"^### (.*)$", ERRORS.read_text(), flags=re.M))
     quoted = re.findall(r"`(.*?)`", headings)

@@ -69,7 +69,7 @@ def test_a_backend_that_is_not_here_is_one_line_unless_asked(monkeypatch: pytest
     short = said({}, False)
     assert short["nccl"] == short["hccl"] == "not installed (mscomm doctor -v tells where it was looked for)"
     assert said({}, True)["nccl"] == "cannot open libnccl.so. Tried: everywhere"
-    named = said({"MSCOMM_NCCL_LIBRARY": "/there/libnccl.so"}, False)  # a library that the user names must be found
+    named = said({"MSCOMM_NCCL_LIBRARY": "/there/libnccl.so"}, False)  # the user names a library, so it must be found
     assert "Tried" in named["nccl"] and "Tried" not in named["hccl"]
 
 

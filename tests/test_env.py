@@ -25,8 +25,8 @@ def module_of(path: Path) -> str:
 
 
 def names_in_code() -> dict[str, set[str]]:
-    """Return the modules that use each variable. A string in the code counts as a variable if it is in the table or
-    begins like mscomm's variables.
+    """Return the modules that use each variable. A string in the code counts as a variable if it is in the table, or if
+    it begins with MSCOMM_ or MS_ and is not in VALUES.
     """
     known = {row.name for row in environment.VARIABLES}
     found: dict[str, set[str]] = {}
@@ -59,7 +59,7 @@ def test_every_variable_that_the_code_names_has_a_row() -> None:
 
 @each_row
 def test_the_readers_of_a_row_are_those_of_the_code(row: environment.Variable) -> None:
-    """If the code that reads a variable is deleted, the variable's row must be deleted, too."""
+    """If the code no longer reads a variable, the variable's row must be deleted, too."""
     assert row.readers
     assert set(row.readers) <= IN_CODE.get(row.name, set())
 

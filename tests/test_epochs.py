@@ -45,7 +45,7 @@ def model() -> tuple[Model, Line]:
 
 
 def loader() -> Any:
-    """PyTorch's DataLoader with a DistributedSampler, as on rank 0 of 2."""
+    """Return PyTorch's DataLoader with the DistributedSampler of rank 0 of 2."""
     data = pytest.importorskip("torch.utils.data")
     import torch
 
@@ -60,7 +60,7 @@ def pipeline() -> Any:
 
 
 class Sampled:
-    """A user's dataset that has its own set_epoch, but no way to read the number of its epoch."""
+    """A user's dataset that has set_epoch(), but offers no way to read the number of its epoch."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -127,7 +127,7 @@ def test_a_script_that_sets_the_epoch_itself_gets_the_same() -> None:
 
 
 @each_data
-@pytest.mark.parametrize("step", [2, 3, 4])  # a step in the middle of an epoch, at its end, and after its end
+@pytest.mark.parametrize("step", [2, 3, 4])  # an epoch has 3 steps: stop in epoch 1, at its end, and in epoch 2
 @pytest.mark.parametrize("before", [0, 1])  # the number of earlier training runs with the same data
 def test_resume_gives_the_order_of_the_resumed_epoch(make: Any, step: int, before: int, tmp_path: Any) -> None:
     class Stop(mscomm.Callback):

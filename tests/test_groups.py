@@ -43,7 +43,7 @@ def test_a_ranks_place_in_the_list_is_its_rank_in_the_group(rank, group):
     assert mscomm.get_group_size("some") == mscomm.get_world_size("some") == 3
     assert mscomm.get_process_group_ranks("some") == [3, 0, 2]
     assert mscomm.all_gather(np.array([rank]), group=made).tolist() == [3, 0, 2]
-    assert mscomm.broadcast(np.array([rank]), root=1, group="some")[0] == 0  # root is a rank of the group
+    assert mscomm.broadcast(np.array([rank]), root=1, group="some")[0] == 0  # rank 1 of the group is rank 0 of the job
     assert mscomm.get_local_rank("some") == place and mscomm.get_local_rank_size("some") == 3
 
 
@@ -172,7 +172,7 @@ def functions_of_groups():
     public |= {f"comm_func.{name}": f for name, f in vars(mscomm.communication.comm_func).items() if name[0] != "_"}
     for name, function in public.items():
         if not callable(function) or name in ("Work", "create_group", "destroy_group"):
-            continue  # Work is a class, and the other two create and destroy groups
+            continue  # Work is a class; the two functions create and destroy groups
         parameters = inspect.signature(function).parameters
         if "group" not in parameters:
             continue
@@ -232,7 +232,7 @@ def test_every_use_of_a_group_by_a_rank_that_is_no_member_raises(rank, group):
 def test_a_rank_that_is_no_member_may_forget_the_name_and_use_it_for_another_group(rank, group):
     first = mscomm.create_group("pair", [0, 1])
     if rank == 2:
-        # The ranks are in another order. From here on, the name means this new group.
+        # From here on, the name means this new group, which has the ranks in another order.
         again = mscomm.create_group("pair", [1, 0])
         assert again.ranks == [1, 0] and not first
         mscomm.destroy_group(first)
@@ -351,7 +351,7 @@ def test_who_destroys_a_group_while_others_wait_in_it_is_named(rank, group, algo
     assert total(made) == 3
     everybody_is_here()
     if rank == 1:
-        time.sleep(0.5)  # by then, the others may be in the barrier, or they may arrive later
+        time.sleep(0.5)  # by then, the others are probably in the barrier, but the test does not depend on it
         mscomm.destroy_group(made)
     else:
         with pytest.raises(mscomm.Error, match="rank 1 "):
@@ -416,7 +416,8 @@ def test_a_thousand_groups_leave_nothing_behind(rank, group, algo, number):
             before = in_use()
     mscomm.barrier()
     after = in_use()
-    # `before` can be larger than `after`: the peer may not have freed its part of the group when `before` was read.
+    # `before` can be larger than `after`, because the peer may not have freed its part of the group when `before` was
+    # read.
     assert all(after[what] <= before[what] for what in before), (before, after)
     assert list(job.default().groups) == ["world"]
     tables = (member._communicators, member._dialled, member._early, member._told, member._verdicts, member._met)
@@ -469,7 +470,7 @@ def test_abort_reaches_every_group_and_those_that_are_made_later(rank, group):
     own = mscomm.create_group("own", [rank])
     pair = mscomm.create_group("pair", [1, 2])
     if rank == 0:
-        mscomm.barrier()  # from here on, all ranks have created their groups
+        mscomm.barrier()  # wait until all ranks have created their groups
         mscomm.abort("stop")
     for one in (None, own, pair) if pair else (None, own):
         with pytest.raises(mscomm.Aborted, match="rank 0 called abort: stop"):
@@ -568,8 +569,8 @@ def test_a_call_on_a_group_that_a_peer_destroyed_ends_and_says_so(rank, group, a
 def test_a_rank_without_descriptors_is_the_one_that_is_named(rank, group):
     if rank == 1:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # Too few descriptors are left: create_group needs one for a listener, one for a connection to rank 0, and one
-        # for a connection from rank 2.
+        # Too few descriptors are left. create_group needs three: for a listener, for a connection to rank 0, and for a
+        # connection from rank 2.
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, hard))
         with pytest.raises(OSError, match="Too many open files"):
             mscomm.create_group("all", [0, 1, 2])
@@ -577,7 +578,7 @@ def test_a_rank_without_descriptors_is_the_one_that_is_named(rank, group):
         until_told("rank 0", "rank 2")
         return
     with pytest.raises(mscomm.Aborted, match=r"rank 1: .*Too many open files"):
-        mscomm.barrier(group=mscomm.create_group("all", [0, 1, 2]))  # rank 0 may succeed in create_group
+        mscomm.barrier(group=mscomm.create_group("all", [0, 1, 2]))  # create_group may succeed on rank 0
     tell(f"rank {rank}")
 
 

@@ -55,7 +55,7 @@ def two(tmp_path: Path) -> Iterator[Hosts]:
 
 @pytest.fixture
 def two_by_ipv6(tmp_path: Path) -> Iterator[Hosts]:
-    """Two hosts that have no IPv4 addresses except loopback."""
+    """Make two hosts that have no IPv4 addresses except loopback."""
     with Hosts(2, tmp_path, version=6) as hosts:
         yield hosts
 
@@ -126,8 +126,8 @@ def test_mpirun_over_hosts_without_a_key_is_refused_with_the_fix(two: Hosts) -> 
 
 
 def test_mpirun_uses_the_network_that_is_chosen(two_networks: Hosts, key: str) -> None:
-    """There are two networks and no default route. Without MSCOMM_SOCKET_IFNAME, mpirun fails with an error that says
-    so.
+    """There are two networks and no default route. Without MSCOMM_SOCKET_IFNAME, the job fails, and the error asks for
+    this variable.
     """
     words = ["-H", f"{two_networks[0].address}:2,{two_networks[1].address}:2", "-x", "MSCOMM_JOB_KEY_FILE"]
     chosen = ["-x", "MSCOMM_SOCKET_IFNAME=10.77.1.0/24", sys.executable, "-c", WHERE]
@@ -184,7 +184,7 @@ def test_the_scripts_with_a_scheduler_and_workers(two: Hosts, key: str, tmp_path
 
 
 def cluster(hosts: Hosts, script: list[str | Path], **env: str) -> list[tuple[int, str, str]]:
-    """Run a scheduler, on the first host as in the tutorial, and four workers. Return how each process ended."""
+    """Run four workers, and a scheduler on the first host, as in the tutorial. Return how each process ended."""
     variables = {"MS_WORKER_NUM": "4", "MS_SCHED_HOST": hosts[0].address, "MS_SCHED_PORT": "8117", **env}
 
     def start(host: Host, role: str) -> subprocess.Popen[str]:
@@ -251,7 +251,7 @@ def test_a_worker_with_another_key_is_refused_and_the_job_goes_on(two: Hosts, ke
 def run_nodes(
     hosts: Hosts, words: list[str | Path], address: str = "", timeout_s: float = 60, **env: str
 ) -> list[tuple[int, str, str]]:
-    """Run `mscomm run` on each host, as one node with two ranks."""
+    """Run `mscomm run` on each host. Each host is one node with two ranks."""
     options = ["--nnodes", str(len(hosts)), "--master-addr", address or hosts[0].address, "-n", "2"]
     processes = [
         host.start([sys.executable, "-m", "mscomm", "run", *options, "--node-rank", str(i), *words], env)
@@ -288,7 +288,7 @@ def test_the_line_that_node_0_prints_starts_the_other_node(two: Hosts, key: str)
 
 
 def test_mscomm_run_starts_the_other_host_and_ranks_follow_the_list(two: Hosts, tmp_path: Path) -> None:
-    """The second host of the list starts the job, with only a few ports allowed by MSCOMM_PORTS."""
+    """The second host of the list starts the job. MSCOMM_PORTS allows only a few ports."""
     script = tmp_path / "where.py"
     script.write_text(WHERE)
     command = [sys.executable, "-m", "mscomm", "run", "--hosts", "host-0:1,host-1:2", script]
@@ -336,7 +336,7 @@ def test_a_host_that_goes_away_ends_the_job_on_the_other(two: Hosts, key: str) -
 
 
 def each(hosts: Hosts, env: dict[str, str], **more: str) -> list[tuple[int, str, str]]:
-    """Run one rank per host. A % in a value is replaced by the host's number."""
+    """Run one rank per host. In the value of a variable, % is replaced by the host's number."""
     processes = [
         host.start(
             [sys.executable, "-c", WHERE], {name: text.replace("%", str(i)) for name, text in {**env, **more}.items()}
@@ -462,7 +462,7 @@ def test_init_by_hand_over_two_hosts(two: Hosts, key: str) -> None:
 
 @ranks(4)
 def conformance_by_links(rank: int, group: None, n: int, algorithm: str) -> None:
-    """Run the conformance test of an algorithm. Afterwards, only the hierarchical one may have used shared memory."""
+    """Run the conformance test of an algorithm. Check that only the hierarchical algorithm has used shared memory."""
     test_conformance.test_every_function_gives_what_numpy_gives.body(rank=rank, group=group, n=n, algorithm=algorithm)
     carried = resolve(None).core.carried()
     assert (carried["arena"] > 0) == (algorithm == "hierarchical") and carried["mesh"] > 1 << 20, carried

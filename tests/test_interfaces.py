@@ -30,7 +30,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Control:
-    """Stands in for a control link; only its own address is used."""
+    """Stands in for a control link. It has only a local address."""
 
     def __init__(self, own: str) -> None:
         self.family = socket.AF_INET6 if ":" in own else socket.AF_INET if own else socket.AF_UNIX
@@ -47,7 +47,7 @@ def chosen(own: str, **env: str) -> str:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("eth1", "192.168.7.5"),  # there is an interface eth1, so "eth1" does not match eth10
+        ("eth1", "192.168.7.5"),  # an interface is named eth1, so "eth1" does not match eth10
         ("eth", "10.0.0.5"),  # no interface is named eth, so "eth" matches eth0 and the like
         ("ib0,eth1", "192.168.7.5"),  # the first name that exists is used
         ("eth1,eth0", "192.168.7.5"),  # the order of the names decides

@@ -130,7 +130,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(port: int) -> Iterator[Start]:
-    """start(role, script, **env) starts one process of an MS_* job on `port`. All of them are ended after the test."""
+    """start(role, script, **env) starts one process of an MS_* job on `port`. The fixture ends all processes."""
     processes: list[subprocess.Popen[str]] = []
 
     def begin(role: str, script: Path = ALLGATHER, workers: int = 2, **env: str) -> subprocess.Popen[str]:
@@ -268,8 +268,9 @@ def test_mpi4py_may_come_before_or_after_init_or_not_at_all(mpi: Environment, or
     assert (done.returncode, done.stdout) == (0, "ok\n" * 4), done.stderr
 
 
-# In prterun, one thread answers PMIx_Finalize and another notes that the client has finalized. A client that closes its
-# connection before that counts as dead. This library is preloaded and delays the note, as a busy machine would.
+# In prterun, one thread answers PMIx_Finalize, and then another thread notes that the client has finalized. If the
+# client closes its connection before prterun has noted this, prterun treats the client as dead. The library below is
+# preloaded into prterun and delays the note, as a busy machine would.
 LATE_NOTE = r"""
 #include <dlfcn.h>
 #include <errno.h>
@@ -303,7 +304,8 @@ def test_mpi4py_works_with_a_pmix_server_that_is_late(openmpi: Environment, orde
     subprocess.run([compiler, "-shared", "-fPIC", "-D_GNU_SOURCE", source, "-o", library, "-ldl"], check=True)
     done = openmpi.start(4, script, order, LD_PRELOAD=str(library))
     assert (done.returncode, done.stdout) == (0, "ok\n" * 4), done.stderr
-    # At least 12 answers must be late: for each of the 4 ranks, those to two helpers and to one MPI_Finalize.
+    # At least 12 answers must be late. Each of the 4 ranks gets one for each of its two PMIx helpers, and one for
+    # MPI_Finalize.
     assert done.stderr.count("late\n") >= 12, done.stderr
 
 
@@ -609,8 +611,8 @@ UNREACHABLE = [
 
 @pytest.mark.parametrize("variables", UNREACHABLE, ids=lambda variables: " ".join(variables)[:60])
 def test_a_launcher_that_cannot_be_reached_never_makes_jobs_of_one(variables: dict[str, str], port: int) -> None:
-    """The variables describe a job of 2 ranks, but there is no launcher, or no second rank. init() then raises an error
-    that says what was tried.
+    """The variables describe a job of 2 ranks, but there is no launcher, or no second rank. init() must raise an error
+    instead of making a job with one rank.
     """
     variables = {name: text.replace("PORT", str(port)) for name, text in variables.items()}
     done = subprocess.run(
@@ -632,7 +634,7 @@ def losses(text: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def alone() -> list[float]:
-    """The losses of a training run with the whole batch in one process."""
+    """Train with the whole batch in one process. Return the losses."""
     done = subprocess.run(
         [sys.executable, QUICKSTART / "net.py"], capture_output=True, text=True, timeout=60, env=clean_environment()
     )
@@ -642,8 +644,8 @@ def alone() -> list[float]:
 
 
 def assert_all_ranks_print(alone: list[float], outputs: list[str]) -> None:
-    """Check that all ranks print equal losses, to the bit. These may differ by up to 1e-6 from the losses of a single
-    process.
+    """Check that all ranks print exactly the same losses. A loss may differ by up to 1e-6 from that of a single process
+    (`alone`).
     """
     first = losses(outputs[0])
     assert all(losses(output) == first for output in outputs)

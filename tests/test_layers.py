@@ -1,5 +1,5 @@
-"""Which layers a layer may use, according to its includes in C++ and imports in Python, and what the core must not
-contain.
+"""The includes in C++ and the imports in Python use only the same layer and lower layers. The core does not contain
+Python, listeners or vendor headers.
 """
 
 from __future__ import annotations

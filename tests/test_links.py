@@ -76,7 +76,7 @@ def test_connecting_waits_while_the_backlog_of_a_unix_socket_is_full():
 def no_descriptor_left():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 3, hard))
-    taken: list[int] = []  # at least one descriptor
+    taken: list[int] = []  # gets at least one descriptor
     try:
         with contextlib.suppress(OSError):
             while True:
@@ -90,7 +90,7 @@ def no_descriptor_left():
 
 @pytest.mark.parametrize("left", [0, 1])
 def test_a_rank_without_descriptors_says_so_instead_of_waiting_for_others(left):
-    """With one descriptor left, the first connection gets it, and is not dropped for the second one."""
+    """If one descriptor is left, the first connection gets it. The second connection must not displace the first."""
     with listening() as listener, contextlib.ExitStack() as stack:
         for _ in range(left + 1):
             stack.enter_context(socket.create_connection(listener.getsockname()))
@@ -152,7 +152,7 @@ def test_a_door_without_descriptors_rests_and_opens_again():
             with no_descriptor_left():
                 for ready, _ in selector.select(5):
                     ready.data()
-                assert selector.select(0.01) == [] and door.expire() > 0  # the selector does not spin
+                assert selector.select(0.01) == [] and door.expire() > 0  # select() finds nothing ready: no spinning
             thread = threading.Thread(target=lambda: links.greet(sock, KEY, DATA, Identity(JOB, VERSION, 1, 1), soon()))
             thread.start()
             until = time.monotonic() + 20

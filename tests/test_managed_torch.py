@@ -47,7 +47,7 @@ def test_collectives_go_by_the_device_and_all_else_by_the_host(rank: int, group:
         halves = mscomm.all_reduce(tensor(torch.ones(3, dtype=torch.bfloat16)))
         settle()
         assert halves.dtype is torch.bfloat16 and (halves == 2).all()
-    assert (mscomm.all_reduce(torch.ones(3)) == 2).all()  # the CPU core carries this call
+    assert (mscomm.all_reduce(torch.ones(3)) == 2).all()  # a call on the CPU, because this tensor is not on the device
     assert violations() == []
 
 

@@ -1,4 +1,4 @@
-"""Meetings, in which ranks wait for each other and exchange facts. Some tests do no I/O, others use a real hub."""
+"""Meetings: ranks wait for each other and exchange facts. Some tests do no I/O, the others use a real hub."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_meeting_waits_for_the_judge_and_is_never_met_with_a_rank_that_is_lost
     table.gone[1] = "rank 1 ended without release"
     table.judge.gone(1, "ended without release", now=0)
     assert table.meetings.look() == []
-    assert table.come(0, [0, 1]) == []  # the launcher has not yet reported how rank 1 ended
+    assert table.come(0, [0, 1]) == []  # the judge still waits until the launcher reports how rank 1 ended
     table.judge.process_ended(1, "exit code 7", badly=True, now=0.1)
     why = "init: rank 1 ended without release: exit code 7"
     assert unmet(table.meetings.look()) == [((1, 0), "PeerLost", why, [1])]
@@ -200,7 +200,7 @@ def test_all_meetings_end_with_their_epoch():
 
 
 class Meeting:
-    """Runs one rank's part of a meeting in a thread, and keeps the result or the error."""
+    """Runs one rank's part of a meeting in a thread. Keeps the result, or the error that meet() raised."""
 
     def __init__(self, members, rank, ranks, *, key="", name="create_group('g')", timeout_s=5.0, survivors=False):
         self.result = self.error = None

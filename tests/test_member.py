@@ -42,7 +42,7 @@ def test_settle_asks_everybody_where_they_are():
 
 @pytest.mark.parametrize("kind", ["PeerLost", "CollectiveTimeout", "Mismatch"])
 def test_when_the_hub_is_gone_only_a_mismatch_needs_no_judge(kind):
-    """A rank that is lost after the hub may have ended because the hub is gone."""
+    """If a rank is lost after the hub, the loss of the hub may be the reason. So the error must not name this rank."""
     with Job(2) as job:
         members = job.joined()
         job.hub.stop()
@@ -102,7 +102,7 @@ def test_a_failing_worker_writes_to_no_descriptor_that_the_member_has_closed(ran
     """
     group = resolve(None)
     if rank == 1:
-        eventually(lambda: group.core.failure() is not None)  # rank 0 will close its link without a message
+        eventually(lambda: group.core.failure() is not None)  # wait until rank 0 has closed its link without a message
         os._exit(0)
     work = mscomm.all_reduce(np.ones(1), async_op=True)
     reader, writer = os.pipe()

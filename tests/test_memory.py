@@ -69,8 +69,8 @@ def test_pieces_of_all_sizes_arrive(rank, group, n, memory):
 @pytest.mark.parametrize("n", [2, 3])
 @ranks("n")
 def test_one_rank_in_place_and_the_others_not(rank, group, n):
-    """One rank's call is in place, and so overwrites x. The peers know this only from that rank's post. They must not
-    read that rank's x while it changes.
+    """One rank calls in place, so the call overwrites its x. The peers know this only from that rank's post. They must
+    not read this x while it changes.
     """
     for in_place in (*range(n), 0, n - 1):
         sent = [np.random.default_rng(seed).integers(0, 256, (n, 200_001), np.uint8) for seed in range(n)]
@@ -97,13 +97,13 @@ def test_long_sums_of_two_ranks_have_the_same_bits(rank, group, memory, in_place
 
 
 def forbid_reading_me() -> None:
-    """From now on, let only processes that may trace any process read this one's memory (PR_SET_DUMPABLE)."""
+    """Forbid reading this process's memory to all processes that may not trace every process (PR_SET_DUMPABLE)."""
     set_dumpable = 4
     assert ctypes.CDLL(None, use_errno=True).prctl(set_dumpable, 0, 0, 0, 0) == 0
 
 
 def give_up_tracing() -> None:
-    """Drop the capability CAP_SYS_PTRACE from this thread. Ordinary users do not have it (capabilities(7))."""
+    """Drop CAP_SYS_PTRACE from this thread. Ordinary users do not have this capability (see capabilities(7))."""
     version, sys_ptrace = 0x20080522, 19
     header = (ctypes.c_uint32 * 2)(version, 0)
     # (effective, permitted, inheritable) for capabilities 0 to 31, then for those from 32.
@@ -184,8 +184,8 @@ print(_core.describe_memory(True))
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="unshare is not installed (util-linux)")
 @pytest.mark.skipif(not _core.describe_memory(True).startswith("a tmpfs"), reason="memory is in memfds in any case")
 def test_without_a_tmpfs_of_ones_own_it_is_a_memfd(tmp_path):
-    """The job runs as root of a user namespace. This root may not mount a tmpfs in the outer mount namespace, and
-    cannot make a namespace of its own.
+    """The job runs as root of a user namespace. This root user may not mount a tmpfs in the outer mount namespace, and
+    cannot create another namespace.
     """
     script = tmp_path / "sum.py"
     script.write_text(SUM)
@@ -256,7 +256,7 @@ def test_other_threads_run_while_a_large_array_is_released(rank, group):
 
 @ranks(1)
 def test_synchronous_calls_wake_no_thread(rank, group):
-    """An asynchronous call and a message have started worker threads. These must sleep during synchronous calls."""
+    """An asynchronous call and a message start worker threads. These threads must sleep during synchronous calls."""
     x = np.ones(2, np.float32)
     mscomm.all_reduce(x, async_op=True).wait()
     mscomm.send(x, 0, async_op=True)

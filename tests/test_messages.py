@@ -201,7 +201,7 @@ def test_a_ring_of_eight_shifts_a_thousand_times(rank, group):
         mscomm.recv(out, (rank - 1) % 8)
         work.wait()
         x, out = out, x
-    assert (x == rank).all()  # 1000 steps are 125 times around the ring
+    assert (x == rank).all()  # x has gone 125 times around the ring
 
 
 # --- any source, any tag --------------------------------------------------------------------------------------------
@@ -298,8 +298,8 @@ def test_sendrecv_around_a_ring_and_in_pairs(rank, group, host):
         out = np.zeros(size, np.float32)
         assert mscomm.sendrecv(value(rank, right, size), right, out, left, 4, 4) is out
         assert np.array_equal(out, value(left, rank, size))
-        # Each rank first exchanges with itself. Then rank 0 calls sendrecv, which sends to rank 1 and receives from any
-        # rank, while rank 1 calls recv and rank 2 calls send.
+        # Each rank first exchanges a message with itself. Then rank 0 calls sendrecv, which sends to rank 1 and
+        # receives from any rank. Rank 1 calls recv, and rank 2 calls send.
         status = mscomm.Status()
         mscomm.sendrecv(value(rank, 9, size), rank, out, rank, send_tag=1, recv_tag=1)
         assert np.array_equal(out, value(rank, 9, size))
@@ -448,7 +448,7 @@ def test_wrong_arguments_send_nothing_and_break_nothing(rank, group):
         (lambda: mscomm.send(x, other, tag=-1), ValueError, r"send: tag -1 is not in 0 to 2\^31 - 1"),
         (lambda: mscomm.recv(x, other, tag=2**31), ValueError, "recv: tag 2147483648"),
         (lambda: mscomm.recv(x, other, tag=1.5), TypeError, "recv: tag 1.5 is not an integer"),
-        # -1 must not mean any source: it may be `rank - 1` on rank 0.
+        # -1 must not mean "any source", because a program may compute it as `rank - 1` on rank 0.
         (lambda: mscomm.recv(x, -1), ValueError, "recv: src -1 is no rank"),
         (lambda: mscomm.recv(x, other, tag=-1), ValueError, "recv: tag -1"),
         (lambda: mscomm.recv(x, mscomm.ANY_TAG), TypeError, "recv: src mscomm.ANY_TAG is not an integer"),
@@ -560,7 +560,7 @@ def test_a_recv_from_any_ends_when_all_others_have_left_and_not_before(rank, gro
         return
     assert mscomm.recv(np.zeros(1, int), mscomm.ANY_SOURCE) == 1
     work = mscomm.recv(np.zeros(1, int), mscomm.ANY_SOURCE, async_op=True)
-    time.sleep(1)  # rank 1 has probably left by then; rank 2 may still send
+    time.sleep(1)  # by then, rank 1 has probably left, but rank 2 can still send
     assert not work.done()
     mscomm.send(np.zeros(1), 2, tag=1)
     assert work.wait(60) == 2
@@ -588,7 +588,7 @@ def test_a_killed_rank_ends_a_recv_from_any(rank, group):
 @ranks(3)
 def test_a_sendrecv_whose_send_fails_does_not_wait_for_its_recv(rank, group):
     if rank == 1:
-        mscomm.recv(np.zeros(1), 0)  # this recv makes the link to rank 0; then rank 1 leaves
+        mscomm.recv(np.zeros(1), 0)  # makes the link to rank 0; rank 1 then leaves the job
     elif rank == 2:
         until_group_breaks()
     else:
@@ -851,7 +851,7 @@ def test_a_receiver_without_descriptors_is_the_one_that_is_named(rank, group):
             mscomm.send(np.ones(3), 1)
         tell("failed")
         return
-    mscomm.send(np.ones(1), 1)  # a message to itself makes the rank import all modules
+    mscomm.send(np.ones(1), 1)  # a message to itself: imports all modules before the descriptors run out
     mscomm.recv(np.empty(1), 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))

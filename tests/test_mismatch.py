@@ -20,7 +20,7 @@ import mscomm
 from mscomm import _core
 from mscomm.cluster import hub, security
 
-PAIRS = 67  # the number of jobs with 2 ranks, with 3 ranks and with 4 ranks: 201 jobs in all
+PAIRS = 67  # with `arena`, the number of jobs with 2 ranks, with 3 ranks and with 4 ranks: 201 jobs in all
 Made = tuple[str, str, tuple[int, ...], str, int]  # collective, dtype, shape, op, root
 
 
@@ -63,7 +63,7 @@ def words(made: Made) -> str:
 
 
 def one_life(life: int) -> None:
-    """Join, make one call that matches and one that differs, and check the errors."""
+    """Join, make one call that matches and one that differs between the ranks, and check the errors."""
     mscomm.init()
     rank, size = mscomm.get_rank(), mscomm.get_group_size()
     dice = random.Random(f"{life} of {size}")
@@ -86,7 +86,7 @@ def one_life(life: int) -> None:
     mscomm.release()
 
 
-# With 8 ranks, `bruck` leaves out links between some pairs of ranks.
+# With 8 ranks, `bruck` sends nothing over the links between some pairs of ranks.
 @pytest.mark.parametrize(
     ("size", "algo"),
     [

@@ -98,7 +98,7 @@ def options_without_a_use(function: Callable[..., Any]) -> set[str]:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     except OSError:  # a dataclass's __init__ has no source; other code reads the fields
         return set()
-    # For each expression that is assigned to an attribute: the id of its node, and the attribute's name.
+    # Maps each expression that is assigned to an attribute (by the id of its node) to the attribute's name.
     kept: dict[int, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
@@ -223,7 +223,7 @@ def test_one_rank_of_a_job_tells_also_what_was_set_before_init(launcher, tmp_pat
         assert job.wait(60) == [0, 0, 0], job.logs()
         told = [warned(job.output(rank)) for rank in range(3)]
         names = ["save_graphs=2", "search_mode=", "MS_RECOVERY_PATH", "MS_ENABLE_RECOVERY", "full_batch=True"]
-    else:  # a rank that a scheduler assigns is known only after init()
+    else:  # the scheduler assigns the ranks, so a worker knows its rank only after init()
         env = {"MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port), **recovery}
         roles = ["MS_SCHED", "MS_WORKER", "MS_WORKER"]
         processes = [

@@ -76,7 +76,7 @@ class Access(enum.Flag):
 
 
 class Touchy:
-    """All instances have the same hash, and comparing two of them is an error."""
+    """A class whose instances all have the same hash. Comparing two instances raises an error."""
 
     def __hash__(self):
         return 1
@@ -174,7 +174,7 @@ arrays = st.builds(
 
 @st.composite
 def keys(draw: Any, depth: int = 0) -> Any:
-    """Draw a value that can be a key or an element of a set."""
+    """Draw a value that can be a key of a dict or an element of a set."""
     kind = draw(st.sampled_from([None, None, None, tuple, frozenset])) if depth < 2 else None
     if kind is None:
         return draw(st.one_of(hashable_values, named_values))
@@ -260,7 +260,7 @@ def test_an_object_is_one_msgpack_value():
 
 def test_a_dataclass_comes_back_as_it_was():
     whole = Config(0.5, [1])
-    assert whole.depth == 1  # a cached property, which is now stored in `whole`, but is not sent
+    assert whole.depth == 1  # this cached property is now stored in `whole`, but must not be sent
     back = unpack(pack(whole))
     assert back == whole and back.lr == [0.5] and "depth" not in vars(back)
     object.__setattr__(whole, "late", 1)
@@ -715,7 +715,7 @@ def test_threads_send_and_receive_objects_under_one_tag(rank, group):
         assert came == [(i, turn) for i in range(3) for turn in range(40)]
 
 
-@pytest.mark.parametrize("count", [3, 16])  # 16 bytes are as long as the header of an object
+@pytest.mark.parametrize("count", [3, 16])  # the header of an object also has 16 bytes
 @pytest.mark.parametrize("object_side", [0, 1])
 @ranks(2)
 def test_an_object_and_an_array_are_never_taken_for_each_other(rank, group, object_side, count):

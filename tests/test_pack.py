@@ -240,7 +240,7 @@ def test_error_feedback_keeps_what_rounding_takes(rank: int, how: str) -> None:
         pack(core, bucket, [on_device(x) for x in parts], residual, scale=0.5, largest=largest)
         total = whole * np.float32(0.5) + owed
         expected = np.clip(total, -largest, largest).astype(into)
-        # The kernel rounds totals at or beyond the limit towards zero, so only the others must equal NumPy's.
+        # The kernel rounds totals at or beyond the limit towards zero, so only the other totals must equal NumPy's.
         near = np.abs(total) >= largest
         assert same(DeviceArray.from_numpy(bucket.to_numpy()[~near]), expected[~near])
         sent = bucket.to_numpy().astype(np.float32)
@@ -318,8 +318,8 @@ needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 
 
 def contents(fatbin: bytes) -> set[str]:
-    """Return the devices in an uncompressed fatbin, which has a header and then entries with headers of their own (kind
-    1 is PTX, kind 2 is machine code).
+    """Return the architectures in an uncompressed fatbin. A fatbin has a header and several entries. Each entry has its
+    own header, which contains the kind of the entry: 1 is PTX, 2 is machine code.
     """
     magic, _, header, size = struct.unpack_from("<IHHQ", fatbin)
     assert (magic, header + size) == (0xBA55ED50, len(fatbin))
@@ -342,7 +342,7 @@ def test_the_embedded_image_has_what_it_is_said_to_have() -> None:
 
 @needs_nvcc
 def test_each_operation_rounds_once_and_accesses_are_wide(tmp_path: Path) -> None:
-    """Check nvcc's PTX for all devices: no fused multiply-add, nothing approximate, and subnormal numbers are kept."""
+    """Check nvcc's PTX: it has no fused multiply-add and no approximate operation, and it keeps subnormal numbers."""
     flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "--fmad=false", f"-I{CSRC}", "-arch=compute_75"]
     made = tmp_path / "pack.ptx"
     subprocess.run([NVCC, *flags, "-ptx", "-o", str(made), str(CSRC / "cuda/pack.cu")], check=True)
@@ -366,7 +366,7 @@ HEADER = next(
 
 @pytest.mark.skipif(HEADER is None, reason="cuda.h is not installed")
 def test_our_declarations_of_the_driver_are_those_of_its_header() -> None:
-    """Check the functions and constants of csrc/device/cuda.cc with static_asserts."""
+    """Compile static_asserts that compare the declarations in csrc/device/cuda.cc with cuda.h."""
     compiler = os.environ.get("CXX", "c++").split()
     command = [
         *compiler,

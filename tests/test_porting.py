@@ -65,7 +65,7 @@ PAIRS = {
 
 
 def run_rows(codes: list[str], result: Path) -> None:
-    """Run each row by itself, and write down how it ended: "" or the error."""
+    """Run each row by itself, and write down how the row ended: "" or the error."""
     mscomm.init()
     rank, size = mscomm.get_rank(), mscomm.get_group_size()
     ended = {}
@@ -98,7 +98,7 @@ if __name__ == "__main__":
 
 
 def ended(codes: list[str], folder: Path) -> dict[str, list[str]]:
-    """Run the rows on two ranks. Return how each row ended on each of them."""
+    """Run the rows on two ranks. Return how each row ended on each rank."""
     job = Job(2, [sys.executable, __file__, json.dumps(codes), str(folder)], folder, {"MSCOMM_TIMEOUT": "20"})
     job.wait(60)
     files = [folder / f"ended_{rank}.json" for rank in range(2)]

@@ -15,7 +15,7 @@ from sessions import mscomm_run
 from mscomm.bootstrap import kvs, rendezvous, torchrun
 from mscomm.cluster import links
 
-# Each rank counts as a host of its own, so that the ranks are linked by TCP. Each prints where it listened.
+# Each rank counts as a separate host, so the ranks are linked by TCP. Each rank prints the ports at which it listens.
 BODY = """
 import os, socket
 rank = os.environ["MSCOMM_RANK"]

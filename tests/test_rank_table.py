@@ -342,7 +342,7 @@ def test_what_cannot_be_read_is_an_error_with_the_reason(
     path = tmp_path / name
     make_it(path)
     root = os.geteuid() == 0
-    if name == "private" and root:  # root may read everything
+    if name == "private" and root:  # root may read every file, so become another user
         tmp_path.chmod(0o755)
         os.seteuid(65534)
     try:

@@ -168,10 +168,10 @@ def test_parameters_that_differ_are_an_error_on_all_ranks(rank, group):
 @ranks(2)
 def test_what_compression_takes_away_is_added_later(rank, group, compression):
     reducer = GradientReducer([np.zeros(1000, np.float32)], compression=compression)
-    # A number a quarter of the way between two neighbouring 16-bit numbers.
+    # This number lies a quarter of the way between two neighbouring 16-bit numbers.
     odd = np.full(1000, 1 + 2.0 ** (-9 if compression == "bf16" else -12), np.float32)
     got = sum(reducer.reduce([odd])[0].astype(np.float64) for _ in range(64))
-    # Without the residual, each step would lose at least a quarter of a unit. With it, all 64 steps together lose at
+    # Without the residual, each step would lose a quarter of a unit. With the residual, all 64 steps together lose at
     # most one unit.
     unit = 2.0**-7 if compression == "bf16" else 2.0**-10
     assert np.abs(got - 64 * odd.astype(np.float64)).max() <= unit
@@ -409,8 +409,8 @@ def convolutions() -> Any:
 
 
 def trained_on_shards(wrap: Any, rank: int, n: int) -> Any:
-    """Train for 20 steps on this rank's part of each batch. Return the trained model. wrap(model) returns the forward
-    function, a function to call before backward(), and a function to call after backward().
+    """Train for 20 steps on this rank's part of each batch. Return the trained model. wrap(model) returns three
+    functions: the forward function, one to call before backward(), and one to call after backward().
     """
     import torch
 
@@ -671,7 +671,7 @@ def test_gradients_that_are_used_before_they_are_reduced_are_told(rank, group):
     model(torch.ones(1, 3)).sum().backward()
     with pytest.raises(RuntimeError, match=r"SGD\.step: the gradients are not reduced yet: call GradientReducer\.wait"):
         optimizer.step()
-    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 1.0).step()  # an optimizer of another model
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 1.0).step()  # an optimizer of another model may step
     reducer.wait()
     optimizer.step()
 
@@ -715,7 +715,7 @@ def test_after_a_join_all_have_one_model_and_the_states_that_were_named(rank, gr
     optimizer = torch.optim.Adam(model.parameters(), 0.1)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     with reducer.join(sync=[model, optimizer, schedule]):
-        for step in range(2 * rank):  # rank 0 has no optimizer state yet
+        for step in range(2 * rank):  # rank 0 makes no step, so it has no optimizer state before the sync
             optimizer.zero_grad()
             images = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * rank + step))
             model(images).square().sum().backward()

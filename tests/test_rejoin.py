@@ -101,7 +101,7 @@ def said(done) -> dict[int, list[dict]]:
 
 
 def assert_went_on(done, lost: set[int]):
-    """Check that all ranks did all steps, that survivors kept their processes, and that the lost ones got new ones."""
+    """Check that all ranks did all steps, that survivors kept their processes, and that lost ranks have new ones."""
     assert done.returncode == 0, done.stderr + done.stdout
     words = said(done)
     for rank in range(4):
@@ -127,7 +127,7 @@ def test_a_killed_rank_comes_back_and_the_others_stay(tmp_path, victim):
 
 
 def test_a_group_that_a_rank_leaves_to_rejoin_names_the_lost_rank(tmp_path):
-    """Rank 0 is lost. Rank 3 waits for rank 1 in a group without rank 0; rank 1 learns of the loss in another group."""
+    """Rank 0 is lost. Rank 3 waits for rank 1 in a group without rank 0. Rank 1 learns of the loss in another group."""
     body = """
 import os, signal
 import numpy as np, mscomm
@@ -269,7 +269,7 @@ try:
         stat = f"/proc/{pids[0]}/stat"
         while os.path.exists(stat) and " Z " not in open(stat).read():
             time.sleep(0.01)
-        time.sleep(1)  # by then, the launcher has noticed
+        time.sleep(1)  # by then, the launcher has noticed that rank 0 ended
         os.kill(os.getpid(), signal.SIGKILL)
     mscomm.all_reduce(np.ones(1), group=mscomm.create_group("rest", [1, 2]))
 except mscomm.PeerLost:
@@ -345,7 +345,7 @@ life = int(os.environ["MSCOMM_RESTART_COUNT"])
 print("life", life)
 sys.exit(life < 2)
 """
-    env = {} if words else {"PET_MAX_RESTARTS": 2}  # the variable by which torchrun sets --max-restarts
+    env = {} if words else {"PET_MAX_RESTARTS": 2}  # torchrun's variable for --max-restarts
     done = job(tmp_path, body, *words, "--log_dir", tmp_path / "logs", ranks=1, **env)
     assert done.returncode == 0, done.stderr
     # The rank and its two restarts write to one log.
@@ -386,7 +386,7 @@ while True:
         sizes.append((len(os.listdir("/proc/self/fd")), maps.count("mscomm-heap"), len(os.listdir("/proc/self/task"))))
         if life == 5:
             break
-        mscomm.barrier()  # by now, rank 0 has measured, too
+        mscomm.barrier()  # rank 1 must not die before rank 0 has measured, too
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         mscomm.barrier()
@@ -428,7 +428,7 @@ def test_a_worker_comes_back_to_its_scheduler(tmp_path, port):
     assert "epoch 1 begins" in out and "all 4 workers have left" in out
 
 
-# -- several nodes, here by loopback addresses of one host
+# -- several nodes, which are loopback addresses of one host
 
 
 @pytest.fixture

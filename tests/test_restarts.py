@@ -29,7 +29,7 @@ def lose(job, rank, how="killed by SIGKILL", **words):
 
 
 def by_rank(job):
-    """Sort job.members, which is still in the order of joining, by rank. Return the list."""
+    """Sort job.members by rank, and return it. Before, it is in the order in which the ranks joined."""
     job.members.sort(key=lambda member: member._welcome.rank)
     return job.members
 
@@ -65,7 +65,7 @@ def test_a_newcomer_hears_nothing_of_the_epoch_before_its_own():
         lose(job, 1, again=True)
         new = Waits(job.again(1).join, facts(3), soon())
         eventually(lambda: any("joined, 3 of 3" in line for line in job.log[-3:]))
-        # A report for all groups; so far, only the world has a verdict.
+        # This report is for all groups. So far, only the world has a verdict.
         members[0].report(errors.Aborted("of the old epoch", [0]))
         waiting = [Waits(members[rank].rejoin, facts(3), soon()) for rank in (0, 2)]
         assert [wait.ended().result.epoch for wait in (new, *waiting)] == [1, 1, 1]

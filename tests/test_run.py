@@ -194,7 +194,7 @@ def test_a_process_that_has_ended_is_not_stopped():
         assert not Launch._is_stopped(types.SimpleNamespace(_processes=[process]), 0)
 
 
-# The second rank that dies does so while the survivors already wait in shrink().
+# If two ranks are to die, the second one dies while the survivors are already waiting in shrink().
 SHRINKS = """
 import numpy as np, mscomm
 mscomm.init()
@@ -208,7 +208,7 @@ if dies:
     time.sleep(dies - 1)
     os.kill(os.getpid(), signal.SIGKILL)
 left = mscomm.shrink(None, "left")
-for i in range(8):  # longer than the launcher waits for ranks that only report
+for i in range(8):  # longer than the launcher waits before it ends ranks that do not shrink
     time.sleep(1)
     assert mscomm.all_reduce(np.ones(1), group=left)[0] == left.size
 print("went on")
@@ -227,7 +227,7 @@ def test_signals_are_forwarded_to_all_ranks(script, tmp_path, number):
         f"def stop(*_):\n    print('stopping', rank)\n    sys.exit(0)\nsignal.signal({int(number)}, stop)\n"
         f"open(f'{tmp_path}/up{{rank}}', 'w').write('up')\nwhile True: time.sleep(1)"
     )
-    # These tests may themselves run under nohup or in a shell's background, where some signals are ignored.
+    # The tests may run under nohup or as a background job of a shell, where some signals are ignored.
     command = ["env", f"--default-signal={number.name.removeprefix('SIG')}", *MSCOMM, "run", "-n", "2", script(body)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     for rank in range(2):
@@ -360,7 +360,7 @@ def test_msruns_line_is_understood(script):
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] 60.0", "[1] 60.0"])
 
 
-# -- several nodes, here on one host by loopback addresses; tests/test_hosts.py uses several hosts
+# -- several nodes, which are loopback addresses of one host; tests/test_hosts.py uses several hosts
 
 
 def start_node(rank, *args, port, stderr=subprocess.PIPE, **env):

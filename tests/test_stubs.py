@@ -56,7 +56,7 @@ def parameters(signature: str) -> tuple[int, list[str]]:
 def test_the_stub_has_what_the_core_has_and_nothing_else(tmp_path):
     package = tmp_path / "mscomm"
     package.mkdir()
-    (package / "__init__.pyi").touch()  # an empty file, because the package's own may have errors
+    (package / "__init__.pyi").touch()  # empty, because errors in the package's own file must not matter
     shutil.copy(STUB, package)
     (tmp_path / "allowed").write_text(PYBIND11)
     checked = subprocess.run(

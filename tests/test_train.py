@@ -49,7 +49,7 @@ def data_parallel(**options: Any) -> None:
 
 
 class Batches:
-    """This rank's part of each batch, as tuples of NumPy arrays, like the rows of a dataset pipeline."""
+    """Yields this rank's part of each batch as a tuple of NumPy arrays, like a dataset pipeline."""
 
     def __init__(self, rank: int = 0, size: int = 1, number: int = BATCHES) -> None:
         rng = np.random.default_rng(0)
@@ -390,7 +390,7 @@ def flip_in_momentum(path: Path) -> None:
 
 
 def as_earlier_versions_wrote(path: Path) -> None:
-    """Rewrite the file, even a damaged one, without a checksum and the names that identify a training run."""
+    """Rewrite the file, even if it is damaged, without a checksum and without the names of a training run."""
     import safetensors.numpy
 
     with safetensors.safe_open(path, "np") as file:
@@ -415,7 +415,7 @@ def test_what_a_lost_rank_had_is_kept_by_the_others(rank, group):
         files = ModelCheckpoint("line", folder, mscomm.CheckpointConfig(keep_checkpoint_max=1))
         with pytest.raises(mscomm.PeerLost, match="rank 1"):
             numpy_line()[0].train(1, Batches(rank, 2), [RankOneDies(), files])
-        assert "line-1_3.safetensors" in os.listdir(folder)  # the newest step that both ranks have saved
+        assert "line-1_3.safetensors" in os.listdir(folder)  # the newest step that both ranks had saved
         assert len(os.listdir(folder)) == 2
 
 
@@ -567,8 +567,8 @@ def test_the_bar_is_rank_0s(rank, group):
     line = r"epoch {} {}/6 loss \d+\.\d{{4}}  \d+ images/s  \d+ % communication\n"
     assert re.fullmatch(line.format("2/2", 6), shown) if rank == 0 else shown == ""
 
-    # A long training run prints a line from time to time. With _EVERY_S = 0, it prints one for each step. The lines
-    # contain no control characters.
+    # A long training run prints a line every _EVERY_S seconds. With _EVERY_S = 0, it prints a line for each step. The
+    # lines contain no control characters.
     with mock.patch("mscomm.train.monitors._EVERY_S", 0.0):
         numpy_line()[0].train(2, Batches(rank, 2), [ProgressBar(console)])
     lines = "".join(line.format(f"{1 + i // 6}/2", 1 + i % 6) for i in range(12))
@@ -858,11 +858,12 @@ def test_a_first_checkpoint_that_one_rank_could_not_write(tmp_path):
         assert files(0) == ["line-1_4.safetensors", "line_1-1_4.safetensors", "line_1-1_6.safetensors"]
         assert files(1) == ["line-1_4.safetensors", "line-1_6.safetensors"]
         assert (tmp_path / "0/line-1_4.safetensors").read_bytes() == before
-        # Both series belong to one training run. Rank 0 has lost its newest file, so both ranks resume from 1_4.
+        # line_1-* on rank 0 and line-* on rank 1 belong to one training run. Without rank 0's newest file, both ranks
+        # resume from 1_4.
         (tmp_path / "0/line_1-1_6.safetensors").unlink()
         codes, job = run("again")
         assert codes == [0, 0] and all("goes on after (1, 4)" in job.output(rank) for rank in range(2)), job.logs()
-        # The files that are left on the two ranks have the same names, but belong to different training runs.
+        # Now rank 0 has only files of an older training run, with the same names as files of the last one on rank 1.
         (tmp_path / "0/line_1-1_4.safetensors").unlink()
         (tmp_path / "0/line_1-1_6.safetensors").unlink()
         codes, job = run("mixed")

@@ -77,7 +77,9 @@ def test_workers_of_two_jobs_never_make_one(jobs: Jobs, tmp_path: Path) -> None:
 
 
 def test_a_scheduler_at_a_wildcard_address_learns_of_another_one(jobs: Jobs) -> None:
-    """A connection to 0.0.0.0 has the peer 127.0.0.1. The key is still that of the address that both were given."""
+    """A connection to 0.0.0.0 has the peer address 127.0.0.1. The second scheduler must still use the key of 0.0.0.0,
+    because both schedulers were given this address.
+    """
     command = ("-m", "mscomm", "sched", "--permit-plain")
     first = jobs.start("A", "SCHED", *command, MS_SCHED_HOST="0.0.0.0")
     assert first.stdout and "waiting" in first.stdout.readline()
@@ -130,7 +132,7 @@ def test_a_surplus_worker_reads_that_another_job_may_have_the_port() -> None:
 def test_a_process_is_named_in_one_line() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time\n\ntime.sleep(60)"]) as process:
         try:
-            eventually(psutil.Process(process.pid).cmdline)  # it is empty for a moment after exec
+            eventually(psutil.Process(process.pid).cmdline)  # the command line is empty for a moment after exec
             assert rendezvous._words_of(psutil.Process(process.pid)).endswith("-c import time time.sleep(60))")
         finally:
             process.kill()

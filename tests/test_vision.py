@@ -66,8 +66,8 @@ def test_a_random_operation_called_by_itself_draws_anew_each_time(operation):
 
 
 def bilinear(x: np.ndarray, n: int, axis: int) -> np.ndarray:
-    """Resize x to n pixels along axis. The weights form a triangle, as wide as an old or a new pixel, whichever is
-    larger.
+    """Resize x to n pixels along axis. The weights form a triangle. Half of its base is as wide as an old or a new
+    pixel, whichever is larger.
     """
     old = x.shape[axis]
     scale = old / n

@@ -33,8 +33,8 @@ def cpu_s() -> float:
 
 
 def waits_idle(rank, call):
-    """Seven ranks make the call, and rank 7 makes it WAIT_S later. Check that the seven use no CPU time in the
-    meantime.
+    """Let seven ranks make the call, and rank 7 make it WAIT_S seconds later. Check that the seven waiting ranks use
+    almost no CPU time.
     """
     mscomm.barrier()
     everybody_is_here()
