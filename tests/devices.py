@@ -39,7 +39,7 @@ def variables(backend: str = "nccl", library: str = "", **more: str) -> dict[str
 
     library: the stand-in to load for the collectives.
     """
-    # The device runs each operation a little late, so that code that does not wait for the device reads old values.
+    # The device runs each operation 50 µs late. Code that does not wait for the device then reads old values.
     own = {"FAKE_BACKEND": backend, "FAKE_DELAY_US": "50"}
     if backend == "nccl":
         own |= {"MSCOMM_CUDA_LIBRARY": built()["cuda"], "FAKE_CUDA_LIBRARY": built()["cuda"]}
@@ -81,17 +81,15 @@ WITHOUT = {
 
 
 def kernel_variables(rank: int, how: str, **_: Any) -> dict[str, str]:
-    """Return the variables for `how`, a key of LOADED or WITHOUT. With them, the driver loads the kernels or refuses
-    them.
-    """
+    """Return the variables for `how`, a key of LOADED or WITHOUT. They make the driver load or refuse the kernels."""
     if how in LOADED:
         return {"FAKE_CUDA_KERNELS": str(build_kernels()), **LOADED[how]}
     return {"FAKE_CUDA_VERSION": "11080"} if how == "refused module" else {}
 
 
 def load_kernels(how: str) -> None:
-    """Make init() load the kernels. Call load_kernels() before init(), in a process that was started with the variables
-    of kernel_variables().
+    """Make init() load the kernels. The caller must not have called init() yet, and its process must have been started
+    with the variables of kernel_variables().
     """
     image = b"" if how == "no image" else _core.embedded_image()[0] or IMAGE
     _core.open_cuda = functools.partial(_core.open_cuda, image=image)

@@ -26,7 +26,7 @@ SCANS = ("scan", "exscan")
 
 
 def ops_of(dtype: np.dtype[Any], collective: str = "") -> list[str]:
-    """Return the ops that exist for the dtype and, if one is given, for the collective. Scans have no "avg"."""
+    """Return the ops that exist for the dtype and the collective, if a collective is given. Scans have no "avg"."""
     found = [op for code, op in enumerate(_core.ops) if _core.supports(DTYPES.index(dtype), code)]
     return [op for op in found if op != "avg" or collective not in SCANS]
 
@@ -76,7 +76,7 @@ FOLD: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def folded(op: str, inputs: list[Array], hosts: list[int] | None = None) -> Array:
-    """Reduce the ranks' arrays in the defined order. Rank r is on hosts[r]; if hosts is None, all are on one host."""
+    """Reduce the ranks' arrays in the defined order. Rank r is on hosts[r]. By default, all ranks are on one host."""
     hosts = hosts or [0] * len(inputs)
     dtype = inputs[0].dtype
     accumulator = np.dtype(np.float32) if dtype.itemsize == 2 and dtype.kind not in "iu" else dtype

@@ -120,7 +120,7 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # the rank has ended, but its exit code has not arrived
+            with contextlib.suppress(ProcessLookupError):  # the rank has ended, but its exit code has not arrived yet
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
@@ -173,8 +173,8 @@ def _serve(orders: socket.socket) -> Order | None:
                     if pid == 0:
                         for other in [key.fd for key in selector.get_map().values() if key.data]:
                             os.close(other)
-                        # Make the process group before answering: once they have the answer, the tests may kill the
-                        # group.
+                        # Make the process group before answering, because the tests may kill the group as soon as they
+                        # have the answer.
                         os.setsid()
                         orders.send(json.dumps([os.getpid(), None]).encode())
                         return {**json.loads(message), "descriptor": descriptors[0]}

@@ -108,7 +108,7 @@ class Job:
         return self.log(rank).read_text(errors="replace")
 
     def wait(self, timeout_s: float) -> list[int | None]:
-        """Wait until all ranks have ended, but for at most GRACE_S after the first failure. Then kill the others.
+        """Wait at most timeout_s, and at most GRACE_S after the first failure, for all ranks to end. Kill the others.
 
         Return the exit codes, with None for each rank that had to be killed.
         """

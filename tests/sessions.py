@@ -29,7 +29,7 @@ def run(
     stdin: TextIO | None = None,
     kill_rest: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Like subprocess.run(), but in a new session, because a shell script or mpirun starts several processes.
+    """Like subprocess.run(), but in a new session, which contains all processes that a shell script or mpirun starts.
 
     After timeout_s, run() kills all processes of the session. With kill_rest, it also kills them when the command ends.
     """
@@ -70,7 +70,7 @@ def invoke(command: click.Command, *words: object) -> Result:
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """Return this process's environment, without the variables of launchers and those that the examples read."""
+    """Return this process's environment without the variables that launchers set or the examples read."""
     theirs = r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE|SLURM|PET|TORCHELASTIC)_(?!TEST)|(RANK|RANK_\w+|WORLD_SIZE|MASTER_\w+)$"
     theirs += "|(DATA_PATH|DEVICE_ID|MINDSPORE_HCCL_CONFIG_PATH)$"
     return {k: v for k, v in os.environ.items() if not re.match(theirs, k)} | more

@@ -214,7 +214,7 @@ def refused(group: Any) -> None:
 
 
 def misbehave(job: dict[str, Any]) -> None:
-    """Cause the job's fault on the victim, unless it is a fault that happens after a delay."""
+    """Cause the job's fault on the victim. Do nothing if the fault happens after a delay, because others cause it."""
     match job["fault"]:
         case "kill" if job["work"] == "train":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -335,7 +335,7 @@ class Running:
         self._stop_at = self._began + 0.3 + job["after_s"] if job["fault"] == "stop" else float("inf")
 
     def look(self) -> bool:
-        """Do what is due now. Return whether any processes are left."""
+        """Tell the hub which ranks have ended, and cause the fault if it is due. Return whether processes are left."""
         for rank, process in enumerate(self._ranks):
             if rank not in self._told and (code := process.poll()) is not None:
                 self._told.add(rank)
@@ -365,7 +365,7 @@ class Running:
         self._began = float("inf")
 
     def wrong(self) -> list[str]:
-        """Check the job once all processes have ended. Return what went wrong, or an empty list if nothing did."""
+        """Check the job after all processes have ended. Return what went wrong, or an empty list if nothing did."""
         self._serving.join(10)
         if self._serving.is_alive():
             self.faults.append("the hub goes on though all ranks have ended")

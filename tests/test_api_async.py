@@ -105,7 +105,7 @@ def test_arrays_that_were_started_live_though_a_later_one_could_not_be(rank, gro
         return filled(self, *given)
 
     collectives._FusedCall.filled = full
-    big = [np.full(300_000, rank + 1.0) for _ in range(6)]  # each is too large to share a message with another
+    big = [np.full(300_000, rank + 1.0) for _ in range(6)]  # each is too large to be sent together with another
     with pytest.raises((MemoryError, mscomm.Aborted)):
         mscomm.all_reduce_many(big, async_op=True)
     del big

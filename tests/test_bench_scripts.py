@@ -211,7 +211,7 @@ def test_compare_measures_and_reports(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_hosts_measures_and_reports(tmp_path: Path) -> None:
-    """Run bench/hosts.py, which measures between network namespaces. It cannot be imported beside tests/hosts.py."""
+    """Run bench/hosts.py as a process. The test cannot import it, because tests/hosts.py has the same module name."""
     installed("torch-gloo")
     if os.getuid() != 0 or shutil.which("tc") is None:
         pytest.skip("shaped links need root and iproute2")

@@ -1,6 +1,6 @@
 """Every function gives the right bits with every algorithm. There is one job for each algorithm and number of ranks.
-The job tries every function x dtype x op x size, with all kinds of memory, and with shapes, counts and strides that
-hypothesis draws.
+Each job tries every function x dtype x op x size, with all kinds of memory. Other jobs try shapes, counts and strides
+that hypothesis draws.
 
 mscomm._core says which functions exist, and functions.py which results they must have. Only the `ring` reductions may
 reduce in another order: see check_in_any_order.
@@ -45,7 +45,7 @@ def test_every_function_of_the_core_is_here():
 
 # --- data -----------------------------------------------------------------------------------------------------------
 
-# All ranks have the same array. The values of rank r are a slice of this array that begins at index r * STRIDE.
+# All ranks have the same array of values. Rank r's values are a slice of this array that begins at index r * STRIDE.
 STRIDE = 61
 
 

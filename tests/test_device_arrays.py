@@ -81,7 +81,7 @@ def outcome(call: Callable[[], Any]) -> tuple[Any, ...]:
 
 
 def records() -> list[dict[str, Any]]:
-    """Return the records of the last two calls, once the watching thread has reported that they have ended."""
+    """Wait until the watching thread has reported that the last two calls have ended. Return their records."""
     core = resolve(None).core
     while any(call["state"] == "inside" for call in core.calls(core.where()[0] - 2)):
         time.sleep(0.0005)

@@ -87,7 +87,7 @@ def losses(text: str) -> Losses:
 
 
 def of_each_rank(text: str, ranks: int) -> Losses:
-    """Return the lines of a log to which all ranks have written. Check that each line is there once per rank."""
+    """Return the lines of a log to which all ranks have written. Check that the log has each line once per rank."""
     lines = sorted(losses(text))
     assert lines and lines == sorted(lines[::ranks] * ranks), text
     return lines[::ranks]
@@ -458,7 +458,7 @@ def test_a_script_that_is_ended_while_it_starts_leaves_no_process(
         text=True,
         env=clean_environment(MS_WORKER_NUM="50", RANK_TABLE_FILE=str(table), **env),
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL) and None,  # background jobs of a shell ignore SIGINT
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL) and None,  # a shell ignores SIGINT in background jobs
     ) as process:
         try:
             said, _ = process.communicate(timeout=60)

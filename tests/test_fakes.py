@@ -294,7 +294,7 @@ def test_arrays_by_dlpack(ranks):
 
 
 def real_header() -> Path | None:
-    """NCCL's header, from MSCOMM_TEST_NCCL_HEADER or an installed wheel; None if there is none."""
+    """Return the path of nccl.h, from MSCOMM_TEST_NCCL_HEADER or an installed wheel, or None without a header."""
     named = os.environ.get("MSCOMM_TEST_NCCL_HEADER")
     places = [Path(named)] if named else [Path(one) / "nvidia/nccl/include/nccl.h" for one in sys.path]
     return next((place for place in places if place.exists()), None)

@@ -1,4 +1,4 @@
-"""Control frames: messages arrive whole, in whatever pieces their bytes arrive, and invalid data is refused."""
+"""Control frames: each message arrives whole, even if its bytes arrive in pieces, and invalid data is refused."""
 
 from __future__ import annotations
 

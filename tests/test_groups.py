@@ -166,7 +166,7 @@ WORDS = {  # a value for each argument, by the name of the argument
 
 
 def functions_of_groups():
-    """Yield every public function that takes a group: its name, and a function that calls it on a group."""
+    """Yield the name of each public function that takes a group, and a function that calls it with a given group."""
     public = {name: getattr(mscomm, name) for name in mscomm.__all__}
     public |= {f"train.{name}": getattr(mscomm.train, name) for name in mscomm.train.__all__}
     public |= {f"comm_func.{name}": f for name, f in vars(mscomm.communication.comm_func).items() if name[0] != "_"}

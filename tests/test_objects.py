@@ -48,7 +48,7 @@ class Config:
     layers: Any = dataclasses.field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", [self.lr])  # if this ran a second time, it would change lr again
+        object.__setattr__(self, "lr", [self.lr])  # unpack() must not run this, or lr would be a list in a list
 
     @functools.cached_property
     def depth(self) -> int:

@@ -106,7 +106,7 @@ def test_the_ranks_of_a_list_of_hosts_are_one_job(start, tmp_path):
     process = start("--hosts", "127.0.0.1:1,127.0.0.2:2", "script.py", MSCOMM_ALGO="direct")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    ranks = "[(0, 0), (1, 0), (2, 1)]"  # ranks are in the order of the list; the second host has two
+    ranks = "[(0, 0), (1, 0), (2, 1)]"  # ranks are in the order of the list; the second host has two ranks
     assert sorted(out.splitlines()) == [f"[{rank}] {ranks} {tmp_path} direct" for rank in range(3)]
 
 
