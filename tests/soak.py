@@ -214,7 +214,7 @@ def refused(group: Any) -> None:
 
 
 def misbehave(job: dict[str, Any]) -> None:
-    """Cause the job's fault on the victim. Do nothing if the fault happens after a delay, because others cause it."""
+    """Cause the job's fault on the victim. Do nothing if the fault happens after a delay: other code causes it."""
     match job["fault"]:
         case "kill" if job["work"] == "train":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -32,7 +32,7 @@ from mscomm.job import resolve
 
 RANKS = (1, 2, 3, 5, 8)
 LARGE_BYTES = (1 << 20) + 4
-# Algorithms that reduce in an order which depends on the position in the message: see "Same bits" in docs/guide.md.
+# Algorithms whose order of reduction depends on the position in the message: see "Same bits" in docs/guide.md.
 OWN_ORDER = {"ring"}
 ALGORITHMS = sorted({name for what, name, _ in _core.algorithms() if what != "barrier"})
 

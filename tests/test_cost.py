@@ -51,7 +51,7 @@ def idle_library() -> str:
 
 
 def instructions(script: Path, calls: int) -> int:
-    """Return the number of instructions of a whole Python process, which joins alone and makes this many calls."""
+    """Return the number of instructions of a Python process that is a job of its own and makes this many calls."""
     tool = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={script.parent / 'callgrind.out'}"]
     done = subprocess.run(
         [*tool, sys.executable, str(script), str(calls)],

@@ -271,7 +271,7 @@ def test_two_ranks_train_the_model_that_one_trains_with_the_whole_batch(
     mscomm.reset_auto_parallel_context()
     net, alone = Line(), Losses()
     Model(net, optimizer=Momentum(net.parameters, 0.05, 0.9)).train(2, Batches(), alone)
-    # With compression, gradients are sent as bfloat16, so the weights are less exact.
+    # With compression, gradients are sent as bfloat16, so the results are less exact.
     close = {"rtol": 1e-4, "atol": 1e-6} if compression is None else {"rtol": 0.1, "atol": 0.02}
     np.testing.assert_allclose(losses.mean, alone.mean, **close)
     for name, x in weights().items():

@@ -452,8 +452,8 @@ def test_a_long_wait_says_once_whom_it_waits_for(tmp_path: Path) -> None:
 
 
 def test_who_takes_nothing_because_it_waits_too_is_not_named(tmp_path: Path) -> None:
-    """A rank that waits for rank 2 stops reading from the other rank. That rank's data does not fit into the buffers of
-    the link, so both ranks wait until the other one reads. Neither may be named, because rank 2 is the cause.
+    """While ranks 0 and 1 wait for rank 2, they stop reading from each other. 16 MiB does not fit into the buffers of
+    their link, so they also wait for each other. The lines must name only rank 2.
     """
     lines = long_waits(tmp_path, "direct", 1 << 22)
     assert 1 <= len(lines) <= 2

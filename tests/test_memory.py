@@ -97,7 +97,7 @@ def test_long_sums_of_two_ranks_have_the_same_bits(rank, group, memory, in_place
 
 
 def forbid_reading_me() -> None:
-    """Forbid reading this process's memory to all processes that may not trace every process (PR_SET_DUMPABLE)."""
+    """From now on, only processes that may trace every process can read this process's memory (PR_SET_DUMPABLE)."""
     set_dumpable = 4
     assert ctypes.CDLL(None, use_errno=True).prctl(set_dumpable, 0, 0, 0, 0) == 0
 

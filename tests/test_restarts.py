@@ -29,7 +29,7 @@ def lose(job, rank, how="killed by SIGKILL", **words):
 
 
 def by_rank(job):
-    """Sort job.members by rank, and return it. Before, it is in the order in which the ranks joined."""
+    """Sort job.members by rank, and return this list. Job keeps it in the order in which the ranks joined."""
     job.members.sort(key=lambda member: member._welcome.rank)
     return job.members
 
