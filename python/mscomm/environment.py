@@ -153,29 +153,32 @@ VARIABLES = (
         "MSCOMM_CUDA_LIBRARY",
         None,
         str,
-        "The CUDA driver library file, `libcuda.so.1`, if the loader does not find it.",
+        "The CUDA driver library file, `libcuda.so.1`. Needed if the loader does not find it.",
         ("accelerators.nccl",),
     ),
     Variable(
         "MSCOMM_HCCL_LIBRARY",
         None,
         str,
-        "The HCCL library file, `libhccl.so`, if it is found neither by the loader nor through CANN's own variables.",
+        "The HCCL library file, `libhccl.so`. Needed if it is found neither by the loader nor through CANN's own"
+        " variables.",
         ("accelerators.hccl",),
     ),
     Variable(
         "MSCOMM_ACL_LIBRARY",
         None,
         str,
-        "The AscendCL library file, `libascendcl.so`; needed under the same condition as `MSCOMM_HCCL_LIBRARY`.",
+        "The AscendCL library file, `libascendcl.so`. Needed if it is found neither by the loader nor through CANN's"
+        " own variables.",
         ("accelerators.hccl",),
     ),
     Variable(
         "MSCOMM_HUGE_PAGES",
         1,
         _switch,
-        "0: shared arrays are in a memfd, which has huge pages only if the kernel gives them to memfds. 1: if it does"
-        " not, shared arrays are in the process's own tmpfs, which is not attached to any directory.",
+        "0: shared arrays are always in a memfd. A memfd has huge pages only if the kernel allows them for memfds. 1:"
+        " if the kernel does not allow them, shared arrays are in the process's own tmpfs if that can have huge pages."
+        " This tmpfs is not attached to any directory.",
         ("cluster.assemble", "cli.doctor"),
     ),
     Variable(
@@ -190,8 +193,8 @@ VARIABLES = (
         "MSCOMM_TRACEBACK",
         None,
         one_of("SHORT", "FULL"),
-        "`full`: if an exception ends a rank, its traceback also shows mscomm's own frames, and the error that the"
-        " rank observed before it learned the first cause. Unset: neither is shown.",
+        "`full`: if an exception ends a rank, the traceback also shows mscomm's own frames. It also shows the error"
+        " that the rank observed before it learned the first cause. Unset: the traceback shows neither of them.",
         ("exits", "launching.processes"),
     ),
     Variable(
@@ -206,8 +209,8 @@ VARIABLES = (
         "MSCOMM_DEBUG_FILE",
         None,
         str,
-        "A file for these lines, instead of stderr. `%h` stands for the host name, `%p` for the process id, `%r` for"
-        " the rank, `%%` for a percent sign.",
+        "A file to which the lines of `MSCOMM_DEBUG` are written, instead of stderr. `%h` stands for the host name,"
+        " `%p` for the process id, `%r` for the rank, `%%` for a percent sign.",
         ("log",),
     ),
     Variable(
@@ -221,8 +224,8 @@ VARIABLES = (
         "MSCOMM_JOB_ID",
         None,
         str,
-        "A name for the job, the same in all its processes. A process with another name, or with none, is refused."
-        " This keeps two jobs apart that use the same port by mistake.",
+        "A name for the job. Must be the same in all processes of the job. The job refuses a process that has a"
+        " different name or none. So two jobs that use the same port by mistake stay separate.",
         ("cluster.links",),
     ),
     Variable(
@@ -245,8 +248,8 @@ VARIABLES = (
         "GLOO_SOCKET_IFNAME",
         None,
         str,
-        "Read if neither of the two variables above is set. `mscomm bench --vs torch-gloo` sets it to `lo` if it is"
-        " unset.",
+        "Read if neither `MSCOMM_SOCKET_IFNAME` nor `NCCL_SOCKET_IFNAME` is set. If it is unset, `mscomm bench --vs"
+        " torch-gloo` sets it to `lo`.",
         ("cluster.interfaces", "bench.peers"),
     ),
     Variable(
@@ -263,7 +266,7 @@ VARIABLES = (
         None,
         ports,
         "A range of ports that a firewall between the hosts lets through, such as `20000-20100`. Must be the same on"
-        " every rank. Whenever mscomm picks a TCP port to listen on, it takes one from this range. Ports that you"
+        " every rank. Whenever mscomm picks a TCP port to listen on, it picks a free port in this range. Ports that you"
         " specify yourself need not be in the range. While groups are being created, a host needs two or three ports"
         " for each of its ranks.",
         ("cluster.links", "bootstrap.rendezvous"),
@@ -272,7 +275,7 @@ VARIABLES = (
         "MSCOMM_SSH",
         "ssh",
         str,
-        "The command that `mscomm run --hosts` uses as `ssh`, with its options: `ssh -p 2222 -i key`.",
+        "The ssh command of `mscomm run --hosts`, with options: for example `ssh -p 2222 -i key`.",
         ("cli.remote",),
     ),
     Variable(
@@ -295,7 +298,7 @@ VARIABLES = (
         "MS_TOPO_TIMEOUT",
         600.0,
         seconds,
-        "The number of seconds within which all ranks must join.",
+        "The number of seconds within which all ranks must join the job.",
         ("cluster.deadline",),
     ),
     Variable(
@@ -342,7 +345,7 @@ VARIABLES = (
         "MS_NODE_ID",
         None,
         str,
-        "The worker's name. If the names of all workers are numbers, these are the ranks.",
+        "The worker's name. If the names of all workers are numbers, each worker's number is its rank.",
         ("bootstrap.ms_cluster",),
         CLUSTER,
     ),
@@ -400,13 +403,13 @@ VARIABLES = (
         "MSCOMM_KEY_FD",
         "bootstrap.launcher",
         set_by=RUN,
-        meaning="on several hosts: an inherited descriptor from which the job key is read",
+        meaning="on several hosts: a descriptor that the rank inherits, from which it reads the job key",
     ),
     _given(
         "MSCOMM_CONTROL_FD",
         "bootstrap.launcher",
         set_by=RUN,
-        meaning="the link to the launcher, an inherited descriptor",
+        meaning="the descriptor of the rank's connection to the launcher, which the rank inherits",
     ),
     _given("TORCHELASTIC_RUN_ID", "bootstrap.torchrun", meaning="torchrun: the job's name"),
     _given(
@@ -448,7 +451,11 @@ VARIABLES = (
     _given("OMPI_COMM_WORLD_SIZE", "bootstrap.pmix", meaning=f"Open MPI: {_SIZE}"),
     _given("OMPI_COMM_WORLD_LOCAL_RANK", "bootstrap.pmix", meaning=f"Open MPI: {_LOCAL_RANK}"),
     _given("OMPI_COMM_WORLD_LOCAL_SIZE", "bootstrap.pmix", meaning=f"Open MPI: {_LOCAL_SIZE}"),
-    _given("PMI_FD", "bootstrap.pmi", meaning="MPICH: the link to mpirun, an inherited descriptor"),
+    _given(
+        "PMI_FD",
+        "bootstrap.pmi",
+        meaning="MPICH: the descriptor of the rank's connection to mpirun, which the rank inherits",
+    ),
     _given("PMI_PORT", "bootstrap.pmi", meaning="MPICH: the address of mpirun, if there is no descriptor"),
     _given("PMI_ID", "bootstrap.pmi", meaning=f"MPICH, with PMI_PORT: {_RANK}"),
     _given("PMI_RANK", "bootstrap.pmi", meaning=f"MPICH, Intel MPI: {_RANK}"),
