@@ -21,9 +21,10 @@ YOURS, CLUSTER, RUN, LAUNCHER = (
     "Set by other launchers",
 )
 ABOUT = {
-    YOURS: "All of these are optional. The description says if a variable must be the same on every rank.",
-    CLUSTER: "Set by you if you start a job by hand, or by the cluster operator. Names and meanings are MindSpore's.",
-    RUN: "Leave them alone: they tell a rank its place in the job.",
+    YOURS: "These variables are optional. The description says whether a variable must be the same on every rank.",
+    CLUSTER: "If you start a job by hand, set these variables yourself. Otherwise the cluster operator sets them."
+    " Names and meanings are MindSpore's.",
+    RUN: "Do not change these variables: they tell a rank its place in the job.",
     LAUNCHER: "mscomm only reads these. If several variables have the same meaning, the first one that is set is used.",
 }
 
