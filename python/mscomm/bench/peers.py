@@ -105,7 +105,7 @@ def _start_gloo(name: str, case: Case, prefix: Path | None) -> Contender:
         folder = tempfile.mkdtemp(prefix="mscomm-bench-") if case.rank == 0 else ""
         if case.rank == 0:
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        store = f"file://{_said_by_rank_0(folder)}/store"
+        store = f"file://{mscomm.broadcast_object(folder)}/store"
         dist.init_process_group("gloo", init_method=store, rank=case.rank, world_size=case.ranks, timeout=limit)
     group = dist.new_group(timeout=limit, backend="gloo")
     os.environ["GLOO_SOCKET_IFNAME"] = given
@@ -140,13 +140,6 @@ def _end_gloo() -> None:
 
     if dist.is_initialized():  # the first torch-gloo peer that is closed ends the torch job of all torch-gloo peers
         dist.destroy_process_group()
-
-
-def _said_by_rank_0(text: str) -> str:
-    letters = np.zeros(4096, np.uint8)
-    said = text.encode()
-    letters[: len(said)] = list(said)
-    return bytes(mscomm.broadcast(letters)).rstrip(b"\0").decode()
 
 
 # -- NumPy, which only reads and writes memory -------------------------------------------------------------------------
@@ -285,7 +278,8 @@ class Mpi:
     def __init__(self, peer: str, case: Case, prefix: Path | None) -> None:
         self.name, self.about = peer, ""
         self._case = case
-        self._masks = _affinity_of_ranks()
+        # rank r of the MPI job will use the CPUs of rank r of the mscomm job
+        self._masks = mscomm.all_gather_object(sorted(os.sched_getaffinity(0)))
         self._process: subprocess.Popen[bytes] | None = None
         self._links: list[_Link] = []
         self._cells = 0
@@ -451,16 +445,6 @@ def environment_for_mpirun(env: Mapping[str, str]) -> dict[str, str]:
         for name, value in env.items()
         if not re.match(launcher, name) or (name.startswith("OMPI_MCA_") and not inside_mpirun)
     }
-
-
-def _affinity_of_ranks() -> list[list[int]]:
-    """Return, for each mscomm rank, the CPUs that it may use. Every rank gets the whole list.
-
-    Rank r of an MPI job will use the CPUs of rank r of the mscomm job.
-    """
-    mine = np.zeros((1, 8192), np.uint8)
-    mine[0, sorted(os.sched_getaffinity(0))] = 1
-    return [[int(cpu) for cpu in np.flatnonzero(row)] for row in mscomm.all_gather(mine)]
 
 
 PEERS = {
