@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from mscomm.dataset import draws
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
-
-
-class Sampler(Protocol):
-    """The members of a sampler that a source uses. rows: the number of rows in the source."""
-
-    num_shards: int
-
-    def count(self, rows: int) -> int:
-        """Return how many rows this rank reads in a pass."""
-
-    def indices(self, rows: int, seed: int, epoch: int) -> Indices:
-        """Return the numbers of the rows that this rank reads in pass `epoch`, in order."""
-
-    def __str__(self) -> str:
-        """Return a text for state_dict(). The text is the same on all ranks that share the rows."""
 
 
 class DistributedSampler:
@@ -65,11 +50,13 @@ class DistributedSampler:
             raise ValueError(f"DistributedSampler: num_samples={num_samples}; expected 0 or more, or None for all")
 
     def count(self, rows: int) -> int:
+        """Return how many of the source's rows this rank reads in a pass."""
         even = -(-rows // self.num_shards)
         mine = even if self.offset < 0 else self._until(rows) - self._first
         return min(mine, self.num_samples) if self.num_samples else mine
 
     def indices(self, rows: int, seed: int, epoch: int) -> Indices:
+        """Return the numbers of the rows that this rank reads in pass `epoch`, in order."""
         turns = np.arange(self._first, self._first + self.count(rows), dtype=np.int64)
         dealt: Indices = (turns * self.num_shards + self.shard_id - max(self.offset, 0)) % max(rows, 1)
         return draws.permutation(rows, seed, 0, epoch)[dealt] if self.shuffle else dealt
@@ -85,6 +72,7 @@ class DistributedSampler:
         return max(-(-(rows + self.offset - self.shard_id) // self.num_shards), self._first)
 
     def __str__(self) -> str:
+        """Return a text for state_dict(). The text is the same on all ranks that share the rows."""
         words = [f"{self.num_shards} shards" if self.num_shards > 1 else "", "shuffle" if self.shuffle else "in order"]
         words += [f"num_samples {self.num_samples}" if self.num_samples else ""]
         words += [f"offset {self.offset}" if self.offset >= 0 else ""]
@@ -92,7 +80,8 @@ class DistributedSampler:
 
 
 class Listed:
-    """A sampler for the rows that the user lists, in the same order in every pass."""
+    """A sampler for the rows that the user lists, in the same order in every pass. Its methods are those of
+    DistributedSampler."""
 
     num_shards = 1
 
@@ -122,7 +111,7 @@ def choose(
     sampler: DistributedSampler | Iterable[int] | None,
     num_shards: int | None,
     shard_id: int | None,
-) -> Sampler:
+) -> DistributedSampler | Listed:
     """Return the sampler that a source's arguments describe. shuffle=None means True. Raise MindSpore's errors."""
     if sampler is not None:
         for name, value in (("shuffle", shuffle), ("num_shards", num_shards), ("num_samples", num_samples)):
