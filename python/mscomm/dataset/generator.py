@@ -51,7 +51,7 @@ class GeneratorDataset(Source):
             raise TypeError(f"GeneratorDataset: column_names={column_names!r}; expected a name, or several")
         if len(set(names)) != len(names):
             raise ValueError(f"GeneratorDataset: column_names={column_names!r} has a name twice")
-        super().__init__(names, threads)
+        super().__init__(names, threads or 1)
         self._source: Any = source
         self._random_access = not callable(source) and hasattr(source, "__getitem__") and hasattr(source, "__len__")
         self._num_samples = num_samples
@@ -103,9 +103,6 @@ class GeneratorDataset(Source):
                 yield Ticket(epoch, index, row)
         except Exception as error:
             raise RuntimeError(_tell(index + 1, error)) from error
-
-    def _width(self) -> int:
-        return self._workers or 1
 
     def load(self, turn: Turn, tickets: Sequence[Ticket]) -> list[Column]:
         rows = []

@@ -50,7 +50,7 @@ class Dataset(ABC):
 
     def __init__(self, place: int, workers: int | None) -> None:
         self._place = place  # the place in the pipeline; the source has place 0
-        self._workers = workers  # num_parallel_workers
+        self._workers = workers  # how many threads may work in this step at once; None: any number
         self._seed: int | None = None
         self._next = (0, 0)  # where the next pass begins: (epoch, batch)
         self._agreed = False
@@ -259,15 +259,11 @@ class Dataset(ABC):
 
     def widths(self) -> dict[int, int]:
         """Return {place of a step: how many threads may work in it at once}. Steps without a limit are left out."""
-        width = self._width()
-        return {} if width is None else {self._place: width}
+        return {} if self._workers is None else {self._place: self._workers}
 
     def threads(self) -> int:
         """Return how many threads make batches: the largest num_parallel_workers of the steps."""
         return self._workers or 1
-
-    def _width(self) -> int | None:
-        return self._workers
 
     @abstractmethod
     def _size(self) -> int: ...
@@ -365,10 +361,9 @@ class _Map(_Step):
         else:
             self.columns = (*self._outputs, *others)
         self._ours = all(isinstance(operation, Operation) for operation in self._operations)
+        if not self._ours:
+            self._workers = workers or 1
         self._row_bytes = [1] * len(self._operations)  # for each operation: the bytes per row of its latest result
-
-    def _width(self) -> int | None:
-        return self._workers or (None if self._ours else 1)
 
     def load(self, turn: Turn, tickets: Sequence[Ticket]) -> list[Column]:
         columns = dict(zip(self._before.columns, self._before.load(turn, tickets), strict=True))
