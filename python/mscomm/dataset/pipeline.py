@@ -236,7 +236,7 @@ class Dataset(ABC):
         seed = config.get_seed() if self._seed is None else self._seed
         if not self._agreed:
             begin = list(self._next)
-            self.source().compare(lambda: {"seed": seed, "position": begin, "pipeline": self._described()})
+            self.compare(lambda: {"seed": seed, "position": begin, "pipeline": self._described()})
             self._agreed = True
         self._seed = seed
         (epoch, batch), self._next = self._next, (self._next[0] + 1, 0)
@@ -246,8 +246,8 @@ class Dataset(ABC):
     # -- methods that sources and steps implement ----------------------------------------------------------------------
 
     @abstractmethod
-    def source(self) -> Source:
-        """Return the source of this pipeline."""
+    def compare(self, facts: Callable[[], dict[str, Any]]) -> None:
+        """Prepare the source for the first pass: compare facts() and this rank's data with those of the other ranks."""
 
     @abstractmethod
     def tickets(self, seed: int, epoch: int) -> Tickets:
@@ -284,13 +284,6 @@ class Source(Dataset):
         super().__init__(0, workers)
         self.columns = tuple(columns)
 
-    def source(self) -> Source:
-        return self
-
-    @abstractmethod
-    def compare(self, facts: Callable[[], dict[str, Any]]) -> None:
-        """Prepare for the first pass: compare facts() and this rank's data with those of the other ranks."""
-
 
 class _Step(Dataset):
     """A dataset that transforms the dataset before it. This base class leaves it unchanged."""
@@ -300,8 +293,8 @@ class _Step(Dataset):
         self._before = before
         self.columns = before.columns
 
-    def source(self) -> Source:
-        return self._before.source()
+    def compare(self, facts: Callable[[], dict[str, Any]]) -> None:
+        self._before.compare(facts)
 
     def tickets(self, seed: int, epoch: int) -> Tickets:
         yield from self._before.tickets(seed, epoch)
