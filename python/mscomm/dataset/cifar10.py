@@ -127,11 +127,8 @@ class Cifar10Dataset(Source):
         planes = records[:, 1:].reshape(-1, CHANNELS, SIDE, SIDE)
         return [planes.transpose(0, 2, 3, 1), records[:, 0].astype(np.uint32)]
 
-    def _size(self) -> int:
+    def get_dataset_size(self) -> int:
         return self._sampler.count(self._rows)
-
-    def _known_size(self) -> int | None:
-        return self._size()
 
     def _described(self) -> list[str]:
         return [f"Cifar10Dataset({self._rows} rows, {self._sampler})"]

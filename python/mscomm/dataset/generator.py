@@ -124,7 +124,7 @@ class GeneratorDataset(Source):
                 raise TypeError(f"column {name} is no array of numbers or text but of Python objects")
         return arrays
 
-    def _size(self) -> int:
+    def get_dataset_size(self) -> int:
         if self._random_access:
             return self._sampler.count(len(self._source))
         if self._counted is None:
@@ -132,7 +132,7 @@ class GeneratorDataset(Source):
         return self._counted
 
     def _known_size(self) -> int | None:
-        return self._size() if self._random_access else self._counted
+        return self.get_dataset_size() if self._random_access else self._counted
 
     def _described(self) -> list[str]:
         what = f"{len(self._source)} rows, {self._sampler}" if self._random_access else "in order"

@@ -154,12 +154,12 @@ class Dataset(ABC):
         """Return an iterator over one pass, which yields tuples of arrays, as in `for image, label in data`."""
         return DatasetIterator(self, self.columns, False, 1)
 
+    @abstractmethod
     def get_dataset_size(self) -> int:
         """Return how many rows or batches a pass has on this rank. An endless repeat counts as one repetition.
 
         If the source does not know how many rows it has, it is read once to count them.
         """
-        return self._size()
 
     def get_col_names(self) -> list[str]:
         """Return the names of the columns, in the order of their arrays in a tuple."""
@@ -265,12 +265,9 @@ class Dataset(ABC):
         """Return how many threads make batches: the largest num_parallel_workers of the steps."""
         return self._workers or 1
 
-    @abstractmethod
-    def _size(self) -> int: ...
-
-    @abstractmethod
     def _known_size(self) -> int | None:
         """Return the size if it is known without reading rows, else None."""
+        return self.get_dataset_size()
 
     @abstractmethod
     def _described(self) -> list[str]:
@@ -308,8 +305,8 @@ class _Step(Dataset):
     def threads(self) -> int:
         return max(self._before.threads(), super().threads())
 
-    def _size(self) -> int:
-        return self._of(self._before._size())
+    def get_dataset_size(self) -> int:
+        return self._of(self._before.get_dataset_size())
 
     def _known_size(self) -> int | None:
         before = self._before._known_size()
