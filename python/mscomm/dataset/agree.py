@@ -48,20 +48,16 @@ def compare(source: str, num_shards: int, facts: dict[str, Any], where: str, pro
 
 
 def _tell(source: str, ranks: list[Any], differing: list[str]) -> str:
-    kinds: list[tuple[Any, list[int]]] = []  # for each set of facts: its first message, and all ranks that sent it
+    kinds: dict[str, list[int]] = {}  # for each set of facts: all ranks that sent it
     for rank, theirs in enumerate(ranks):
-        for first, members in kinds:
-            if first["facts"] == theirs["facts"]:
-                members.append(rank)
-                break
-        else:
-            kinds.append((theirs, [rank]))
+        kinds.setdefault(repr(theirs["facts"]), []).append(rank)
+    firsts = [ranks[members[0]] for members in kinds.values()]
     lines = [f"{source}: the ranks would not train on the same data; they differ in {' and '.join(differing)}."]
-    for theirs, members in kinds:
+    for theirs, members in zip(firsts, kinds.values(), strict=True):
         values = [f"{name} {_short(name, theirs['facts'].get(name))}" for name in differing]
         who = "rank" if len(members) == 1 else "ranks"
         lines.append(f"  {who} {', '.join(map(str, members))} ({theirs['where']}): {', '.join(values)}")
-    files = [{name: tuple(what) for name, *what in theirs["facts"].get("files") or []} for theirs, _ in kinds]
+    files = [{name: tuple(what) for name, *what in theirs["facts"].get("files") or []} for theirs in firsts]
     odd = sorted(name for name in set().union(*files) if len({one.get(name) for one in files}) > 1)
     if odd:
         lines.append(f"  Not the same everywhere: {', '.join(odd)}.")
