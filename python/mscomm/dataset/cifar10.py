@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import os
-import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
@@ -189,7 +188,7 @@ def _records(path: Path) -> int:
     for magic, what in _FOREIGN.items():
         if begin.startswith(magic):
             raise ValueError(f"Cifar10Dataset: {path} {what}. {_GET_IT}")
-    if re.match(rb"version https://git-lfs", begin):
+    if begin.startswith(b"version https://git-lfs"):
         raise ValueError(f"Cifar10Dataset: {path} is a pointer of git-lfs, not the data; run `git lfs pull`")
     if size == 0 or size % RECORD_BYTES:
         raise ValueError(

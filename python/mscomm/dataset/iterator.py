@@ -115,7 +115,6 @@ def _rows(dataset: Pipeline, seed: int, epoch: int, skip: int) -> Generator[Any,
         row = (row_of(column, 0) for column in dataset.load(turn, [ticket]))
         return tuple(array if array.flags.c_contiguous else array.copy() for array in row)
 
-    widths = dataset.widths()
-    threads = dataset.threads()
     with contextlib.closing(tickets):
-        yield from in_order(make, seed, itertools.islice(tickets, skip, None), threads, widths)
+        rest = itertools.islice(tickets, skip, None)
+        yield from in_order(make, seed, rest, dataset.threads(), dataset.widths())
