@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from mscomm.dataset.transforms import TypeCast as TypeCast
+from mscomm.dataset.transforms import *  # noqa: F403
