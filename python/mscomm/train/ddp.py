@@ -11,7 +11,7 @@ import torch
 from mscomm import collectives, log
 from mscomm.group import Group
 from mscomm.job import resolve
-from mscomm.train import join
+from mscomm.train import join, trees
 from mscomm.train.autograd import Autograd
 from mscomm.train.reducer import GradientReducer
 from mscomm.train.step import FORWARD, LEFT, Step
@@ -300,13 +300,7 @@ def _device(module: torch.nn.Module, device_ids: Any, output_device: Any) -> tor
 
 def _moved(x: Any, device: torch.device) -> Any:
     """Return x with all its tensors moved to that device, including those in lists, tuples and dicts."""
-    if isinstance(x, torch.Tensor):
-        return x.to(device, non_blocking=True)
-    if isinstance(x, dict):
-        return {key: _moved(one, device) for key, one in x.items()}
-    if isinstance(x, tuple) and hasattr(x, "_fields"):
-        return type(x)(*(_moved(one, device) for one in x))
-    return type(x)(_moved(one, device) for one in x) if isinstance(x, list | tuple) else x
+    return trees.mapped(x, lambda one: one.to(device, non_blocking=True) if isinstance(one, torch.Tensor) else one)
 
 
 def _check_layers(module: torch.nn.Module) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from mscomm.arrays import names, on_host
 from mscomm.arrays.numpy import readable
+from mscomm.train import trees
 
 PREFIX = "mscomm.state."  # the names of a state's arrays begin with this; the other arrays in a file are weights
 
@@ -83,13 +84,7 @@ def entries(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any,
 
 def with_arrays(state: Any, convert: Any) -> Any:
     """Return a copy of the state in which each NumPy array x is replaced by convert(x)."""
-    if isinstance(state, np.ndarray):
-        return convert(state)
-    if isinstance(state, dict):
-        return {key: with_arrays(value, convert) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(with_arrays(one, convert) for one in state)
-    return state
+    return trees.mapped(state, lambda x: convert(x) if isinstance(x, np.ndarray) else x)
 
 
 def checksum(x: Any, argument: str, function: str) -> int:

@@ -3,7 +3,7 @@ this form."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 
@@ -26,15 +26,17 @@ def leaves(tree: Any) -> dict[str, Any]:
     return found
 
 
+def mapped(tree: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return a copy of the tree in which convert(x) replaces each x that is not a list, tuple or dict."""
+    if isinstance(tree, dict):
+        return {key: mapped(value, convert) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        made = [mapped(one, convert) for one in tree]
+        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
+    return convert(tree)
+
+
 def rebuilt(tree: Any, arrays: list[Any]) -> Any:
     """Return a copy of the tree with the given arrays in place of the tree's arrays."""
-
-    def walk(node: Any, rest: Iterator[Any]) -> Any:
-        if isinstance(node, dict):
-            return {key: walk(value, rest) for key, value in node.items()}
-        if isinstance(node, list | tuple):
-            made = [walk(one, rest) for one in node]
-            return type(node)(*made) if hasattr(node, "_fields") else type(node)(made)
-        return next(rest)
-
-    return walk(tree, iter(arrays))
+    rest = iter(arrays)
+    return mapped(tree, lambda _: next(rest))
