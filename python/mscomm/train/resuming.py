@@ -34,9 +34,9 @@ def agree_on(path: Path, group: Group | None) -> tuple[Saved, Weights, dict[str,
     newest = serialization.newest_prefix(found)
     found = [one for one in found if one.run or one.prefix == newest]  # files of earlier versions have no run
     while True:
-        files = [(*one.place, one.time, one.first) for one in found]
+        files = [tuple(one) for one in found]
         offers = _gathered([files, problem, os.path.realpath(path)], group)
-        place, told = _newest_of_all([_Offer([_File(*one) for one in files], *rest) for files, *rest in offers])
+        place, told = _newest_of_all([_Offer([Saved(*one) for one in files], *rest) for files, *rest in offers])
         if told and (group is None or group.rank == 0):
             log.warn(f"Model.resume: {told}")
         if place is None:
@@ -63,25 +63,10 @@ def _gathered(mine: Any, group: Group | None) -> list[Any]:
     return [mine] if group is None else objects.all_gather_object(mine, group=group)
 
 
-class _File(NamedTuple):
-    """What the ranks tell each other about a checkpoint. The fields are those of Saved."""
-
-    run: str
-    epoch: int
-    step: int
-    part: str
-    time: float
-    first: bool
-
-    @property
-    def place(self) -> tuple[str, int, int, str]:
-        return self.run, self.epoch, self.step, self.part
-
-
 class _Offer(NamedTuple):
     """What a rank tells the other ranks: its checkpoints, its problem (or ""), and its path."""
 
-    files: list[_File]
+    files: list[Saved]
     problem: str
     path: str
 
