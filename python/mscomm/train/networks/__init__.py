@@ -18,6 +18,8 @@ from mscomm.train.reducer import GradientReducer
 class Network(Protocol):
     """A network with its loss function and its optimizer."""
 
+    _optimizer: Any
+
     def trained(self) -> dict[str, Any]:
         """Return the weights that are passed to GradientReducer, by name. Their order is the same on every rank."""
 
@@ -43,9 +45,11 @@ class Network(Protocol):
         The loss is sent along with the gradients (reducer.carry).
         """
 
-    def optimizer_state(self) -> Any: ...
+    def optimizer_state(self) -> Any:
+        return self._optimizer.state_dict()
 
-    def load_optimizer_state(self, state: Any) -> None: ...
+    def load_optimizer_state(self, state: Any) -> None:
+        self._optimizer.load_state_dict(state)
 
 
 def adapt(network: Any, loss_fn: Any = None, optimizer: Any = None) -> Network:

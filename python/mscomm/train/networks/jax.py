@@ -54,8 +54,5 @@ class Network(networks.Network):
         self._optimizer.step(gradients)
         return result  # type: ignore[no-any-return]
 
-    def optimizer_state(self) -> Any:
-        return self._optimizer.state_dict()
-
     def load_optimizer_state(self, state: Any) -> None:
         self._optimizer.load_state_dict(with_arrays(state, jax.device_put))

@@ -41,12 +41,6 @@ class Network(networks.Network):
         self._optimizer.step(gradients)
         return result  # type: ignore[no-any-return]
 
-    def optimizer_state(self) -> Any:
-        return self._optimizer.state_dict()
-
-    def load_optimizer_state(self, state: Any) -> None:
-        self._optimizer.load_state_dict(state)
-
 
 def _numbers(loss: Any) -> np.ndarray[Any, Any]:
     is_another_librarys = next(names(loss), "numpy") != "numpy"

@@ -66,9 +66,6 @@ class Network(networks.Network):
             label = label.long()  # PyTorch's losses need class numbers in int64
         return self._loss_fn(self._module(*data), label)
 
-    def optimizer_state(self) -> Any:
-        return self._optimizer.state_dict()
-
     def load_optimizer_state(self, state: Any) -> None:
         loader(self._optimizer)(state)
 
