@@ -10,8 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
 from mscomm import bootstrap, collectives, context, log, notices, objects
 from mscomm.arrays import on_host
 from mscomm.context import ParallelMode
@@ -201,7 +199,29 @@ class Model:
         if agreed is None:
             return None
         chosen, weights, state = agreed
-        self._take_over(chosen, weights, state, group)
+        ranks, mine = state["ranks"], _place(group)
+        if ranks[1] != mine[1]:
+            raise ValueError(
+                f"Model.resume: {chosen.path} was written by one of {ranks[1]} ranks, now there are {mine[1]}; its"
+                " weights alone: load_param_into_net(net, load_checkpoint(file))"
+            )
+        if ranks[0] != mine[0]:
+            log.warn(
+                f"Model.resume: rank {mine[0]} goes on from what rank {ranks[0]} wrote, {chosen.path}: with that rank's"
+                " random numbers, running means and residual of compression"
+            )
+        there = self._network.weights()
+        differing = [*(weights.keys() - there.keys()), *(there.keys() - weights.keys())]
+        if differing:
+            raise ValueError(
+                f"Model.resume: {chosen.path} is of another network: {sorted(differing)[0]} is in one alone"
+            )
+        try:
+            self._network.load(weights)
+            self._network.load_optimizer_state(state["optimizer"])
+        except ValueError as error:
+            raise ValueError(f"Model.resume: {chosen.path}: {error}") from error
+        self._resumed = (chosen, state)
         return chosen.epoch, chosen.step
 
     def _optimizer_entries(self) -> dict[str, Any]:
@@ -226,37 +246,6 @@ class Model:
                 " written"
             )
         return (resumed.epoch - 1) * batches + resumed.step
-
-    def _take_over(
-        self,
-        chosen: serialization.Saved,
-        weights: dict[str, np.ndarray[Any, Any]],
-        state: dict[str, Any],
-        group: Group | None,
-    ) -> None:
-        ranks, mine = state["ranks"], _place(group)
-        if ranks[1] != mine[1]:
-            raise ValueError(
-                f"Model.resume: {chosen.path} was written by one of {ranks[1]} ranks, now there are {mine[1]}; its"
-                " weights alone: load_param_into_net(net, load_checkpoint(file))"
-            )
-        if ranks[0] != mine[0]:
-            log.warn(
-                f"Model.resume: rank {mine[0]} goes on from what rank {ranks[0]} wrote, {chosen.path}: with that rank's"
-                " random numbers, running means and residual of compression"
-            )
-        there = self._network.weights()
-        differing = [*(weights.keys() - there.keys()), *(there.keys() - weights.keys())]
-        if differing:
-            raise ValueError(
-                f"Model.resume: {chosen.path} is of another network: {sorted(differing)[0]} is in one alone"
-            )
-        try:
-            self._network.load(weights)
-            self._network.load_optimizer_state(state["optimizer"])
-        except ValueError as error:
-            raise ValueError(f"Model.resume: {chosen.path}: {error}") from error
-        self._resumed = (chosen, state)
 
     def _training_group(self, function: str) -> Group | None:
         """Return the group whose ranks train one model, or None if this rank trains alone. function: the function's
