@@ -146,6 +146,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         finally:
             self._syncing = before
 
+    @contextlib.contextmanager
     def join(
         self,
         divide_by_initial_world_size: bool = True,
@@ -153,7 +154,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         throw_on_early_termination: bool = False,
         *,
         sync: Iterable[Any] | None = None,
-    ) -> contextlib.AbstractContextManager[None]:
+    ) -> Iterator[None]:
         """Return a context for training loops in which some ranks have fewer steps. A rank that has run out of batches
         sends zeros until no rank has batches left.
 
@@ -173,11 +174,8 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         ...         ...
         """
         if not enable:
-            return contextlib.nullcontext()
-        return self._join(bool(divide_by_initial_world_size), bool(throw_on_early_termination), sync)
-
-    @contextlib.contextmanager
-    def _join(self, by_all: bool, throw: bool, sync: Iterable[Any] | None) -> Iterator[None]:
+            yield
+            return
         given = join.checked(sync)
 
         def at_end(root: int, uneven: bool) -> None:
@@ -186,16 +184,16 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
             if uneven and root == self._group.rank:
                 self._autograd.warn_of_optimizers(given)
 
-        self._refuses_uneven = throw
+        self._refuses_uneven = bool(throw_on_early_termination)
         try:
             with join.join(
                 self._step,
                 self._group,
                 given,
-                by_all=by_all,
+                by_all=bool(divide_by_initial_world_size),
                 on_forward=self._exchange_buffers,
                 at_end=at_end,
-                throw=throw,
+                throw=self._refuses_uneven,
             ):
                 yield
         finally:
