@@ -152,8 +152,6 @@ class Autograd:
 
     def check_before_forward(self) -> None:
         """Raise RuntimeError if the last backward pass failed in the middle of a step."""
-        if torch._C._current_graph_task_id() != -1:  # inside a backward pass: checkpointing recomputes layers
-            return
         self._end_of_pass = lambda: None
         if self._step.begun:
             raise RuntimeError(
@@ -301,24 +299,21 @@ class Autograd:
         self._take_over(list(self._elsewhere))
         self._stream = None
         if not self._as_views:
-            self._copy_out(here, new)
+            self._copy_out([*here, *new])
             return
         for index in new:
             self._parameters[index].grad = self._views[index].detach()
 
-    def _copy_out(self, here: list[int], new: list[int]) -> None:
-        """Copy gradients from the buckets into tensors outside the buckets.
-
-        here: the indices of the parameters that already have a gradient. new: the indices of those that have none yet.
-        """
-        for index in [*here, *new]:
+    def _copy_out(self, indices: list[int]) -> None:
+        """Copy the gradients of these parameters from the buckets into tensors outside the buckets."""
+        for index in indices:
             parameter = self._parameters[index]
             # With create_graph=True, autograd's graph may still need the old gradient.
             if parameter.grad is None or parameter.grad.requires_grad:
                 parameter.grad = torch.empty_like(parameter, requires_grad=False)
-        if here or new:
-            into = [self._parameters[index].grad for index in [*here, *new]]
-            torch._foreach_copy_(into, [self._views[index] for index in [*here, *new]])
+        if indices:
+            into = [self._parameters[index].grad for index in indices]
+            torch._foreach_copy_(into, [self._views[index] for index in indices])
 
     def move(self) -> None:
         """Point the gradients at the new buffers."""

@@ -112,8 +112,9 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass."""
-        self._autograd.check_before_forward()
         again = torch._C._current_graph_task_id() != -1  # inside a backward pass: checkpointing recomputes layers
+        if not again:
+            self._autograd.check_before_forward()
         if torch.is_grad_enabled() and self._syncing:
             self._autograd.check_not_taken_over()
             self._check_parameters()
