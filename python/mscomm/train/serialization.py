@@ -99,10 +99,7 @@ def load_checkpoint(
     if not path.exists() and path.with_name(path.name + SUFFIX).exists():
         path = path.with_name(path.name + SUFFIX)
     if path.is_dir():
-        found = series(path)
-        if not found:
-            raise FileNotFoundError(f"load_checkpoint: there is no checkpoint in {path}")
-        arrays, metadata = _newest_undamaged(path, found)
+        arrays, metadata = _newest_undamaged(path)
     else:
         arrays, metadata = tensorfile.read(path)
     left_out = (filter_prefix,) if isinstance(filter_prefix, str) else tuple(filter_prefix or ())
@@ -141,9 +138,14 @@ def load_param_into_net(
     return [name for name in there if name not in given], [name for name in parameter_dict if name not in given]
 
 
-def _newest_undamaged(directory: Path, found: list[Saved]) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]:
-    faults = []
-    for one in reversed(found):
+def _newest_undamaged(directory: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]:
+    """Read the newest undamaged checkpoint among those that have the prefix of the newest file."""
+    found = complete(directory)
+    if not found:
+        raise FileNotFoundError(f"load_checkpoint: there is no checkpoint in {directory}")
+    newest, faults = newest_prefix(found), []
+    series = sorted((one for one in found if one.prefix == newest), key=lambda one: (one.epoch, one.step))
+    for one in reversed(series):
         try:
             return tensorfile.read(one.path)
         except (OSError, ValueError) as error:
@@ -204,13 +206,6 @@ def complete(directory: Path) -> list[Saved]:
     for fault in faults:
         log.warn(f"checkpoint left out: {fault}")
     return found
-
-
-def series(directory: Path) -> list[Saved]:
-    """Return the checkpoints that have the prefix of the newest file, oldest first."""
-    found = complete(directory)
-    newest = newest_prefix(found)
-    return sorted((one for one in found if one.prefix == newest), key=lambda one: (one.epoch, one.step))
 
 
 def newest_prefix(found: list[Saved]) -> str:
