@@ -49,8 +49,7 @@ def write(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str]) 
         _to_disk(partial, os.O_RDONLY)
         os.replace(partial, path)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            partial.unlink()
+        partial.unlink(missing_ok=True)
         raise
     _to_disk(path.parent, os.O_RDONLY | os.O_DIRECTORY)  # also write the file's new name to disk
 
