@@ -112,11 +112,6 @@ def checked(sync: Iterable[Any] | None) -> list[Any]:
     return holders
 
 
-def is_module(one: Any) -> bool:
-    """Return whether this is a torch.nn.Module, whose parameters and buffers are written in place."""
-    return hasattr(one, "named_parameters") and hasattr(one, "named_buffers")
-
-
 def _check_alike(kinds: list[str], by_all: bool, throw: bool, group: Group) -> None:
     everybodys = objects.all_gather_object([kinds, by_all, throw], group=group)
     for rank, theirs in enumerate(everybodys):
@@ -128,7 +123,7 @@ def _check_alike(kinds: list[str], by_all: bool, throw: bool, group: Group) -> N
 
 
 def _take_over(one: Any, root: int, group: Group, own: Iterable[Any]) -> None:
-    if is_module(one):
+    if hasattr(one, "named_parameters") and hasattr(one, "named_buffers"):  # a torch.nn.Module, written in place
         arrays = {**dict(one.named_parameters()), **dict(one.named_buffers())}
         kept = {id(x) for x in own}
         broadcast_all([(name, x) for name, x in arrays.items() if id(x) not in kept], root, group)
