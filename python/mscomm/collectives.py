@@ -30,7 +30,6 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
@@ -41,10 +40,9 @@ from mscomm.arrays import numpy as host
 from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import dtype_code, dtype_named
 from mscomm.errors import Mismatch
-from mscomm.group import Group
+from mscomm.group import Group, Timeout
 from mscomm.job import resolve, shared_empty
 
-Timeout = float | timedelta | None
 Array = np.ndarray[Any, Any]
 F = TypeVar("F", bound=Callable[..., Any])
 

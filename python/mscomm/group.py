@@ -29,6 +29,7 @@ from mscomm.tracebacks import PACKAGE
 _LINES_KEPT = 1024
 
 Array = np.ndarray[Any, Any]
+Timeout = float | timedelta | None
 
 Work = _core.Work
 
@@ -85,7 +86,7 @@ class _Several(Work):
         self._making = False  # whether self._result() runs
         self._value: Any = None
 
-    def wait(self, timeout: float | timedelta | None = None) -> Any:
+    def wait(self, timeout: Timeout = None) -> Any:
         seconds = None if timeout is None else seconds_of(timeout)
         if not self._join(seconds):
             raise TimeoutError(f"Work.wait: the call has not ended within {seconds:g} s; it goes on")

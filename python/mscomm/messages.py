@@ -19,7 +19,6 @@ import dataclasses
 import enum
 import operator
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -28,10 +27,8 @@ from mscomm import _core
 from mscomm.arrays import fill, library, memory_anywhere, on_host, written
 from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import dtype_code, readable, writable
-from mscomm.group import Group
+from mscomm.group import Group, Timeout
 from mscomm.job import resolve
-
-Timeout = float | timedelta | None
 
 LAST_TAG = _core.last_tag  # 2^31 - 1
 

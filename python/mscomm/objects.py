@@ -30,7 +30,6 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -38,13 +37,11 @@ import numpy as np
 from mscomm import _core
 from mscomm.arrays.numpy import dtype_code
 from mscomm.collectives import FUNCTION, gather_rows
-from mscomm.group import Group, seconds_left
+from mscomm.group import Group, Timeout, seconds_left
 from mscomm.job import resolve
 from mscomm.messages import LAST_TAG, Status, checked_rank, checked_source, checked_tag
 from mscomm.packing import pack, unpack
 from mscomm.registry import register_object as register_object
-
-Timeout = float | timedelta | None
 
 # An object is sent as two messages. The first holds the length of the packed object and the tag of the second message,
 # which holds the packed object itself. Each object gets its own tag for the second message, above the range of user
