@@ -663,10 +663,8 @@ class _FusedCall:
         if filled > PAGE_BYTES:
             filled = -(-filled // PAGE_BYTES) * PAGE_BYTES
         bucket = room[:filled].view(sources[0].dtype)
-        at = 0
-        for source in sources:
-            bucket[at : at + source.size] = source.reshape(-1)
-            at += source.size
+        count = sum(source.size for source in sources)
+        np.concatenate([source.reshape(-1) for source in sources], out=bucket[:count])
         self._bucket = room, bucket
         return prepared(bucket, bucket)
 
