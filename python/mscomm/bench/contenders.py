@@ -16,6 +16,7 @@ import mscomm
 from mscomm.bench.table import Array, Buffers, Case, Collective, ring, times_ns
 from mscomm.cluster import assemble
 from mscomm.group import Group
+from mscomm.job import resolve
 
 
 class Cell(Protocol):
@@ -134,17 +135,13 @@ def mscomm_call(case: Case, buffers: Buffers, group: Group | None = None) -> Cal
     return lambda: function(x, **arguments)
 
 
-def ourselves(case: Case, shared: bool, name: str = "mscomm") -> Contender:
-    """Return mscomm as a contender. If `shared`, arrays come from mscomm.empty; otherwise they are ordinary arrays."""
-    from mscomm.job import resolve
+def ourselves(case: Case, shared: bool, name: str = "mscomm", group: Group | None = None) -> Contender:
+    """Return mscomm as a contender. If `shared`, arrays come from mscomm.empty; otherwise they are ordinary arrays.
 
-    chosen = assemble.chosen(resolve(None).core).get(case.row.name, "not known")
+    group: None, or a group of all ranks for the calls.
+    """
+    chosen = assemble.chosen(resolve(group).core).get(case.row.name, "not known")
     memory = "arrays of mscomm.empty" if shared else "private arrays"
     about = f"mscomm {mscomm.__version__}, {memory}, algorithm {chosen}"
-    return Local(name, about, case, mscomm.empty if shared else np.empty, mscomm_call)
-
-
-def by(algorithm: str, case: Case, shared: bool, group: Group) -> Contender:
-    """Return mscomm with this algorithm as a contender. `group` has all ranks, and its calls use the algorithm."""
     bind = functools.partial(mscomm_call, group=group)
-    return Local(algorithm, "", case, mscomm.empty if shared else np.empty, bind)
+    return Local(name, about, case, mscomm.empty if shared else np.empty, bind)

@@ -14,7 +14,8 @@ from typing import Any
 
 import mscomm
 from mscomm import _core, job, subgroups
-from mscomm.bench import contenders, report
+from mscomm.bench import report
+from mscomm.bench.contenders import ourselves
 from mscomm.bench.measuring import of_size, rehearse, telling
 from mscomm.bench.peers import Unfit
 from mscomm.bench.plan import ROUNDS_WITH_PEERS, Plan, dtype_of
@@ -65,7 +66,7 @@ def measure(plan: Plan, rank: int, ranks: int) -> dict[str, Any]:
 
 def _of_collective(plan: Plan, case: Case, variants: dict[str, Group], core: _core.Group) -> list[dict[str, Any]]:
     what, names = plan.collective, plan.peers
-    ways = [contenders.by(name, case, plan.shared, variants[name]) for name in names]
+    ways = [ourselves(case, plan.shared, name, variants[name]) for name in names]
     counts = plan.counts(case)
     for way in ways:
         with telling(case.rank):
