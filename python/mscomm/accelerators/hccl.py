@@ -20,16 +20,12 @@ _ROOTS = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
 def _places(soname: str, variable: str, env: Mapping[str, str]) -> list[Candidate]:
     known = homes(env, "ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH", below=("lib64",))
     known += [(root, f"{root}/lib64") for root in _ROOTS]
-    return places(soname, environment.read(variable, env), variable, homes=known)
+    return places(soname, variable, env, homes=known)
 
 
 def acl_places(env: Mapping[str, str]) -> list[Candidate]:
     older = _places("libascendcl.so", "MSCOMM_ACL_LIBRARY", env)
     return older if older[0][2] == "must" else older + _places("libacl_rt.so", "MSCOMM_ACL_LIBRARY", env)
-
-
-def hccl_places(env: Mapping[str, str]) -> list[Candidate]:
-    return _places("libhccl.so", "MSCOMM_HCCL_LIBRARY", env)
 
 
 def hcomm_places(env: Mapping[str, str]) -> list[Candidate]:
@@ -54,7 +50,8 @@ def load(env: Mapping[str, str]) -> Opened:
     except BackendUnavailable as error:
         missing.append(str(error))
     try:
-        vendor = _core.open_hccl(hccl_places(env), hcomm_places(env), soc)
+        hccl_places = _places("libhccl.so", "MSCOMM_HCCL_LIBRARY", env)
+        vendor = _core.open_hccl(hccl_places, hcomm_places(env), soc)
     except BackendUnavailable as error:
         missing.append(str(error))
     if missing or runtime is None:

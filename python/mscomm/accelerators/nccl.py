@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mscomm import _core, environment
+from mscomm import _core
 from mscomm.accelerators import Opened
 from mscomm.accelerators.places import Candidate, homes, places
 from mscomm.errors import BackendUnavailable
@@ -17,13 +17,8 @@ ADVICE = (
 
 
 def nccl_places(env: Mapping[str, str]) -> list[Candidate]:
-    said = environment.read("MSCOMM_NCCL_LIBRARY", env)
     known = [*homes(env, "CONDA_PREFIX", below=("lib",)), *homes(env, "NCCL_HOME", "CUDA_HOME", "CUDA_PATH")]
-    return places("libnccl.so.2", said, "MSCOMM_NCCL_LIBRARY", wheel="nvidia/nccl/lib", homes=known)
-
-
-def cuda_places(env: Mapping[str, str]) -> list[Candidate]:
-    return places("libcuda.so.1", environment.read("MSCOMM_CUDA_LIBRARY", env), "MSCOMM_CUDA_LIBRARY")
+    return places("libnccl.so.2", "MSCOMM_NCCL_LIBRARY", env, wheel="nvidia/nccl/lib", homes=known)
 
 
 def vendor(env: Mapping[str, str]) -> _core.Vendor:
@@ -35,7 +30,8 @@ def load(env: Mapping[str, str]) -> Opened:
     """Open NCCL and the CUDA driver. If any is missing, raise BackendUnavailable, which names it."""
     opened: list[Any] = []
     missing = []
-    for open_one in (lambda: vendor(env), lambda: _core.open_cuda(cuda_places(env))):
+    cuda_places = places("libcuda.so.1", "MSCOMM_CUDA_LIBRARY", env)
+    for open_one in (lambda: vendor(env), lambda: _core.open_cuda(cuda_places)):
         try:
             opened.append(open_one())
         except BackendUnavailable as error:

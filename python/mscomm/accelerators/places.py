@@ -13,15 +13,18 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from mscomm import environment
+
 # A place: (its name in messages, the path or the bare file name, how to try it). See csrc/base/dynlib.h.
 Candidate = tuple[str, str, Literal["usual", "loaded", "must"]]
 
 
 def places(
-    soname: str, said: str | None, variable: str, *, wheel: str = "", homes: Sequence[tuple[str, str]] = ()
+    soname: str, variable: str, env: Mapping[str, str], *, wheel: str = "", homes: Sequence[tuple[str, str]] = ()
 ) -> list[Candidate]:
-    """Return the places where the library `soname` may be. said: the path that the user set in the variable. wheel: the
+    """Return the places where the library `soname` may be. variable: the user may set a path in it. wheel: the
     library's folder in site-packages. homes: known folders, each as (its name in messages, the folder)."""
+    said = environment.read(variable, env)
     if said:
         return [(variable, said, "must")]
     found: list[Candidate] = [("in this process", soname, "loaded")]
