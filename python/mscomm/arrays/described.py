@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-
-
-class _Described:
-    """An object that describes memory to NumPy. The array that NumPy makes keeps this object and the owner alive."""
-
-    def __init__(self, owner: Any, interface: dict[str, Any]) -> None:
-        self.owner = owner
-        self.__array_interface__ = interface
 
 
 def in_memory(
@@ -36,4 +29,5 @@ def in_memory(
         # An empty array may have address 0, for which NumPy would allocate new memory. Such an array gets address 4096.
         "data": (address or 1 << 12, not writable),
     }
-    return np.asarray(_Described(owner, interface)).view(dtype)
+    described = SimpleNamespace(owner=owner, __array_interface__=interface)  # the array keeps this object alive
+    return np.asarray(described).view(dtype)
