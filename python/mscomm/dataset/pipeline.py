@@ -131,7 +131,6 @@ class Dataset(ABC):
         >>> batch["image"].shape, batch["label"].shape
         ((32, 32, 32, 3), (32,))
         """
-        del output_numpy, do_copy
         return DatasetIterator(self, self.columns, True, num_epochs)
 
     def create_tuple_iterator(
@@ -147,7 +146,6 @@ class Dataset(ABC):
 
         >>> image, label = next(data.batch(32).create_tuple_iterator())
         """
-        del output_numpy, do_copy
         return DatasetIterator(self, self.columns if columns is None else columns, False, num_epochs)
 
     def __iter__(self) -> DatasetIterator:
