@@ -59,18 +59,10 @@ def opened(name: str) -> Opened:
     return found
 
 
-def wanted(asked: str) -> tuple[str, ...]:
-    """Return the accelerators that a rank looks for if the user asked for `asked`.
-
-    For "auto", these are all of them.
-    """
-    return NAMES if asked == "auto" else (asked,) if asked in NAMES else ()
-
-
 def facts(asked: str, device: int | None, local_rank: int | None, env: Mapping[str, str]) -> dict[str, Any]:
     """Return what this rank tells the other ranks about its accelerators. device: the user's choice, or None."""
     found = {}
-    for name in wanted(asked):
+    for name in (name for name in NAMES if asked in ("auto", name)):
         try:
             vendor, runtime = opened(name)
             devices = [[runtime.uuid(i), runtime.device_name(i)] for i in range(runtime.devices())]
