@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import re
 import socket
 import statistics
 import time
@@ -36,7 +37,7 @@ def environment(ranks: int) -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cpus": len(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],
-        "huge_pages": _first_line("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled") or "unknown",
         "launcher": mscomm.get_launcher(),
         "ranks": ranks,
         "hosts": ranks // mscomm.get_local_rank_size(),
@@ -46,22 +47,15 @@ def environment(ranks: int) -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.lower().startswith(("model name", "cpu model")):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass  # some containers do not have this file
-    return platform.processor() or "unknown"
+    found = re.search(r"^(?:model name|cpu model)\s*:(.*)", _read("/proc/cpuinfo"), re.IGNORECASE | re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or "unknown"
 
 
-def _first_line(path: str) -> str:
+def _read(path: str) -> str:
     try:
-        with open(path) as file:
-            return file.readline().strip()
-    except OSError:
-        return "unknown"
+        return Path(path).read_text().strip()
+    except OSError:  # some containers do not have this file
+        return ""
 
 
 # -- what is printed while the ranks measure ---------------------------------------------------------------------------
