@@ -320,7 +320,8 @@ class Mpi:
             with contextlib.suppress(TimeoutError):
                 sock, _ = listener.accept()
                 link = _Link(sock)
-                came[link.ask(None)["rank"]] = link
+                link.send(None)
+                came[link.receive()["rank"]] = link
         self._links = [came[rank] for rank in range(self._case.ranks)]
         said = self._all([{"do": "settle", "cpus": mask} for mask in self._masks])
         library = re.sub(r"\s+", " ", said[0]["library"].replace("Version:", "").partition(",")[0])
@@ -418,10 +419,6 @@ class _Link:
             raise OSError("a rank has ended")
         answer: dict[str, Any] = json.loads(line)
         return answer
-
-    def ask(self, command: dict[str, Any] | None) -> dict[str, Any]:
-        self.send(command)
-        return self.receive()
 
     def close(self) -> None:
         self._file.close()

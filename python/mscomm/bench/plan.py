@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mscomm.arrays.numpy import dtype_by_name
-from mscomm.bench.table import COLLECTIVES, Case, moves_data
+from mscomm.bench.table import COLLECTIVES, Case
 
 BUCKETS = "buckets"
 TUNE = "tune"
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
 
     def counts(self, case: Case) -> list[int]:
         """Return the number of elements of one part, for each size. Sizes with equal numbers are measured once."""
-        return list(dict.fromkeys(case.count(size) for size in (self.sizes if moves_data(case.row) else (0,))))
+        return list(dict.fromkeys(case.count(size) for size in self.sizes))
 
     def calls(self, us: float) -> tuple[int, int]:
         """Return how many warm-up calls and timed calls a contender makes in one round. us: the time of a call.
