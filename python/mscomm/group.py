@@ -168,8 +168,7 @@ class Group:
         Control memory that this rank lent to the group is freed when all ranks have ended their use of the group.
         """
         self.core.close()
-        if self._traced is not None:
-            self._trace()
+        self.ended()
         log.info(f"group {self.name} ({self.id}): ended on this rank, after {self.core.where()[0]} calls")
         if self.member:
             self.member.detach(self.id)
@@ -431,8 +430,7 @@ class Group:
         if self._cause is None:
             self._cause = self._first_cause(symptom)
             self._write_record(str(self._cause))
-            if self._traced is not None:
-                self._trace()
+            self.ended()
             log.info(f"group {self.name} is broken: {self._cause.kind}: {self._cause}")
         return self._cause.again()
 
@@ -472,14 +470,11 @@ class Group:
             self._note_line(number)
 
     def ended(self) -> None:
-        """Log a call that has ended, if calls are logged."""
-        if self._traced is not None:
-            self._trace()
-
-    def _trace(self) -> None:
-        """Write a line to the log for each call that has ended and has no line yet."""
+        """If calls are logged, write a line to the log for each call that has ended and has no line yet."""
+        if self._traced is None:
+            return
         with self._tracing:
-            for call in self.core.calls(self._traced or 0):
+            for call in self.core.calls(self._traced):
                 if call["state"] == "inside":
                     return  # later calls have not ended either
                 self._traced = call["number"]
