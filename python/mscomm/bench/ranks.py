@@ -8,7 +8,7 @@ import numpy as np
 
 import mscomm
 from mscomm.bench import report
-from mscomm.bench.contenders import Contender, ourselves
+from mscomm.bench.contenders import ourselves
 from mscomm.bench.measuring import Result, of_size, rehearse, telling
 from mscomm.bench.peers import PEERS, Unfit
 from mscomm.bench.plan import BUCKETS, TUNE, Plan
@@ -42,9 +42,7 @@ def run(plan: Plan, wanted_ranks: int | None) -> None:
 
 
 def _measure(plan: Plan, case: Case) -> Result:
-    contenders: list[Contender] = []
-    with telling(case.rank):
-        contenders.append(ourselves(case, plan.shared))
+    contenders = [ourselves(case, plan.shared)]
     for name in plan.peers:
         with telling(case.rank):
             contenders.append(PEERS[name].start(case, plan.prefixes.get(name)))
