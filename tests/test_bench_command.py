@@ -16,10 +16,7 @@ from benches import measure, rows_of
 from sessions import clean_environment, invoke, run
 
 from mscomm.bench import buckets, plan, plot, report, table, tune
-from mscomm.bench.contenders import available
 from mscomm.cli import bench
-
-HERE = tuple(name for name, row in table.COLLECTIVES.items() if available(row))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +75,7 @@ def test_a_plot_without_matplotlib_is_an_error_that_names_the_extra(monkeypatch:
     assert "pip install 'mscomm[plot]'" in done.output
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", table.COLLECTIVES)
 def test_every_collective_that_is_here_is_measured_and_right(name: str, tmp_path: Path) -> None:
     done = measure(name, "-n", 3, "-b", 8, "-e", "32K", "-f", 64, "--iters", 3, "-r", 1, "--json", tmp_path / "j")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -158,9 +158,7 @@ peer.close()
 
 @each_peer
 def test_every_row_of_the_table_is_right_on_a_peer(peer: str, tmp_path: Path) -> None:
-    """Run each collective of the table with the peer, and compare its results with those that the table expects. The
-    table also has collectives that mscomm does not have yet.
-    """
+    """Run each collective of the table with the peer, and compare its results with those that the table expects."""
     prefix = installed(peer)[1:]
     script = tmp_path / "every_row.py"
     script.write_text(EVERY_ROW)

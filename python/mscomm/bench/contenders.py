@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 import mscomm
-from mscomm.bench.table import Array, Buffers, Case, Collective, ring, times_ns
+from mscomm.bench.table import Array, Buffers, Case, ring, times_ns
 from mscomm.cluster import assemble
 from mscomm.group import Group
 from mscomm.job import resolve
@@ -106,24 +106,15 @@ class _LocalCell:
         del self._buffers, self._call
 
 
-def available(row: Collective) -> bool:
-    """Return whether this release of mscomm has the collective."""
-    return all(hasattr(mscomm, name) for name in _functions(row))
-
-
-def _functions(row: Collective) -> tuple[str, ...]:
-    return ("send", "recv") if row.name == "send_recv" else (row.name,)
-
-
 def mscomm_call(case: Case, buffers: Buffers, group: Group | None = None) -> Callable[[], object]:
     """Return a function that makes one mscomm call on these buffers. group: None, or a group of all ranks."""
-    functions = [getattr(mscomm, name) for name in _functions(case.row)]
     x, out = buffers.x, buffers.out
-    if case.row.name == "barrier":
-        return functools.partial(functions[0], group=group)
     if case.row.name == "send_recv":
-        send, recv = functions
+        send, recv = mscomm.send, mscomm.recv
         return lambda: ring(lambda to: send(x, to), lambda source: recv(out, source), case.rank, case.ranks)
+    function = getattr(mscomm, case.row.name)
+    if case.row.name == "barrier":
+        return functools.partial(function, group=group)
     arguments: dict[str, Any] = {"group": group} if group else {}
     if case.row.reduces:
         arguments["op"] = case.op
@@ -131,7 +122,6 @@ def mscomm_call(case: Case, buffers: Buffers, group: Group | None = None) -> Cal
         arguments["root"] = case.root
     if out is not None:
         arguments["out"] = out
-    function = functions[0]
     return lambda: function(x, **arguments)
 
 

@@ -81,7 +81,6 @@ def _plan(vs: str, **options: Any) -> Any:
     Raise ClickException if an option is invalid.
     """
     from mscomm.bench import plan
-    from mscomm.bench.contenders import available
     from mscomm.bench.peers import PEERS, SINGLE
     from mscomm.bench.table import COLLECTIVES, OPS
 
@@ -89,8 +88,6 @@ def _plan(vs: str, **options: Any) -> Any:
     if collective not in (*COLLECTIVES, plan.BUCKETS, plan.TUNE):
         known = ", ".join((*COLLECTIVES, plan.BUCKETS, plan.TUNE))
         raise click.UsageError(f"{collective!r} is none of {known}")
-    if collective in COLLECTIVES and not available(COLLECTIVES[collective]):
-        raise click.ClickException(f"{collective} is not in this release of mscomm")
     if options["op"] not in OPS:
         raise click.UsageError(f"-o {options['op']} is none of {', '.join(OPS)}")
     peers = tuple(dict.fromkeys(name.strip() for name in vs.split(",") if name.strip()))
