@@ -63,9 +63,6 @@ class _Tcp:
         self._place = Seat(rank, size, None, one_host=False)
         self._spot = Spot("init_method", host, (port,))
 
-    def detect(self, env: Mapping[str, str]) -> bool:
-        return True
-
     def accept(self, env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
         advice = "init() on rank 0 must run on the host of that address, with the same init_method and world_size"
         return meet(self.NAME, self._place, self._spot, env, deadline, permit_plain, advice)
@@ -81,9 +78,6 @@ class _Communicator:
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
-
-    def detect(self, env: Mapping[str, str]) -> bool:
-        return True
 
     def accept(self, env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
         rank, size = int(self._comm.rank), int(self._comm.size)

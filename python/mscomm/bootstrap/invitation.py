@@ -46,9 +46,6 @@ class Launcher(Protocol):
 
     NAME: str
 
-    def detect(self, env: Mapping[str, str]) -> bool:
-        """Return whether this launcher started the process. Look only at `env`."""
-
     def accept(self, env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
         """Connect to the job. If no connection succeeds, raise an Error that says what was tried."""
 
@@ -60,3 +57,6 @@ class Found(Launcher, Protocol):
     """The variables that give the rank, and those that give the number of ranks; of each list, the first variable that
     is set counts.
     """
+
+    def detect(self, env: Mapping[str, str]) -> bool:
+        """Return whether this launcher started the process. Look only at `env`."""
