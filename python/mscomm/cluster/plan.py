@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mscomm.errors import Mismatch
@@ -86,13 +86,12 @@ SHARED_FACTS = {
 }
 
 
-def agree(facts: Sequence[Facts], names: Iterable[str] = tuple(SHARED_FACTS)) -> None:
+def agree(facts: Sequence[Facts]) -> None:
     """If ranks differ in a fact that must be equal, raise a Mismatch that names the ranks that differ from rank 0."""
-    for name in names:
+    for name, advice in SHARED_FACTS.items():
         expected = facts[0].get(name)
         differing = [rank for rank, fact in enumerate(facts) if fact.get(name) != expected]
         if differing:
             them = ", ".join(f"rank {rank}: {facts[rank].get(name)!r}" for rank in differing[:8])
             more = f" and {len(differing) - 8} more" if len(differing) > 8 else ""
-            advice = SHARED_FACTS.get(name, "it must be the same on every rank")
             raise Mismatch(f"the ranks differ in {name}: rank 0: {expected!r}, {them}{more}; {advice}", differing)
