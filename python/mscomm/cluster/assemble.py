@@ -190,7 +190,7 @@ class Epoch:
         group: the group id at the hub. all_came: a function that is called when all ranks have met; from then on, no
         other group may use the id. forced: see forced_algorithms.
         """
-        hosts = _numbered([self.hosts[rank] for rank in ranks])
+        hosts = plan.hosts([self.facts[rank] for rank in ranks])
         me = ranks.index(self.rank)
         rows = (_core.select(what, hosts, forced) for what in range(len(_core.collectives)))
         carriers = {carrier for row in rows for _, carrier in row}
@@ -424,12 +424,6 @@ def alone(asked: Asked) -> Epoch:
 def rank_names(everyone: Sequence[dict[str, Any]]) -> list[str]:
     """Return the name of each rank in messages for the user."""
     return [f"rank {rank} (pid {fact['pid']} on host {fact['hostname']})" for rank, fact in enumerate(everyone)]
-
-
-def _numbered(hosts: list[int]) -> list[int]:
-    """Return the host of each rank of a group, with the hosts numbered from 0 in the order of their first ranks."""
-    numbers: dict[int, int] = {}
-    return [numbers.setdefault(host, len(numbers)) for host in hosts]
 
 
 def _needed(hosts: list[int], me: int) -> list[bool]:

@@ -60,7 +60,7 @@ def _natural(text: str) -> list[tuple[int, int, str]]:
 def hosts(facts: Sequence[Facts]) -> list[int]:
     """Return the index of each rank's host.
 
-    Ranks with equal "host" facts are on the same host. Hosts are ordered by their lowest rank.
+    Ranks with equal "host" facts are on the same host. Hosts are ordered by their first rank.
     """
     numbers: dict[Any, int] = {}
     return [numbers.setdefault(fact["host"], len(numbers)) for fact in facts]
