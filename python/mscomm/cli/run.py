@@ -153,7 +153,7 @@ def command(
         raise click.ClickException(str(error)) from error
     from mscomm.errors import Error
     from mscomm.launching.parts import Node0, OtherNode, Part, WholeJob, layout
-    from mscomm.launching.processes import CannotStart, Launch
+    from mscomm.launching.processes import Launch
 
     _open_standard_streams()
     size, where = nodes.number * local, (nodes.host, nodes.port, permit_plain, topo_timeout_s)
@@ -189,7 +189,7 @@ def command(
         raise
     try:
         status = Launch(line, local, env, part, log_dir, max_restarts, stdin_rank).run()
-    except (CannotStart, Error, OSError) as error:
+    except (Error, OSError) as error:
         raise click.ClickException(str(error)) from error
     sys.exit(status)
 

@@ -18,7 +18,7 @@ from mscomm.cli import run
 from mscomm.cli.remote import LENGTH, MOST_BYTES
 from mscomm.errors import Error
 from mscomm.launching.parts import OtherNode
-from mscomm.launching.processes import CannotStart, Launch
+from mscomm.launching.processes import Launch
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def _run(task: Mapping[str, Any]) -> int:
                 part.open(stack, lambda text: None, lambda text: None)
                 raise
         return Launch(line, len(ranks), env, part, log_dir, task["max_restarts"]).run()
-    except (CannotStart, Error, OSError) as error:
+    except (Error, OSError) as error:
         raise click.ClickException(str(error)) from error
 
 

@@ -42,10 +42,6 @@ _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl  # looked up here, because between fork and exec very little is safe
 
 
-class CannotStart(Exception):
-    """The program cannot be executed; the text says why."""
-
-
 def standard_streams(wake: Callable[[], None]) -> tuple[Output, Output]:
     return Output(1, wake), Output(2, wake)
 
@@ -194,7 +190,7 @@ class Launch:
                 preexec_fn=end_with_launcher,  # safe: it takes no lock, which another thread could hold at the fork
             )
         except OSError as error:
-            raise CannotStart(f"cannot start {' '.join(self.command)}: {error.strerror}") from error
+            raise Error(f"cannot start {' '.join(self.command)}: {error.strerror}") from error
 
     def _environment(self, local_rank: int) -> dict[str, str]:
         """Return the environment of the rank, apart from the variables of its entrance to the job."""
