@@ -161,11 +161,7 @@ def _start(ranks: int) -> int:
     line = [sys.executable, "-m", "mscomm", "run", "-n", str(ranks), "-m", "mscomm", *sys.argv[1:]]
     launcher = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, errors="replace")
     assert launcher.stdout
-
-    def pass_on(number: int, frame: object) -> None:
-        launcher.send_signal(number)
-
-    signal.signal(signal.SIGTERM, pass_on)
+    signal.signal(signal.SIGTERM, lambda number, frame: launcher.send_signal(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher gets Ctrl-C from the terminal too, and ends the ranks
     with launcher.stdout:
         for text in launcher.stdout:
