@@ -25,7 +25,7 @@ from contextlib import contextmanager
 
 from mscomm.bootstrap import kvs
 from mscomm.bootstrap.invitation import Invitation
-from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.deadline import Deadline, wait
 from mscomm.errors import BackendUnavailable, CollectiveTimeout
 
 NAME = "PMI"
@@ -111,13 +111,9 @@ def _ask(fd: int, question: str, answer: str, deadline: Deadline, lines: int = 1
 
 def _read(fd: int, lines: int, deadline: Deadline) -> str:
     """Read `lines` lines of printable ASCII; raise OSError if the other end closes or sends anything else."""
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
     text = b""
     while text.count(b"\n") < lines:
-        while not poller.poll(deadline.left() * 1000):
-            if deadline.passed:
-                raise TimeoutError
+        wait(fd, select.POLLIN, deadline)
         received = os.read(fd, _ANSWER_BYTES)
         text += received
         if not received:

@@ -39,7 +39,7 @@ class Deadline:
         return sooner if sooner.at < self.at else self
 
 
-def wait(sock: socket.socket, events: int, deadline: Deadline) -> None:
+def wait(sock: socket.socket | int, events: int, deadline: Deadline) -> None:
     """Wait until the socket has one of the poll `events`, or an error. Raise TimeoutError at the deadline."""
     poller = select.poll()
     poller.register(sock, events)
