@@ -82,7 +82,6 @@ class Hub:
         named: bytes = UNKNOWN_JOB,
         watched: bool = False,
         restarts: bool = False,
-        version: str = "",
         log: Callable[[str], None] | None = None,
         nodes: Mapping[str, range] | None = None,
         layout: str = "",
@@ -126,9 +125,7 @@ class Hub:
         self._meetings = Meetings(self._roster.gone, self._roster.name, lambda: self._world.judge)
         self._selector = selectors.DefaultSelector()
         self._board: Switchboard[Link] = Switchboard(self._selector, self._handle, self._ended)
-        mine = Identity(
-            named, version or package_version()
-        )  # without an epoch, because a joining process does not know it yet
+        mine = Identity(named, package_version())  # without an epoch: a joining process does not know it yet
         self._launchers: Switchboard[_Launcher] = Switchboard(
             self._selector, self._handle_launcher, self._launcher_gone
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgpack
 
-from mscomm.cluster.hello import UNKNOWN_JOB, package_version
+from mscomm.cluster.hello import UNKNOWN_JOB
 from mscomm.cluster.hub import Hub
 
 _spawned: list[subprocess.Popen[bytes]] = []  # the hubs that we started; the next spawn() reaps those that have ended
@@ -37,7 +37,7 @@ def spawn(
     """
     # The folders in which this process found mscomm and msgpack.
     folders = [str(Path(__file__).absolute().parents[2]), str(Path(str(msgpack.__file__)).absolute().parents[1])]
-    program = "import sys; sys.path += sys.argv[6:]; from mscomm.cluster.hub_process import main; main(*sys.argv[1:6])"
+    program = "import sys; sys.path += sys.argv[5:]; from mscomm.cluster.hub_process import main; main(*sys.argv[1:5])"
     _spawned[:] = [process for process in _spawned if process.poll() is None]
     with ExitStack() as stack:
         reader, writer = os.pipe()
@@ -52,7 +52,7 @@ def spawn(
         fds = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in passed]
         for fd in fds:
             stack.callback(os.close, fd)
-        values = [",".join(map(str, fds)), str(size), str(topo_timeout_s), package_version(), named.hex()]
+        values = [",".join(map(str, fds)), str(size), str(topo_timeout_s), named.hex()]
         process = _Detached(
             [sys.executable, "-I", "-S", "-c", program, *values, *folders],
             env=dict(os.environ),  # a copy: another thread may change os.environ while the child starts
@@ -66,7 +66,7 @@ def spawn(
     return process
 
 
-def main(fds: str, size: str, topo_timeout_s: str, version: str, named: str) -> None:
+def main(fds: str, size: str, topo_timeout_s: str, named: str) -> None:
     """Run the hub in the spawned process."""
     listener_fd, key_fd, *starter = map(int, fds.split(","))
     with open(key_fd, "rb") as pipe:
@@ -79,7 +79,6 @@ def main(fds: str, size: str, topo_timeout_s: str, version: str, named: str) -> 
             topo_timeout_s=float(topo_timeout_s),
             ranks_known=True,
             named=bytes.fromhex(named),
-            version=version,
         )
         hub.listen(listener)
         for pidfd in starter:
