@@ -21,6 +21,7 @@ import click
 
 from mscomm import environment
 from mscomm.cluster.cpus import cpu_quota
+from mscomm.errors import Error
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -205,7 +206,6 @@ def backends(env: Mapping[str, str], verbose: bool) -> Iterator[Finding]:
 def accelerator(name: str) -> str:
     """Return the accelerator's libraries and devices as text, or why they cannot be used."""
     from mscomm import accelerators
-    from mscomm.errors import Error
 
     try:
         vendor, runtime = accelerators.opened(name)
@@ -220,8 +220,6 @@ def accelerator(name: str) -> str:
 
 def kernels(runtime: _core.Runtime) -> str:
     """A text that says which kernels run on device 0, or why this is not known: another process may own the device."""
-    from mscomm.errors import Error
-
     try:
         return runtime.kernels(0)
     except Error as error:
@@ -349,7 +347,7 @@ def memory(env: Mapping[str, str]) -> Iterator[Finding]:
 
 def shared_memory(env: Mapping[str, str]) -> Finding:
     """Return the finding that says whether the ranks of this host can share memory, and which kind of memory."""
-    from mscomm import Error, _core
+    from mscomm import _core
 
     try:
         found = _core.describe_memory(bool(environment.read("MSCOMM_HUGE_PAGES", env)))
