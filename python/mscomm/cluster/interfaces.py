@@ -48,8 +48,7 @@ def listen_address(control: socket.socket, env: Mapping[str, str] = os.environ) 
     if control.family in (socket.AF_INET, socket.AF_INET6):
         own = str(control.getsockname()[0])
     variables = (_OURS,) if _ip(own).is_loopback else VARIABLES
-    chosen = _chosen(env, variables, own)
-    return own if chosen is None else chosen
+    return _chosen(env, variables, own) or own
 
 
 def host_address(env: Mapping[str, str] = os.environ) -> str:
@@ -59,8 +58,7 @@ def host_address(env: Mapping[str, str] = os.environ) -> str:
     interface; otherwise, the address from which packets for other networks leave; otherwise, the address of the only
     interface that is not loopback.
     """
-    chosen = _chosen(env, VARIABLES, "0.0.0.0")
-    if chosen is not None:
+    if chosen := _chosen(env, VARIABLES, "0.0.0.0"):
         return chosen
     for family, elsewhere in _ELSEWHERE:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -205,9 +203,5 @@ def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 def _listed(here: list[Interface]) -> str:
     names = dict.fromkeys(interface.name for interface in here)
-    return (
-        ", ".join(
-            f"{name} ({', '.join(interface.address for interface in here if interface.name == name)})" for name in names
-        )
-        or "none"
-    )
+    listed = [f"{name} ({', '.join(one.address for one in here if one.name == name)})" for name in names]
+    return ", ".join(listed) or "none"
