@@ -57,9 +57,8 @@ class Judge:
         # the rank's process ended.
         self._gone: dict[int, tuple[str, float]] = {}
         self._symptoms: list[_Symptom] = []
-        self._question: tuple[Error, int, float, set[int]] | None = (
-            None  # the timeout to explain, the call number, when to stop waiting, the ranks that must still answer
-        )
+        # The timeout to explain, the call number, when to stop waiting, the ranks that must still answer.
+        self._question: tuple[Error, int, float, set[int]] | None = None
         self._progress: dict[int, Progress] = {}
         self._asked_at: dict[int, float] = {}  # by call number: when the ranks were last asked about it
         self._calls: dict[int, dict[int, str]] = {}  # for the last few call numbers: each rank's call, by rank
@@ -248,6 +247,5 @@ class Judge:
 
     def _circular(self) -> bool:
         """Return whether every rank named by a symptom has itself sent a report, so no further report can come."""
-        return all(
-            symptom.error.ranks and self._spoke.issuperset(symptom.error.ranks) for symptom in self._symptoms
-        )  # a symptom from NCCL names no rank, because NCCL does not know which rank is lost
+        # A symptom from NCCL names no rank, because NCCL does not know which rank is lost.
+        return all(symptom.error.ranks and self._spoke.issuperset(symptom.error.ranks) for symptom in self._symptoms)
