@@ -5,7 +5,6 @@ The images are not those of CIFAR-10, but enlarged grey handwritten digits, for 
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import importlib.resources
 import importlib.util
@@ -134,39 +133,30 @@ def _read(origin: Origin) -> tuple[Array, Array]:
 
 def _write(folder: Path, images: Array, labels: Array, about: str) -> None:
     """Write all files into `folder`, and wait until they are on the disk."""
+    from rich.console import Console
+    from rich.progress import track
+
     numbers = np.arange(len(labels))
     test = numbers % _TEST_OF == _TEST_OF - 1
     train = numbers[~test]
     train = train[draws.permutation(len(train), _SHUFFLE_SEED)]
     parts = dict(zip(TRAIN, np.array_split(train, len(TRAIN)), strict=True)) | {TEST: numbers[test]}
-    with contextlib.ExitStack() as stack:
-        tick = _progress(stack, len(labels))
-        for name, rows in parts.items():
-            _save(folder / name, (_record(images[row], int(labels[row]), tick) for row in rows))
+    shown = len(labels) >= _SLOW and sys.stderr.isatty()
+    bar = track(numbers, "images", console=Console(stderr=True), transient=True, disable=not shown)
+    records = [_record(images[number], int(labels[number])) for number in bar]
+    for name, rows in parts.items():
+        _save(folder / name, (records[row] for row in rows))
     _save(folder / META, [f"{name}\n".encode() for name in _CLASS_NAMES])
     _save(folder / ABOUT, [f"Made by `mscomm data make`. This is not CIFAR-10: {about}.\n".encode()])
 
 
-def _record(image: Array, label: int, tick: Callable[[], None]) -> bytes:
+def _record(image: Array, label: int) -> bytes:
     try:
         from PIL import Image
     except ImportError as error:
         raise click.ClickException("Pillow is not installed here: pip install pillow") from error
     grey = np.asarray(Image.fromarray(image).resize((SIDE, SIDE), Image.Resampling.BILINEAR))
-    tick()
     return bytes([label]) + grey.tobytes() * CHANNELS
-
-
-def _progress(stack: contextlib.ExitStack, total: int) -> Callable[[], None]:
-    """Return a function to call after each image. It advances the progress bar; if no bar is shown, it does nothing."""
-    if total < _SLOW or not sys.stderr.isatty():
-        return lambda: None
-    from rich.console import Console
-    from rich.progress import Progress
-
-    bar = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
-    task = bar.add_task("images", total=total)
-    return lambda: bar.advance(task)
 
 
 def _save(path: Path, pieces: Iterable[bytes]) -> None:
