@@ -63,7 +63,7 @@ def test_waiting_is_summed_over_ranks_and_calls(tmp_path: Path) -> None:
     leave(tmp_path, 2, [call(1, 0.75), call(2, 1.5)])
     records, complaints = trace.read(tmp_path)
     assert complaints == []
-    assert [(late.number, late.rank, late.after_first_s, late.waited_s) for late in trace.lateness(records)] == [
+    assert [(late.call.number, late.rank, late.after_first_s, late.waited_s) for late in trace.lateness(records)] == [
         (1, 2, 0.75, 1.0),
         (2, 1, 1.0, 1.5),
     ]
@@ -72,7 +72,7 @@ def test_waiting_is_summed_over_ranks_and_calls(tmp_path: Path) -> None:
 def test_a_call_that_a_rank_never_reached_blames_nobody_who_did(job: Path) -> None:
     leave(job, 1, [call(1, 0.05), call(2, 0.2), call(3, 0.4)])
     records, _ = trace.read(job)
-    assert [late.number for late in trace.lateness(records)] == [1, 2]
+    assert [late.call.number for late in trace.lateness(records)] == [1, 2]
 
 
 def test_each_group_of_a_rank_has_a_file_and_numbers_of_its_own(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_each_group_of_a_rank_has_a_file_and_numbers_of_its_own(tmp_path: Path) 
         (tmp_path / f"rank_{rank}.pair.json").write_text(json.dumps(words))
     records, complaints = trace.read(tmp_path)
     assert (complaints, [(record.rank, record.size) for record in records]) == ([], [(0, 3), (2, 3)])
-    assert [(late.group, late.number, late.rank) for late in trace.lateness(records)] == [
+    assert [(late.call.group, late.call.number, late.rank) for late in trace.lateness(records)] == [
         ("pair", 1, 0),
         ("world", 1, 2),
     ]

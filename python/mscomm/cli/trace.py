@@ -40,11 +40,8 @@ class Record(NamedTuple):
 class Late(NamedTuple):
     """One call, the rank that made it last, and how long the other ranks waited for this rank."""
 
-    group: str
-    number: int
     rank: int
-    call: str
-    line: str
+    call: RecordedCall
     after_first_s: float
     waited_s: float  # the sum over all other ranks
 
@@ -187,7 +184,7 @@ def report(records: list[Record], top: int) -> Iterator[str]:
     yield "  waited: the sum over the others; after: how long after the first rank the last one came"
     rows = [("waited", "after", "last", "call", "where the last rank was")]
     rows += [
-        (_ms(entry.waited_s), _ms(entry.after_first_s), f"rank {entry.rank}", _named(entry), entry.line)
+        (_ms(entry.waited_s), _ms(entry.after_first_s), f"rank {entry.rank}", _named(entry.call), entry.call.line)
         for entry in longest
     ]
     yield from _table(rows, right=2)
@@ -238,7 +235,7 @@ def lateness(records: list[Record]) -> list[Late]:
             continue
         began_s, rank, call = max(came, key=lambda arrival: arrival[:2])
         others = [began_s - earlier for earlier, _, _ in came]
-        late.append(Late(group, number, rank, call.call, call.line, max(others), sum(others)))
+        late.append(Late(rank, call, max(others), sum(others)))
     return late
 
 
@@ -273,13 +270,11 @@ def chrome(records: list[Record]) -> dict[str, Any]:
         for group, tid in threads.items():
             events.append(_event("M", "thread_name", rank, tid=tid, args={"name": f"group {group}"}))
         for call in record.calls:
-            times = {"ts": _us(call.began_s - start_s), "dur": _us(call.took_s)}
-            if call.state == "inside":  # the call has no end: viewers draw it up to the end of the trace
-                del times["dur"]
+            # Viewers draw a call without an end (B) up to the end of the trace.
+            phase, end = ("B", {}) if call.state == "inside" else ("X", {"dur": _us(call.took_s)})
             about = {"call": call.call, "state": call.state, "line": call.line}
-            name, tid = call.call.partition(" ")[0], threads[call.group]
-            phase = "X" if "dur" in times else "B"
-            events.append(_event(phase, name, rank, cat=call.state, **times, tid=tid, args=about))
+            name, began_us, tid = call.call.partition(" ")[0], _us(call.began_s - start_s), threads[call.group]
+            events.append(_event(phase, name, rank, cat=call.state, ts=began_us, **end, tid=tid, args=about))
         if record.calls:
             last = max(record.calls, key=lambda call: call.began_s)
             end_us = _us(last.began_s + last.took_s - start_s)
@@ -298,8 +293,8 @@ def _us(seconds: float) -> float:
 # -- names, times and tables -------------------------------------------------------------------------------------------
 
 
-def _named(entry: RecordedCall | Late) -> str:
-    return entry.call if entry.group == "world" else f"{entry.group}: {entry.call}"
+def _named(call: RecordedCall) -> str:
+    return call.call if call.group == "world" else f"{call.group}: {call.call}"
 
 
 def _ranks(ranks: Iterable[int]) -> str:
