@@ -6,6 +6,7 @@ Also makes a rank end when its MPI launcher is killed.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import os
 import signal
@@ -76,16 +77,12 @@ class _TellingHook:
         self._full = full
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        handler = signal.getsignal(signal.SIGINT)
-        if issubclass(kind, KeyboardInterrupt) and handler and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the hook
-        else:
-            handler = None
-        try:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        with contextlib.ExitStack() as stack:
+            if issubclass(kind, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) and in_main_thread:
+                # A second Ctrl-C must not interrupt the hook.
+                stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
             self._tell_and_show(kind, error, trace)
-        finally:
-            if handler:
-                signal.signal(signal.SIGINT, handler)
 
     def _tell_and_show(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         place = tracebacks.place(trace)
