@@ -270,13 +270,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _bound(family: int, address: Any) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
+    with contextlib.ExitStack() as failing:
+        listener = failing.enter_context(socket.socket(family, socket.SOCK_STREAM))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except BaseException:
-        listener.close()
-        raise
+        failing.pop_all()
     return listener
 
 

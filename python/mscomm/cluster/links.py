@@ -6,6 +6,7 @@ The hello itself is in hello.py, and control frames are in frames.py.
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import os
 import random
@@ -42,12 +43,10 @@ def connect(address: Address, deadline: Deadline, *, source: str | None = None) 
     Raise OSError if the address refuses, is unreachable or times out.
     """
     if isinstance(address, (str, bytes)):
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+        with contextlib.ExitStack() as failing:
+            sock = failing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             _connect_unix(sock, address, deadline)
-        except BaseException:
-            sock.close()
-            raise
+            failing.pop_all()
     else:
         sock = socket.create_connection(
             address, deadline.left() or 1e-3, source_address=(source, 0) if source else None
@@ -196,13 +195,11 @@ def listen(host: str, backlog: int, env: Mapping[str, str]) -> socket.socket:
 
 def unix_listener(backlog: int) -> socket.socket:
     """Return a listening unix socket without a name in any file system."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with contextlib.ExitStack() as failing:
+        listener = failing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.bind(f"\0mscomm-{secrets.token_hex(16)}")
         listener.listen(backlog)
-    except BaseException:
-        listener.close()
-        raise
+        failing.pop_all()
     return listener
 
 
