@@ -851,8 +851,7 @@ class Hub:
                 self._board.write(link, data)
 
     def _refuse(self, link: Link, why: str) -> None:
-        if link.open:
-            self._send(link, {"t": "refused", "why": why})
+        self._send(link, {"t": "refused", "why": why})
         if link.open:
             self._board.drop(link)
 
