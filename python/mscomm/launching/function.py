@@ -118,10 +118,13 @@ class _Calls(Launch):
         env = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **os.environ}
         part = WholeJob(size, join_timeout_s(os.environ), restarts=False)
         command = [sys.executable, *util._args_from_interpreter_flags(), "-c", _SERVE]  # type: ignore[attr-defined]
-        super().__init__(command, size, env, part, outputs=_of_python, call_fds=files, timeout_s=timeout_s)
+        super().__init__(command, size, env, part, call_fds=files, timeout_s=timeout_s)
         self.said = b""
         self.verdict: Error | None = None
         self.first: End | None = None
+
+    def _outputs(self, wake: Callable[[], None]) -> tuple[Output, Output]:
+        return TextOutput(sys.stdout, wake), TextOutput(sys.stderr, wake)
 
     def _show_last(self, tracebacks: bytes) -> None:
         self.said = tracebacks
@@ -132,10 +135,6 @@ class _Calls(Launch):
             self._stderr.write(self.said)
         self._flush()
         return self.first.status if self.first else 0
-
-
-def _of_python(wake: Callable[[], None]) -> tuple[Output, Output]:
-    return TextOutput(sys.stdout, wake), TextOutput(sys.stderr, wake)
 
 
 def _results(job: _Calls, outcomes: list[_Outcome | None], what: str, timeout_s: float) -> list[Any]:
@@ -168,9 +167,8 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...], name: str) -> 
     """Return the pickles for a rank: sys.path, the data for setting up this process's main module, and the call."""
     prepared = spawn.get_preparation_data("mscomm-rank")
     main = {key: prepared[key] for key in _OF_THE_MAIN_MODULE if key in prepared}
-    by_cloudpickle = not _can_be_imported(function, main)
     pickler: Any = pickle
-    if by_cloudpickle:
+    if not _can_be_imported(function, main):
         try:
             pickler = importlib.import_module("cloudpickle")
         except ImportError:

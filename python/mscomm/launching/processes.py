@@ -42,18 +42,13 @@ _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl  # looked up here, because between fork and exec very little is safe
 
 
-def standard_streams(wake: Callable[[], None]) -> tuple[Output, Output]:
-    return Output(1, wake), Output(2, wake)
-
-
 @dataclass(eq=False, repr=False)
 class Launch:
     """One run of `command` as `size` ranks on this host. If it runs in the main thread, it also handles the signals.
 
     max_restarts: how often failed processes may be restarted, in total for all ranks. stdin_rank: the local rank that
-    inherits our stdin. outputs: a function that creates our stdout and stderr; its argument is a function that wakes
-    the launcher. call_fds: descriptors that the ranks inherit, by local rank; each number is appended to the rank's
-    command. timeout_s: the time after which the ranks are terminated.
+    inherits our stdin. call_fds: descriptors that the ranks inherit, by local rank; each number is appended to the
+    rank's command. timeout_s: the time after which the ranks are terminated.
     """
 
     command: Sequence[str]
@@ -63,7 +58,6 @@ class Launch:
     log_dir: Path | None = None
     max_restarts: int = 0
     stdin_rank: int | None = None
-    outputs: Callable[[Callable[[], None]], tuple[Output, Output]] = standard_streams
     call_fds: Sequence[int] = ()
     timeout_s: float = float("inf")
 
@@ -87,9 +81,13 @@ class Launch:
         self._look_s = self.part.look_s
         self._selector = selectors.DefaultSelector()
         self._streams = Streams(self._selector)
-        self._stdout, self._stderr = self.outputs(self._streams.wake)
+        self._stdout, self._stderr = self._outputs(self._streams.wake)
         full = environment.read("MSCOMM_TRACEBACK", self.env) == "FULL"
         self._tracebacks = Tracebacks(self._stderr, full)
+
+    def _outputs(self, wake: Callable[[], None]) -> tuple[Output, Output]:
+        """Return our stdout and stderr. wake: a function that wakes the launcher."""
+        return Output(1, wake), Output(2, wake)
 
     def run(self) -> int:
         """Start the ranks and wait until they have ended. Return the exit status."""
