@@ -11,6 +11,7 @@ If MSCOMM_DEBUG is unset, only warnings are written. Callers never log a key or 
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import re
 import select
@@ -83,15 +84,11 @@ class Log:
             self._fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
-_log: Log | None = None
-
-
+@functools.cache
 def _get() -> Log:
-    global _log
-    if _log is None:
-        _log = Log(os.environ)
-        atexit.register(_log.flush)
-    return _log
+    log = Log(os.environ)
+    atexit.register(log.flush)
+    return log
 
 
 def enabled(level: int) -> bool:
