@@ -296,9 +296,8 @@ class _Walk:
                 self._once("pod", name, f"{at}.super_pod_id", f"super_pod_id {_shown(name)}")
             for j, member in enumerate(self._get(pod, at, "server_list", (list,), "a list of servers") or []):
                 self._member(member, f"{at}.server_list[{j}]")
-        servers = [name for kind, name in self._places if kind == "server"]
-        for name in servers:
-            if pods and ("member", name) not in self._places:
+        for kind, name in self._places:
+            if pods and kind == "server" and ("member", name) not in self._places:
                 self.error("super_pod_list", f"server {_shown(name)} is in none of the super pods")
 
     def _member(self, member: Any, at: str) -> None:
