@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
@@ -168,8 +169,6 @@ def core() -> Finding:
 
 def version(package: str) -> Finding:
     """Return the version of a package that mscomm needs; a fault if the package is missing."""
-    from importlib import metadata
-
     try:
         importlib.import_module(package)
         return Finding(package, metadata.version(package))
@@ -182,8 +181,6 @@ def optional(package: str, what: str) -> Finding:
 
     The package is not imported, because torch takes seconds.
     """
-    from importlib import metadata
-
     try:
         return Finding(package, metadata.version(package))
     except metadata.PackageNotFoundError:
