@@ -125,16 +125,13 @@ def _open(
 
 
 def _listen(launcher: str, seat: Seat, env: Mapping[str, str]) -> socket.socket:
-    if not seat.one_host:
-        return links.listen(_own_address(launcher, env), seat.size + 64, env)
-    return links.unix_listener(seat.size + 64)
-
-
-def _own_address(launcher: str, env: Mapping[str, str]) -> str:
+    if seat.one_host:
+        return links.unix_listener(seat.size + 64)
     try:
-        return interfaces.host_address(env)
+        address = interfaces.host_address(env)
     except BackendUnavailable as error:
         raise BackendUnavailable(f"{launcher}: the ranks are on several hosts: {error}") from error
+    return links.listen(address, seat.size + 64, env)
 
 
 def _connect(
