@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -11,6 +13,14 @@ from mscomm.cluster.deadline import Deadline
 
 if TYPE_CHECKING:
     import subprocess
+
+
+_turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+def turn(launcher: str) -> int:
+    """Return how often this process has joined by this launcher before: each time, the ranks meet at a new place."""
+    return next(_turns[launcher])
 
 
 class Seat(NamedTuple):

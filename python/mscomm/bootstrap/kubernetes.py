@@ -6,12 +6,11 @@ headless service. The name resolves only some time after pod 0 has started, so t
 
 from __future__ import annotations
 
-import itertools
 import re
 import socket
 from collections.abc import Mapping
 
-from mscomm.bootstrap.invitation import Invitation, Seat
+from mscomm.bootstrap.invitation import Invitation, Seat, turn
 from mscomm.bootstrap.rendezvous import Spot, meet, number, port_range, ports_after
 from mscomm.bootstrap.torchrun import DEFAULT_PORT
 from mscomm.cluster.deadline import Deadline
@@ -19,7 +18,6 @@ from mscomm.errors import BackendUnavailable
 
 NAME = "Kubernetes indexed job"
 PLACE = (("JOB_COMPLETION_INDEX",), ("WORLD_SIZE",))
-_calls = itertools.count()
 
 
 def detect(env: Mapping[str, str]) -> bool:
@@ -42,7 +40,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
         f"Does the job have a headless service, and the pod template its name as subdomain? Else set MASTER_ADDR to "
         f"pod 0's name. Its {port_range(ports)} must be open to the other pods"
     )
-    seat, spot = Seat(rank, size, 0, one_host=size == 1), Spot(f"kubernetes {host} {port} {next(_calls)}", host, ports)
+    seat, spot = Seat(rank, size, 0, one_host=size == 1), Spot(f"kubernetes {host} {port} {turn(NAME)}", host, ports)
     return meet(NAME, seat, spot, env, deadline, permit_plain, advice)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import itertools
 import os
 import re
 import select
@@ -24,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from mscomm.bootstrap import kvs
-from mscomm.bootstrap.invitation import Invitation
+from mscomm.bootstrap.invitation import Invitation, turn
 from mscomm.cluster.deadline import Deadline, wait
 from mscomm.errors import BackendUnavailable, CollectiveTimeout
 
@@ -39,7 +38,6 @@ _NAMES = kvs.Names(
 PLACE = (_NAMES.rank, _NAMES.size)
 _ANSWER_BYTES = 4096  # no answer is longer, because the value that we store has fewer than 200 bytes
 _GOODBYE_S = 2.0
-_calls = itertools.count()  # a process that joins again, after release(), uses a new key
 _farewells: set[int] = set()  # inherited descriptors for which an exit handler is registered
 
 
@@ -60,7 +58,7 @@ def _store(fd: int, size: int, deadline: Deadline) -> kvs.Store:
     _ask(fd, "cmd=init pmi_version=1 pmi_subversion=1", "response_to_init", deadline)
     limit = _ask(fd, "cmd=get_maxes", "maxes", deadline).get("vallen_max", "")
     name = _ask(fd, "cmd=get_my_kvsname", "my_kvsname", deadline).get("kvsname", "")
-    key = f"mscomm-{next(_calls)}"
+    key = f"mscomm-{turn(NAME)}"
     if not name or not limit.isdecimal():
         raise BackendUnavailable(f"{NAME}: mpirun does not describe its key-value store. {kvs.INSTEAD}")
 

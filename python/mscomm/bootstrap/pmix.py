@@ -8,7 +8,6 @@ csrc/tools/pmix_helper.cc. It takes 50 ms for 8 ranks on 2 cores, while Python w
 from __future__ import annotations
 
 import glob
-import itertools
 import math
 import os
 import socket
@@ -17,7 +16,7 @@ import sys
 from collections.abc import Mapping
 
 from mscomm.bootstrap import kvs
-from mscomm.bootstrap.invitation import Invitation
+from mscomm.bootstrap.invitation import Invitation, turn
 from mscomm.cluster.deadline import Deadline
 from mscomm.errors import BackendUnavailable, CollectiveTimeout
 
@@ -33,7 +32,6 @@ PLACE = (_NAMES.rank, _NAMES.size)
 _HELPER = os.path.join(os.path.dirname(__file__), "pmix_helper")
 _TIMED_OUT = 75  # the exit status of the helper if rank 0 did not store anything in time
 _ANSWER_MAX = 4096
-_calls = itertools.count()  # a process that joins again, after release(), uses a new key
 _connections: list[int] = []  # the last helper's connection, kept open until the next helper (pmix_helper.cc says why)
 
 
@@ -47,7 +45,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     seat = kvs.place(env, _NAMES, NAME)
     if "PMIX_NAMESPACE" not in env:
         raise BackendUnavailable(f"{NAME}: there is a rank, but no PMIX_NAMESPACE to reach mpirun by. {kvs.INSTEAD}")
-    key = f"mscomm-{next(_calls)}"
+    key = f"mscomm-{turn(NAME)}"
     store = kvs.Store(
         publish=lambda text, deadline: _run_helper(env, "put", key, text, deadline),
         fetch=lambda deadline: _run_helper(env, "get", key, "", deadline),

@@ -8,11 +8,10 @@ the ranks do not meet, BackendUnavailable is raised.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mscomm.bootstrap.invitation import Invitation, Seat
+from mscomm.bootstrap.invitation import Invitation, Seat, turn
 from mscomm.bootstrap.rank_table_file import Table, load
 from mscomm.bootstrap.rendezvous import Spot, meet, meeting_ports, port_range
 from mscomm.cluster.deadline import Deadline
@@ -20,7 +19,6 @@ from mscomm.cluster.deadline import Deadline
 NAME = "rank table"
 PLACE = (("RANK_ID",), ("RANK_SIZE",))
 _FILES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")  # the current name, and an older one
-_calls = itertools.count()
 
 
 def detect(env: Mapping[str, str]) -> bool:
@@ -42,7 +40,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
         f"{port_range(ports)}, and the table must be the same on every server"
     )
     seat = Seat(rank, len(servers), servers[:rank].count(servers[rank]), one_host=len(table.servers) == 1)
-    spot = Spot(f"rank table {table.digest} {next(_calls)}", servers[0], ports)
+    spot = Spot(f"rank table {table.digest} {turn(NAME)}", servers[0], ports)
     invitation = meet(NAME, seat, spot, env, deadline, permit_plain, advice)
     return replace(invitation, device=table.seats[rank].device)
 

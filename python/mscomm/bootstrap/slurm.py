@@ -6,12 +6,11 @@ MSCOMM_JOB_KEY_FILE names, or else in a file that rank 0 writes to ~/.mscomm, wh
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Mapping
 
-from mscomm.bootstrap.invitation import Invitation, Seat
+from mscomm.bootstrap.invitation import Invitation, Seat, turn
 from mscomm.bootstrap.rendezvous import Spot, meet, meeting_ports, number, port_range
 from mscomm.cluster.deadline import Deadline
 from mscomm.errors import BackendUnavailable
@@ -19,7 +18,6 @@ from mscomm.errors import BackendUnavailable
 NAME = "Slurm"
 PLACE = (("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
 _SPECIAL_STEPS = 0xFFFFFFF0  # ids from here on are not srun's: they are batch scripts, interactive shells and the like
-_calls = itertools.count()
 
 
 def detect(env: Mapping[str, str]) -> bool:
@@ -45,7 +43,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     nodes = hosts(listed)
     step = f"{env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}"
     ports = meeting_ports(step, env)
-    call = next(_calls)
+    call = turn(NAME)
     key_path = os.path.expanduser(f"~/.mscomm/slurm-{step}-{call}.key")
     spot = Spot(f"slurm {step} {call}", nodes[0], ports, key_path)
     advice = (

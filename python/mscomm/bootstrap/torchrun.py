@@ -6,17 +6,15 @@ or after us, so we never use it. Over several hosts, the hub listens at another 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 
-from mscomm.bootstrap.invitation import Invitation, Seat
+from mscomm.bootstrap.invitation import Invitation, Seat, turn
 from mscomm.bootstrap.rendezvous import Spot, is_loopback_name, meet, number, port_range, ports_after
 from mscomm.cluster.deadline import Deadline
 
 NAME = "torchrun"
 PLACE = (("RANK",), ("WORLD_SIZE",))
 DEFAULT_PORT = 29500
-_calls = itertools.count()  # a process that joins again, after release(), meets its peers at a new place
 
 
 def detect(env: Mapping[str, str]) -> bool:
@@ -34,7 +32,7 @@ def join(launcher: str, env: Mapping[str, str], deadline: Deadline, permit_plain
     host = env.get("MASTER_ADDR", "") or "127.0.0.1"
     port = number(launcher, env, "MASTER_PORT", 1, 65535) if env.get("MASTER_PORT") else DEFAULT_PORT
     one_agent = size == 1 or env.get("LOCAL_WORLD_SIZE") == str(size)
-    life = f"{env.get('TORCHELASTIC_RUN_ID', '')} {next(_calls)}"
+    life = f"{env.get('TORCHELASTIC_RUN_ID', '')} {turn(NAME)}"
     if one_agent:  # only then is the restart count the same for all ranks
         life += f" {env.get('TORCHELASTIC_RESTART_COUNT', '')}"
     ports = ports_after(port, env)
