@@ -434,17 +434,14 @@ def require_same_user(sock: socket.socket) -> None:
 def send_fds(sock: socket.socket, fds: list[int], deadline: Deadline) -> None:
     """Give the process at the other end copies of our descriptors; it must call recv_fds with their number."""
     require_same_user(sock)
-    for start in range(0, len(fds), _FDS_A_MESSAGE):
-        piece = array.array("i", fds[start : start + _FDS_A_MESSAGE])
-        while True:
-            wait(sock, select.POLLOUT, deadline)
-            try:
-                sock.sendmsg(
-                    [b"F"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, piece)], socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
-                )
-                break
-            except BlockingIOError:
-                continue
+    sent = 0
+    while sent < len(fds):
+        wait(sock, select.POLLOUT, deadline)
+        piece = array.array("i", fds[sent : sent + _FDS_A_MESSAGE])
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, piece)]
+        with contextlib.suppress(BlockingIOError):
+            sock.sendmsg([b"F"], rights, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+            sent += len(piece)
 
 
 def recv_fds(sock: socket.socket, count: int, deadline: Deadline) -> list[int]:
