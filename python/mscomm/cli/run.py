@@ -336,10 +336,8 @@ def _for_the_others(nodes: Nodes, local: int, rest: list[str]) -> str:
 
 def command_line(script: str, args: tuple[str, ...], module: bool) -> list[str]:
     """Return the command that each rank runs. Raise ClickException if there is no such script or program."""
-    if module:
+    if module or script == "pytest":
         return [sys.executable, "-m", script, *args]
-    if script == "pytest":
-        return [sys.executable, "-m", "pytest", *args]
     if script.endswith(".py"):
         if not Path(script).is_file():
             here = [str(path) for path in Path(script).parent.glob("*.py")]
