@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
@@ -263,14 +264,6 @@ def descriptors(ranks: int, soft: int, hard: int) -> Finding:
     return Finding("open files", limit)
 
 
-def _read(path: str) -> str | None:
-    try:
-        with open(path) as file:
-            return file.read().strip()
-    except OSError:
-        return None
-
-
 def given(env: Mapping[str, str]) -> Iterator[Finding]:
     """Return a finding for each variable that is set. An invalid value is a fault."""
     found = environment.given(env, environment.YOURS, environment.CLUSTER)
@@ -385,7 +378,10 @@ def vm_readv() -> str:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.process_vm_readv(os.getpid(), ctypes.byref(here), 1, ctypes.byref(there), 1, 0) != 6:
         return f"forbidden ({os.strerror(ctypes.get_errno())}): private arrays are copied twice"
-    scope = _read("/proc/sys/kernel/yama/ptrace_scope")
+    try:
+        scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
+    except OSError:  # the kernel has no such restriction
+        scope = "0"
     if scope == "3" or (scope in ("1", "2") and os.geteuid() != 0):
         return f"not between ranks (ptrace_scope {scope}): private arrays are copied twice"
     return "allowed: long private arrays are copied once"
