@@ -79,7 +79,7 @@ class Judge:
         elif error.kind == "CollectiveTimeout" and number >= 0:
             self._question = (error, number, now + ANSWERS_WITHIN_S, set(others) - {rank})
             self._progress[rank] = Progress(number, True, str(error))
-            self._ask(number)
+            self.asking, self.asked = True, number
         elif (error.kind == "PeerLost" or (error.kind == "Error" and number >= 0)) and not self._left.keys() & named:
             self._symptoms.append(_Symptom(rank, error, now + BELIEVED_AFTER_S))
         else:
@@ -99,7 +99,7 @@ class Judge:
         """A rank is stuck in call `number`. Others may have made a different call, so ask all ranks about it."""
         if not self.verdict and now - self._asked_at.get(number, -ASKED_EVERY_S) >= ASKED_EVERY_S:
             self._asked_at = {number: now}
-            self._ask(number)
+            self.asking, self.asked = True, number
         self.called(rank, number, call, now)
 
     def called(self, rank: int, number: int, call: str, now: float) -> None:
@@ -118,9 +118,6 @@ class Judge:
 
             self.verdict = _core.mismatch("the ranks", list(by_call.items()))
         self.look(now)
-
-    def _ask(self, number: int) -> None:
-        self.asking, self.asked = True, number
 
     def here(self, rank: int, progress: Progress, now: float) -> None:
         """A rank says where it is. Only its first answer counts. A report of a timeout also counts as an answer."""
