@@ -11,6 +11,7 @@ If MSCOMM_DEBUG is unset, only warnings are written. Callers never log a key or 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import re
@@ -127,11 +128,9 @@ def notice(text: str) -> None:
     data = f"{text}\n".encode("utf-8", "backslashreplace")
     stderr = select.poll()
     stderr.register(2, select.POLLOUT)
-    while data and any(events & select.POLLOUT for _, events in stderr.poll(0)):
-        try:
+    with contextlib.suppress(OSError):  # nobody reads stderr any more, or the disk is full
+        while data and any(events & select.POLLOUT for _, events in stderr.poll(0)):
             data = data[os.write(2, data[:_PIECE]) :]
-        except OSError:  # nobody reads stderr any more, or the disk is full
-            return
 
 
 def trace(text: str) -> None:

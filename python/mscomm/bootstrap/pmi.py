@@ -20,7 +20,7 @@ import select
 import socket
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from mscomm.bootstrap import kvs
 from mscomm.bootstrap.invitation import Invitation, turn
@@ -177,11 +177,10 @@ def _dial(address: str, deadline: Deadline) -> socket.socket:
 
 def _finalize_unless_mpi(fd: int, inode: int, pid: int) -> None:
     """At exit, send `finalize` on the inherited descriptor, if it is still open and MPI does not send `finalize`."""
-    try:
+    # An error means that mpirun has ended, or is about to end this job.
+    with suppress(OSError, BackendUnavailable, CollectiveTimeout):
         if os.getpid() == pid and os.fstat(fd).st_ino == inode and not _mpi_initialized():
             _ask(fd, "cmd=finalize", "finalize_ack", Deadline(_GOODBYE_S))
-    except (OSError, BackendUnavailable, CollectiveTimeout):
-        return  # mpirun has ended, or is about to end this job
 
 
 def _mpi_initialized() -> bool:

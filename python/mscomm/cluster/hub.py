@@ -8,6 +8,7 @@ meetings.py decides when a meeting is complete, and switchboard.py moves the byt
 
 from __future__ import annotations
 
+import contextlib
 import os
 import reprlib
 import selectors
@@ -331,10 +332,9 @@ class Hub:
         self._wake()
 
     def _wake(self) -> None:
-        try:
+        # An error means that the socket is full, so the hub wakes anyway, or closed, because serve() has returned.
+        with contextlib.suppress(OSError):
             self._wake_w.send(b"!")
-        except OSError:
-            return  # the socket is full, so the hub wakes anyway; or it is closed, because serve() has returned
 
     def _woken(self) -> None:
         self._wake_r.recv(4096)

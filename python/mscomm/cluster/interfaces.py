@@ -7,6 +7,7 @@ need to list its interfaces.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -61,14 +62,12 @@ def host_address(env: Mapping[str, str] = os.environ) -> str:
     if chosen := _chosen(env, VARIABLES, "0.0.0.0"):
         return chosen
     for family, elsewhere in _ELSEWHERE:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((elsewhere, 9))  # this sends nothing
-                host = str(probe.getsockname()[0])
-            except OSError:
-                continue  # there is no route: the network is isolated, or this host lacks the address family
-        if not _ip(host).is_loopback:
-            return host
+        # An error means that there is no route: the network is isolated, or this host lacks the address family.
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 9))  # this sends nothing
+            host = str(probe.getsockname()[0])
+            if not _ip(host).is_loopback:
+                return host
     here = interfaces()
     outside = [interface for interface in here if not interface.loopback]
     if len({interface.name for interface in outside}) == 1:

@@ -151,11 +151,10 @@ class KeyFile:
 
     def remove(self) -> None:
         """Remove the file, unless a later scheduler has replaced it with its own."""
-        try:
+        # An error means that the file has been removed, or is no longer our key file.
+        with contextlib.suppress(AuthenticationError, FileNotFoundError):
             if read_key(self.path) == self.key:
                 os.unlink(self.path)
-        except (AuthenticationError, FileNotFoundError):
-            return  # the file has been removed, or is no longer our key file
 
 
 def _private_folder(path: str) -> None:

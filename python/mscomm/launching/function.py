@@ -251,10 +251,8 @@ def _result(pickler: Any, result: Any) -> bytes:
 
 def _error(pickler: Any, rank: int, error: BaseException) -> bytes:
     """Return the pickled exception, or an Error with its text if the exception cannot be pickled."""
-    try:
+    with contextlib.suppress(Exception):
         pickled = bytes(pickler.dumps(_Outcome(error=error)))
         if type(pickle.loads(pickled).error) is type(error):  # noqa: S301
             return pickled
-    except Exception:
-        pass
     return pickle.dumps(_Outcome(error=Error(f"rank {rank}: {type(error).__name__}: {error}", [rank])))
