@@ -127,7 +127,8 @@ def _connector(hello: Hello, key: bytes, purpose: int, mine: Identity) -> _Scrip
         raise AuthenticationError(
             "it does not have the key of this job: both ends need the same key file (MSCOMM_JOB_KEY_FILE)"
         )
-    third = _signed(_identity(mine), key, b"connector", first, second)
+    identity = _IDENTITY.pack(mine.job, mine.version.encode("ascii")[:16], mine.rank, mine.epoch, 0)
+    third = _signed(identity, key, b"connector", first, second)
     fourth = yield third, _VERDICT.size + _PROOF_BYTES
     if not _proven(fourth, key, b"verdict", first, second, third):
         raise AuthenticationError("its verdict on this connection is forged: somebody is in between")
@@ -187,10 +188,6 @@ _OTHER_NAME = (
     "it serves another job. MSCOMM_JOB_ID must have the same text in every process of a job, or be unset in all; give "
     "each job a port of its own."
 )
-
-
-def _identity(mine: Identity) -> bytes:
-    return _IDENTITY.pack(mine.job, mine.version.encode("ascii")[:16], mine.rank, mine.epoch, 0)
 
 
 def _mac(key: bytes, label: bytes, *parts: bytes) -> bytes:
