@@ -210,7 +210,7 @@ class Hosts(Node0):
 
     def forward(self, number: int) -> None:
         for agent in self._agents:
-            agent.signal(number)
+            agent.write(bytes([number]))
 
     def over(self) -> Error | None:
         for agent in self._agents:
@@ -277,17 +277,14 @@ class _Agent:
         )
         assert self.process.stdin and self.process.stdout and self.process.stderr
         self._stdin, self.pipes = self.process.stdin, (self.process.stdout, self.process.stderr)
-        self._write(LENGTH.pack(len(body)) + body)
+        self.write(LENGTH.pack(len(body)) + body)
 
     @property
     def read(self) -> bool:
         """Whether all output of the ssh process has been read."""
         return all(pipe.closed for pipe in self.pipes)
 
-    def signal(self, number: int) -> None:
-        self._write(bytes([number]))
-
-    def _write(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
         rest = memoryview(data)
         with contextlib.suppress(OSError, ValueError):  # ssh has ended; over() handles that
             while rest:
