@@ -33,10 +33,10 @@ class Variable(NamedTuple):
     """One row of the table. `readers`: the modules that read the variable, without the leading `mscomm.`."""
 
     name: str
-    default: Any  # what read() returns if the variable is unset or empty
-    parse: Callable[[str], Any]  # raises ValueError("expected ...") for an invalid text
     meaning: str
     readers: tuple[str, ...]
+    default: Any = None  # what read() returns if the variable is unset or empty
+    parse: Callable[[str], Any] = str  # raises ValueError("expected ...") for an invalid text
     set_by: str = YOURS
 
     def read(self, env: Mapping[str, str]) -> Any:
@@ -112,12 +112,12 @@ LEVELS = ("VERSION", "WARN", "INFO", "TRACE")
 # -- the table of variables --------------------------------------------------------------------------------------------
 
 
-def _given(name: str, *readers: str, meaning: str, set_by: str = LAUNCHER) -> Variable:
+def _given(name: str, meaning: str, *readers: str, set_by: str = LAUNCHER) -> Variable:
     """Return a row for a variable that a launcher sets.
 
     read() returns the text of the variable unchecked; the modules `readers` check it.
     """
-    return Variable(name, None, str, f"{meaning[0].upper()}{meaning[1:]}.", readers, set_by)
+    return Variable(name, f"{meaning[0].upper()}{meaning[1:]}.", readers, set_by=set_by)
 
 
 _RANK = "the rank"
@@ -128,369 +128,303 @@ _LOCAL_SIZE = "the number of ranks on this host"
 VARIABLES = (
     Variable(
         "MSCOMM_TIMEOUT",
-        1800.0,
-        seconds,
         "The number of seconds that a collective call may take if neither the call nor `init` sets a limit. `inf`: no"
         " limit.",
         ("job",),
+        default=1800.0,
+        parse=seconds,
     ),
     Variable(
         "MSCOMM_ALGO",
-        "",
-        str,
         "Forces algorithms: `all_reduce=ring,broadcast=tree`, or one name for every collective that has it. Must be"
         " the same on every rank.",
         ("job",),
+        default="",
     ),
     Variable(
         "MSCOMM_NCCL_LIBRARY",
-        None,
-        str,
         "The NCCL library file. If it is set, mscomm tries no other file. Needed if NCCL is neither in site-packages"
         " nor found by the loader.",
         ("accelerators.nccl",),
     ),
     Variable(
         "MSCOMM_CUDA_LIBRARY",
-        None,
-        str,
         "The CUDA driver library file, `libcuda.so.1`. Needed if the loader does not find it.",
         ("accelerators.nccl",),
     ),
     Variable(
         "MSCOMM_HCCL_LIBRARY",
-        None,
-        str,
         "The HCCL library file, `libhccl.so`. Needed if it is found neither by the loader nor through CANN's own"
         " variables.",
         ("accelerators.hccl",),
     ),
     Variable(
         "MSCOMM_ACL_LIBRARY",
-        None,
-        str,
         "The AscendCL library file, `libascendcl.so`. Needed if it is found neither by the loader nor through CANN's"
         " own variables.",
         ("accelerators.hccl",),
     ),
     Variable(
         "MSCOMM_HUGE_PAGES",
-        1,
-        _switch,
         "0: shared arrays are always in a memfd. A memfd has huge pages only if the kernel allows them for memfds. 1:"
         " if the kernel does not allow them, shared arrays are in the process's own tmpfs if that can have huge pages."
         " This tmpfs is not attached to any directory.",
         ("cluster.assemble", "cli.doctor"),
+        default=1,
+        parse=_switch,
     ),
     Variable(
         "MSCOMM_RECORD",
-        None,
-        str,
         "A folder. After a failure, each rank writes its last calls to the file `rank_<rank>.json` in this folder."
         " `mscomm trace` reads these files. `mscomm run --log_dir` sets this variable.",
         ("group", "cli.run"),
     ),
     Variable(
         "MSCOMM_TRACEBACK",
-        None,
-        one_of("SHORT", "FULL"),
         "`full`: if an exception ends a rank, the traceback also shows mscomm's own frames. It also shows the error"
         " that the rank observed before it learned the first cause. Unset: the traceback shows neither of them.",
         ("exits", "launching.processes"),
+        parse=one_of("SHORT", "FULL"),
     ),
     Variable(
         "MSCOMM_DEBUG",
-        None,
-        one_of(*LEVELS),
         "What mscomm writes to stderr: `VERSION`, `WARN`, `INFO` (how the job was set up) or `TRACE` (each call)."
         " Unset: warnings.",
         ("log",),
+        parse=one_of(*LEVELS),
     ),
     Variable(
         "MSCOMM_DEBUG_FILE",
-        None,
-        str,
         "A file to which the lines of `MSCOMM_DEBUG` are written, instead of stderr. `%h` stands for the host name,"
         " `%p` for the process id, `%r` for the rank, `%%` for a percent sign.",
         ("log",),
     ),
     Variable(
-        "MSCOMM_JOB_KEY_FILE",
-        None,
-        str,
-        "A file with the job key: 32 bytes or more, or 64 hex digits.",
-        ("cluster.security",),
+        "MSCOMM_JOB_KEY_FILE", "A file with the job key: 32 bytes or more, or 64 hex digits.", ("cluster.security",)
     ),
     Variable(
         "MSCOMM_JOB_ID",
-        None,
-        str,
         "A name for the job. Must be the same in all processes of the job. The job refuses a process that has a"
         " different name or none. So two jobs that use the same port by mistake stay separate.",
         ("cluster.links",),
     ),
     Variable(
         "MSCOMM_SOCKET_IFNAME",
-        None,
-        str,
         "The network on which rank 0's hub and the ranks listen for connections: interface names, prefixes of such"
         " names (`eth`) or networks (`10.0.0.0/8`), separated by commas; a leading `^` excludes an entry. Default: the"
         " address that routes to other networks.",
         ("cluster.interfaces",),
     ),
-    Variable(
-        "NCCL_SOCKET_IFNAME",
-        None,
-        str,
-        "Read if `MSCOMM_SOCKET_IFNAME` is unset.",
-        ("cluster.interfaces",),
-    ),
+    Variable("NCCL_SOCKET_IFNAME", "Read if `MSCOMM_SOCKET_IFNAME` is unset.", ("cluster.interfaces",)),
     Variable(
         "GLOO_SOCKET_IFNAME",
-        None,
-        str,
         "Read if neither `MSCOMM_SOCKET_IFNAME` nor `NCCL_SOCKET_IFNAME` is set. If it is unset, `mscomm bench --vs"
         " torch-gloo` sets it to `lo`.",
         ("cluster.interfaces", "bench.peers"),
     ),
     Variable(
         "MSCOMM_PORT",
-        None,
-        number(1, 65535, "a port from 1 to 65535, the same on every rank"),
         "The port on which rank 0 listens for the other ranks, if a rank table or Slurm's variables describe a job on"
         " several hosts. Must be the same on every rank. Default: one of eight ports between 61440 and 65535, computed"
         " from the job.",
         ("bootstrap.rendezvous",),
+        parse=number(1, 65535, "a port from 1 to 65535, the same on every rank"),
     ),
     Variable(
         "MSCOMM_PORTS",
-        None,
-        ports,
         "A range of ports that a firewall between the hosts lets through, such as `20000-20100`. Must be the same on"
         " every rank. Whenever mscomm picks a TCP port to listen on, it picks a free port in this range. Ports that you"
         " specify yourself need not be in the range. While groups are being created, a host needs two or three ports"
         " for each of its ranks.",
         ("cluster.links", "bootstrap.rendezvous"),
+        parse=ports,
     ),
     Variable(
         "MSCOMM_SSH",
-        "ssh",
-        str,
         "The ssh command of `mscomm run --hosts`, with options: for example `ssh -p 2222 -i key`.",
         ("cli.remote",),
+        default="ssh",
     ),
     Variable(
         "MSCOMM_HOST_ID",
-        None,
-        str,
         "Ranks with different values count as being on different hosts: they share no memory and communicate over TCP."
         " For tests. Default: derived from the boot id and the process's namespaces.",
         ("cluster.assemble",),
     ),
     Variable(
         "OMP_NUM_THREADS",
-        None,
-        threads,
         "The number of threads that NumPy's and torch's libraries use. If it is unset, `mscomm run` sets it to the"
         " number of CPUs divided by the number of ranks.",
         ("cli.run", "cli.doctor"),
+        parse=threads,
     ),
     Variable(
         "MS_TOPO_TIMEOUT",
-        600.0,
-        seconds,
         "The number of seconds within which all ranks must join the job.",
         ("cluster.deadline",),
+        default=600.0,
+        parse=seconds,
     ),
     Variable(
         "MS_NODE_TIMEOUT",
-        30.0,
-        silence,
         "The number of seconds of silence on a TCP connection after which the host at its other end counts as lost.",
         ("cluster.links",),
+        default=30.0,
+        parse=silence,
     ),
     Variable(
         "MS_ROLE",
-        None,
-        one_of("MS_SCHED", "MS_WORKER"),
         "`MS_SCHED`: `init()` serves the job, and exits the process when the job ends. `MS_WORKER`: this process is a"
         " rank.",
         ("bootstrap.ms_cluster",),
-        CLUSTER,
+        parse=one_of("MS_SCHED", "MS_WORKER"),
+        set_by=CLUSTER,
     ),
     Variable(
         "MS_WORKER_NUM",
-        None,
-        number(1, 1 << 20, "the number of workers, 1 or more, the same in every process"),
         "The number of workers. Must be the same in every process.",
         ("bootstrap.ms_cluster",),
-        CLUSTER,
+        parse=number(1, 1 << 20, "the number of workers, 1 or more, the same in every process"),
+        set_by=CLUSTER,
     ),
-    Variable(
-        "MS_SCHED_HOST",
-        None,
-        str,
-        "The scheduler's address or host name.",
-        ("bootstrap.ms_cluster",),
-        CLUSTER,
-    ),
+    Variable("MS_SCHED_HOST", "The scheduler's address or host name.", ("bootstrap.ms_cluster",), set_by=CLUSTER),
     Variable(
         "MS_SCHED_PORT",
-        None,
-        number(1, 65535, "a port from 1 to 65535, the same for the scheduler and all workers"),
         "The scheduler's port.",
         ("bootstrap.ms_cluster",),
-        CLUSTER,
+        parse=number(1, 65535, "a port from 1 to 65535, the same for the scheduler and all workers"),
+        set_by=CLUSTER,
     ),
     Variable(
         "MS_NODE_ID",
-        None,
-        str,
         "The worker's name. If the names of all workers are numbers, each worker's number is its rank.",
         ("bootstrap.ms_cluster",),
-        CLUSTER,
+        set_by=CLUSTER,
     ),
-    Variable(
-        "MS_WORKER_IP",
-        None,
-        str,
-        "The address from which the worker connects.",
-        ("bootstrap.ms_cluster",),
-        CLUSTER,
-    ),
+    Variable("MS_WORKER_IP", "The address from which the worker connects.", ("bootstrap.ms_cluster",), set_by=CLUSTER),
     Variable(
         "MS_SERVER_NUM",
-        0,
-        number(0, 0, "0: mscomm has no parameter servers"),
         "Must be 0: there are no parameter servers.",
         ("bootstrap.ms_cluster",),
-        CLUSTER,
+        default=0,
+        parse=number(0, 0, "0: mscomm has no parameter servers"),
+        set_by=CLUSTER,
     ),
     Variable(
         "MS_ENABLE_RECOVERY",
-        0,
-        _switch,
         "1, for the scheduler: a lost worker may rejoin with the same `MS_NODE_ID`; the others wait for it in"
         " `rejoin`. With any other launcher, the variable has no effect, and rank 0 says so.",
         ("bootstrap.ms_cluster", "job"),
-        CLUSTER,
+        default=0,
+        parse=_switch,
+        set_by=CLUSTER,
     ),
     Variable(
         "MS_RECOVERY_PATH",
-        None,
-        str,
         "Has no effect, and rank 0 says so: the scheduler does not save its state. Use `Model.resume` to continue from"
         " checkpoints.",
         ("job",),
-        CLUSTER,
+        set_by=CLUSTER,
     ),
-    _given("MSCOMM_RANK", "bootstrap.launcher", set_by=RUN, meaning=_RANK),
-    _given("MSCOMM_WORLD_SIZE", "bootstrap.launcher", set_by=RUN, meaning=_SIZE),
-    _given("MSCOMM_LOCAL_RANK", "bootstrap.launcher", set_by=RUN, meaning=_LOCAL_RANK),
-    _given("MSCOMM_LOCAL_WORLD_SIZE", "bootstrap.launcher", set_by=RUN, meaning=_LOCAL_SIZE),
+    _given("MSCOMM_RANK", _RANK, "bootstrap.launcher", set_by=RUN),
+    _given("MSCOMM_WORLD_SIZE", _SIZE, "bootstrap.launcher", set_by=RUN),
+    _given("MSCOMM_LOCAL_RANK", _LOCAL_RANK, "bootstrap.launcher", set_by=RUN),
+    _given("MSCOMM_LOCAL_WORLD_SIZE", _LOCAL_SIZE, "bootstrap.launcher", set_by=RUN),
     _given(
         "MSCOMM_RESTART_COUNT",
+        "the number of times that `mscomm run --max-restarts` has restarted this rank; 0 at first",
         "launching.processes",
         set_by=RUN,
-        meaning="the number of times that `mscomm run --max-restarts` has restarted this rank; 0 at first",
     ),
     _given(
         "MSCOMM_SCHED",
+        "on several hosts: the address at which the launcher of node 0 listens",
         "bootstrap.launcher",
         set_by=RUN,
-        meaning="on several hosts: the address at which the launcher of node 0 listens",
     ),
     _given(
         "MSCOMM_KEY_FD",
+        "on several hosts: a descriptor that the rank inherits, from which it reads the job key",
         "bootstrap.launcher",
         set_by=RUN,
-        meaning="on several hosts: a descriptor that the rank inherits, from which it reads the job key",
     ),
     _given(
         "MSCOMM_CONTROL_FD",
+        "the descriptor of the rank's connection to the launcher, which the rank inherits",
         "bootstrap.launcher",
         set_by=RUN,
-        meaning="the descriptor of the rank's connection to the launcher, which the rank inherits",
     ),
-    _given("TORCHELASTIC_RUN_ID", "bootstrap.torchrun", meaning="torchrun: the job's name"),
-    _given(
-        "TORCHELASTIC_RESTART_COUNT", "bootstrap.torchrun", meaning="torchrun: how many times it has restarted the job"
-    ),
-    _given("RANK", "bootstrap.torchrun", "bootstrap.torch_env", meaning=f"torchrun and other torch launchers: {_RANK}"),
+    _given("TORCHELASTIC_RUN_ID", "torchrun: the job's name", "bootstrap.torchrun"),
+    _given("TORCHELASTIC_RESTART_COUNT", "torchrun: how many times it has restarted the job", "bootstrap.torchrun"),
+    _given("RANK", f"torchrun and other torch launchers: {_RANK}", "bootstrap.torchrun", "bootstrap.torch_env"),
     _given(
         "WORLD_SIZE",
+        f"torchrun, other torch launchers, Kubernetes: {_SIZE}",
         "bootstrap.torchrun",
         "bootstrap.torch_env",
         "bootstrap.kubernetes",
-        meaning=f"torchrun, other torch launchers, Kubernetes: {_SIZE}",
     ),
-    _given("LOCAL_RANK", "bootstrap.torchrun", meaning=f"torchrun and other torch launchers: {_LOCAL_RANK}"),
-    _given("LOCAL_WORLD_SIZE", "bootstrap.torchrun", meaning=f"torchrun and other torch launchers: {_LOCAL_SIZE}"),
+    _given("LOCAL_RANK", f"torchrun and other torch launchers: {_LOCAL_RANK}", "bootstrap.torchrun"),
+    _given("LOCAL_WORLD_SIZE", f"torchrun and other torch launchers: {_LOCAL_SIZE}", "bootstrap.torchrun"),
     _given(
         "MASTER_ADDR",
+        "torchrun, other torch launchers, Kubernetes: the host of rank 0",
         "bootstrap.torchrun",
         "bootstrap.torch_env",
         "bootstrap.kubernetes",
-        meaning="torchrun, other torch launchers, Kubernetes: the host of rank 0",
     ),
     _given(
         "MASTER_PORT",
+        "torchrun, other torch launchers: the port of torch's own store; rank 0 listens on a later port."
+        " Kubernetes: the port of rank 0",
         "bootstrap.torchrun",
         "bootstrap.kubernetes",
-        meaning="torchrun, other torch launchers: the port of torch's own store; rank 0 listens on a later port."
-        " Kubernetes: the port of rank 0",
     ),
-    _given("PET_NNODES", "cli.run", meaning="the default for `--nnodes`, in torchrun and `mscomm run`"),
-    _given("PET_NPROC_PER_NODE", "cli.run", meaning="the default for `-n`"),
-    _given("PET_NODE_RANK", "cli.run", meaning="the default for `--node-rank`"),
-    _given("PET_MASTER_ADDR", "cli.run", meaning="the default for `--master-addr`"),
-    _given("PET_MASTER_PORT", "cli.run", meaning="the default for `--master-port`"),
-    _given("PMIX_RANK", "bootstrap.pmix", meaning=f"PMIx: {_RANK}"),
-    _given("PMIX_NAMESPACE", "bootstrap.pmix", meaning="PMIx: the job's name"),
-    _given("PMIX_PREFIX", "bootstrap.pmix", meaning="PMIx: the folder that contains its library"),
-    _given("OMPI_COMM_WORLD_RANK", "bootstrap.pmix", meaning=f"Open MPI: {_RANK}"),
-    _given("OMPI_COMM_WORLD_SIZE", "bootstrap.pmix", meaning=f"Open MPI: {_SIZE}"),
-    _given("OMPI_COMM_WORLD_LOCAL_RANK", "bootstrap.pmix", meaning=f"Open MPI: {_LOCAL_RANK}"),
-    _given("OMPI_COMM_WORLD_LOCAL_SIZE", "bootstrap.pmix", meaning=f"Open MPI: {_LOCAL_SIZE}"),
+    _given("PET_NNODES", "the default for `--nnodes`, in torchrun and `mscomm run`", "cli.run"),
+    _given("PET_NPROC_PER_NODE", "the default for `-n`", "cli.run"),
+    _given("PET_NODE_RANK", "the default for `--node-rank`", "cli.run"),
+    _given("PET_MASTER_ADDR", "the default for `--master-addr`", "cli.run"),
+    _given("PET_MASTER_PORT", "the default for `--master-port`", "cli.run"),
+    _given("PMIX_RANK", f"PMIx: {_RANK}", "bootstrap.pmix"),
+    _given("PMIX_NAMESPACE", "PMIx: the job's name", "bootstrap.pmix"),
+    _given("PMIX_PREFIX", "PMIx: the folder that contains its library", "bootstrap.pmix"),
+    _given("OMPI_COMM_WORLD_RANK", f"Open MPI: {_RANK}", "bootstrap.pmix"),
+    _given("OMPI_COMM_WORLD_SIZE", f"Open MPI: {_SIZE}", "bootstrap.pmix"),
+    _given("OMPI_COMM_WORLD_LOCAL_RANK", f"Open MPI: {_LOCAL_RANK}", "bootstrap.pmix"),
+    _given("OMPI_COMM_WORLD_LOCAL_SIZE", f"Open MPI: {_LOCAL_SIZE}", "bootstrap.pmix"),
     _given(
-        "PMI_FD",
-        "bootstrap.pmi",
-        meaning="MPICH: the descriptor of the rank's connection to mpirun, which the rank inherits",
+        "PMI_FD", "MPICH: the descriptor of the rank's connection to mpirun, which the rank inherits", "bootstrap.pmi"
     ),
-    _given("PMI_PORT", "bootstrap.pmi", meaning="MPICH: the address of mpirun, if there is no descriptor"),
-    _given("PMI_ID", "bootstrap.pmi", meaning=f"MPICH, with PMI_PORT: {_RANK}"),
-    _given("PMI_RANK", "bootstrap.pmi", meaning=f"MPICH, Intel MPI: {_RANK}"),
-    _given("PMI_SIZE", "bootstrap.pmi", meaning=f"MPICH, Intel MPI: {_SIZE}"),
-    _given("MPI_LOCALRANKID", "bootstrap.pmi", meaning=f"MPICH, Intel MPI: {_LOCAL_RANK}"),
-    _given("MPI_LOCALNRANKS", "bootstrap.pmi", meaning=f"MPICH, Intel MPI: {_LOCAL_SIZE}"),
-    _given("SLURM_STEP_NUM_TASKS", "bootstrap.pmix", "bootstrap.slurm", meaning=f"Slurm: {_SIZE}"),
-    _given("SLURM_NTASKS", "bootstrap.slurm", meaning=f"Slurm: {_SIZE}, if the step does not set its own"),
-    _given("SLURM_PROCID", "bootstrap.slurm", meaning=f"Slurm: {_RANK}"),
-    _given("SLURM_JOB_ID", "bootstrap.slurm", meaning="Slurm: the job id"),
-    _given("SLURM_STEP_ID", "bootstrap.slurm", meaning="Slurm: the id of the job step"),
-    _given("SLURM_STEP_NODELIST", "bootstrap.slurm", meaning="Slurm: the step's hosts"),
-    _given("SLURM_JOB_NODELIST", "bootstrap.slurm", meaning="Slurm: the job's hosts"),
-    _given("SLURM_NODELIST", "bootstrap.slurm", meaning="Slurm: the job's hosts (an older name)"),
-    _given("SLURM_LOCALID", "bootstrap.pmix", "bootstrap.pmi", "bootstrap.slurm", meaning=f"Slurm: {_LOCAL_RANK}"),
-    _given("SLURM_STEP_TASKS_PER_NODE", "bootstrap.pmix", "bootstrap.pmi", meaning=f"Slurm: {_LOCAL_SIZE}"),
-    _given("JSM_NAMESPACE_SIZE", "bootstrap.pmix", meaning=f"LSF: {_SIZE}"),
-    _given("JSM_NAMESPACE_LOCAL_RANK", "bootstrap.pmix", meaning=f"LSF: {_LOCAL_RANK}"),
-    _given("JSM_NAMESPACE_LOCAL_SIZE", "bootstrap.pmix", meaning=f"LSF: {_LOCAL_SIZE}"),
-    _given("JOB_COMPLETION_INDEX", "bootstrap.kubernetes", meaning=f"Kubernetes: {_RANK}"),
+    _given("PMI_PORT", "MPICH: the address of mpirun, if there is no descriptor", "bootstrap.pmi"),
+    _given("PMI_ID", f"MPICH, with PMI_PORT: {_RANK}", "bootstrap.pmi"),
+    _given("PMI_RANK", f"MPICH, Intel MPI: {_RANK}", "bootstrap.pmi"),
+    _given("PMI_SIZE", f"MPICH, Intel MPI: {_SIZE}", "bootstrap.pmi"),
+    _given("MPI_LOCALRANKID", f"MPICH, Intel MPI: {_LOCAL_RANK}", "bootstrap.pmi"),
+    _given("MPI_LOCALNRANKS", f"MPICH, Intel MPI: {_LOCAL_SIZE}", "bootstrap.pmi"),
+    _given("SLURM_STEP_NUM_TASKS", f"Slurm: {_SIZE}", "bootstrap.pmix", "bootstrap.slurm"),
+    _given("SLURM_NTASKS", f"Slurm: {_SIZE}, if the step does not set its own", "bootstrap.slurm"),
+    _given("SLURM_PROCID", f"Slurm: {_RANK}", "bootstrap.slurm"),
+    _given("SLURM_JOB_ID", "Slurm: the job id", "bootstrap.slurm"),
+    _given("SLURM_STEP_ID", "Slurm: the id of the job step", "bootstrap.slurm"),
+    _given("SLURM_STEP_NODELIST", "Slurm: the step's hosts", "bootstrap.slurm"),
+    _given("SLURM_JOB_NODELIST", "Slurm: the job's hosts", "bootstrap.slurm"),
+    _given("SLURM_NODELIST", "Slurm: the job's hosts (an older name)", "bootstrap.slurm"),
+    _given("SLURM_LOCALID", f"Slurm: {_LOCAL_RANK}", "bootstrap.pmix", "bootstrap.pmi", "bootstrap.slurm"),
+    _given("SLURM_STEP_TASKS_PER_NODE", f"Slurm: {_LOCAL_SIZE}", "bootstrap.pmix", "bootstrap.pmi"),
+    _given("JSM_NAMESPACE_SIZE", f"LSF: {_SIZE}", "bootstrap.pmix"),
+    _given("JSM_NAMESPACE_LOCAL_RANK", f"LSF: {_LOCAL_RANK}", "bootstrap.pmix"),
+    _given("JSM_NAMESPACE_LOCAL_SIZE", f"LSF: {_LOCAL_SIZE}", "bootstrap.pmix"),
+    _given("JOB_COMPLETION_INDEX", f"Kubernetes: {_RANK}", "bootstrap.kubernetes"),
     _given(
         "ASCEND_RT_VISIBLE_DEVICES",
+        "Ascend: the devices that are visible to the process, by their numbers on the host",
         "accelerators.hccl",
-        meaning="Ascend: the devices that are visible to the process, by their numbers on the host",
     ),
-    _given("RANK_TABLE_FILE", "bootstrap.rank_table", meaning="the path of the rank table"),
-    _given("MINDSPORE_HCCL_CONFIG_PATH", "bootstrap.rank_table", meaning="an older name for `RANK_TABLE_FILE`"),
-    _given("RANK_ID", "bootstrap.rank_table", meaning=f"with a rank table: {_RANK}"),
-    _given("RANK_SIZE", "bootstrap.rank_table", meaning=f"with a rank table: {_SIZE}; may be omitted"),
-    _given(
-        "DEVICE_ID",
-        "bootstrap.rank_table",
-        meaning="with a rank table: the rank's device_id in the table; may be omitted",
-    ),
+    _given("RANK_TABLE_FILE", "the path of the rank table", "bootstrap.rank_table"),
+    _given("MINDSPORE_HCCL_CONFIG_PATH", "an older name for `RANK_TABLE_FILE`", "bootstrap.rank_table"),
+    _given("RANK_ID", f"with a rank table: {_RANK}", "bootstrap.rank_table"),
+    _given("RANK_SIZE", f"with a rank table: {_SIZE}; may be omitted", "bootstrap.rank_table"),
+    _given("DEVICE_ID", "with a rank table: the rank's device_id in the table; may be omitted", "bootstrap.rank_table"),
 )
 
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
