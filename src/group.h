@@ -65,16 +65,11 @@ inline void run_pending_signal_handlers() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-// Duplicates the descriptor. The duplicate is closed when the last shared_ptr to it is destroyed, so the caller may close the
-// original at any time. If fd is -1, nothing is duplicated, and the result points to -1.
-inline std::shared_ptr<const int> copy_of(int fd) {
-  if (fd < 0) return std::make_shared<const int>(-1);
-  const int copy = fcntl(fd, F_DUPFD_CLOEXEC, 3);
-  if (copy < 0) throw system_error("fcntl(F_DUPFD_CLOEXEC)", errno);
-  return {new int(copy), [](const int* owned) {
-            close(*owned);
-            delete owned;
-          }};
+// Duplicates the descriptor, so that the caller may close the original at any time. Returns -1 if fd is -1.
+inline int copy_of(int fd) {
+  const int copy = fd < 0 ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 3);
+  if (fd >= 0 && copy < 0) throw system_error("fcntl(F_DUPFD_CLOEXEC)", errno);
+  return copy;
 }
 
 // One rank's part of a group. Python creates it from the information that the group's ranks have exchanged.
@@ -102,10 +97,10 @@ struct Group {
       return record ? std::optional(record->signature) : std::nullopt;
     });
     host = backend.get();
-    const auto wake = [news = copy_of(news_fd)] {
+    const auto wake = [news = std::make_shared<Descriptor>(copy_of(news_fd))] {
       const uint64_t one = 1;
       // EAGAIN means that the eventfd's counter is full. Its reader has not read it yet, but will do so.
-      if (*news >= 0 && write(*news, &one, sizeof one) < 0 && errno != EAGAIN) return;
+      if (news->get() >= 0 && write(news->get(), &one, sizeof one) < 0 && errno != EAGAIN) return;
     };
     Communicator::Hooks hooks{run_pending_signal_handlers,
                               [this, wake](const std::string& text) {

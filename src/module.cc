@@ -31,13 +31,9 @@ namespace {
 
 // Creates a heap. Returns the heap, and the descriptor that the peers use to map it. The caller must close the descriptor.
 std::pair<std::shared_ptr<Heap>, int> make_heap(size_t bytes, bool own_tmpfs) {
-  const int fd = make_memory("mscomm-heap", bytes, own_tmpfs);
-  try {
-    return {std::make_shared<Heap>(Mapping(fd, bytes)), fd};
-  } catch (...) {
-    close(fd);
-    throw;
-  }
+  Descriptor fd(make_memory("mscomm-heap", bytes, own_tmpfs));
+  auto heap = std::make_shared<Heap>(Mapping(fd.get(), bytes));
+  return {std::move(heap), fd.release()};
 }
 
 py::object allocate(const std::shared_ptr<Heap>& heap, size_t bytes) {
@@ -293,14 +289,14 @@ PYBIND11_MODULE(_core, module) {
       .def("abandon_control", [](Heap& heap, uint64_t control, int size) { Arena::abandon(heap, control, size); });
 
   py::class_<Peers, std::shared_ptr<Peers>>(module, "Peers")
-      .def(py::init([](int rank, std::vector<std::string> names, std::vector<int> hosts, std::vector<int> pidfds,
+      .def(py::init([](int rank, std::vector<std::string> names, std::vector<int> hosts, const std::vector<int>& pidfds,
                        std::shared_ptr<Heap> heap, const std::vector<int>& heap_fds) {
-             Descriptors owned{std::move(pidfds)};
+             std::vector<Descriptor> owned(pidfds.begin(), pidfds.end());
              std::vector<Mapping> others(heap_fds.size());
              for (size_t peer = 0; heap && peer < heap_fds.size(); peer++)
                if (heap_fds[peer] >= 0) others[peer] = Mapping(heap_fds[peer], check_memory(heap_fds[peer]));
              auto heaps = heap ? std::make_shared<Heaps>(rank, std::move(heap), std::move(others)) : nullptr;
-             return std::make_shared<Peers>(std::move(names), std::move(hosts), std::exchange(owned.fds, {}), std::move(heaps));
+             return std::make_shared<Peers>(std::move(names), std::move(hosts), std::move(owned), std::move(heaps));
            }),
            py::kw_only(), py::arg("rank"), py::arg("names"), py::arg("hosts"), py::arg("pidfds"), py::arg("heap"),
            py::arg("heap_fds"));
@@ -387,8 +383,8 @@ timedelta; None waits as long as the call takes.)")
   py::class_<Group>(module, "Group")
       .def(py::init([](const std::string& name, std::shared_ptr<Peers> peers, std::vector<int> ranks, int rank, unsigned epoch,
                        std::vector<int> hosts, const std::vector<std::string>& forced, std::vector<int> at_home, uint64_t control,
-                       bool spin, std::vector<int> links, int news_fd) {
-             Descriptors owned(std::move(links));
+                       bool spin, const std::vector<int>& links, int news_fd) {
+             std::vector<Descriptor> owned(links.begin(), links.end());
              Layout layout{rank, static_cast<int>(ranks.size()), std::move(hosts)};
              return std::make_unique<Group>(name, std::move(peers),
                                             Founding{std::move(ranks), std::move(layout), forced_of(forced), epoch,

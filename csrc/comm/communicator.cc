@@ -521,7 +521,7 @@ void Communicator::in_child() {
     communicator->backend_->close_descriptors();
     if (communicator->device_) communicator->device_->close_descriptors();
     communicator->mailbox_.close_descriptors();
-    communicator->peers_->close_descriptors();
+    for (Descriptor& fd : communicator->peers_->pidfds) fd.close();
     // Leak what belongs to the parent. The worker thread does not exist in the child, and the destructors of the condition
     // variables would wait for the parent's threads. Clear the hook `failed`, because it wakes a thread that only the parent has.
     (void)communicator->worker_.release();

@@ -11,7 +11,7 @@
 namespace mscomm {
 
 std::unique_ptr<HostBackend> found(Founding founding, const Peers& peers, Mesh::Recorded recorded) {
-  std::vector<int>& links = founding.links.fds;
+  std::vector<Descriptor>& links = founding.links;
   const std::vector<int>& ranks = founding.ranks;
   const int rank = founding.layout.rank;
   if (ranks.size() != founding.layout.host.size() || (!links.empty() && links.size() != ranks.size()))
@@ -20,7 +20,7 @@ std::unique_ptr<HostBackend> found(Founding founding, const Peers& peers, Mesh::
   if (!links.empty()) {
     std::vector<std::optional<Stream>> streams(ranks.size());
     for (size_t peer = 0; peer < ranks.size(); peer++)
-      if (links[peer] >= 0) streams[peer].emplace(std::exchange(links[peer], -1), peers.names.at(ranks[peer]));
+      if (links[peer].get() >= 0) streams[peer].emplace(links[peer].release(), peers.names.at(ranks[peer]));
     mesh = std::make_unique<Mesh>(ranks, rank, founding.epoch, std::move(streams), std::move(recorded));
   }
   std::unique_ptr<Arena> arena;

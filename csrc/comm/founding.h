@@ -7,6 +7,7 @@
 
 #include "algo/algorithm.h"
 #include "backend/host.h"
+#include "base/descriptor.h"
 #include "comm/peers.h"
 #include "transport/mesh.h"
 
@@ -25,7 +26,7 @@ struct Founding {
   bool spin = false;
   // This rank's sockets to the other ranks of the group, with -1 for this rank itself. found() takes ownership of them. Empty if
   // there is no mesh.
-  Descriptors links;
+  std::vector<Descriptor> links;
 };
 
 // Sets up the arena and the mesh. recorded: see Mesh.

@@ -149,7 +149,7 @@ const char* Communicator::gone(int peer) const {
     const std::lock_guard lock(state_mutex_);
     if (left_[peer]) return " has left the job";
   }
-  pollfd life{peers_->pidfds[in_job(peer)], POLLIN, 0};
+  pollfd life{peers_->pidfds[in_job(peer)].get(), POLLIN, 0};
   return poll(&life, 1, 0) > 0 && (life.revents & POLLIN) ? " ended" : nullptr;
 }
 

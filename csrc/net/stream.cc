@@ -34,29 +34,21 @@ int option(int fd, int level, int name) {
 
 Stream::Stream(int fd, std::string peer) : fd_(fd), peer_(std::move(peer)) {
   const int flags = fcntl(fd, F_GETFL);
-  if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0) {
-    const int cause = errno;
-    close(fd_);
-    throw system_error("fcntl of the link to " + peer_, cause);
-  }
+  if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0) throw system_error("fcntl of the link to " + peer_, errno);
   // With this option, unsent data stays in this process rather than in the kernel. So a rank that sends to several peers can
   // decide whose data goes first. Unix sockets do not have this option, so errors are ignored.
   setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent_bytes, sizeof unsent_bytes);
 }
 
-Stream::~Stream() {
-  if (fd_ >= 0) close(fd_);
-}
-
 size_t Stream::send(const void* data, size_t bytes) {
-  const ssize_t moved = ::send(fd_, data, bytes, MSG_NOSIGNAL);
+  const ssize_t moved = ::send(fd(), data, bytes, MSG_NOSIGNAL);
   if (moved >= 0) return static_cast<size_t>(moved);
   if (later(errno)) return 0;
   throw Broken{std::strerror(errno)};
 }
 
 size_t Stream::receive(void* data, size_t bytes) {
-  const ssize_t moved = ::recv(fd_, data, bytes, 0);
+  const ssize_t moved = ::recv(fd(), data, bytes, 0);
   if (moved > 0) return static_cast<size_t>(moved);
   if (moved == 0) throw Broken{"closed by the other side"};
   if (later(errno)) return 0;
@@ -67,7 +59,7 @@ bool Stream::waits_for_reader() const {
   int unacknowledged = 0, unsent = 0;
   // unacknowledged - unsent is the number of bytes on the wire. Ask for `unacknowledged` first. If bytes are sent or acknowledged
   // between the two calls, the difference is then too large, but never zero by mistake.
-  if (ioctl(fd_, SIOCOUTQ, &unacknowledged) < 0 || ioctl(fd_, SIOCOUTQNSD, &unsent) < 0) return true;
+  if (ioctl(fd(), SIOCOUTQ, &unacknowledged) < 0 || ioctl(fd(), SIOCOUTQNSD, &unsent) < 0) return true;
   return unsent > 0 && unacknowledged == unsent;
 }
 
@@ -77,7 +69,7 @@ void Stream::check_silence() {
   asked_ = now;
   tcp_info info{};
   socklen_t length = sizeof info;
-  if (!option(fd_, SOL_SOCKET, SO_KEEPALIVE) || getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &length) < 0) return;
+  if (!option(fd(), SOL_SOCKET, SO_KEEPALIVE) || getsockopt(fd(), IPPROTO_TCP, TCP_INFO, &info, &length) < 0) return;
   // Whether the last packet that was sent is still unanswered. The peer's host also answers data that the peer does not read: it
   // acknowledges each retransmission, of which there may be as few as one every two minutes. tcpi_probes is the number of
   // unanswered probes by which the kernel has asked whether the peer is reading again. A single probe may simply have been lost.
@@ -85,8 +77,8 @@ void Stream::check_silence() {
   const auto acknowledged = now - std::chrono::milliseconds(info.tcpi_last_ack_recv);
   // If check_silence() has not been called for a while, a new wait has begun, and what was heard before it is irrelevant.
   heard_ = now - before > same_wait || !unanswered ? now : std::max(heard_, acknowledged);
-  const std::chrono::seconds limit(option(fd_, IPPROTO_TCP, TCP_KEEPIDLE) +
-                                   option(fd_, IPPROTO_TCP, TCP_KEEPINTVL) * option(fd_, IPPROTO_TCP, TCP_KEEPCNT));
+  const std::chrono::seconds limit(option(fd(), IPPROTO_TCP, TCP_KEEPIDLE) +
+                                   option(fd(), IPPROTO_TCP, TCP_KEEPINTVL) * option(fd(), IPPROTO_TCP, TCP_KEEPCNT));
   if (now - heard_ > limit)
     throw Broken{"its host has acknowledged nothing for " + std::to_string(limit.count()) + " s (MS_NODE_TIMEOUT)"};
 }
@@ -96,7 +88,7 @@ void Stream::check_silence() {
 void Stream::deliver(const Deadline& deadline) {
   // On a Unix socket, sent data is already in the receiver's queue, so there is nothing to wait for. The loop below would wait
   // for the receiving process, because on a Unix socket the kernel counts data as unsent until the receiver has read it.
-  if (option(fd_, SOL_SOCKET, SO_DOMAIN) == AF_UNIX) return;
+  if (option(fd(), SOL_SOCKET, SO_DOMAIN) == AF_UNIX) return;
   // If we closed the socket while it held unread bytes from the peer, the kernel would drop any bytes of ours that it has not
   // delivered yet. So read until the peer's kernel has all of our data.
   char scrap[4096];
@@ -104,8 +96,8 @@ void Stream::deliver(const Deadline& deadline) {
     for (int unsent = 1; unsent > 0 && !deadline.passed();) {
       while (receive(scrap, sizeof scrap) > 0) {
       }
-      if (ioctl(fd_, SIOCOUTQ, &unsent) < 0 || unsent == 0) break;
-      pollfd one{fd_, POLLIN, 0};
+      if (ioctl(fd(), SIOCOUTQ, &unsent) < 0 || unsent == 0) break;
+      pollfd one{fd(), POLLIN, 0};
       poll(&one, 1, 1);
     }
   } catch (const Broken&) {
@@ -115,10 +107,10 @@ void Stream::deliver(const Deadline& deadline) {
 
 void deliver_all(std::vector<Stream> streams, double timeout_s) {
   const Deadline deadline(timeout_s);
-  for (const Stream& stream : streams) ::shutdown(stream.fd_, SHUT_WR);
+  for (const Stream& stream : streams) ::shutdown(stream.fd(), SHUT_WR);
   for (Stream& stream : streams) stream.deliver(deadline);
 }
 
-void Stream::shut_down() const { ::shutdown(fd_, SHUT_RDWR); }
+void Stream::shut_down() const { ::shutdown(fd(), SHUT_RDWR); }
 
 }  // namespace mscomm

@@ -4,10 +4,10 @@
 
 #include <cstddef>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/descriptor.h"
 
 namespace mscomm {
 
@@ -15,12 +15,8 @@ class Stream {
  public:
   // Takes ownership of the descriptor. peer: the peer's name for error messages, such as "rank 3 (10.0.0.7:41022)".
   Stream(int fd, std::string peer);
-  ~Stream();
-  Stream(Stream&& other) noexcept
-      : fd_(std::exchange(other.fd_, -1)), peer_(std::move(other.peer_)), asked_(other.asked_), heard_(other.heard_) {}
-  Stream& operator=(Stream&&) = delete;
 
-  int fd() const { return fd_; }
+  int fd() const { return fd_.get(); }
   const std::string& peer() const { return peer_; }
 
   // send() and receive() move as many bytes as possible without waiting. They return the number of bytes moved, which may be 0.
@@ -60,7 +56,7 @@ class Stream {
   friend void deliver_all(std::vector<Stream> streams, double timeout_s);
   void deliver(const Deadline& deadline);
 
-  int fd_;
+  Descriptor fd_;
   std::string peer_;
   Clock::time_point asked_{}, heard_{};  // for check_silence(): when it last queried the kernel, and last heard from the host
 };

@@ -42,16 +42,15 @@ Mailbox::Mailbox(std::vector<int> ranks, int rank, uint32_t epoch)
       wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       outgoing_(ranks_.size()),
       incoming_(ranks_.size()) {
-  if (wake_fd_ < 0) throw system_error("eventfd", errno);
+  if (wake_fd_.get() < 0) throw system_error("eventfd", errno);
   for (int peer = 0; static_cast<size_t>(peer) < ranks_.size(); peer++) outgoing_[peer].peer = incoming_[peer].peer = peer;
 }
 
 Mailbox::~Mailbox() {
   // The mailbox is already closed, or this is a forked child, in which mutex_ may be locked forever.
-  if (wake_fd_ < 0) return;
+  if (wake_fd_.get() < 0) return;
   shut_down();
   stop_thread();
-  ::close(wake_fd_);
 }
 
 // --- adding links ---
@@ -266,7 +265,7 @@ void Mailbox::close(double timeout_s) {
     changed_->wait(lock, [this] { return !driving_; });
     for (Incoming& link : incoming_) link.stream.reset();
     // No driver is left, so no thread polls this descriptor.
-    if (wake_fd_ >= 0) ::close(std::exchange(wake_fd_, -1));
+    wake_fd_.close();
   }
   deliver_all(std::move(delivering), timeout_s);
 }
@@ -287,7 +286,7 @@ void Mailbox::stop_thread() {
 void Mailbox::close_descriptors() {
   for (Outgoing& link : outgoing_) link.stream.reset();
   for (Incoming& link : incoming_) link.stream.reset();
-  ::close(std::exchange(wake_fd_, -1));
+  wake_fd_.close();
   // Leak the child's copies of these objects. The thread does not exist in the child, and the destructors of the condition
   // variables would wait for threads of the parent.
   (void)thread_.release();
@@ -307,7 +306,7 @@ std::unique_lock<std::mutex> Mailbox::enter() const {
 void Mailbox::wake_driver() const {
   const uint64_t one = 1;
   // The write fails only when the eventfd's counter is full, and then the driver wakes up anyway.
-  if (driving_ && write(wake_fd_, &one, sizeof one) < 0) return;
+  if (driving_ && write(wake_fd_.get(), &one, sizeof one) < 0) return;
 }
 
 void Mailbox::tell_finished() {
@@ -326,7 +325,7 @@ bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
     return true;
   }
   if (end_silent_links()) return true;
-  std::vector<pollfd> polled{{wake_fd_, POLLIN, 0}};
+  std::vector<pollfd> polled{{wake_fd_.get(), POLLIN, 0}};
   const auto add = [&](const auto& link, bool reads) {
     const int events = (reads ? POLLIN : 0) | (link.writes() ? POLLOUT : 0);
     if (events) polled.push_back({link.stream->fd(), static_cast<short>(events), 0});
@@ -339,7 +338,7 @@ bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
   lock.lock();
   driving_ = false;
   uint64_t wakes;
-  if (ready > 0 && (polled[0].revents & POLLIN) && read(wake_fd_, &wakes, sizeof wakes) < 0) return true;
+  if (ready > 0 && (polled[0].revents & POLLIN) && read(wake_fd_.get(), &wakes, sizeof wakes) < 0) return true;
   return ready > 0;
 }
 

@@ -31,6 +31,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/descriptor.h"
 #include "base/error.h"
 #include "base/types.h"
 #include "net/frame.h"
@@ -267,7 +268,7 @@ class Mailbox {
   const std::vector<int> ranks_;
   const int rank_;
   const uint32_t epoch_;
-  int wake_fd_;  // an eventfd that wakes the driver from poll(); -1 when closed
+  Descriptor wake_fd_;  // an eventfd that wakes the driver from poll(); -1 when closed
 
   // mutex_ protects everything below. Threads hold it while bytes move, but not while they wait or run a callback.
   mutable std::mutex mutex_;

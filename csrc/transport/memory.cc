@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <fstream>
 
+#include "base/descriptor.h"
 #include "base/error.h"
 #include "transport/own_tmpfs.h"
 
@@ -30,7 +31,7 @@ std::string shmem_enabled() {
 }
 
 struct Opened {
-  int fd;
+  Descriptor fd;
   bool sealable;
   std::string about;
 };
@@ -44,13 +45,13 @@ Opened open_memory(const char* label, bool own_tmpfs) {
   std::string why = own_tmpfs ? "" : "; no other is wanted";
   if (enabled == "never" && own_tmpfs) {
     const int fd = open_in_own_tmpfs(label, why);
-    if (fd >= 0) return {fd, false, "a tmpfs of its own, huge pages (" + setting + ")"};
+    if (fd >= 0) return {Descriptor(fd), false, "a tmpfs of its own, huge pages (" + setting + ")"};
     why = "; " + why;
   }
   const int fd = memfd_create(label, MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) throw system_error("memfd_create", errno);
   const bool huge = enabled != "never" && enabled != "deny" && !enabled.empty();
-  return {fd, true, std::string("memfd, ") + (huge ? "huge" : "small") + " pages (" + setting + why + ")"};
+  return {Descriptor(fd), true, std::string("memfd, ") + (huge ? "huge" : "small") + " pages (" + setting + why + ")"};
 }
 
 // Returns whether fd could be a file from open_in_own_tmpfs(). The size of such a file cannot be sealed. We accept that, because
@@ -63,20 +64,14 @@ bool own_file_in_tmpfs(int fd, const struct stat& status) {
 }  // namespace
 
 int make_memory(const char* label, size_t bytes, bool own_tmpfs) {
-  const Opened memory = open_memory(label, own_tmpfs);
-  if (ftruncate(memory.fd, static_cast<off_t>(bytes)) < 0 || (memory.sealable && fcntl(memory.fd, F_ADD_SEALS, size_seals) < 0)) {
-    const int cause = errno;
-    close(memory.fd);
-    throw system_error("making shared memory of " + std::to_string(bytes) + " bytes", cause);
-  }
-  return memory.fd;
+  Opened memory = open_memory(label, own_tmpfs);
+  const int fd = memory.fd.get();
+  if (ftruncate(fd, static_cast<off_t>(bytes)) < 0 || (memory.sealable && fcntl(fd, F_ADD_SEALS, size_seals) < 0))
+    throw system_error("making shared memory of " + std::to_string(bytes) + " bytes", errno);
+  return memory.fd.release();
 }
 
-std::string describe_memory(bool own_tmpfs) {
-  const Opened memory = open_memory("mscomm-probe", own_tmpfs);
-  close(memory.fd);
-  return memory.about;
-}
+std::string describe_memory(bool own_tmpfs) { return open_memory("mscomm-probe", own_tmpfs).about; }
 
 size_t check_memory(int fd) {
   struct stat status{};

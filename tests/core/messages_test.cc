@@ -22,7 +22,7 @@ struct Rank {
     for (int i = 0; i < size; i++) names.push_back("rank " + std::to_string(i) + " (here)");
     std::vector<int> ranks(static_cast<size_t>(size));
     std::iota(ranks.begin(), ranks.end(), 0);
-    auto peers = std::make_shared<Peers>(names, ranks, std::vector<int>(names.size(), -1), nullptr);
+    auto peers = std::make_shared<Peers>(names, ranks, std::vector<Descriptor>(names.size()), nullptr);
     Communicator::Hooks hooks{[this] {
                                 if (interrupted) throw Interrupt{};
                               },
@@ -111,7 +111,7 @@ void a_started_call_may_throw_anything() {
     void run(const Call&, const Wait&) override { throw 7; }
   };
   Recorder recorder;
-  auto peers = std::make_shared<Peers>(std::vector<std::string>{"rank 0"}, std::vector{0}, std::vector{-1}, nullptr);
+  auto peers = std::make_shared<Peers>(std::vector<std::string>{"rank 0"}, std::vector{0}, std::vector<Descriptor>(1), nullptr);
   Communicator group("world", {0}, 0, peers, std::make_unique<Wrong>(), 7, recorder, {});
   Call barrier;
   barrier.signature.what = Collective::barrier;

@@ -30,7 +30,7 @@ namespace {
 // Starts a call in which an allocation fails after `allocation` allocations have succeeded. Checks that a later call does not
 // wait for the failed call. Returns false if no allocation failed.
 bool start_fails_at(int allocation) {
-  auto peers = std::make_shared<Peers>(std::vector<std::string>{"rank 0"}, std::vector{0}, std::vector{-1}, nullptr);
+  auto peers = std::make_shared<Peers>(std::vector<std::string>{"rank 0"}, std::vector{0}, std::vector<Descriptor>(1), nullptr);
   Recorder recorder;
   Communicator group("world", {0}, 0, peers, std::make_unique<NoBackend>(), 0, recorder, {});
   Call barrier;

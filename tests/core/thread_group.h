@@ -42,7 +42,7 @@ class ThreadJob {
         if (static_cast<int>(other) != rank && hosts[other] == hosts[static_cast<size_t>(rank)])
           others[other] = memory_[other].borrow();
       auto all = std::make_shared<Heaps>(rank, heaps_[static_cast<size_t>(rank)], std::move(others));
-      peers_.push_back(std::make_shared<Peers>(names, hosts, std::vector<int>(n, -1), std::move(all)));
+      peers_.push_back(std::make_shared<Peers>(names, hosts, std::vector<Descriptor>(n), std::move(all)));
     }
   }
 
@@ -130,8 +130,8 @@ class ThreadGroup {
     for (int rank = 0; rank < size; rank++) {
       const std::shared_ptr<Peers>& peers = job_.peers(in_job(rank));
       recorders_.push_back(std::make_unique<Recorder>());
-      Founding founding{
-          ranks_, {rank, size, hosts()}, forced, 0, {}, 0, spin, Descriptors(std::move(links[static_cast<size_t>(rank)]))};
+      const std::vector<int>& mine = links[static_cast<size_t>(rank)];
+      Founding founding{ranks_, {rank, size, hosts()}, forced, 0, {}, 0, spin, {mine.begin(), mine.end()}};
       if (const auto control = controls_.find(host_of(in_job(rank))); control != controls_.end()) {
         founding.at_home = at_home[control->first];
         founding.control = control->second.offset;

@@ -291,7 +291,7 @@ struct Rank {
     for (int i = 0; i < size; i++) names.push_back("rank " + std::to_string(i) + " (here)");
     std::vector<int> ranks(static_cast<size_t>(size));
     std::iota(ranks.begin(), ranks.end(), 0);
-    auto peers = std::make_shared<Peers>(names, ranks, std::vector<int>(names.size(), -1), nullptr);
+    auto peers = std::make_shared<Peers>(names, ranks, std::vector<Descriptor>(names.size()), nullptr);
     Communicator::Hooks hooks{{}, {}, [this] { told++; }};
     group = std::make_unique<Communicator>("world", ranks, rank, peers, std::make_unique<NoBackend>(), 7, recorder, hooks);
     group->add_device(std::make_unique<VendorBackend>(vendor, device, 0, id, size, rank, Deadline(60), [] {}));
