@@ -92,10 +92,7 @@ struct Group {
       : name(std::move(called)), peers(std::move(job)), ranks(founding.ranks) {
     const int rank = founding.layout.rank;
     const uint32_t epoch = founding.epoch;
-    auto backend = found(std::move(founding), *peers, [this](uint64_t number) {
-      const auto record = recorder.find(number);
-      return record ? std::optional(record->signature) : std::nullopt;
-    });
+    auto backend = found(std::move(founding), *peers, [this](uint64_t number) { return recorder.find(number); });
     host = backend.get();
     const auto wake = [news = std::make_shared<Descriptor>(copy_of(news_fd))] {
       const uint64_t one = 1;

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -147,11 +148,14 @@ void clear(Group& group, py::array memory, uintptr_t stream) {
 
 std::vector<py::dict> calls(const Group& group, uint64_t after) {
   static constexpr const char* states[] = {"inside", "done", "failed"};
+  using Seconds = std::chrono::duration<double>;
+  const double zero_s = day_of_clock_zero();
   std::vector<py::dict> list;
   for (const Record& record : group.recorder.all(after)) {
     list.push_back(py::dict(py::arg("number") = record.signature.number, py::arg("call") = record.signature.text(),
-                            py::arg("state") = states[static_cast<int>(record.state)], py::arg("began") = record.began_s,
-                            py::arg("took") = record.took_s));
+                            py::arg("state") = states[static_cast<int>(record.state)],
+                            py::arg("began") = zero_s + Seconds(record.began.time_since_epoch()).count(),
+                            py::arg("took") = Seconds(record.ended - record.began).count()));
   }
   return list;
 }
@@ -457,8 +461,8 @@ timedelta; None waits as long as the call takes.)")
            })
       .def("called",
            [](const Group& group, int64_t number) {
-             const auto record = number > 0 ? group.recorder.find(static_cast<uint64_t>(number)) : std::nullopt;
-             return record ? record->signature.text() : std::string();
+             const auto call = group.recorder.find(static_cast<uint64_t>(number));
+             return call ? call->text() : std::string();
            })
       .def("stuck", [](Group& group) { return group.communicator->stuck(); })
       .def("failure", [](const Group& group) { return group.communicator->failure(); })

@@ -16,30 +16,25 @@ struct Record {
   enum class State : uint8_t { inside, done, failed };
   Signature signature;
   State state = State::inside;
-  double began_s = 0;  // seconds since 1970-01-01 UTC
-  double took_s = 0;
+  Clock::time_point began, ended;
 };
+
+// Returns the time of day at which Clock was zero, in seconds since 1970-01-01 UTC.
+double day_of_clock_zero();
 
 class Recorder {
  public:
   void begin(const Signature& signature, Clock::time_point now);
   void end(uint64_t number, Record::State state);
-  std::optional<Record> find(uint64_t number) const;
+  std::optional<Signature> find(uint64_t number) const;
   std::optional<Record> last() const;
   // Returns the records of calls with a number above `after`, oldest first.
   std::vector<Record> all(uint64_t after = 0) const;
 
  private:
-  struct Entry {
-    Signature signature;
-    Record::State state = Record::State::inside;
-    Clock::time_point began, ended;
-  };
-  class TimeOfDay;
-
   static constexpr size_t kept = 1024;
   mutable std::mutex mutex_;  // protects everything below; callers, the member's thread and Python use it
-  std::array<Entry, kept> ring_{};
+  std::array<Record, kept> ring_{};
   uint64_t newest_ = 0;  // the number of the newest call, or 0 if there is none
 };
 

@@ -136,10 +136,8 @@ class ThreadGroup {
         founding.at_home = at_home[control->first];
         founding.control = control->second.offset;
       }
-      auto backend = found(std::move(founding), *peers, [recorder = recorders_.back().get()](uint64_t number) {
-        const auto record = recorder->find(number);
-        return record ? std::optional(record->signature) : std::nullopt;
-      });
+      auto backend = found(std::move(founding), *peers,
+                           [recorder = recorders_.back().get()](uint64_t number) { return recorder->find(number); });
       groups_.push_back(std::make_unique<Communicator>("world", ranks_, rank, peers, std::move(backend), 0, *recorders_.back(),
                                                        Communicator::Hooks{}));
     }
