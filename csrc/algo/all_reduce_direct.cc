@@ -6,36 +6,13 @@
 //
 // A small message takes only one latency, because every rank sends its whole message to every other rank.
 #include "algo/mesh_steps.h"
-#include "algo/order.h"
 
 namespace mscomm {
-
-namespace {
-
-void in_one_latency(const Call& call, const Ranks& ranks, const Wait& wait) {
-  Mesh& mesh = *ranks.mesh;
-  const int n = mesh.size(), me = mesh.rank();
-  const size_t bytes = call.bytes();
-  char* scratch = ranks.scratch_of(n * bytes);
-  std::vector<Piece> out, in;
-  std::vector<const void*> inputs(n, call.x);
-  for (int rank = 0; rank < n; rank++) {
-    if (rank == me) continue;
-    char* const theirs = scratch + rank * bytes;
-    out.push_back({rank, const_cast<char*>(call.in()), bytes});
-    in.push_back({rank, theirs, bytes});
-    inputs[rank] = theirs;
-  }
-  mesh.exchange(out, in, wait);
-  reduce_in_order(call.signature, ranks.layout, inputs.data(), call.out, bytes);
-}
-
-}  // namespace
 
 void all_reduce_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
   Mesh& mesh = *ranks.mesh;
   const int n = mesh.size(), me = mesh.rank();
-  if (n * call.bytes() <= one_latency_bytes) return in_one_latency(call, ranks, wait);
+  if (n * call.bytes() <= one_latency_bytes) return reduce_in_one_latency(call, ranks, wait);
 
   const Blocks parts = Blocks::parts(call.bytes(), n);
   char* mine = call.result() + parts.begin(me);

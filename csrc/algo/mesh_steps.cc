@@ -57,6 +57,25 @@ void send_to_all(Mesh& mesh, const char* data, size_t bytes) {
   mesh.send(out);
 }
 
+void reduce_in_one_latency(const Call& call, const Ranks& ranks, const Wait& wait) {
+  Mesh& mesh = *ranks.mesh;
+  const int n = mesh.size(), me = mesh.rank(), root = call.signature.root;
+  const size_t bytes = call.bytes();
+  const bool receives = root < 0 || me == root;
+  char* const scratch = receives ? ranks.scratch_of(n * bytes) : nullptr;
+  std::vector<Piece> out, in;
+  std::vector<const void*> inputs(n, call.x);
+  for (int rank = 0; rank < n; rank++) {
+    if (rank == me) continue;
+    if (root < 0 || rank == root) out.push_back({rank, const_cast<char*>(call.in()), bytes});
+    if (!receives) continue;
+    in.push_back({rank, scratch + rank * bytes, bytes});
+    inputs[rank] = in.back().data;
+  }
+  mesh.exchange(out, in, wait);
+  if (receives) reduce_in_order(call.signature, ranks.layout, inputs.data(), call.out, bytes);
+}
+
 void reduce_window(const Call& call, const Ranks& ranks, const Blocks& blocks, size_t k, char* to, const Wait& wait) {
   Mesh& mesh = *ranks.mesh;
   const int n = mesh.size(), me = mesh.rank();

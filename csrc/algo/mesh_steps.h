@@ -41,6 +41,8 @@ void send_blocks(const Call& call, Mesh& mesh, const Blocks& blocks, size_t piec
 void receive_blocks(const Call& call, Mesh& mesh, const Blocks& blocks, const Wait& wait);
 // Queues the same bytes to be sent to all other ranks.
 void send_to_all(Mesh& mesh, const char* data, size_t bytes);
+// Reduces x on the root, or on all ranks if the call has no root. Every rank sends its whole x at once.
+void reduce_in_one_latency(const Call& call, const Ranks& ranks, const Wait& wait);
 // Receives window k of this rank's block from all other ranks, reduces these windows together with this rank's own, and writes
 // the result to `to`. The window from rank r is received at r * window_bytes in the scratch memory. The place for this rank's own
 // window stays unused.

@@ -5,43 +5,17 @@
 #include <vector>
 
 #include "algo/mesh_steps.h"
-#include "algo/order.h"
 
 namespace mscomm {
-
-namespace {
-
-void in_one_latency(const Call& call, const Ranks& ranks, const Wait& wait) {
-  Mesh& mesh = *ranks.mesh;
-  const int n = mesh.size(), me = mesh.rank(), root = call.signature.root;
-  const size_t bytes = call.bytes();
-  if (me != root) {
-    const Piece out{root, const_cast<char*>(call.in()), bytes};
-    mesh.exchange({&out, 1}, {}, wait);
-    return;
-  }
-  char* const scratch = ranks.scratch_of(n * bytes);
-  std::vector<Piece> in;
-  std::vector<const void*> inputs(n, call.x);
-  for (int rank = 0; rank < n; rank++) {
-    if (rank == me) continue;
-    in.push_back({rank, scratch + rank * bytes, bytes});
-    inputs[rank] = in.back().data;
-  }
-  mesh.exchange({}, in, wait);
-  reduce_in_order(call.signature, ranks.layout, inputs.data(), call.out, bytes);
-}
-
-}  // namespace
 
 void reduce_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
   Mesh& mesh = *ranks.mesh;
   const int n = mesh.size(), me = mesh.rank();
-  if (n * call.bytes() <= one_latency_bytes) return in_one_latency(call, ranks, wait);
+  if (n * call.bytes() <= one_latency_bytes) return reduce_in_one_latency(call, ranks, wait);
 
   const int root = call.signature.root;
   const Blocks parts = Blocks::parts(call.bytes(), n);
-  std::vector<Piece> in;
+  std::vector<Piece> out, in;
   for (size_t k = 0; k < windows(parts.largest(), window_bytes); k++) {
     const auto of = [&](int rank) { return piece(parts.bytes(rank), window_bytes, k); };
     const auto at_root = [&](int rank) { return call.result() + parts.begin(rank) + of(rank).begin; };
@@ -50,15 +24,11 @@ void reduce_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
     if (me == root) reduced = at_root(me);
     send_blocks(call, mesh, parts, window_bytes, k);
     reduce_window(call, ranks, parts, k, reduced, wait);
-    if (me != root) {
-      const Piece result{root, reduced, of(me).bytes()};
-      mesh.exchange({&result, 1}, {}, wait);
-      continue;
-    }
-    in.clear();
-    for (int rank = 0; rank < n; rank++)
+    out.clear(), in.clear();
+    if (me != root) out.push_back({root, reduced, of(me).bytes()});
+    for (int rank = 0; rank < n && me == root; rank++)
       if (rank != me) in.push_back({rank, at_root(rank), of(rank).bytes()});
-    mesh.exchange({}, in, wait);
+    mesh.exchange(out, in, wait);
   }
 }
 
