@@ -92,10 +92,8 @@ class Chunks {
   size_t count() const { return pieces(call_.bytes(), chunk_bytes); }
   void put(size_t k) const {
     if (arena_.x_in_heap(me_)) return;
-    const Range whole = chunk(k), mine = part(whole.bytes(), n_, me_);
-    const char* x = call_.in() + whole.begin;
-    copy(staged(me_, k), x, mine.begin);
-    copy(staged(me_, k) + mine.end, x + mine.end, whole.bytes() - mine.end);
+    const Range whole = chunk(k);
+    copy_but(staged(me_, k), call_.in() + whole.begin, whole.bytes(), part(whole.bytes(), n_, me_));
   }
   // Determines which ranks have an x that can be read without staging.
   void look() {

@@ -165,9 +165,7 @@ class Hierarchy {
     if (k == 0) arena_->post(call_);
     if (arena_->x_in_heap(house_.place)) return;
     const Range whole = chunk(k), own = slice(k, house_.place);
-    char* to = staged(house_.place, k);
-    copy(to, call_.in() + whole.begin, own.begin - whole.begin);
-    copy(to + (own.end - whole.begin), call_.in() + own.end, whole.end - own.end);
+    copy_but(staged(house_.place, k), call_.in() + whole.begin, whole.bytes(), {own.begin - whole.begin, own.end - whole.begin});
   }
   void meet_here(size_t k) {
     arena_->round({at_home_, wait_.deadline, mesh_.all_sent() ? longest_sleep_ms : 1});

@@ -27,6 +27,12 @@ inline void copy(void* to, const void* from, size_t bytes) {
   if (bytes && to != from) std::memcpy(to, from, bytes);
 }
 
+// Copies all bytes except those in the range `but`.
+inline void copy_but(char* to, const char* from, size_t bytes, Range but) {
+  copy(to, from, but.begin);
+  copy(to + but.end, from + but.end, bytes - but.end);
+}
+
 // Where each rank's part lies in a message, in bytes.
 class Blocks {
  public:

@@ -56,20 +56,16 @@ void scan_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   const Reduction& row = reduction(call.signature.dtype, call.signature.op);
   const uint64_t first = arena.steps();
   const auto staged = [&](int rank, size_t k) { return arena.chunk(rank, first + k); };
-  // Calls move() for the two ranges of chunk k that other ranks combine: the range before this rank's own part, and the range
-  // after it. The rank's own part needs no staging, because this rank reads it from x and writes the result to out.
-  const auto but_mine = [&](size_t k, const auto& move) {
-    const Range whole = piece(bytes, chunk_bytes, k), mine = part(whole.bytes(), n, me);
-    move(whole.begin, size_t{0}, mine.begin);
-    move(whole.begin + mine.end, mine.end, whole.bytes() - mine.end);
-  };
+  // This rank's own part of a chunk needs no staging, because this rank reads it from x and writes the result to out.
   const auto put = [&](size_t k) {
     if (arena.x_in_heap(me)) return;
-    but_mine(k, [&](size_t at, size_t in_chunk, size_t size) { copy(staged(me, k) + in_chunk, call.in() + at, size); });
+    const Range whole = piece(bytes, chunk_bytes, k);
+    copy_but(staged(me, k), call.in() + whole.begin, whole.bytes(), part(whole.bytes(), n, me));
   };
   const auto take = [&](size_t k) {
     if (arena.posted(me).out_offset != not_in_heap) return;
-    but_mine(k, [&](size_t at, size_t in_chunk, size_t size) { copy(call.result() + at, staged(me, k) + in_chunk, size); });
+    const Range whole = piece(bytes, chunk_bytes, k);
+    copy_but(call.result() + whole.begin, staged(me, k), whole.bytes(), part(whole.bytes(), n, me));
   };
 
   arena.post(call);
