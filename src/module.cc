@@ -487,8 +487,8 @@ timedelta; None waits as long as the call takes.)")
           "chosen",
           [](const Group& group, size_t bytes) {
             py::dict names;
-            for (const auto& [what, algorithm] : group.host->chosen(bytes))
-              names[py::str(std::string(what))] = std::string(algorithm);
+            for (size_t what = 0; what < collectives.size(); what++)
+              names[py::str(collectives[what])] = group.host->chosen(static_cast<Collective>(what), bytes).name;
             return names;
           },
           py::arg("bytes") = 0)

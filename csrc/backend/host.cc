@@ -65,11 +65,4 @@ void HostBackend::close_descriptors() {
   if (mesh_) mesh_->close_descriptors();
 }
 
-std::vector<std::pair<std::string_view, std::string_view>> HostBackend::chosen(size_t bytes) const {
-  std::vector<std::pair<std::string_view, std::string_view>> names;
-  for (size_t what = 0; what < collectives.size(); what++)
-    names.emplace_back(collectives[what], pick(choices_[what], layout_, bytes).name);
-  return names;
-}
-
 }  // namespace mscomm

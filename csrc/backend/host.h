@@ -22,8 +22,10 @@ class HostBackend final : public Backend {
   void close() override;
   void close_descriptors() override;
 
-  // Returns the names of all collectives, each with the name of the algorithm that runs it for a message of `bytes` bytes.
-  std::vector<std::pair<std::string_view, std::string_view>> chosen(size_t bytes) const;
+  // Returns the algorithm that runs this collective for a message of `bytes` bytes.
+  const Algorithm& chosen(Collective what, size_t bytes) const {
+    return pick(choices_[static_cast<size_t>(what)], layout_, bytes);
+  }
   const Arena* arena() const { return arena_.get(); }
   // For each carrier, the total size in bytes of x and out over all calls so far. A call that uses both carriers counts for both.
   struct Carried {
@@ -39,7 +41,7 @@ class HostBackend final : public Backend {
     // In an uneven all_gather, the signature describes the x of all ranks together. So choose the algorithm for an x of average
     // size.
     if (gathers(what) && !call.counts.empty()) bytes /= layout_.size;
-    return pick(choices_[static_cast<size_t>(what)], layout_, bytes);
+    return chosen(what, bytes);
   }
 
   Layout layout_;
