@@ -30,10 +30,6 @@ Turn& issuing_on(const Runtime* runtime, int device) {
   return all[{runtime, device}];
 }
 
-Missing nobody() {
-  return {[] { return std::vector<int>{}; }, false};
-}
-
 }  // namespace
 
 VendorBackend::VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id,
@@ -92,7 +88,7 @@ void VendorBackend::take(std::unique_lock<Turn>& issuing, const Wait& wait) {
     if (wait.deadline.passed())
       throw Error("CollectiveTimeout", "it could not be enqueued within " + seconds_text(wait.deadline.timeout_s()) +
                                            ": another call on this device is being enqueued");
-    wait.look(nobody());
+    wait.look({});
   }
 }
 
@@ -111,7 +107,7 @@ void VendorBackend::settle(std::unique_lock<Turn>& issuing, const Wait& wait) {
     if (wait.deadline.passed())
       throw Error("CollectiveTimeout", "it could not be enqueued within " + seconds_text(wait.deadline.timeout_s()) + ": " +
                                            std::string(group_->vendor().name()) + " waits for other ranks");
-    wait.look(nobody());
+    wait.look({});
     std::this_thread::sleep_for(pause);
     pause = std::min<std::chrono::microseconds>(2 * pause, 10ms);
   }

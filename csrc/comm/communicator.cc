@@ -288,7 +288,7 @@ void Communicator::queue_for(const Signature& call, const Deadline& deadline) {
     // The error names no missing ranks, because only the running call's thread knows which ranks are missing.
     if (deadline.passed() && !broken())
       throw timed_out(brief(call) + " on " + name_of(rank_), deadline, "waiting for its turn, after " + current());
-    look(deadline, {[] { return std::vector<int>{}; }, false});
+    look(deadline, {});
     lock.lock();
   }
 }
@@ -462,16 +462,15 @@ void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missin
   // Over links, a peer is lost only when its link has ended and all its data has been read, because the peer may have sent its
   // part before it exited. The mesh detects that, so there is nothing to do here.
   if (ranks.empty() || !missing.by_memory) return;
-  std::vector<std::pair<int, const char*>> dead;
-  for (int rank : ranks)
-    if (const char* how = gone(rank)) dead.emplace_back(rank, how);
-  if (dead.empty()) return;
-  // Check again, because a rank may have arrived and then exited since `ranks` was computed.
-  const std::vector<int> still = missing();
-  for (const auto& [rank, how] : dead)
+  for (int rank : ranks) {
+    const char* how = gone(rank);
+    if (!how) continue;
+    // Check again, because the rank may have arrived and then exited since `ranks` was computed.
+    const std::vector<int> still = missing();
     if (std::ranges::find(still, rank) != still.end())
       // The text is "rank 3 (...) has left the job, but all_reduce #7 (4 MiB) waits for it", or "rank 3 (...) ended, but ...".
       throw peer_lost(in_job(rank), name_of(rank) + how + ", but " + current() + " waits for it");
+  }
 }
 
 void Communicator::say_waiting(double waited_s, const std::vector<int>& missing, bool by_memory) {

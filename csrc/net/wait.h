@@ -14,12 +14,12 @@ inline constexpr int longest_sleep_ms = 50;
 // seconds.
 inline constexpr double first_notice_s = 10, second_notice_s = 60, notice_every_s = 300;
 
-// The ranks for which a rank is waiting.
+// The ranks for which a rank is waiting, by default none.
 struct Missing {
-  std::function<std::vector<int>()> ranks;
+  std::function<std::vector<int>()> ranks = [] { return std::vector<int>{}; };
   // Whether the rank is waiting in shared memory. In shared memory, a rank whose process has exited never arrives. Over a link,
   // data from such a rank may still arrive.
-  bool by_memory;
+  bool by_memory = false;
   std::vector<int> operator()() const { return ranks(); }
 };
 
