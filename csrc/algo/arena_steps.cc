@@ -1,7 +1,6 @@
 #include "algo/arena_steps.h"
 
 #include <algorithm>
-#include <optional>
 
 namespace mscomm {
 

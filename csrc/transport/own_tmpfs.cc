@@ -13,6 +13,8 @@
 #include <cstdio>
 #include <cstring>
 
+#include "base/descriptor.h"
+
 namespace mscomm {
 
 namespace {
@@ -50,21 +52,18 @@ struct Task {
 };
 
 void make_file(Task& task) {
-  const int tmpfs = static_cast<int>(syscall(sys_fsopen, "tmpfs", fsopen_cloexec));
-  if (!task.ok(tmpfs, "fsopen of a tmpfs")) return;
-  int mount = -1;
-  if (task.ok(syscall(sys_fsconfig, tmpfs, set_string, "huge", "advise", 0), "a tmpfs with huge=advise") &&
-      task.ok(syscall(sys_fsconfig, tmpfs, set_string, "size", "0", 0), "a tmpfs without a limit") &&
-      task.ok(syscall(sys_fsconfig, tmpfs, set_string, "mode", "0700", 0), "a tmpfs with mode=0700") &&
-      task.ok(syscall(sys_fsconfig, tmpfs, create, nullptr, nullptr, 0), "making a tmpfs")) {
-    mount = static_cast<int>(syscall(sys_fsmount, tmpfs, fsmount_cloexec, nosuid_nodev_noexec));
-    if (task.ok(mount, "fsmount of a tmpfs")) {
-      task.fd = openat(mount, task.label, O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
-      if (task.ok(task.fd, "a file in a tmpfs")) unlinkat(mount, task.label, 0);
-      close(mount);
-    }
-  }
-  close(tmpfs);
+  const Descriptor tmpfs(static_cast<int>(syscall(sys_fsopen, "tmpfs", fsopen_cloexec)));
+  const int fd = tmpfs.get();
+  if (!task.ok(fd, "fsopen of a tmpfs") ||
+      !task.ok(syscall(sys_fsconfig, fd, set_string, "huge", "advise", 0), "a tmpfs with huge=advise") ||
+      !task.ok(syscall(sys_fsconfig, fd, set_string, "size", "0", 0), "a tmpfs without a limit") ||
+      !task.ok(syscall(sys_fsconfig, fd, set_string, "mode", "0700", 0), "a tmpfs with mode=0700") ||
+      !task.ok(syscall(sys_fsconfig, fd, create, nullptr, nullptr, 0), "making a tmpfs"))
+    return;
+  const Descriptor mount(static_cast<int>(syscall(sys_fsmount, fd, fsmount_cloexec, nosuid_nodev_noexec)));
+  if (!task.ok(mount.get(), "fsmount of a tmpfs")) return;
+  task.fd = openat(mount.get(), task.label, O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
+  if (task.ok(task.fd, "a file in a tmpfs")) unlinkat(mount.get(), task.label, 0);
 }
 
 bool write_file(const char* path, const char* text) {
