@@ -187,14 +187,8 @@ void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   const bool staged = !(pull && arena.pulls());
   if (staged) chunks.put(0);
   meet(arena, wait);
-  if (all_in_heaps(call, arena)) {
-    in_heaps(call, ranks, wait);
-    return;
-  }
-  if (pull && arena.can_pull(wait) && all_readable(arena)) {
-    pulled(call, ranks, wait);
-    return;
-  }
+  if (all_in_heaps(call, arena)) return in_heaps(call, ranks, wait);
+  if (pull && arena.can_pull(wait) && all_readable(arena)) return pulled(call, ranks, wait);
   // This rank expected that no staging would be needed, but some array of this call cannot be read from its owner's process.
   if (!staged) {
     chunks.put(0);

@@ -186,10 +186,7 @@ class Hierarchy {
       else in.push_back(staged(place, k) + (own.begin - chunk(k).begin));
     }
     char* const to = partial_[k % buffers];
-    if (row_.accumulator_bytes == row_.element_bytes) {
-      sum_.reduce(in.data(), at_hand(), 1, to, elements(own));
-      return;
-    }
+    if (row_.accumulator_bytes == row_.element_bytes) return sum_.reduce(in.data(), at_hand(), 1, to, elements(own));
     constexpr size_t block = 1024;  // in elements; small enough to stay in the cache while all inputs are added to it
     for (size_t at = 0; at < elements(own); at += block) {
       const size_t now = std::min(block, elements(own) - at);

@@ -11,10 +11,7 @@ void reduce_in_order(const Signature& signature, const Layout& layout, const voi
   const Reduction& row = reduction(signature.dtype, signature.op);
   const size_t count = bytes / row.element_bytes;
   const int n = layout.size, hosts = layout.hosts();
-  if (hosts == 1) {
-    row.reduce(in, n, n, out, count);
-    return;
-  }
+  if (hosts == 1) return row.reduce(in, n, n, out, count);
   constexpr size_t block = 1024;
   alignas(64) char total[block * 16], partial[block * 16];
   for (size_t done = 0; done < count; done += block) {

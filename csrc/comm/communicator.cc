@@ -385,14 +385,13 @@ void Communicator::last_look() {
   // If another thread is in a call, that thread is using the links, and compares the peers' headers itself.
   if (broken() || callers_ > 0) return;
   try {
-    backend_->last_look();
+    return backend_->last_look();
   } catch (const Differs& differs) {
     abort({differing(differs), false, static_cast<int64_t>(where().number)});
-    throw_failure();
   } catch (const Error& error) {
     abort({error, false, static_cast<int64_t>(where().number)});
-    throw_failure();
   }
+  throw_failure();
 }
 
 void Communicator::drain() const {
