@@ -40,11 +40,13 @@ struct House {
     }
     slices = static_cast<int>(std::clamp<size_t>(pieces(bytes, least_slice_bytes), 1, hosts[0].size()));
     for (const auto& ranks : hosts) slices = std::min(slices, static_cast<int>(ranks.size()));
+    for (size_t i = 1; i < hosts.size(); i++) others.push_back((here + i) % hosts.size());
   }
   const std::vector<int>& mine() const { return hosts[here]; }
 
   std::vector<std::vector<int>> hosts;  // the ranks of each host, lowest first
   size_t here = 0;                      // this rank's host
+  std::vector<size_t> others;           // the other hosts, beginning with the next one, so that not all send to the same host
   int place = 0;                        // the index of this rank in hosts[here]
   int slices;                           // the number of slices of a chunk; on every host, slice i belongs to the rank at place i
 };
@@ -200,8 +202,7 @@ class Hierarchy {
   void send_partial(size_t k) {
     if (!owns()) return;
     std::vector<Piece> out;
-    for (size_t i = 1; i < hosts(); i++) {
-      const size_t host = (house_.here + i) % hosts();
+    for (const size_t host : house_.others) {
       const Span now = share(k, host);
       // The first piece is sent even if it is empty, because its header says which call this rank is in.
       if (k == 0 || now.count > 0)
@@ -217,10 +218,8 @@ class Hierarchy {
     const Span mine = share(k, house_.here);
     char* const result = result_[k % buffers];
     std::vector<Piece> in, out;
-    for (size_t i = 1; i < hosts(); i++) {
-      const size_t host = (house_.here + hosts() - i) % hosts();
+    for (const size_t host : house_.others)
       if (k == 0 || mine.count > 0) in.push_back({owner(host), coming_[host], mine.count * row_.accumulator_bytes});
-    }
     mesh_.receive(in, wait_);
     // Merge in host order, into the memory that holds the sums of host 0. If in_one_latency(), use a copy of our own partial
     // sums, because the sums themselves may still be on their way to other hosts.
@@ -231,18 +230,15 @@ class Hierarchy {
     row_.finish(of(0), layout_.size, result + mine.begin * row_.element_bytes, mine.count);
     if (in_one_latency()) return;
 
-    for (size_t i = 1; i < hosts(); i++) {
-      const size_t to = (house_.here + i) % hosts();
-      if (mine.count > 0) out.push_back({owner(to), result + mine.begin * row_.element_bytes, mine.count * row_.element_bytes});
-    }
+    for (const size_t host : house_.others)
+      if (mine.count > 0) out.push_back({owner(host), result + mine.begin * row_.element_bytes, mine.count * row_.element_bytes});
     mesh_.send(out);
   }
   // Receives the results that the other hosts have merged for this rank's slice of chunk k.
   void collect(size_t k) {
     if (!owns() || in_one_latency()) return;
     std::vector<Piece> in;
-    for (size_t i = 1; i < hosts(); i++) {
-      const size_t host = (house_.here + hosts() - i) % hosts();
+    for (const size_t host : house_.others) {
       const Span theirs = share(k, host);
       if (theirs.count > 0)
         in.push_back({owner(host), result_[k % buffers] + theirs.begin * row_.element_bytes, theirs.count * row_.element_bytes});
