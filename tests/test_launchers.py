@@ -316,13 +316,14 @@ import sys
 import mscomm
 
 def connections():
-    port, found = int(os.environ["PMIX_SERVER_URI2"].rpartition(":")[2]), 0
-    for fd in os.listdir("/proc/self/fd"):
+    port, found = int(os.environ["PMIX_SERVER_URI2"].rpartition(":")[2]), []
+    for fd in map(int, os.listdir("/proc/self/fd")):
         try:
-            with socket.socket(fileno=os.dup(int(fd))) as sock:
-                found += sock.family == socket.AF_INET and sock.getpeername()[1] == port
+            with socket.socket(fileno=os.dup(fd)) as sock:
+                if sock.family == socket.AF_INET and sock.getpeername()[1] == port: found.append(fd)
         except OSError: pass  # not a socket, or a closed one
-    return found
+    assert not any(map(os.get_inheritable, found))
+    return len(found)
 
 counts = [connections()]
 for _ in range(3):

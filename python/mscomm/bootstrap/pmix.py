@@ -76,8 +76,9 @@ def _run_helper(env: Mapping[str, str], what: str, key: str, text: str, deadline
                 f"{NAME}: mpirun did not answer within {deadline.seconds:g} s; is it stopped or overloaded?"
             ) from error
         theirs.close()
-        answer, connections, _, _ = socket.recv_fds(ours, _ANSWER_MAX, 1, socket.MSG_CMSG_CLOEXEC)
+        answer, connections, _, _ = socket.recv_fds(ours, _ANSWER_MAX, 1)
     if connections:
+        os.set_inheritable(connections[0], False)  # recv_fds does not pass MSG_CMSG_CLOEXEC on to recvmsg
         for connection in _connections:
             os.close(connection)
         _connections[:] = connections

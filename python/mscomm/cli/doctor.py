@@ -362,8 +362,8 @@ def pidfd() -> str:
     """Return a text that says whether a rank can watch the process of another rank."""
     try:
         os.close(os.pidfd_open(os.getpid()))
-    except OSError as error:
-        return f"{error.strerror}: the end of a rank is noticed by its links alone"
+    except (OSError, AttributeError) as error:  # AttributeError: Python was built for a kernel without pidfds
+        return f"{getattr(error, 'strerror', error)}: the end of a rank is noticed by its links alone"
     return "yes: the end of a rank is noticed at once"
 
 
