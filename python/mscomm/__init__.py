@@ -5,8 +5,8 @@
 >>> mscomm.all_reduce(np.ones(3))
 array([1., 1., 1.])
 
-A name is imported only when it is first used. This makes `import mscomm`, the command line and the scheduler fast.
-Type checkers cannot follow such imports; they read the names from __init__.pyi.
+A submodule is imported only when one of its names is first used, so `import mscomm`, the command line and the scheduler
+start fast. Type checkers cannot follow such imports. They read the names from __init__.pyi.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ _WHERE = {
 _MODULES = ("common", "communication", "context", "dataset", "dtype", "ops", "train")
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 
-_NEEDS_TORCH = {"DistributedDataParallel"}  # `from mscomm import *` leaves these out, so that it works without torch
+_NEEDS_TORCH = {"DistributedDataParallel"}  # omitted from `from mscomm import *`, which must work without torch
 
 __all__ = ["__version__", *sorted(_MODULE_OF.keys() - _NEEDS_TORCH)]  # noqa: PLE0604
 

@@ -1,6 +1,6 @@
 """The types of the C++ core, which src/module.cc exposes to Python.
 
-Collectives, functions, ops and dtypes are passed to other functions as numbers: the index of the name in the list
+Functions of the core take a collective, function, op or dtype as a number. This is the index of its name in the list
 `collectives`, `functions` or `ops`, or in the list that dtypes() returns.
 """
 
@@ -36,8 +36,8 @@ def select(
 ) -> list[tuple[str, Literal["arena", "mesh", "both"]]]:
     """Return the algorithms that a collective may use among ranks on these hosts, as (name, carrier).
 
-    A call runs the first of these algorithms that accepts the size of the message, or the last one if none does (see
-    Group.chosen).
+    A call runs the first of these algorithms that accepts the size of the message, or the last of them if none does
+    (see Group.chosen).
 
     forced: for each collective, the name of the only algorithm that it may use, or "". Raise ValueError if there is no
     algorithm with this name, or if the algorithm cannot be used on these hosts.
@@ -46,7 +46,7 @@ def select(
 def make_heap(bytes: int, own_tmpfs: bool, /) -> tuple[Heap, int]:
     """Create a heap. Return the heap, and the descriptor with which the peers map it, which the caller must close.
 
-    own_tmpfs: if memfds get no huge pages under the kernel's default setting, try a tmpfs of this process's own.
+    own_tmpfs: whether to try a tmpfs of this process's own if the kernel's default setting gives memfds no huge pages.
     """
 
 def describe_memory(own_tmpfs: bool, /) -> str:
@@ -63,7 +63,7 @@ def mismatch(who: str, callers: Sequence[tuple[str, Sequence[int]]], /) -> Error
 
 @final
 class Failure:
-    """Why a group is broken."""
+    """Says why a group is broken."""
 
     @property
     def error(self) -> Error: ...
@@ -98,8 +98,10 @@ class Heap:
         """Free the control memory as soon as all ranks have stopped using it. size is 0 if no rank has used it."""
 
     def abandon_control(self, control: int, size: int, /) -> None:
-        """Do the same as release_control(), for a rank that created no group with this memory, though other ranks may
-        have."""
+        """Do the same as release_control(), for a rank that created no group with this memory.
+
+        Other ranks may have created one.
+        """
 
 @final
 class Peers:
@@ -115,7 +117,7 @@ class Peers:
         heap: Heap | None,
         heap_fds: Sequence[int],
     ) -> None:
-        """Every sequence has one entry for each rank of the job. A descriptor of -1 means that there is none.
+        """Every sequence has one entry for each rank of the job. A missing descriptor is -1.
 
         The core takes ownership of pidfds. The caller keeps ownership of heap_fds.
         """
@@ -140,7 +142,7 @@ class Runtime:
     def device_of(self, memory: int, /) -> int:
         """Return the number of the device that the address belongs to, or -1 if the library cannot tell."""
     def kernels(self, device: int, /) -> str:
-        """Return which of our kernels run on the device, or "none, " and the reason. This accesses the device."""
+        """Describe which of mscomm's kernels the device can run, or why it can run none. This accesses the device."""
 
     def use(self, device: int, /) -> None:
         """Make this device the current device of the thread."""
@@ -180,19 +182,19 @@ def describe_dlpack(capsule: object, /) -> tuple[int, tuple[int, ...], tuple[int
 def open_hccl(
     collectives: Sequence[tuple[str, str, str]], communicators: Sequence[tuple[str, str, str]], soc: str, /
 ) -> Vendor:
-    """Open HCCL as open_nccl opens NCCL. soc: the device's name.
+    """Open HCCL in the same way as open_nccl. soc: the device's name.
 
-    communicators: the places of a second library, for communicators, which only newer releases have.
+    communicators: the places of libhcomm.so, a second library that only newer releases have.
     """
 
 def open_acl(places: Sequence[tuple[str, str, str]], visible: Sequence[str], /) -> Runtime:
-    """Open AscendCL as open_nccl opens NCCL. Also raise BackendUnavailable if there is no NPU.
+    """Open AscendCL in the same way as open_nccl. Also raise BackendUnavailable if there is no NPU.
 
     visible: if this process sees only some of the host's devices, their numbers on the host.
     """
 
 def open_cuda(places: Sequence[tuple[str, str, str]], *, image: bytes | None = None) -> Runtime:
-    """Open the CUDA driver as open_nccl opens NCCL. Also raise BackendUnavailable if there is no GPU.
+    """Open the CUDA driver in the same way as open_nccl. Also raise BackendUnavailable if there is no GPU.
 
     image: a kernel image to use in place of the embedded one.
     """
@@ -207,13 +209,14 @@ class Work:
     """A call that was started with `async_op=True`, and runs while the caller continues."""
 
     def __init__(self) -> None:
-        """For a subclass that overrides all methods."""
+        """Only a subclass that overrides all methods may call this."""
 
     def wait(self, timeout: float | timedelta | None = None) -> Any:
         """Wait until the call has completed, and return its result. If the call has failed, raise its error.
 
         Raise TimeoutError if the call has not completed in time; the call then continues. timeout: a number of seconds
-        or a timedelta; None waits as long as the call takes.
+        or a timedelta; None sets no limit. For a call on the device, wait() without a timeout returns at once, and the
+        library's current stream waits for the call.
         """
 
     def done(self) -> bool:
@@ -228,12 +231,14 @@ class Work:
     def _join(self, seconds: float | None, /) -> bool:
         """Wait for at most `seconds` seconds, without producing a result. Return whether the call has completed.
 
-        This is for a call that is a part of another call.
+        A Work that combines several calls uses this method to wait for each of them.
         """
 
     def matched(self) -> tuple[int, int] | None:
-        """Return the source and tag of the message if this is a recv that has completed without an error, otherwise
-        None."""
+        """Return the source and tag of the received message, or None.
+
+        The result is None unless this is a recv that has completed without an error.
+        """
 
 @final
 class Array:
@@ -250,7 +255,7 @@ class Array:
 
 @final
 class Call:
-    """A checked call. It keeps alive the arrays that it reads and writes."""
+    """A call whose arguments have been checked. It keeps the arrays that it reads and writes alive."""
 
     @property
     def function(self) -> int: ...
@@ -292,19 +297,20 @@ class Group:
         links: Sequence[int],
         news_fd: int,
     ) -> None:
-        """ranks: the group's ranks, as ranks of the job. rank: this rank's place among them. hosts: the number of each
-        rank's host, counted in the order of their first ranks in the group.
+        """ranks: the group's ranks, as ranks of the job. rank: this rank's index in `ranks`. hosts: for each rank, the
+        number of its host. Hosts are numbered in the order in which they first occur in the group.
 
-        at_home: the ranks that an arena joins, as ranks of the job; empty if there is no arena. control: the offset of
+        at_home: the ranks that use the arena, as ranks of the job; empty if there is no arena. control: the offset of
         the arena's memory. links: a socket for each rank of the group, and -1 for this rank; empty if there is no mesh.
-        The core takes ownership of the sockets. news_fd: an eventfd, or -1. The core writes to it when a started call,
-        a started message or a call on the device has failed, when stuck() has a number, and when there are notices.
+        The core takes ownership of the sockets. news_fd: an eventfd, or -1. The core writes to it when an asynchronous
+        call, an asynchronous message or a call on the device has failed. It also writes when stuck() or notices() would
+        return something new.
         """
 
     def run(self, call: Call, timeout_s: float, number: int, /) -> None:
         """Run a call. For a call on the device, run() returns when the call has been enqueued.
 
-        number: the number that was reserved for the call, or 0 for the next number.
+        number: a number that reserve() returned for the call, or 0 for the next number.
         """
 
     def start(self, call: Call, timeout_s: float, number: int, /) -> Work:
@@ -398,14 +404,14 @@ class Group:
         residual: np.ndarray[Any, Any] | None = None,
         largest: float = ...,
     ) -> None:
-        """Copy the parts, which have one dtype, into the bucket. All arrays are on the device.
+        """Copy the parts, which all have the same dtype, into the bucket. All arrays are on the device.
 
         begins: the element of the bucket at which each part begins, in ascending order; None means that the parts
         directly follow each other. Each element is multiplied by scale, and rounded if the bucket has a different
         dtype.
 
-        residual: one float32 for each element of the bucket. It is added before the rounding. Afterwards, it holds what
-        was lost by the rounding and by limiting values to `largest` (error feedback).
+        residual: one float32 for each element of the bucket, which is added before the rounding. Afterwards, residual
+        holds what was lost by the rounding and by limiting values to `largest` (error feedback).
 
         Raise ValueError if the parts do not fit, and RuntimeError if the device has no kernel for this (see packs).
         Plain copies, with the same dtype and scale 1, need no kernel.
@@ -437,7 +443,7 @@ class Group:
     def send(
         self, peer: int, tag: int, dtype: int, x: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
     ) -> tuple[int, int]:
-        """Send one message to a peer. There must be a link to this peer. Returns peer and tag, as recv() does.
+        """Send one message to a peer. There must be a link to this peer. Return peer and tag, as recv() does.
 
         spent_s: how many of the timeout_s seconds have already passed.
         """
@@ -493,8 +499,11 @@ class Group:
         """Record that a rank of the job has left without an error. Only calls and messages that wait for it fail."""
 
     def where(self) -> tuple[int, bool, str]:
-        """Return where this rank is: (number of the last call, whether that call has not succeeded, the place in
-        words)."""
+        """Return this rank's progress: (number, unfinished, text).
+
+        number: the number of the latest call, or 0. unfinished: whether this call is running or has failed. text: the
+        progress in words, for messages.
+        """
 
     def called(self, number: int, /) -> str:
         """Describe the call with this number as Mismatch does.
@@ -512,8 +521,10 @@ class Group:
         """Return why the group is broken, or None if it is not."""
 
     def notices(self) -> list[str]:
-        """Return new messages for the user since the last time, for example that a call has been waiting for some ranks
-        for a long time."""
+        """Return the messages for the user that are new since the previous call of notices().
+
+        An example is a message that a call has been waiting for some ranks for a long time.
+        """
 
     def calls(self, after: int = 0) -> list[dict[str, Any]]:
         """Return the latest calls with numbers above `after`, oldest first, as dicts.
@@ -522,7 +533,7 @@ class Group:
         """
 
     def last_look(self) -> None:
-        """Compare the last headers from the peers with this rank's own calls. Raise Mismatch if they differ."""
+        """Compare the latest headers from the peers with this rank's own calls. Raise Mismatch if they differ."""
 
     def drain(self) -> None:
         """Wait until all started calls and all work on the device have completed, or until the group is broken."""

@@ -1,4 +1,4 @@
-"""The checks of collective arguments that are done in Python, not in the core: lists of row counts and of arrays."""
+"""Checks two kinds of arguments that the core does not check: lists of row counts and lists of arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_apart(arrays: Sequence[Any], out: Sequence[Any]) -> None:
     ):
         others = {id(x): i for i, x in enumerate(arrays)}
         if all(others.get(id(y), i) == i for y, _, i in named) and len(others) == len(arrays):
-            return  # the usual case: the arrays are all different and none is a view, so no two share memory
+            return  # the usual case: no array is a view, and none is passed twice (but out[i] may be arrays[i])
     spans = [(*_bounds(array), name, i, array) for array, name, i in named]
     spans += [(*_bounds(x), f"arrays[{i}]", i, x) for i, x in enumerate(arrays)]
     spans.sort(key=operator.itemgetter(0))

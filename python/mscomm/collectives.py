@@ -11,11 +11,12 @@ of out; in reduce_scatter, out may be this rank's rows of x. Any other overlap r
 With `async_op=True`, a function returns a Work immediately, and Work.wait() returns the result. The calls of a group
 run in the order in which they were made.
 
-If x is on this rank's device (see init), the accelerator runs the call. The function returns once the call is enqueued
-on `stream`, a stream handle of the vendor's library; the default is the current stream of the array's library. Work
-that is later enqueued on that stream sees the complete result in out. Either all ranks pass x and out on their devices,
-or all ranks pass them on the CPU. The uneven calls and scatter first exchange lengths on the CPU, and wait for the
-other ranks to do so. barrier always runs on the CPU.
+If x is on this rank's device (see init), the accelerator runs the call. The function returns as soon as the call is
+enqueued on `stream`, a stream handle of the vendor's library. The default is the current stream of the array's library.
+Operations that are enqueued on that stream afterwards see the complete result in out. All ranks must pass x and out on
+their devices, or all ranks must pass them on the CPU. scatter and the uneven calls other than reduce_scatter_v first
+exchange lengths or shapes on the CPU, so they may block until other ranks make the same call. barrier always runs on
+the CPU.
 
 All functions raise TypeError or ValueError for invalid arguments, before anything is sent. If a call fails, it raises
 PeerLost, CollectiveTimeout, Mismatch or Aborted (see mscomm.errors). The group is then broken, and the contents of out
@@ -53,13 +54,15 @@ FUNCTION = {name: number for number, name in enumerate(_core.functions)}
 ALONE_BYTES = 1 << 20
 BUCKET_BYTES = 4 << 20
 # The largest page size of any Linux kernel. The filled part of a bucket is rounded up to whole pages, because only
-# whole pages can be shared. The contents of the last page after the arrays do not matter.
+# whole pages can be shared. The bytes between the arrays and the end of the last page have no meaning.
 PAGE_BYTES = 64 << 10
 
 
 def _collective(function: F) -> F:
-    """Replace a Python function with one of the core that has the same signature and docstring (see
-    src/functions.cc)."""
+    """Replace a Python function with the core's function of the same name, signature and docstring.
+
+    See src/functions.cc.
+    """
     signature = inspect.signature(function)
     plain = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
     text = str(signature.replace(parameters=plain, return_annotation=signature.empty))
@@ -219,8 +222,8 @@ def scan(
 
     op: sum, prod, min, max, band, bor or bxor, as in all_reduce. Elements are combined in rank order, so the bits are
     the same in every run and with every algorithm. float16 and bfloat16 values are combined in float32, and each rank's
-    result is rounded once. If each host has one rank, or one host has all ranks, the last rank's result has the same
-    bits as with all_reduce.
+    result is rounded once. If each host has one rank, or one host has all ranks, the result of the highest rank has
+    the same bits as with all_reduce.
 
     Return out, or a new array like x. The shape and dtype of x must be the same on all ranks. Raise ValueError for avg,
     and TypeError for an array on a device, which must first be copied to the CPU. This function corresponds to
@@ -251,7 +254,7 @@ def exscan(
     undefined, and mpi4py's `exscan` returns None.) In all other respects, exscan is like scan.
 
     >>> rows = np.array([len(mine)])
-    >>> begin = mscomm.exscan(rows)                                        # the rows of all earlier ranks
+    >>> begin = mscomm.exscan(rows)                                        # how many rows all lower ranks have
     """
 
 
@@ -325,10 +328,10 @@ def all_to_all(
 
 @_collective
 def barrier(*, group: Group | str | None = None, timeout: Timeout = None, async_op: bool = False) -> Any:
-    """Wait until every rank of the group has called barrier. With async_op=True, return a Work for the wait."""
+    """Wait until every rank of the group has called barrier. With async_op=True, return a Work instead of waiting."""
 
 
-# -- uneven calls: the ranks' parts differ in length
+# -- uneven calls: the ranks' parts may differ in length
 
 
 def all_gather_v(
@@ -485,7 +488,7 @@ def gather_rows(
     async_op: bool,
     stream: int | None = None,
 ) -> Any:
-    """Run all_gather_v, or gather_v if there is a root. The functions for Python objects also use this function."""
+    """Run all_gather_v, or gather_v if root is not None. The functions for Python objects also call this function."""
     number = FUNCTION[function]
     given = group.core.array(number, x, stream=stream)
     if not given.shape:
@@ -518,7 +521,7 @@ def _scatter(
     async_op: bool,
     stream: int | None,
 ) -> Any:
-    """Run scatter, or scatter_v if there are counts. The root broadcasts dtype and shape, and then sends the parts."""
+    """Run scatter, or scatter_v if counts is not None. The root first broadcasts x's dtype and shape."""
     number, core = FUNCTION[function], group.core
     given = None if x is None else core.array(number, x, stream=stream)
     root = core.root(number, root)
@@ -535,9 +538,9 @@ def _scatter(
             number, x, out, what=FUNCTION["scatter"], root=root, rows=rows, digest=digest, told=told, stream=stream
         )
 
-    # If the root has an out, prepare the call now, so that a wrong out raises an error before anything is sent.
-    # Otherwise, prepare the call after the head. By then, the other ranks are waiting for this rank, so an error must
-    # fail the call on all ranks (see _late).
+    # If the root was given out but no stream, prepare the call now, so that an invalid out raises an error before
+    # anything is sent. Otherwise, prepare the call after the head. The other ranks are then already waiting for this
+    # rank, so an error must fail the call on all ranks (see _late).
     mine = parts(given) if at_root and out is not None and stream is None else None
     if given is not None and rows is None:
         core.part(number, given.shape)
@@ -575,7 +578,7 @@ def _scatter(
 def _late(group: Group, prepare: Callable[[], _core.Call]) -> _core.Call:
     """Prepare the call that follows a head.
 
-    If `out` does not fit, raise Mismatch, because the other ranks are already waiting in this call.
+    If `out` does not fit, raise Mismatch, which fails the call on all ranks. The other ranks are already in this call.
     """
     try:
         return prepare()
@@ -630,7 +633,7 @@ def all_reduce_many(
             one.spread(group)
         return [one.result() for one in alone]
 
-    if not given:  # an empty list also needs a call, to find out whether other ranks' lists are empty, too
+    if not given:  # an empty list also needs a call, because the call detects whether another rank's list is not empty
         nothing = np.empty(0, np.uint8)
         empty = core.prepare(number, nothing, nothing, what=FUNCTION["all_reduce"], op="sum", digest=digest)
         fused = [_FusedCall([empty])]
@@ -645,7 +648,7 @@ def all_reduce_many(
 
 
 class _FusedCall:
-    """The arrays that one call reduces: one array, or several that lie side by side in a bucket in shared memory."""
+    """The arrays that one call reduces: one array, or several that are copied into a bucket in shared memory."""
 
     def __init__(self, alone: list[_core.Call]) -> None:
         self._alone = alone
@@ -669,7 +672,7 @@ class _FusedCall:
         return prepared(bucket, bucket)
 
     def spread(self, group: Group) -> None:
-        """Copy the results from the bucket to their arrays, and free the bucket. A second call does nothing."""
+        """Copy the results from the bucket to their arrays, and give the bucket back. A second call does nothing."""
         if self._bucket is None:
             return
         room, bucket = self._bucket
@@ -693,8 +696,8 @@ class _FusedOnDevice(_FusedCall):
         super().__init__(alone)
         self._made: Any = None
         if len(alone) > 1:
-            # Make the bucket here and not in filled(), because an error that is raised here does not use up a call
-            # number. The bucket lives as long as this object.
+            # Create the bucket in the constructor, not in filled(), because an error in the constructor does not use up
+            # a call number. The bucket lives as long as this object.
             size = sum(math.prod(one.source.shape) for one in alone)
             self._made, self._owner = new("all_reduce_many", model.given, (size,))
 
@@ -705,7 +708,7 @@ class _FusedOnDevice(_FusedCall):
         return prepared(self._made, self._made)
 
     def spread(self, group: Group) -> None:
-        """Like _FusedCall.spread. The copies are enqueued on the library's current stream."""
+        """Do the same as _FusedCall.spread. The copies are enqueued on the library's current stream."""
         if self._made is not None:
             bucket, self._made = self._made, None
             group.core.unpack(bucket, [one.target for one in self._alone], bucket.current())
@@ -715,8 +718,8 @@ class _FusedOnDevice(_FusedCall):
 def _fused(kinds: tuple[tuple[int, tuple[int, ...], bool], ...]) -> tuple[int, list[list[int]]]:
     """Divide a list of arrays into calls. Return a digest of the list, and for each call the indices of its arrays.
 
-    kinds: the dtype and shape of each array, and whether it is on the device. Different lists can fill buckets of the
-    same size. The digest is part of each call's signature, so the ranks notice when their lists differ.
+    kinds: the dtype and shape of each array, and whether it is on the device. The digest is part of each call's
+    signature, so ranks with different lists raise Mismatch even if their buckets have the same size.
     """
     parts: list[list[int]] = []
     # for each (dtype, on_device): the bucket that is being filled (a list of array indices), and its size in bytes
@@ -743,13 +746,13 @@ def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any
 
     If x and out are in such memory on every rank, a collective call on more than 16 KiB (4 KiB for all_reduce and
     reduce) accesses them directly, and does not copy them through internal buffers. This also applies to slices and
-    views of such an array, and to tensors that torch.from_numpy makes from it, if no other data is in their memory
-    pages: they must begin at a page boundary, and end at a page boundary or at the end of the whole array. Other arrays
-    are copied, and the result is the same.
+    views of such an array, and to tensors that torch.from_numpy creates from it, if their memory pages hold no other
+    data. They must begin at a page boundary, and end at a page boundary or at the end of the whole array. With other
+    arrays, the call copies the data and gives the same result.
 
     The memory is freed when no array refers to it any more. Before init(), and if this rank is alone on its host, the
-    memory is private. A forked child shares the shared memory with its parent. Raise MemoryError if the host does not
-    have enough memory.
+    memory is private. A forked child and its parent use the same shared memory, so each sees what the other writes.
+    Raise MemoryError if the host does not have enough memory.
     """
     kind = dtype_named(dtype)
     dtype_code(kind)
@@ -772,6 +775,6 @@ def zeros(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
 def _digest(agreed: object) -> int:
     """Return a hash of the repr of arguments that must be equal on all ranks.
 
-    It is never 0, which means "no digest".
+    The hash is never 0, because a digest of 0 means "no digest".
     """
     return int.from_bytes(hashlib.blake2b(repr(agreed).encode(), digest_size=8).digest(), "little") | 1

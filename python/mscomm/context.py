@@ -30,9 +30,10 @@ _OF_TLS = {"config_file_path", "client_password", "server_password"}
 def set_context(**options: Any) -> None:
     """Set mode, device_target, device_id, save_graphs and save_graphs_path, as the scripts of MindSpore's tutorials do.
 
-    device_target ("CPU", "GPU" or "Ascend") determines the backend if init() is called without one. device_id is the
-    number of the device that this rank uses. Both must be set before init(). The other options have no effect: setting
-    one of them to a value that is not the default, such as mode=PYNATIVE_MODE or save_graphs=True, prints a warning.
+    device_target ("CPU", "GPU" or "Ascend") determines the backend if init() is called without a backend name.
+    device_id is the number of the device that this rank uses. Both must be set before init(). The other options have no
+    effect. Setting one of them to a value that is not the default, such as mode=PYNATIVE_MODE or save_graphs=True,
+    prints a warning.
 
     Raise ValueError for an unknown option, mode or device_target, and TypeError or ValueError for an invalid device_id.
     If there is an error, no option is set.
@@ -71,11 +72,12 @@ def device_id() -> int | None:
 
 
 def set_ps_context(*, enable_ssl: bool | None = None, **options: Any) -> None:
-    """Set how a scheduler and its workers protect their links.
+    """Set how the job's links are protected.
 
-    An explicit enable_ssl=False permits links to other hosts (not on loopback) without a job key. A call without
-    enable_ssl permits nothing. enable_ssl=True raises NotImplementedError, because this release does not support TLS.
-    config_file_path, client_password and server_password are also for TLS. They have no effect; a warning says so.
+    enable_ssl=False permits a job without a job key, even if other hosts can reach its ports. A call without enable_ssl
+    does not permit this. enable_ssl=True raises NotImplementedError, because this release does not support TLS. The
+    options config_file_path, client_password and server_password are also for TLS. They have no effect, and setting one
+    of them prints a warning.
     """
     global _plain_links
     unknown = options.keys() - _OF_TLS
@@ -204,7 +206,7 @@ def set_auto_parallel_context(**options: Any) -> None:
     * gradients_mean: if False, the default, the ranks' gradients are summed; if True, they are averaged.
     * parameter_broadcast: if True, all ranks begin with rank 0's weights. If False, the default, it is an error if the
       ranks begin with different weights.
-    * device_num, global_rank: if they are set, they must agree with the group when training begins.
+    * device_num, global_rank: if set, they must be the group's size and this rank's number in it when training begins.
     * comm_fusion: {"allreduce": {"mode": "size", "config": 32}} sets the size of a fusion bucket in MiB; with mode
       "auto", mscomm chooses the size.
 

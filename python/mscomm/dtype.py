@@ -1,6 +1,6 @@
-"""MindSpore's names for dtypes, for TypeCast and for operators that take a dtype. Each name stands for a NumPy dtype.
+"""Defines MindSpore's names for dtypes, which TypeCast and some operators accept. Each name is a NumPy dtype.
 
-Scripts usually import this module as follows: `from mscomm import dtype as mstype`.
+Scripts usually import this module with `from mscomm import dtype as mstype`.
 """
 
 from __future__ import annotations

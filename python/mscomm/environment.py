@@ -3,7 +3,7 @@
 A row has the variable's name, default, parser and meaning, and the modules that read the variable.
 
 `read(name, env)` returns the value, or raises a ValueError that names the variable, its text and what was expected. The
-page docs/env.md is written from this table by `python -m mscomm.environment`.
+command `python -m mscomm.environment` writes the page docs/env.md from this table.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-# The kinds of variables, which differ in who sets them. They are the headings of docs/env.md, in this order.
+# The kinds of variables, by who sets the variable. docs/env.md has them as headings, in this order.
 YOURS, CLUSTER, RUN, LAUNCHER = (
     "Yours to set",
     "A scheduler and workers",
@@ -30,7 +30,7 @@ ABOUT = {
 
 
 class Variable(NamedTuple):
-    """One row of the table. `readers`: the modules that read the variable, without the leading `mscomm.`."""
+    """One row of the table. readers: the names of the modules that read the variable, without `mscomm.` in front."""
 
     name: str
     meaning: str
@@ -97,10 +97,7 @@ def ports(text: str) -> range:
 
 
 def threads(text: str) -> int:
-    """Return the first number of OMP_NUM_THREADS.
-
-    OpenMP also allows a list, with a number for each level of nesting.
-    """
+    """Return the first number of OMP_NUM_THREADS, which may be a list with one number for each level of nesting."""
     return number(1, 1 << 20, "a number of threads, 1 or more")(text.partition(",")[0].strip())
 
 
@@ -115,7 +112,7 @@ LEVELS = ("VERSION", "WARN", "INFO", "TRACE")
 def _given(name: str, meaning: str, *readers: str, set_by: str = LAUNCHER) -> Variable:
     """Return a row for a variable that a launcher sets.
 
-    read() returns the text of the variable unchecked; the modules `readers` check it.
+    read() returns the text of the variable unchecked. The modules in `readers` check the text.
     """
     return Variable(name, f"{meaning[0].upper()}{meaning[1:]}.", readers, set_by=set_by)
 
@@ -441,7 +438,7 @@ def read(name: str, env: Mapping[str, str]) -> Any:
 def given(env: Mapping[str, str], *set_by: str) -> dict[str, str]:
     """Return the names and texts of the variables that are set in `env`. set_by: the kinds to return; by default, all.
 
-    The texts may be printed, because no variable in the table holds a secret.
+    The texts can safely be printed, because no variable in the table holds a secret.
     """
     return {row.name: env[row.name] for row in VARIABLES if env.get(row.name) and row.set_by in (set_by or ABOUT)}
 

@@ -1,7 +1,7 @@
 """The errors that failed calls raise.
 
 Every error says which rank and host failed, in which operation and call number, what was expected and what to do. A
-failed call breaks the group on all its members: each later call on the group raises the same error again. A call with
+failed call breaks the group on all its ranks: each later call on the group raises the same error again. A call with
 invalid arguments raises TypeError or ValueError instead. It sends nothing, and the group can still be used.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 class Error(RuntimeError):
     """The base class of mscomm's errors.
 
-    An Error is also used as the record of a failure: the hub's verdict is an Error, and so is the cause that a broken
-    group keeps. Such a record is never raised itself, because each raise changes an exception's traceback. again()
-    creates the exception to raise.
+    An Error is also used as the record of a failure: the hub's verdict is an Error, and a broken group stores the
+    cause of its failure as an Error. Such a record is never raised itself, because each raise changes an exception's
+    traceback. again() creates the exception to raise.
     """
 
     def __init__(self, text: str, ranks: Iterable[int] = (), waiting_for: Iterable[int] = ()) -> None:
@@ -30,7 +30,7 @@ class Error(RuntimeError):
         return type(self).__name__
 
     def again(self, text: str | None = None) -> Error:
-        """Return a new exception of the same class, with the same ranks. text: its text; None keeps the same text."""
+        """Return a new exception of the same class, with the same ranks. text: its text, or None for the same text."""
         return make(self.kind, str(self) if text is None else text, self.ranks, self.waiting_for)
 
     def fields(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class PeerLost(Error):
 
 
 class CollectiveTimeout(Error, TimeoutError):
-    """A deadline passed. `.waiting_for` holds the ranks that are silent or behind."""
+    """A deadline passed. `.waiting_for` holds the ranks that were late or did not respond."""
 
 
 class Mismatch(Error, ValueError):
@@ -74,7 +74,7 @@ KINDS: dict[str, type[Error]] = {
 def make(kind: str, text: str, ranks: Iterable[int] = (), waiting_for: Iterable[int] = ()) -> Error:
     """Return an error of the class named `kind`.
 
-    An unknown name, which only a newer peer could send, gives a plain Error.
+    If the name is unknown, return a plain Error. Only a peer with a newer version of mscomm could send such a name.
     """
     return KINDS.get(kind, Error)(text, ranks, waiting_for)
 

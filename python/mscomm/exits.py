@@ -25,10 +25,10 @@ _watching = False
 
 
 def watch(release: Callable[[], None], tell: Callable[[BaseException, str], bool]) -> None:
-    """Make the process call `release` and `tell` when it ends. Only the first call to watch() has an effect.
+    """Register functions to be called when the process ends. Only the first call to watch() has an effect.
 
-    release() leaves the job. tell(error, words) is called if an uncaught exception ends this rank. It tells the other
-    ranks about the exception, and returns whether there are other ranks. words: the exception and its location.
+    release() leaves the job. tell(error, words) is called only if an uncaught exception ends this rank. It tells the
+    other ranks about the exception, and returns whether there are other ranks. words: the exception and its location.
     """
     global _watching
     full = environment.read("MSCOMM_TRACEBACK", os.environ) == "FULL"
@@ -40,21 +40,21 @@ def watch(release: Callable[[], None], tell: Callable[[BaseException, str], bool
 
 
 _PR_SET_PDEATHSIG = 1
-# The programs that start ranks in MPI implementations, by the name that the kernel stores (at most 15 characters).
-# Without end_with_mpi_launcher(), the ranks would run forever if SIGKILL killed one of these programs.
+# The programs with which MPI implementations start ranks, by the name that the kernel stores (at most 15 characters).
+# If SIGKILL killed such a program, its ranks would run forever without end_with_mpi_launcher().
 _MPI_LAUNCHERS = ("prterun", "prted", "orterun", "orted", "mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy")
 
 
 def end_with_mpi_launcher() -> None:
-    """If the parent process is an MPI launcher, let SIGTERM end this process when the parent ends."""
+    """If the parent process is an MPI launcher, make the kernel send SIGTERM to this process when the parent ends."""
     parent = os.getppid()
     try:
         name = Path(f"/proc/{parent}/comm").read_text().strip()
-    except OSError:  # the parent has ended, or is not visible here
+    except OSError:  # the parent has ended, or is in another PID namespace
         return
     if name in _MPI_LAUNCHERS:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-        if os.getppid() != parent:  # it ended before prctl took effect
+        if os.getppid() != parent:  # the parent ended before prctl took effect
             os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -1,4 +1,4 @@
-"""A group of ranks, its calls, and the handles of asynchronous calls."""
+"""Defines Group, whose methods run the calls of a group of ranks, and the handles of asynchronous calls."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Beside:
         self._ended = threading.Event()
         self._process = os.getpid()
         thread = threading.Thread(target=self._run, args=(function,), name="mscomm-call", daemon=True)
-        group.beside.add(thread)  # Group.drain() waits for it
+        group.beside.add(thread)  # Group.drain() waits for this thread
         try:
             thread.start()
         except BaseException:
@@ -54,7 +54,7 @@ class _Beside:
     def _run(self, function: Callable[[], Any]) -> None:
         try:
             self.result = function()
-        except BaseException as error:  # _join() raises it
+        except BaseException as error:  # _join() raises this error
             self._error = error
         self._ended.set()
         self._group.beside.discard(threading.current_thread())
@@ -82,8 +82,8 @@ class _Several(Work):
         super().__init__()
         self._group = group
         self._parts = parts
-        self._result: Callable[[], Any] | None = result  # None: self._value is the result
-        self._making = False  # whether self._result() runs
+        self._result: Callable[[], Any] | None = result  # None when self._value holds the result
+        self._making = False  # whether self._result() is running
         self._value: Any = None
 
     def wait(self, timeout: Timeout = None) -> Any:
@@ -91,7 +91,8 @@ class _Several(Work):
         if not self._join(seconds):
             raise TimeoutError(f"Work.wait: the call has not ended within {seconds:g} s; it goes on")
         with self._group.collecting:  # only one of several waiting threads computes the result
-            if self._result is not None and not self._making:  # _making: this is a signal handler inside self._result()
+            # If _making is True, a signal handler has interrupted self._result() and called wait().
+            if self._result is not None and not self._making:
                 self._making = True
                 try:
                     self._value = self._result()
@@ -119,8 +120,8 @@ class _Several(Work):
 class Group:
     """A set of ranks that make collective calls together.
 
-    Attributes: name; rank (this rank's number in the group); size; ranks (the members' ranks in the world).
-    bool(group) is True if this rank is a member. If it is not, every other use of the group raises RuntimeError.
+    Attributes: name; rank (this rank's number in the group); size; ranks (the group's ranks, as ranks in the world).
+    bool(group) is True if this rank is in the group. If it is not, every other use of the group raises RuntimeError.
     """
 
     def __init__(self, name: str, ranks: list[int], timeout_s: float) -> None:
@@ -133,7 +134,7 @@ class Group:
         self.collecting = threading.RLock()  # protects the results of Works
 
     def enter(self, epoch: Epoch, id: str, founded: Founded) -> None:
-        """Set up the group on this rank. This is repeated in each new epoch."""
+        """Set up the group on this rank. Each new epoch calls this method again."""
         self.epoch = epoch
         self.id = id
         self.rank = self.ranks.index(epoch.rank)
@@ -146,11 +147,11 @@ class Group:
         # the line of Python code of each call, by call number
         self._lines: dict[int, str] | None = {} if self.record_dir else None
         self.beside: set[threading.Thread] = set()  # threads of _Beside that have not ended
-        # the number of the last call that has a line in the log; None if calls are not logged
+        # the highest number of a call that has a line in the log; None if calls are not logged
         self._traced: int | None = 0 if log.enabled(log.TRACE) else None
         mine = epoch.accelerator
         self.core.join_python(
-            weakref.ref(self),  # weak, because the garbage collector does not see the references of the core
+            weakref.ref(self),  # weak, because the garbage collector does not see references that the core holds
             self.timeout_s,
             plain_types,
             mine.name if mine else "",
@@ -165,7 +166,7 @@ class Group:
     def leave(self) -> None:
         """End this rank's use of the group.
 
-        Control memory that this rank lent to the group is freed when all ranks have ended their use of the group.
+        If the group's control memory is in this rank's heap, it is freed when no rank of the group uses it any more.
         """
         self.core.close()
         self.ended()
@@ -194,8 +195,9 @@ class Group:
     ) -> Any:
         """Make two calls as one: the head, and the call that then() prepares from the results of the head.
 
-        Return the result of the second call, or a Work. Both call numbers are reserved at once. An error that occurs
-        only on this rank, after the head, breaks the group, because the other ranks have gone on to the second call.
+        Return the result of the second call, or a Work. Both call numbers are reserved together. An error after the
+        head breaks the group, even if it occurs only on this rank. The other ranks have already gone on to the second
+        call, and would wait for this rank.
 
         on_device: whether the second call is on device arrays. This thread must start such a call, because the call
         uses the thread's current stream. Therefore, this thread waits for the head, which runs on the CPU, even with
@@ -244,7 +246,7 @@ class Group:
             )
 
     def apart(self, function: str, x: Any, there: OnDevice) -> np.ndarray[Any, Any]:
-        """Copy x on its device, on the stream of x. Return the memory of the copy."""
+        """Copy x to new memory on the same device, in the order of x's stream. Return the new memory."""
         made, _ = new(function, x, there.shape)
         self.core.pack(made, [there], there.stream)
         return made
@@ -270,7 +272,7 @@ class Group:
         return self.epoch.accelerator.opened.vendor.refuses(dtype, op)
 
     def seconds(self, timeout: Any) -> float:
-        """Return the timeout of one call in seconds. timeout: None stands for the group's timeout."""
+        """Return the timeout of one call in seconds. timeout: None means the group's timeout."""
         return self.timeout_s if timeout is None else seconds_of(timeout)
 
     def reserve(self, count: int) -> int:
@@ -293,9 +295,9 @@ class Group:
         return 0 if self._lines is None else self.reserve(1)
 
     def run(self, call: _core.Call, seconds: float, number: int = 0) -> None:
-        """Run one collective call. A failure raises the group's first cause.
+        """Run one collective call. If it fails, raise the first cause of the group's failure.
 
-        number: a reserved call number; 0 stands for the next one.
+        number: a reserved call number, or 0 for the next number.
         """
         number = number or self.next_number()
         with self.failing():
@@ -320,7 +322,7 @@ class Group:
         self.core.drain()
 
     def _interrupted(self, error: BaseException) -> None:
-        """Handle `error`, which a signal handler raised in a call. The caller raises `error` again.
+        """Handle `error`, which a signal handler raised during a call. The caller raises `error` again.
 
         If `error` has broken the group, tell the other ranks why.
         """
@@ -341,7 +343,7 @@ class Group:
         try:
             yield
         except Error:
-            raise  # the call that raised this has told the other ranks
+            raise  # the call that raised this error has already told the other ranks
         except BaseException as error:
             if self.core.failure() is None:
                 text = printable(f"rank {self.epoch.rank}: {what}: {type(error).__name__}: {error}")
@@ -356,12 +358,12 @@ class Group:
     # -- messages
 
     def send(self, peer: int, tag: int, dtype: int, x: Array, seconds: float) -> None:
-        """Send one message, with checked arguments. A failure raises the group's first cause, as in run()."""
+        """Send one message. The arguments have already been checked. Errors: see run()."""
         with self.failing():
             self.core.send(peer, tag, dtype, x, seconds, self._reach(peer, tag, x, seconds))
 
     def recv(self, peer: int, tag: int, dtype: int, out: Array, seconds: float) -> tuple[int, int]:
-        """Receive one message. Return its source and tag. A failure raises the group's first cause."""
+        """Receive one message. Return its source and tag. Errors: see run()."""
         with self.failing():
             return self.core.recv(peer, tag, dtype, out, seconds, 0.0)
 
@@ -377,7 +379,7 @@ class Group:
             return self.core.sendrecv(*sending, *receiving, seconds, self._reach(peer, tag, x, seconds))
 
     def start_send(self, peer: int, tag: int, dtype: int, x: Array, seconds: float) -> Work:
-        """Start an asynchronous send. The first send to a peer waits here for the link to that peer."""
+        """Start an asynchronous send. The first send to a peer blocks until the link to that peer is set up."""
         with self.failing():
             return self.core.start_send(peer, tag, dtype, x, seconds, self._reach(peer, tag, x, seconds))
 
@@ -397,7 +399,7 @@ class Group:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """A context in which a failure is replaced by the group's first cause."""
+        """A context that replaces an mscomm error with the first cause of the group's failure."""
         try:
             yield
         except Error as symptom:
@@ -411,21 +413,21 @@ class Group:
     def fail(self, symptom: Error) -> NoReturn:
         """Raise the first cause of the failure instead of the symptom that this rank saw.
 
-        Each later call on the group raises it again.
+        Each later call on the group raises the first cause again.
         """
         cause = self.settle(symptom)
         self.raised = True
         try:
             raise cause from symptom if str(cause) != str(symptom) else None
         finally:
-            # The traceback of `cause` refers to this frame, which refers to `cause`. Without this line, both, and all
-            # objects that the frames above refer to, would stay alive until the garbage collector runs.
+            # The traceback of `cause` refers to this frame, which refers to `cause`. Without `del`, this cycle and all
+            # objects in the callers' frames would stay alive until the garbage collector runs.
             del cause
 
     def settle(self, symptom: Error) -> Error:
         """Return the first cause of the group's failure as a new exception.
 
-        The first call also reports the symptom to the other ranks.
+        The first call of settle() also reports the symptom to the other ranks.
         """
         if self._cause is None:
             self._cause = self._first_cause(symptom)
@@ -510,10 +512,10 @@ class Group:
 
 
 class NonMember(Group):
-    """The Group that create_group and split return on a rank that is not a member. It is false; its repr says why.
+    """The Group that create_group and split return on a rank that is not in the group. Its truth value is False.
 
-    `ranks` is set if this rank knows the members. The other attributes of a Group are not set, so reading one raises
-    RuntimeError.
+    `name` is set, and also `ranks` if this rank knows the group's ranks. Reading another attribute of a Group raises
+    RuntimeError, whose text says why this rank is not in the group.
     """
 
     def __init__(self, name: str, ranks: list[int] | None, me: int) -> None:
@@ -551,7 +553,7 @@ def seconds_left(seconds: float) -> Callable[[], float]:
 
 
 def printable(text: str) -> str:
-    """Return the text in a form that can be encoded as UTF-8: stray bytes, as in some file names, become escapes."""
+    """Return the text in a form that can be encoded as UTF-8: other bytes, as in some file names, become escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

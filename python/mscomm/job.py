@@ -1,6 +1,6 @@
-"""The job that this process has joined: joining, leaving and rejoining it, and the ranks of its groups.
+"""Joins, leaves and rejoins a job, and returns the ranks of its groups.
 
-init() creates a Job. The functions of this module work on the job that this process has joined.
+init() creates a Job. The other functions of this module work on the Job that this process has joined.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WORLD_NAMES = ("hccl_world_group", "nccl_world_group", "mccl_world_group")
 
 
 class Making(NamedTuple):
-    """A create_group or split call that this rank has made. rejoin() repeats it in each epoch."""
+    """A create_group or split call that this rank has made. rejoin() repeats it in each new epoch."""
 
     group: Group  # the result of the call
     make: Callable[[Deadline], object]
@@ -65,7 +65,7 @@ class Job:
         self.others: dict[str, NonMember] = {}
         self.makings: list[Making] = []  # in the order in which rejoin() repeats them
         self.splits: dict[str, int] = {}  # how often each group was split in this epoch
-        self.creations: dict[str, int] = {}  # how often each pair of name and ranks was used in this epoch
+        self.creations: dict[str, int] = {}  # how often a group of this name and these ranks was created in this epoch
 
     @property
     def rank(self) -> int:
@@ -85,13 +85,13 @@ class Job:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this is the process that joined, and not a child of it."""
+        """Whether this is the process that joined, and not a forked child."""
         return self.pid == os.getpid()
 
     def found(self, group: Group, deadline: Deadline, forced: list[str] | None = None) -> None:
         """Set up the group for use. All its ranks must call this.
 
-        forced: the algorithms that the group must use; None stands for those that the job must use.
+        forced: the algorithms that the group must use. None means the algorithms that MSCOMM_ALGO forces.
         """
         ranks = hashlib.blake2b(repr(group.ranks).encode(), digest_size=8).hexdigest()
         key = f"{group.name}:{ranks}"
@@ -107,7 +107,7 @@ class Job:
         try:
             founded = self.epoch.found(id, group.name, group.ranks, deadline, all_came, forced or self.epoch.forced)
         except Error as symptom:
-            if self.member is None or not met:  # if the ranks have not met, they all fail; no need to tell them
+            if self.member is None or not met:  # without a meeting, every rank fails, so no report is needed
                 raise
             cause = self.member.settle(id, symptom, 0)
             if cause is symptom:
@@ -138,7 +138,7 @@ class Job:
         raise TypeError(f"group is a {type(group).__name__}; expected None, a Group or the name of one")
 
     def leave(self) -> None:
-        """Leave the job. Raise the failure of a group if the group failed after this rank's last call."""
+        """Leave the job. If a group has failed and no call of this rank has raised the failure yet, raise it."""
         groups = list(reversed(self.groups.values()))
         unseen: Error | None = None
         for group in groups:
@@ -148,7 +148,7 @@ class Job:
             except Error as symptom:
                 # If no call has raised a failure of this group, tell the other ranks about the mismatch before leaving.
                 unseen = None if group.raised else group.settle(symptom)
-        # Tell the hub before closing the links, so that ranks that still wait for this rank learn that it has left.
+        # Tell the hub before closing the links. Ranks that are waiting for this rank then learn that it has left.
         if self.member is not None:
             self.member.leave(self.world.core.where()[0])
         for group in groups:
@@ -160,7 +160,7 @@ class Job:
             raise unseen
 
     def abort(self, text: str) -> None:
-        """Break all groups on all ranks. text: the reason, which the other ranks show."""
+        """Break all groups on all ranks. text: the text of the Aborted error that all ranks raise."""
         for group in self.groups.values():
             group.raised = True
         cause = Aborted(text, [self.rank])
@@ -174,7 +174,7 @@ class Job:
         if self.member is None:
             raise RuntimeError("rejoin: this is a job of one rank")
         while True:
-            # Leave the groups and retire the heap, so that no rank of the old epoch can access this rank's memory.
+            # Leave the groups and retire the heap, so that no rank that is still in the old epoch can access them.
             for group in self.groups.values():
                 group.leave()
             if self.epoch.heap is not None:
@@ -188,7 +188,7 @@ class Job:
                 except PeerLost:
                     if deadline.passed:
                         raise
-                    # Another rank was lost meanwhile. The next iteration finds out whether that rank comes back.
+                    # Another rank was lost meanwhile. The next iteration waits for its restart, if there will be one.
 
     def _begin_epoch(self, member: Member, welcome: Welcome, memory: socket.socket, deadline: Deadline) -> None:
         """Set up this rank for the new epoch. Only the control link and the Group objects of the old epoch are kept."""
@@ -221,22 +221,22 @@ def init(
     """Join the job that the environment describes. Return when all its ranks have joined.
 
     backend_name: "gloo", "mccl" and "cpu" use only the CPU core. "nccl" also uses NCCL, for arrays on NVIDIA GPUs, and
-    "hccl" also uses HCCL, for arrays on Ascend NPUs. None uses the backend of set_context(device_target=...) if that
-    was called; otherwise nccl if every rank has its own GPU; otherwise hccl if every rank has its own NPU; otherwise
-    only the CPU core. All ranks use the same backend. If a rank cannot use the backend that was named, all ranks raise
-    BackendUnavailable with the reason from each such rank. If the ranks have different versions of the backend, they
-    raise Mismatch.
+    "hccl" also uses HCCL, for arrays on Ascend NPUs. None means the backend of set_context(device_target=...). If the
+    program has not set a device_target, init() chooses nccl if every rank has its own GPU, else hccl if every rank has
+    its own NPU, else only the CPU core. All ranks use the same backend. If a rank cannot use the backend that was
+    named, all ranks raise BackendUnavailable with the reason from each such rank. If the ranks have different versions
+    of the backend, they raise Mismatch.
 
-    device: the number of this rank's GPU or NPU, by default the local rank. It becomes the current device. init()
-    queries the driver for the devices, so set CUDA_VISIBLE_DEVICES before you call it.
+    device: the number of this rank's GPU or NPU, by default the local rank. init() makes it the current device. init()
+    queries the driver for the devices, so set CUDA_VISIBLE_DEVICES before you call init().
 
     timeout: the default timeout of collective calls, send and recv, in seconds or as a timedelta. None uses
     MSCOMM_TIMEOUT (1800 s). Joining itself takes at most MS_TOPO_TIMEOUT seconds (600).
 
     init() recognises these launchers: `mscomm run`, MS_ROLE and MS_SCHED_* (a scheduler and workers), torchrun, mpirun,
-    Slurm, Kubernetes and a rank table. If the variables of several launchers are set, init() uses the first of these
-    launchers in bootstrap.LAUNCHERS. If none are set, this process is a job of one rank. If MS_ROLE is MS_SCHED, init()
-    runs the scheduler of the job, and the process exits when the job ends.
+    Slurm, Kubernetes and a rank table. If the variables of several launchers are set, init() uses the launcher that
+    is first in bootstrap.LAUNCHERS. If no launcher's variables are set, this process is a job of one rank. If MS_ROLE
+    is MS_SCHED, init() runs the scheduler of the job, and the process exits when the job ends.
 
     To join without a launcher, pass init_method="tcp://host:port", rank and world_size; rank 0 listens at this address.
     Alternatively, pass an mpi4py communicator as init_method.
@@ -349,7 +349,7 @@ def _telling(member: Member, rank: int, epoch: int) -> Iterator[None]:
         cause = member.settle(world, symptom, 0)
         if cause is symptom:
             raise
-        # If cause and symptom have the same text, show it only once; this happens if libnccl is missing on all ranks.
+        # If cause and symptom have the same text, as when libnccl is missing on all ranks, show the text only once.
         raise cause from (None if str(cause) == str(symptom) else symptom)
     except BaseException as error:
         member.report(Aborted(f"rank {rank}: init: {type(error).__name__}: {error}", [rank]))
@@ -377,10 +377,10 @@ def _device(device: int | None) -> int | None:
 
 
 def release() -> None:
-    """Leave the job. If a group failed after its last call, so that no call has raised the failure, raise it now.
+    """Leave the job. If a group has failed and no call of this rank has raised the failure yet, raise it now.
 
-    release() waits for asynchronous calls (async_op) that are still running. The other ranks fail only if they wait for
-    a rank that has left. An exit handler also calls release().
+    release() waits for asynchronous calls (async_op) that are still running. Another rank fails only if it waits for
+    this rank after this rank has left. An exit handler also calls release().
     """
     global _default
     _core.set_world(None)
@@ -413,20 +413,20 @@ def rejoin(timeout: float | timedelta | None = None) -> int:
 
     The groups are created again in their original order. Therefore, a restarted rank must make the same create_group
     and split calls as it did at the start, except those for groups that were destroyed. The groups of a split are
-    created again only if the parent and all these groups still exist. Groups from shrink() are not created again.
-    Arrays keep their contents, but arrays that were created by mscomm.empty are in private memory from then on. The
-    program itself must bring all ranks to the same state.
+    created again only if the parent and all groups of this split still exist. Groups from shrink() are not created
+    again. Arrays keep their contents, but arrays that were created by mscomm.empty are in private memory from then on.
+    The program itself must bring all ranks to the same state.
 
     timeout: seconds or a timedelta; None means MS_TOPO_TIMEOUT (600 s). After this time, rejoin() raises
-    CollectiveTimeout, whose waiting_for holds the ranks that did not join; rejoin() may then be called again. Raise
-    PeerLost if a rank has left the job, or if nothing restarts the lost ranks, as `mscomm run --max-restarts N` would.
-    Raise RuntimeError in a job of one rank.
+    CollectiveTimeout, whose waiting_for holds the ranks that did not join. The program can then call rejoin() again.
+    Raise PeerLost if a rank has left the job, or if nothing restarts the lost ranks, as `mscomm run --max-restarts N`
+    would. Raise RuntimeError in a job of one rank.
     """
     return default().rejoin(Deadline(join_timeout_s(os.environ) if timeout is None else seconds_of(timeout)))
 
 
 def _tell_others(error: BaseException, words: str) -> bool:
-    """Tell the other ranks about the exception that ends this rank, unless a failed group has already told them.
+    """Tell the other ranks about the exception that ends this rank, unless they know of it from a failed group.
 
     Return whether there are other ranks.
     """
@@ -490,7 +490,7 @@ get_world_size = get_group_size
 def get_local_rank(group: Group | str | None = None) -> int:
     """Return the index of this process among the group's ranks on its host.
 
-    In the world, return the local rank that the launcher assigned, unless it assigned none or MSCOMM_HOST_ID is set.
+    For the world, return the local rank that the launcher assigned, unless it assigned none or MSCOMM_HOST_ID is set.
     """
     job, found = default(), resolve(group)
     if found is job.world:
@@ -547,7 +547,7 @@ def rank_in(size: int, rank: Any, what: str) -> int:
 
 
 def shared_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Create an uninitialised array in memory that the ranks of this host share, or else in private memory."""
+    """Create an uninitialised array in the heap, or in private memory if there is no heap or it is full."""
     heap = _default.epoch.heap if _default is not None and _default.is_ours else None
     size = dtype.itemsize
     for extent in shape:

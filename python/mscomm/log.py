@@ -24,14 +24,14 @@ from mscomm import environment
 
 VERSION, WARN, INFO, TRACE = range(1, 5)
 _NAMES = dict(zip((VERSION, WARN, INFO, TRACE), environment.LEVELS, strict=True))
-# The maximum number of log entries that are kept back until the rank is known. Entries are kept back if the name of the
-# log file contains the rank (%r).
+# The maximum number of log entries that are held in memory until the rank is known. Entries are held only if the name
+# of the log file contains the rank (%r).
 _HELD = 1000
 _PIECE = select.PIPE_BUF  # a pipe that is ready for writing takes this many bytes without blocking
 
 
 class Log:
-    """Writes the log lines of this process. Raises ValueError if MSCOMM_DEBUG is not a level."""
+    """Writes the log lines of this process. The constructor raises ValueError if MSCOMM_DEBUG is not a level."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         level = environment.read("MSCOMM_DEBUG", env)
@@ -61,7 +61,7 @@ class Log:
             self._put(data)
 
     def flush(self) -> None:
-        """Write the lines that were kept back. If the rank is still unknown, the file name has `-` in place of %r."""
+        """Write the held lines. If the rank is still unknown, the file name has `-` in place of %r."""
         if self._fd is None and self._held:
             self._fd = self._open()
             self._put(b"".join(self._held))
@@ -81,7 +81,7 @@ class Log:
         assert self._fd is not None
         try:
             os.write(self._fd, data)
-        except OSError:  # nobody reads stderr any more, or the disk is full: drop the lines, but let the job go on
+        except OSError:  # nobody reads stderr any more, or the disk is full: drop the lines, but let the job continue
             self._fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
@@ -134,6 +134,6 @@ def notice(text: str) -> None:
 
 
 def trace(text: str) -> None:
-    """Log what one call does. This is for lines that every call writes."""
+    """Log a line about one call."""
     if enabled(TRACE):
         _get().write(TRACE, text)

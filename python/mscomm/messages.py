@@ -1,12 +1,12 @@
-"""Messages from one rank to another. Messages are not ordered with respect to the group's collective calls.
+"""Sends messages from one rank to another. Messages are not ordered with respect to the group's collective calls.
 
 Messages are matched by source and tag, in the order in which they were sent. Several threads of a rank may send and
 receive at the same time, even while other threads make collective calls on the same group. Strided arrays are read and
 written in C order.
 
-Messages travel through the CPU. To send a device array, mscomm waits for the work on the current stream of the array's
-library, and then copies the array to the host. A message for a device array is received on the host, and then copied to
-the device. The sender and the receiver may use devices of different backends.
+Messages travel through host memory. To send a device array, mscomm waits for the work on the current stream of the
+array's library, and then copies the array to the host. A message for a device array is received on the host, and then
+copied to the device. The sender and the receiver may use devices of different backends.
 
 All functions raise TypeError or ValueError for invalid arguments before they send anything. If the message fails, they
 raise PeerLost, CollectiveTimeout, Mismatch or Aborted (see mscomm.errors). The group is then broken, as after a failed
@@ -49,7 +49,7 @@ ANY_TAG: Literal[_Any.ANY_TAG] = _Any.ANY_TAG
 
 @dataclasses.dataclass
 class Status:
-    """Describes the message that recv, sendrecv or recv_object received. All fields are None until it has arrived.
+    """Describes the message that recv, sendrecv or recv_object received. All fields are None until then.
 
     source: the sender's rank in the group. tag: the tag of the message. count: the number of elements in the message,
     or 1 for an object.
@@ -81,7 +81,7 @@ def send(
     and the copy is kept until it is received. tag: an int from 0 to 2^31 - 1. group: a Group, its name, or None for all
     ranks. timeout: seconds or a timedelta; None means the timeout passed to init().
 
-    Return None as soon as x may be used again. send may wait until dst has called recv, so two ranks that exchange
+    Return None as soon as x can be changed again. send may block until dst has called recv, so two ranks that exchange
     arrays must use sendrecv or async_op. With async_op=True, return a Work at once; do not change x until the Work has
     completed. Even with async_op, the first send to a rank waits until the two ranks are connected.
 
@@ -125,7 +125,7 @@ def recv(
     seconds or a timedelta; None means the timeout passed to init().
 
     Messages from one source with one tag are received in the order in which they were sent. A message with another tag
-    or from another source may overtake them. With ANY_SOURCE, messages are received in the order in which they reach
+    or from another source can overtake them. With ANY_SOURCE, messages are received in the order in which they reach
     this rank. If a message matches several recvs, the recv that was called first gets it. With async_op=True, return a
     Work. Its wait() fills in status and returns out; do not use out before that.
 
@@ -134,7 +134,7 @@ def recv(
     message, and PeerLost is raised when all of them have left. After waiting for 10 s, recv writes a line to stderr.
 
     This is like MPI_Recv, except that MPI_Recv also accepts a message that is shorter than the buffer. It is like
-    torch.distributed.recv, except that the latter returns the sender's rank.
+    torch.distributed.recv, except that torch.distributed.recv returns the sender's rank.
 
     >>> out = mscomm.recv(np.empty(3), src=0)                              # on rank 1, while rank 0 sends
     """
@@ -167,7 +167,7 @@ def sendrecv(
 ) -> Any:
     """Send x to rank dst, and at the same time receive from rank src into out. Return out.
 
-    Ranks may exchange arrays of any size with sendrecv in any pattern, for example in pairs or around a ring, and never
+    Ranks can exchange arrays of any size with sendrecv in any pattern, for example in pairs or around a ring, without a
     deadlock. The other side of each message may be a send, a recv or a sendrecv. dst and src may be the same rank, even
     this rank itself. x and out may differ in shape and dtype, but must not share memory; if they are on the CPU and
     share memory, sendrecv raises ValueError. All other arguments and errors are those of send and recv. This is like

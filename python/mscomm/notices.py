@@ -1,11 +1,11 @@
-"""Warnings about the whole job, which only one rank writes, and the table of options that have no effect.
+"""Writes warnings about the whole job, on one rank only. Also has the table of options that have no effect.
 
 mscomm accepts options without effect because scripts written for MindSpore set them. Each such option has a row in
 WITHOUT_EFFECT, and a script that sets the option gets a warning.
 
 Rank 0 writes the warnings. A process that has not joined a job yet reads its rank from its launcher's variables. If
-these do not contain the rank, the warning waits until init() knows it. A process without a launcher writes its own
-warnings.
+the variables do not contain the rank, the process holds the warning until init() knows the rank. A process without a
+launcher writes its own warnings.
 """
 
 from __future__ import annotations

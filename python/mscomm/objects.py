@@ -74,7 +74,7 @@ def gather_object(
     timeout: Timeout = None,
     allow_pickle: bool = False,
 ) -> list[Any] | None:
-    """Gather every rank's obj at the root. There, return a list of new objects, in rank order; elsewhere, return None.
+    """Gather every rank's obj at the root. The root gets a list of new objects in rank order, the others get None.
 
     Objects are sent as in all_gather_object.
 

@@ -1,4 +1,4 @@
-"""MindSpore's communication operators as callables, with MindSpore's argument names: AllReduce(ReduceOp.SUM)(x).
+"""Provides MindSpore's communication operators with MindSpore's argument names, such as AllReduce(ReduceOp.SUM)(x).
 
 The operators call the functions of mscomm, accept the same arrays and raise the same errors. The group's timeout
 applies to them. An operator may be created before init(), because its group is looked up only when the operator is
@@ -76,7 +76,7 @@ class AllReduce(_Operator):
 
 @dataclass(frozen=True)
 class AllGather(_Operator):
-    """Calls mscomm.all_gather, which returns the ranks' arrays one after the other along axis 0."""
+    """Calls mscomm.all_gather, which concatenates the ranks' arrays along axis 0."""
 
     group: Group | str | None = _WORLD
 

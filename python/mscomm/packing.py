@@ -35,7 +35,7 @@ _SCALAR = 7  # followed by the dtype and the element
 _NAMED = 8  # followed by the name of a row of the registry, and the value to which the row encoded the object
 _PICKLE = 9  # followed by the name of the class and the pickle
 
-# The dtypes that have the same meaning on every machine, as spelled by numpy.dtype.str. bfloat16 is sent by name.
+# Matches the numpy.dtype.str of dtypes that have the same meaning on every machine. bfloat16 is sent by name.
 _DTYPE = re.compile(
     r"[|<>](b1|[iu][1248]|f[248]|c8|c16|[SU][1-9]\d{0,8}|[mM]8(\[([1-9]\d{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
 )
@@ -48,7 +48,7 @@ def pack(obj: Any, allow_pickle: bool = False, called: str = "obj") -> bytes:
 
     There are two exceptions: unpack() returns arrays in C order, and returns numpy.longlong as the equal numpy.int64.
 
-    allow_pickle: pickle what cannot be sent otherwise. called: the name of the object in error messages.
+    allow_pickle: whether to pickle what cannot be sent otherwise. called: the name of the object in error messages.
 
     Raise TypeError if obj contains something that cannot be sent. Raise ValueError for a container that contains
     itself, for a single value over 4 GiB, and for containers that are nested more than 128 levels deep. (An object of a
@@ -64,8 +64,8 @@ def unpack(data: Any, allow_pickle: bool = False) -> Any:
     """Return the object that pack() converted to `data`, a bytes-like object. Arrays are new and writable.
 
     Raise Error if data is not the output of pack(), if it contains a pickle and allow_pickle is False, if the class of
-    an object is not registered here, or if an object cannot be decoded. Raise TypeError for a tensor of a library that
-    is not installed.
+    an object is not registered on this rank, or if an object cannot be decoded. Raise TypeError for a tensor of a
+    library that is not installed.
     """
     reader = _Reader(bytes(memoryview(data)), allow_pickle)
     try:
@@ -170,7 +170,7 @@ class _Writer:
         self._parts(_SCALAR, dtype, obj.tobytes())
 
     def _unknown(self, obj: Any, why: str = "") -> None:
-        """Pickle an object that cannot be sent otherwise, or refuse it. why: the reason, unless it is the type."""
+        """Pickle an object that cannot be sent otherwise, or refuse it. why: the reason; "" if it is the type."""
         if not self._allow_pickle:
             raise TypeError(f"{self._where()}: {why or self._refusal(obj)}")
         self._pickle(obj)
@@ -281,7 +281,7 @@ class _Reader:
     def _array(self, depth: int) -> Any:
         size = self._checked(self._unpacker.read_array_header(), depth)
         begin = self.data[self.at() : self.at() + 3]
-        if size == 0 or begin[:2] != b"\xc7\x00":  # without an empty extension, it is a list
+        if size == 0 or begin[:2] != b"\xc7\x00":  # an array that does not begin with an empty extension is a list
             return [self.read(depth) for _ in range(size)]
         self._unpacker.skip()
         code = begin[2] if len(begin) == 3 else 0
@@ -374,7 +374,7 @@ class _Reader:
         left = len(self.data) - self.at()
         if size > left:  # each item takes at least one byte
             raise ValueError(f"{size} items in the {left} bytes that are left")
-        if depth > DEEPEST + 2:  # 2 more, because a NumPy array and the shape in it also count as containers here
+        if depth > DEEPEST + 2:  # 2 more, because a NumPy array and its shape also count as containers in the bytes
             raise ValueError(f"containers are more than {DEEPEST} deep in each other")
         return size
 

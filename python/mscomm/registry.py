@@ -239,7 +239,7 @@ register_object(
 register_object(datetime.timezone, lambda zone: [zone.utcoffset(None), zone.tzname(None)], _timezone)
 register_object(zoneinfo.ZoneInfo, _zone_of, lambda key: zoneinfo.ZoneInfo(_checked(key, str, "a key")))
 register_object(OrderedDict, dict, lambda value: OrderedDict(_checked(value, dict, "a dict")))
-# These classes need a name because their modules differ between versions of Python.
+# These classes need an explicit name, because their modules differ between versions of Python.
 for _cls in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath):
     register_object(_cls, str, functools.partial(_path, _cls), name=f"pathlib.{_cls.__name__}")
 

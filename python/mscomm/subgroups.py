@@ -28,7 +28,7 @@ def create_group(group: str, rank_ids: list[int]) -> Group:
     Raise TypeError if group is not a str or rank_ids is not a list of ints. Raise ValueError if the list is empty,
     contains an invalid rank or contains a rank twice, or if a group of other ranks already has this name. Raise
     Mismatch if the ranks passed different lists, PeerLost if one of them is lost, and CollectiveTimeout if they have
-    not all called create_group after MS_TOPO_TIMEOUT seconds.
+    not all called create_group within MS_TOPO_TIMEOUT seconds.
 
     >>> pair = mscomm.create_group("pair", [0, 1])
     >>> if pair:                                                           # ranks 0 and 1
@@ -62,7 +62,7 @@ def create_group(group: str, rank_ids: list[int]) -> Group:
 
 
 def create_variant(group: str, algo: str) -> Group:
-    """Create another group of all ranks whose collectives use the algorithms `algo`, to measure these algorithms.
+    """Create another group of all ranks. Its collectives use the algorithms `algo`, so that they can be measured.
 
     All ranks must call this. algo: a string in the format of MSCOMM_ALGO. Raise ValueError if algo is invalid; the
     other errors are those of create_group. rejoin() does not create the group again.
@@ -108,9 +108,9 @@ def split(color: int | None, key: int = 0, *, group: Group | str | None = None) 
 
 
 def shrink(group: Group | str | None, name: str) -> Group:
-    """After PeerLost, create a new group of the ranks of the group that are not lost, in the same order.
+    """After PeerLost, create a new group of the surviving ranks of the group, in the same order.
 
-    All of these ranks must call shrink. The new group exists until rejoin(). The errors are those of create_group.
+    All surviving ranks must call shrink. The new group exists until rejoin(). The errors are those of create_group.
     """
     job = default()
     parent = resolve(group)

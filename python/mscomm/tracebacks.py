@@ -34,7 +34,7 @@ def shorten(error: BaseException) -> None:
 
 
 def users_part(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without mscomm's frames; unchanged if all frames are mscomm's."""
+    """Return the traceback without mscomm's frames, or the unchanged traceback if all frames are mscomm's."""
     kept: TracebackType | None = None
     ours = False  # whether the next inner frame is mscomm's
     for entry in reversed(list(_entries(trace))):

@@ -51,7 +51,7 @@ class Chosen(NamedTuple):
 
 @functools.cache
 def opened(name: str) -> Opened:
-    """Open the accelerator's libraries once, and return them.
+    """Open the accelerator's libraries and return them. Later calls return the same objects.
 
     If this fails, raise BackendUnavailable, which lists the places that were tried.
     """
@@ -87,7 +87,7 @@ def set_up(name: str, interface: str | None, env: MutableMapping[str, str]) -> d
 
 
 def shares_devices(name: str, env: Mapping[str, str]) -> str:
-    """Return the value of an environment variable that users can set.
+    """Return the value of the environment variable that permits sharing of devices, or "" if the vendor has none.
 
     Ranks with different values may share a device.
     """
@@ -150,8 +150,11 @@ def _devices(name: str, everyone: Sequence[Facts], hosts: Sequence[int], names: 
 
 
 def _device(rank: int, everyone: Sequence[Facts], told: Facts, hosts: Sequence[int]) -> int:
-    """Return the number of the device that the user chose for this rank. By default, return the rank's place among the
-    ranks of its host, modulo the number of devices: a launcher may let each rank see only one device."""
+    """Return the number of the device that the user chose for this rank.
+
+    By default, return the rank's local rank modulo the number of devices that it sees. The modulo is for launchers that
+    let each rank see only one device.
+    """
     if (said := everyone[rank]["device"]) is not None:
         return int(said)
     place = everyone[rank]["local_rank"]

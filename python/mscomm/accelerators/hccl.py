@@ -1,5 +1,7 @@
-"""Ascend NPUs, with HCCL and AscendCL. This module has not been tested on hardware. docs/guide.md says how it was
-tested instead."""
+"""Ascend NPUs, with HCCL and AscendCL.
+
+This module has not been tested on hardware. docs/guide.md says how it was tested instead.
+"""
 
 from __future__ import annotations
 

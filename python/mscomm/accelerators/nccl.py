@@ -27,7 +27,7 @@ def vendor(env: Mapping[str, str]) -> _core.Vendor:
 
 
 def load(env: Mapping[str, str]) -> Opened:
-    """Open NCCL and the CUDA driver. If any is missing, raise BackendUnavailable, which names it."""
+    """Open NCCL and the CUDA driver. If either is missing, raise BackendUnavailable, which names it."""
     opened: list[Any] = []
     missing = []
     cuda_places = places("libcuda.so.1", "MSCOMM_CUDA_LIBRARY", env)
@@ -42,15 +42,15 @@ def load(env: Mapping[str, str]) -> Opened:
 
 
 def settings(interface: str | None) -> dict[str, str]:
-    """Return the variables that configure NCCL. set_up() sets the ones that the user has not set.
+    """Return the variables that configure NCCL. set_up() sets only variables that the user has not set.
 
     interface: the network interface of this rank's links to other hosts; None if all ranks are on this host.
     """
     return {
         # Let the calls of several groups on one device run in the order in which they were made (since NCCL 2.26).
         "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
-        # Let NCCL connect when a group is made (since NCCL 2.22). Otherwise the first call of the group would wait for
-        # the other ranks.
+        # Make NCCL connect when a group is created (since NCCL 2.22). Otherwise the first call of the group would wait
+        # for the other ranks.
         "NCCL_RUNTIME_CONNECT": "0",
         # NCCL's listening sockets do not check the job's key, so limit the interfaces on which NCCL listens.
         "NCCL_SOCKET_IFNAME": "lo" if interface is None else f"={interface}",

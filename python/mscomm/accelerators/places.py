@@ -22,8 +22,11 @@ Candidate = tuple[str, str, Literal["usual", "loaded", "must"]]
 def places(
     soname: str, variable: str, env: Mapping[str, str], *, wheel: str = "", homes: Sequence[tuple[str, str]] = ()
 ) -> list[Candidate]:
-    """Return the places where the library `soname` may be. variable: the user may set a path in it. wheel: the
-    library's folder in site-packages. homes: known folders, each as (its name in messages, the folder)."""
+    """Return the places where the library `soname` may be.
+
+    variable: the environment variable in which the user can set a path. wheel: the library's folder in site-packages.
+    homes: known folders, each as (its name in messages, the folder).
+    """
     said = environment.read(variable, env)
     if said:
         return [(variable, said, "must")]

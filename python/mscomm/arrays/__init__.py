@@ -1,4 +1,4 @@
-"""The array libraries, with one module for each. The package that defines an array's type determines its module.
+"""Gives access to arrays of many libraries. Each library has a module, which is selected by the array's type.
 
 A library module has
 
@@ -32,8 +32,8 @@ To make calls on its arrays cheap, the module may also define the following name
 * `plain`: the type's `__dlpack_c_exchange_api__`, or a function: `plain(x)` -> (address, shape, the dtype's number,
   device, current stream), with device -1 for the CPU. The function returns None if x is not contiguous or cannot be
   written; then mscomm calls `memory`;
-* `pending`, if `plain` is an exchange API: a dict from a dtype's number to functions of x that say whether the library
-  has deferred an operation on x, such as a negation, so that the values in x's memory are not those of x;
+* `pending`, if `plain` is an exchange API: a dict from a dtype's number to functions of x. A function returns whether
+  the library has deferred an operation on x, such as a negation. If so, the values in x's memory are not those of x;
 * `empty(x, shape)` -> an array of x's type, dtype and device, in C order.
 """
 
@@ -96,7 +96,7 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
         return _found[type(x)]
     except KeyError:
         pass
-    for name in (*names(x), "numpy", "cuda", "dlpack"):  # the module "numpy" also takes Python numbers
+    for name in (*names(x), "numpy", "cuda", "dlpack"):  # the module "numpy" also accepts Python numbers
         module = importlib.import_module(f"mscomm.arrays.{name}")
         if module.is_array(x):
             backend = getattr(module, "PLAIN", {}).get(type(x))
@@ -117,7 +117,7 @@ def memory_anywhere(x: Any, argument: str, function: str) -> np.ndarray[Any, Any
     Raise TypeError, naming the function and its argument, if x is not an array or its memory cannot be reached. Raise
     OverflowError for an int of more than 64 bits.
     """
-    if type(x) is np.ndarray:  # the usual case first: small calls take only microseconds
+    if type(x) is np.ndarray:  # the usual case first, because small calls take only microseconds
         return x
     arrays = library(x, argument, function)
     try:
@@ -128,9 +128,9 @@ def memory_anywhere(x: Any, argument: str, function: str) -> np.ndarray[Any, Any
 
 
 def new(function: str, x: Any, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], Callable[[], Any]]:
-    """Return memory for a result of x's type, dtype and device, and a function to call when the memory has been filled.
+    """Return memory for a result of x's type, dtype and device, and a function.
 
-    This function returns the result.
+    The caller fills the memory and then calls the function, which returns the result.
 
     Raise TypeError, naming the function, if mscomm cannot create arrays of x's library.
     """
@@ -232,7 +232,7 @@ def written_all(arrays: tuple[Any, ...]) -> None:
 
 
 def written(x: Any) -> None:
-    """Tell x's library that x's memory was written, if the library must be told."""
+    """If x's library must know when x's memory has been written, tell it."""
     if type(x) is not np.ndarray:
         tell = getattr(library(x, "x", "written"), "written", None)
         if tell is not None:

@@ -1,4 +1,4 @@
-"""Arrays that have the CUDA array interface (version 3), from libraries without a module here, such as Numba.
+"""Arrays with the CUDA array interface (version 3) from libraries that have no module in this folder, such as Numba.
 
 Calls are enqueued on the stream that the array's interface names, or on the legacy default stream if it names none.
 mscomm cannot create such arrays, so `out` must be passed.

@@ -61,5 +61,5 @@ def from_host(x: cupy.ndarray, numbers: np.ndarray[Any, Any]) -> cupy.ndarray:
     with cupy.cuda.Device(x.data.device_id):
         made, stream = cupy.empty(numbers.shape, numbers.dtype), cupy.cuda.get_current_stream()
         made.set(np.asarray(numbers, order="C"), stream)
-        stream.synchronize()  # after this the caller may change the numbers
+        stream.synchronize()  # from here on, the caller may change `numbers`
     return made

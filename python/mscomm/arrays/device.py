@@ -15,10 +15,10 @@ _BY_ADDRESS = (np.shares_memory, np.may_share_memory)
 class OnDevice(np.ndarray[Any, Any]):
     """The memory of an array on a device: address, shape, strides and dtype, as NumPy describes them.
 
-    The host cannot read or write this memory: an attempt raises TypeError. `backend` is the backend that reaches the
+    The host cannot read or write this memory: an attempt raises TypeError. `backend` is the backend that can access the
     memory, and `index` is the number of the device. Calls on the array are enqueued on `stream`, which is a stream
-    handle of the vendor's library. `current()` returns the handle of the stream that is the array library's current
-    stream at that time.
+    handle of the vendor's library. `current()` returns the handle of the array library's current stream at the time of
+    the call.
     """
 
     backend: str

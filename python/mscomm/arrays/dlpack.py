@@ -1,4 +1,4 @@
-"""Device arrays that have DLPack's methods (`__dlpack__`, `__dlpack_device__`), from libraries without a module here.
+"""Device arrays with DLPack's methods (`__dlpack__`, `__dlpack_device__`) from libraries without a module of their own.
 
 Calls are enqueued on the legacy default stream; `__dlpack__` makes the array ready for use on that stream. mscomm
 cannot create such arrays, so `out` must be passed.
@@ -15,7 +15,7 @@ from mscomm.arrays.numpy import dtype_by_name
 
 __all__ = ["assign", "from_host", "is_array", "memory", "new", "on_host", "packed"]
 
-# DLPack's number for a type of device -> the backend that can reach memory on such devices.
+# DLPack's number for a type of device -> the backend that can access memory on such devices.
 _BACKENDS = {2: "nccl", 13: "nccl", 12: "hccl"}  # kDLCUDA, kDLCUDAManaged, and kDLExtDev, which torch_npu uses
 _LEGACY_DEFAULT_STREAM = 1
 

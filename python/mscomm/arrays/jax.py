@@ -1,6 +1,6 @@
 """JAX arrays on the CPU. They cannot be written, so each result is a new array over memory that the core has filled.
 
-Calls must be outside of functions that JAX compiles (jit). In compiled code, the compiler chooses the order of the
+Call mscomm only outside of functions that JAX compiles (jit). In compiled code, the compiler chooses the order of the
 calls, and the order may differ between ranks.
 """
 
@@ -38,7 +38,7 @@ def of_numpy(numbers: np.ndarray[Any, Any]) -> jax.Array:
 
 def new(x: jax.Array, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], Callable[[], jax.Array]]:
     filled = np.empty(shape, x.dtype)
-    if not getattr(x, "committed", True):  # JAX may move x to another device, so it may move the result, too
+    if not getattr(x, "committed", True):  # JAX may move an uncommitted array, so the result is uncommitted as well
         return filled, lambda: jax.device_put(filled)
     where = x.sharding if shape == x.shape else next(iter(x.devices()))
     return filled, lambda: jax.device_put(filled, where)

@@ -1,4 +1,4 @@
-"""PyTorch tensors. Their memory is used without a copy; results are tensors that need no gradient.
+"""PyTorch tensors. Their memory is used without a copy; results are tensors that do not require a gradient.
 
 Calls on GPU tensors are enqueued on PyTorch's current stream for that GPU.
 """
@@ -32,8 +32,8 @@ def _by_object(index: int) -> int:
     return int(torch.cuda.current_stream(index).cuda_stream)
 
 
-# A function that returns the handle of a device's current stream. PyTorch's own function is not public, but the code
-# that PyTorch's compiler generates calls it.
+# A function that returns the handle of a device's current stream. PyTorch's own function for this is not public, but is
+# unlikely to disappear, because the code that PyTorch's compiler generates calls it.
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _by_object)
 
 
@@ -46,7 +46,7 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
         raise TypeError(f"is a tensor of layout {x.layout}; use x.to_dense()")
     if x.device.type == "cuda" and (x.is_conj() or x.is_neg()):
         raise TypeError("is conjugated or negated by name only; use x.resolve_conj().resolve_neg()")
-    if x.is_conj() or x.is_neg():  # the memory of x holds other values than x
+    if x.is_conj() or x.is_neg():  # the values in the memory of x are not those of x
         resolved = memory(x.detach().resolve_conj().resolve_neg())
         resolved.flags.writeable = False
         return resolved
@@ -63,7 +63,7 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _on_cpu(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return the memory of a CPU tensor, given its address. x.numpy() would keep PyTorch from resizing the storage."""
+    """Return the memory of a CPU tensor. Use its address, because x.numpy() would keep PyTorch from resizing x."""
     dtype = dtype_of(_code(x))
     try:
         address = x.data_ptr()
@@ -151,8 +151,8 @@ def _written(tensors: tuple[torch.Tensor]) -> None:
 
 
 # A function that tells autograd that tensors were written, as in-place operations do. A backward pass that needs the
-# old values then raises an error. From PyTorch 2.10 on, this is PyTorch's own function, which is not public: since that
-# version, it skips inference-mode tensors.
+# old values then raises an error. PyTorch's own function for this is not public. It is used from PyTorch 2.10 on,
+# because only since then does it skip inference-mode tensors.
 written: Callable[[tuple[torch.Tensor]], None] = (
     getattr(torch._C, "_increment_version", _written) if plain else _written
 )
