@@ -166,7 +166,7 @@ class Vendor:
         """Create the id of a new group. One rank calls this for its device, and sends the id to the other ranks."""
 
 def open_nccl(places: Sequence[tuple[str, str, str]], /) -> Vendor:
-    """Open the library at the first place that has one. A place is (name, path, kind).
+    """Open NCCL at the first place where it can be opened. A place is (name, path, kind).
 
     The kind is "usual", "loaded" or "must" (see csrc/base/dynlib.h). If no place has the library, raise
     BackendUnavailable with a list of what was tried.
@@ -190,7 +190,7 @@ def open_hccl(
 def open_acl(places: Sequence[tuple[str, str, str]], visible: Sequence[str], /) -> Runtime:
     """Open AscendCL in the same way as open_nccl. Also raise BackendUnavailable if there is no NPU.
 
-    visible: if this process sees only some of the host's devices, their numbers on the host.
+    visible: the numbers on the host of the devices that this process sees; empty if it sees all devices.
     """
 
 def open_cuda(places: Sequence[tuple[str, str, str]], *, image: bytes | None = None) -> Runtime:
@@ -363,10 +363,10 @@ class Group:
         """Check the arguments of a call, and prepare the call. Raise TypeError or ValueError if an argument is invalid.
 
         x: an array as the user passed it, or an Array; None in a barrier, and in a scatter on a rank that is not the
-        root. out: None creates a new array like x. what: the collective; None means the one with the function's name.
-        rows: the number of rows of each rank, if the numbers differ; for all_to_all, a table with a line for each
-        sender. digest, head: see Signature in csrc/base/call.h. told: if x is None in a scatter, the shape and dtype of
-        the root's x.
+        root. out: None creates a new array like x. what: the collective; None means the collective with the function's
+        name. rows: the number of rows of each rank, if the numbers differ; for all_to_all, the send counts of rank 0,
+        then those of rank 1, and so on. digest, head: see Signature in csrc/base/call.h. told: if x is None in a
+        scatter, the shape and dtype of the root's x.
         """
 
     def part(self, function: int, shape: tuple[int, ...], /) -> tuple[int, ...]:

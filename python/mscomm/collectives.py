@@ -250,8 +250,8 @@ def exscan(
 
     Rank 0 gets the identity of the operation: 0 for sum, bor and bxor, 1 for prod, and all bits set for band. For min,
     the identity is the largest value of the dtype (infinity, if the dtype has it); for max, it is the smallest. For
-    bool, it is False for sum, max, bor and bxor, and True for prod, min and band. (MPI_Exscan leaves rank 0's result
-    undefined, and mpi4py's `exscan` returns None.) In all other respects, exscan is like scan.
+    bool, the identity is False for sum, max, bor and bxor, and True for prod, min and band. (MPI_Exscan leaves rank 0's
+    result undefined, and mpi4py's `exscan` returns None.) In all other respects, exscan is like scan.
 
     >>> rows = np.array([len(mine)])
     >>> begin = mscomm.exscan(rows)                                        # how many rows all lower ranks have
@@ -292,10 +292,10 @@ def scatter(
     """Divide the root's x along axis 0, and send each rank its part.
 
     On n ranks, an x of shape (n * a, ...) at the root gives each rank a result of shape (a, ...): rank r gets rows r *
-    a to r * a + a - 1. Only the root's x is read. The other ranks may pass None, and then learn the shape and dtype
-    from the root. If they pass an array, it must have the shape and dtype of the root's x. Return out, or a new array
-    of x's type (a NumPy array if x is None). Raise ValueError if the number of rows of x is not divisible by n. If any
-    rank's x or out does not match the root's x, all ranks raise Mismatch.
+    a to r * a + a - 1. Only the root's x is read. A rank that is not the root may pass None: it learns the shape and
+    dtype from the root. If it passes an array, the array must have the shape and dtype of the root's x. Return out, or
+    a new array of x's type (a NumPy array if x is None). Raise ValueError if the number of rows of x is not divisible
+    by n. If any rank's x or out does not match the root's x, all ranks raise Mismatch.
 
     >>> mscomm.scatter(np.arange(4) if mscomm.get_rank() == 0 else None)   # on 2 ranks: rank 0, rank 1
     array([0, 1])
@@ -347,7 +347,7 @@ def all_gather_v(
 
     x has shape (a, ...), where a may differ between ranks and may be 0. The rest of the shape and the dtype must be the
     same on all ranks. `rows` is out, or a new array of x's type. Its shape is (sum of all a, ...), and it holds the
-    rows of all ranks in rank order. `counts` is a list with the a of each rank. If any rank's out has the wrong shape,
+    rows of all ranks in rank order. `counts` is the list of all ranks' a. If any rank's out has the wrong shape,
     all ranks raise Mismatch.
 
     >>> mscomm.all_gather_v(np.full(mscomm.get_rank() + 1, mscomm.get_rank()))   # on 2 ranks
@@ -672,7 +672,7 @@ class _FusedCall:
         return prepared(bucket, bucket)
 
     def spread(self, group: Group) -> None:
-        """Copy the results from the bucket to their arrays, and give the bucket back. A second call does nothing."""
+        """Copy the results to their arrays, and return the bucket to the group. A second call does nothing."""
         if self._bucket is None:
             return
         room, bucket = self._bucket
@@ -747,8 +747,8 @@ def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any
     If x and out are in such memory on every rank, a collective call on more than 16 KiB (4 KiB for all_reduce and
     reduce) accesses them directly, and does not copy them through internal buffers. This also applies to slices and
     views of such an array, and to tensors that torch.from_numpy creates from it, if their memory pages hold no other
-    data. They must begin at a page boundary, and end at a page boundary or at the end of the whole array. With other
-    arrays, the call copies the data and gives the same result.
+    data. A slice must therefore begin at a page boundary, and end at a page boundary or at the end of the whole array.
+    With other arrays, the call copies the data and gives the same result.
 
     The memory is freed when no array refers to it any more. Before init(), and if this rank is alone on its host, the
     memory is private. A forked child and its parent use the same shared memory, so each sees what the other writes.

@@ -204,8 +204,8 @@ def set_auto_parallel_context(**options: Any) -> None:
     * parallel_mode: with ParallelMode.STAND_ALONE, the default, each rank trains a model of its own. With DATA_PARALLEL
       the ranks train one model, each on its shard of the data. The other modes raise NotImplementedError.
     * gradients_mean: if False, the default, the ranks' gradients are summed; if True, they are averaged.
-    * parameter_broadcast: if True, all ranks begin with rank 0's weights. If False, the default, it is an error if the
-      ranks begin with different weights.
+    * parameter_broadcast: if True, all ranks begin with rank 0's weights. If False, the default, training
+      raises an error if the ranks begin with different weights.
     * device_num, global_rank: if set, they must be the group's size and this rank's number in it when training begins.
     * comm_fusion: {"allreduce": {"mode": "size", "config": 32}} sets the size of a fusion bucket in MiB; with mode
       "auto", mscomm chooses the size.

@@ -26,7 +26,6 @@ class Error(RuntimeError):
 
     @property
     def kind(self) -> str:
-        """The name of the error's class."""
         return type(self).__name__
 
     def again(self, text: str | None = None) -> Error:
@@ -49,7 +48,7 @@ class CollectiveTimeout(Error, TimeoutError):
 class Mismatch(Error, ValueError):
     """Ranks made different calls with the same call number. The text of the error names these calls.
 
-    `.ranks` holds the ranks whose call differs from that of rank 0.
+    `.ranks` holds the ranks whose call differs from rank 0's call.
     """
 
 

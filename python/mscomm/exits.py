@@ -68,7 +68,7 @@ def _release(release: Callable[[], None]) -> None:
 class _TellingHook:
     """An excepthook that tells the other ranks why this rank ends, then calls the previous excepthook.
 
-    full: True passes the whole traceback to the previous hook, False only the frames of the user's program.
+    full: whether to pass the whole traceback to the previous hook, or only the frames of the user's program.
     """
 
     def __init__(self, before: Any, tell: Callable[[BaseException, str], bool], full: bool) -> None:

@@ -46,7 +46,7 @@ class Making(NamedTuple):
 
 
 class Job:
-    """The job that init() has joined. The object is used until release()."""
+    """The job that init() has joined. The same object is used until release(), also after rejoin()."""
 
     def __init__(self, epoch: assemble.Epoch, asked: assemble.Asked, algo: str, timeout_s: float) -> None:
         self.epoch = epoch
@@ -57,11 +57,11 @@ class Job:
         self.local_rank = 0
         self.hub: Any = None  # the hub's process, if this rank started it
         self.pid = os.getpid()
-        # True in a forked child of the process that joined. Calls check this flag because getpid() is slow
+        # True in a forked child of the process that joined. Calls check this flag because getpid() is slow.
         self.forked = False
         self.world = Group("world", list(range(epoch.size)), timeout_s)
         self.groups: dict[str, Group] = {}  # by name, in the order of creation; the world comes first
-        # groups, by name, for which this rank called create_group without being a member
+        # groups, by name, for which this rank called create_group although it is not in the group
         self.others: dict[str, NonMember] = {}
         self.makings: list[Making] = []  # in the order in which rejoin() repeats them
         self.splits: dict[str, int] = {}  # how often each group was split in this epoch
@@ -118,7 +118,7 @@ class Job:
         self.others.pop(group.name, None)
 
     def resolve(self, group: Group | str | None) -> Group:
-        """Return the Group that the argument stands for. Raise RuntimeError if this rank is not a member of it."""
+        """Return the Group that the argument stands for. Raise RuntimeError if this rank is not in the group."""
         if group is None:
             return self.world
         if isinstance(group, Group):
@@ -227,10 +227,10 @@ def init(
     named, all ranks raise BackendUnavailable with the reason from each such rank. If the ranks have different versions
     of the backend, they raise Mismatch.
 
-    device: the number of this rank's GPU or NPU, by default the local rank. init() makes it the current device. init()
-    queries the driver for the devices, so set CUDA_VISIBLE_DEVICES before you call init().
+    device: the number of this rank's GPU or NPU, by default the local rank. init() makes it the current device. Set
+    CUDA_VISIBLE_DEVICES before you call init(), because init() queries the driver for the devices.
 
-    timeout: the default timeout of collective calls, send and recv, in seconds or as a timedelta. None uses
+    timeout: the default timeout of collective calls, send and recv, in seconds or as a timedelta. None means
     MSCOMM_TIMEOUT (1800 s). Joining itself takes at most MS_TOPO_TIMEOUT seconds (600).
 
     init() recognises these launchers: `mscomm run`, MS_ROLE and MS_SCHED_* (a scheduler and workers), torchrun, mpirun,
@@ -408,8 +408,8 @@ def rejoin(timeout: float | timedelta | None = None) -> int:
 
     The surviving ranks call rejoin(), and the restarted ranks call init(). This also works after Aborted if the rank
     that failed is restarted. Return the number of the epoch, which is 1 after the first rejoin(). If another rank is
-    lost meanwhile, two ranks may get different numbers; the rank with the lower number then raises PeerLost in its next
-    call.
+    lost while rejoin() runs, two ranks may get different numbers. The rank with the lower number then raises PeerLost
+    in its next call.
 
     The groups are created again in their original order. Therefore, a restarted rank must make the same create_group
     and split calls as it did at the start, except those for groups that were destroyed. The groups of a split are
@@ -426,7 +426,7 @@ def rejoin(timeout: float | timedelta | None = None) -> int:
 
 
 def _tell_others(error: BaseException, words: str) -> bool:
-    """Tell the other ranks about the exception that ends this rank, unless they know of it from a failed group.
+    """Tell the other ranks about the exception that ends this rank, unless they know it from a group that failed.
 
     Return whether there are other ranks.
     """
@@ -517,7 +517,7 @@ def get_launcher() -> str:
 
 
 def get_process_group_ranks(group: Group | str | None = None) -> list[int]:
-    """Return the group's members as ranks in the world, in the order of their ranks in the group."""
+    """Return the rank in the world of each rank of the group, in the order of the ranks in the group."""
     return list(resolve(group).ranks)
 
 

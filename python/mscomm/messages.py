@@ -49,7 +49,7 @@ ANY_TAG: Literal[_Any.ANY_TAG] = _Any.ANY_TAG
 
 @dataclasses.dataclass
 class Status:
-    """Describes the message that recv, sendrecv or recv_object received. All fields are None until then.
+    """Describes the message that recv, sendrecv or recv_object received. Before that, all fields are None.
 
     source: the sender's rank in the group. tag: the tag of the message. count: the number of elements in the message,
     or 1 for an object.
@@ -116,13 +116,13 @@ def recv(
     timeout: Timeout = None,
     async_op: bool = False,
 ) -> Any:
-    """Receive the next message that rank src sends to this rank with this tag. Fill out with it, and return out.
+    """Receive the next message that rank src sends to this rank with this tag. Store it in `out`, and return `out`.
 
-    out: a writable array of any shape, with the same dtype and number of elements as the array that was sent; otherwise
-    both ranks raise a Mismatch that describes both arrays. src: a rank in the group (in torch.distributed, it is a rank
-    in the world), or mscomm.ANY_SOURCE. tag: an int from 0 to 2^31 - 1, or mscomm.ANY_TAG. status: a mscomm.Status, in
-    which recv stores the message's source, tag and count. group: a Group, its name, or None for all ranks. timeout:
-    seconds or a timedelta; None means the timeout passed to init().
+    out: a writable array of any shape, with the same dtype and number of elements as the array that was sent. If dtype
+    or number differ, both ranks raise a Mismatch that describes both arrays. src: a rank in the group (in
+    torch.distributed, it is a rank in the world), or mscomm.ANY_SOURCE. tag: an int from 0 to 2^31 - 1, or
+    mscomm.ANY_TAG. status: a mscomm.Status, in which recv stores the message's source, tag and count. group: a Group,
+    its name, or None for all ranks. timeout: seconds or a timedelta; None means the timeout passed to init().
 
     Messages from one source with one tag are received in the order in which they were sent. A message with another tag
     or from another source can overtake them. With ANY_SOURCE, messages are received in the order in which they reach

@@ -16,7 +16,7 @@ this rank has not made the call. The other ranks wait until this rank makes the 
 expires.
 
 A rank that cannot read an object, for example because it has not registered the class, raises an Error, and the group
-stays usable. The rank raises TypeError if the object contains a tensor of a library that is not installed there.
+stays usable. If the object contains a tensor of a library that is not installed on the rank, the rank raises TypeError.
 
 With `allow_pickle=True`, the sender pickles what it cannot send otherwise, and the receiver unpickles it. Unpickling
 can run arbitrary code chosen by the sender, so use this option only if you trust every rank of the group. A call
@@ -96,7 +96,7 @@ def broadcast_object(
     timeout: Timeout = None,
     allow_pickle: bool = False,
 ) -> Any:
-    """Send the root's obj to every rank. Return it as a new object, at the root too.
+    """Send the root's obj to every rank. Return it as a new object, also at the root.
 
     The other ranks' obj is ignored. The object is sent as in all_gather_object.
 
@@ -174,10 +174,10 @@ def send_object(
 ) -> None:
     """Send obj to rank dst. dst receives it with recv_object, passing this rank as src and the same tag.
 
-    dst and tag have the same meaning as in send. send_object raises the same errors as send, and may wait for the
-    receiver in the same way. See help(mscomm.objects) for the objects that can be sent and the meaning of allow_pickle.
-    Several threads may send to the same rank with the same tag at once. If a send is matched by a recv_object, or a
-    send_object by a recv, both ranks raise Mismatch.
+    dst and tag have the same meaning as in send. Like send, send_object may block until the receiver has called
+    recv_object, and it raises the same errors. See help(mscomm.objects) for the objects that can be sent and the
+    meaning of allow_pickle. Several threads may send to the same rank with the same tag concurrently. If a send is
+    matched by a recv_object, or a send_object by a recv, both ranks raise Mismatch.
 
     >>> if mscomm.get_rank() == 0:                                         # on 2 ranks
     ...     mscomm.send_object({"step": 7}, dst=1)

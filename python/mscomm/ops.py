@@ -38,8 +38,10 @@ class ReduceOp:
 
 
 class _Operator:
-    """The base class of the operators. The constructor raises an error for invalid arguments, as MindSpore does, and
-    warns about arguments that have no effect.
+    """The base class of the operators.
+
+    The constructor raises an error for invalid arguments, as MindSpore does, and warns about arguments that have no
+    effect.
     """
 
     def __post_init__(self) -> None:

@@ -176,7 +176,7 @@ def _flags(cls: type[enum.Flag], names: Any) -> enum.Flag:
 
 
 def _checked(value: Any, kind: type, expected: str) -> Any:
-    """Return the value if it is of exactly this type; otherwise raise ValueError."""
+    """Return the value if its type is exactly `kind`, not a subclass; otherwise raise ValueError."""
     if type(value) is not kind:
         raise ValueError(f"a {type(value).__name__} where {expected} belongs")
     return value

@@ -1,7 +1,7 @@
 """Arrays with the CUDA array interface (version 3) from libraries that have no module in this folder, such as Numba.
 
-Calls are enqueued on the stream that the array's interface names, or on the legacy default stream if it names none.
-mscomm cannot create such arrays, so `out` must be passed.
+Calls are enqueued on the stream that the array's interface names, or on the legacy default stream if the interface
+names no stream. mscomm cannot create such arrays, so `out` must be passed.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def is_array(x: Any) -> bool:
 def memory(x: mindspore.Tensor) -> np.ndarray[Any, Any]:
     there: np.ndarray[Any, Any] = x.asnumpy()
     if x.asnumpy().__array_interface__["data"] != there.__array_interface__["data"]:
-        there.flags.writeable = False  # x is a view, so `there` is a copy: x would not see what is written to it
+        there.flags.writeable = False  # x is a view and `there` is a copy, so writing to `there` would not change x
     # For bfloat16, `asnumpy()` uses MindSpore's own NumPy dtype. mscomm uses the dtype of ml_dtypes.
     return there.view(dtype_by_name("bfloat16")) if there.dtype.name == "bfloat16" else there
 
