@@ -45,7 +45,7 @@ def gradients() -> list[int]:
 
 
 def lists(dtype: np.dtype[Any]) -> dict[str, list[int]]:
-    """Return the lists to measure, by name. A list has the number of elements of each gradient."""
+    """Return the lists to measure, by name. Each list contains the number of elements of each gradient."""
     whole = gradients()
     return {
         f"up to {_SMALL >> 10} KiB": [count for count in whole if count * dtype.itemsize <= _SMALL],
@@ -143,8 +143,7 @@ def _ways(works: list[int], step: Step) -> dict[str, Callable[[], None]]:
 
 
 def _step(counts: list[int], dtype: np.dtype[Any], op: str, megabytes: float) -> Step:
-    """Return a Step, which accepts gradients one by one. (GradientReducer.reduce() would need all gradients at
-    once.)"""
+    """Return a Step, which accepts gradients one by one. GradientReducer.reduce() would need all of them at once."""
     return Step(
         [f"gradient {i}" for i in range(len(counts))],
         [(dtype, count) for count in counts],
@@ -175,7 +174,7 @@ def _compute(products: int) -> None:
 
 
 def _backward(works: list[int], step: Step | None) -> None:
-    """Compute the matrix products for each gradient. If there is a step, then report the gradient to it as ready."""
+    """Compute the matrix products for each gradient. If `step` is not None, tell it after each gradient."""
     for index, products in enumerate(works):
         _compute(products)
         if step is not None:

@@ -1,4 +1,4 @@
-"""The contenders that are measured: mscomm itself, and peers that run in the processes of mscomm's ranks.
+"""The interface of contenders, and the class of those that run in mscomm's ranks: mscomm itself and some peers.
 
 A contender creates one cell for each size. All ranks of the job create the same cells, and call the same methods on
 them in the same order. Only the results that a cell returns on rank 0 count.
@@ -20,10 +20,10 @@ from mscomm.job import resolve
 
 
 class Cell(Protocol):
-    """One contender at one size."""
+    """Measures one contender at one size."""
 
     def measure(self, warmup: int, iterations: int) -> list[float]:
-        """Make the calls. Return the time of each call after the warm-up in microseconds, averaged over the ranks."""
+        """Make untimed calls, then timed calls. Return the time of each timed call in us, averaged over the ranks."""
 
     def wrong(self) -> int:
         """Make one call. Return the number of wrong elements in the results of all ranks."""
@@ -79,7 +79,7 @@ class Local:
 
 
 def times_us(call: Callable[[], object], warmup: int, iterations: int, op: str) -> list[float]:
-    """Make the calls on all ranks. Return the time of each call after the warm-up in microseconds, combined by op."""
+    """Make untimed calls, then timed calls. Return the time of each timed call in us, reduced over ranks with `op`."""
     for _ in range(warmup):
         call()
     mscomm.barrier()
@@ -97,7 +97,7 @@ class _LocalCell:
 
     def wrong(self) -> int:
         self._buffers.fill()
-        mscomm.barrier()  # now all ranks have filled their buffers, and a call may write to a peer's memory
+        mscomm.barrier()  # a call can write to a peer's memory, so all ranks must have filled their buffers
         self._call()
         wrong = self._buffers.wrong() if self._has_result else 0
         return int(mscomm.all_reduce(np.array([wrong]))[0])

@@ -1,4 +1,4 @@
-"""Measures contenders, which take turns in rounds. Ends all ranks if one of them cannot measure."""
+"""Measures contenders in turn, round by round. If one rank cannot measure a contender, all ranks exit."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ def of_size(plan: Plan, case: Case, contenders: list[Contender], count: int) -> 
     for in_place in plan.modes(case):
         cells = {contender.name: contender.cell(count, in_place) for contender in contenders}
         rounds: dict[str, list[list[float]]] = {name: [] for name in cells}
-        # The times of a few calls of each contender. The number of calls in a round is computed from them. Only rank 0
-        # gets an MPI's times, and rank 0 tells the MPI how many calls to make. So the other ranks can use 1.0 in place
-        # of an MPI's times.
+        # For each contender, the times of a few calls. They determine how many calls a round has. If the contender is
+        # an MPI, only rank 0 gets the times and tells the MPI how many calls to make. The other ranks use 1.0.
         trials = {name: [1.0] for name in cells}
         if plan.warmup is None or plan.iterations is None:
             trials = {name: cell.measure(WARMUP_CALLS, WARMUP_CALLS) or [1.0] for name, cell in cells.items()}
@@ -59,7 +58,7 @@ def of_size(plan: Plan, case: Case, contenders: list[Contender], count: int) -> 
 
 @contextlib.contextmanager
 def telling(rank: int) -> Iterator[None]:
-    """Return a context in which all ranks exit if any rank raises Unfit. The lowest rank that raised it prints why."""
+    """Return a context in which all ranks exit if any rank raises Unfit. The lowest rank that raises it prints why."""
     problem = ""
     try:
         yield

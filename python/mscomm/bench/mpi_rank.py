@@ -1,10 +1,10 @@
-"""A rank of an MPI job with which `mscomm bench` compares mscomm.
+"""Runs as a rank of an MPI job that `mscomm bench` compares with mscomm.
 
     mpirun -n 4 python mpi_rank.py SOCKET [single]
 
-It executes commands from a Unix socket, and sleeps between them. Commands and answers are lines of JSON; peers.py sends
-the commands. The MPI's own Python environment needs numpy and mpi4py but not mscomm: table.py is loaded from the folder
-of this file.
+This script executes commands from a Unix socket, and sleeps between them. peers.py sends the commands. Commands and
+answers are lines of JSON. The MPI's own Python environment needs numpy and mpi4py, but not mscomm, because table.py is
+loaded from the folder of this file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 mpi4py.rc.threads = "single" not in sys.argv[2:]
 from mpi4py import MPI  # noqa: E402 - the import reads mpi4py.rc
 
-# This comes after the imports above, so that numpy and mpi4py come from the MPI's own environment.
+# Extend sys.path only after the imports above, so that numpy and mpi4py come from the MPI's own environment.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 table = importlib.import_module("mscomm.bench.table")
 
@@ -65,7 +65,7 @@ def bind(case: Any, buffers: Any) -> Callable[[], object]:
 
 
 class Rank:
-    """The state of this rank. It has one method for each command except "quit"."""
+    """Executes the commands, with one method for each command except "quit"."""
 
     def __init__(self) -> None:
         self._comm = MPI.COMM_WORLD
@@ -125,7 +125,7 @@ def main(address: str) -> None:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(address)
         file = sock.makefile("rb")
-        for line in file:  # sleeps here between commands; the loop ends if the socket is closed
+        for line in file:  # waits for the next command; the loop ends if rank 0 of mscomm closes the socket
             command = json.loads(line)
             if command is None:
                 answer = {"rank": MPI.COMM_WORLD.Get_rank()}

@@ -1,9 +1,9 @@
 """The peers to compare with: torch.distributed's gloo, in the ranks' own processes, and MPIs, in separate processes.
 
 Each peer has two functions, `check` and `start`. `check` runs before anything is measured, and says what to install if
-the peer is missing. Some peers appear twice, with their defaults and with another setting. Two rows are not real peers:
-`private` is mscomm itself on ordinary arrays; `memory` is NumPy, which only reads and writes as many bytes as the
-collective must read and write.
+the peer is missing. Some peers appear twice, with their defaults and with another setting. Two rows are not real peers.
+`private` is mscomm itself on ordinary arrays. `memory` uses NumPy to read and write as many bytes as the collective
+must read and write, without communication.
 """
 
 from __future__ import annotations
@@ -167,8 +167,9 @@ _BLOCK = 256 << 10  # bytes; a block stays in a core's cache while several passe
 def _start_memory(case: Case) -> Contender:
     """Return a contender that reads and writes as many bytes as the collective must, in each rank's own memory.
 
-    Ranks do not wait for each other. The time is for comparison. It is not a lower bound: stores that bypass the cache
-    can be faster. If ranks share CPUs, a rank may finish a short call while the others are not running.
+    Its time is for comparison, and is not a lower bound: a collective can be faster if its stores bypass the cache.
+    Ranks do not wait for each other. So if ranks share CPUs, a rank may finish a short call while the others are not
+    running.
     """
     reads, writes = _MOVES[case.row.name](case.ranks)
     if case.row.name == "all_reduce":
@@ -232,9 +233,9 @@ class Installed(NamedTuple):
 
 
 def find_mpi(peer: str, prefix: Path | None) -> Installed:
-    """Find the MPI of `peer`: in the folder `prefix` if there is one, otherwise next to this Python or on PATH.
+    """Find the MPI of `peer`: in the folder `prefix` if it is given, otherwise next to this Python or on PATH.
 
-    If it is not found, raise Missing, which says what to install.
+    If the MPI is not found, raise Missing, which says what to install.
     """
     peer = peer.removesuffix(SINGLE)
     flavour = FLAVOURS[peer]
@@ -260,7 +261,7 @@ def find_mpi(peer: str, prefix: Path | None) -> Installed:
     if prefix:
         raise Missing(f"{peer}: {prefix}/bin has no mpirun of {flavour.name}")
     advice = f"pip install {flavour.package} mpi4py"
-    if os.access(Path(sys.prefix) / "bin" / "mpirun", os.X_OK):  # the mpirun of another MPI is in the way
+    if os.access(Path(sys.prefix) / "bin" / "mpirun", os.X_OK):  # another MPI has its mpirun at this path
         advice = (
             f"python -m venv {peer}; {peer}/bin/pip install {flavour.package} mpi4py numpy;"
             f" and give --{peer}-prefix {peer}"
@@ -271,8 +272,9 @@ def find_mpi(peer: str, prefix: Path | None) -> Installed:
 class Mpi:
     """An MPI job with one process for each rank, under its own mpirun.
 
-    Rank 0 of the mscomm job controls the MPI job. It has a Unix socket to each MPI rank. An MPI rank reads a command,
-    executes it, answers, and sleeps until the next command. Meanwhile the other mscomm ranks sleep in a barrier.
+    Rank 0 of the mscomm job controls the MPI job through a Unix socket to each MPI rank. An MPI rank reads a command,
+    executes it, answers, and sleeps until the next command. Until all MPI ranks have answered, the other mscomm ranks
+    sleep in a barrier.
     """
 
     def __init__(self, peer: str, case: Case, prefix: Path | None) -> None:
@@ -432,8 +434,8 @@ def _words_of(case: Case) -> dict[str, Any]:
 def environment_for_mpirun(env: Mapping[str, str]) -> dict[str, str]:
     """Return `env` without the variables of the launcher that started this process.
 
-    OMPI_MCA_* variables are kept, because they are the user's settings. But if mpirun started this process, it may have
-    set these variables, so they are left out, too.
+    OMPI_MCA_* variables are kept, because they are the user's settings. But if an mpirun started this process, these
+    variables may come from that mpirun, so they are left out, too.
     """
     launcher = r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE|HYDRA|HYDI|MPI|MPIR)_"
     inside_mpirun = "OMPI_COMM_WORLD_RANK" in env or "PMIX_RANK" in env

@@ -53,14 +53,14 @@ class Plan(NamedTuple):
         return Case(COLLECTIVES[self.collective], dtype_of(self.dtype), self.op, self.root, ranks, rank)
 
     def counts(self, case: Case) -> list[int]:
-        """Return the number of elements of one part, for each size. Sizes with equal numbers are measured once."""
+        """Return the number of elements in a part, for each size. If two sizes have the same number, return it once."""
         return list(dict.fromkeys(case.count(size) for size in self.sizes))
 
     def calls(self, us: float) -> tuple[int, int]:
         """Return how many warm-up calls and timed calls a contender makes in one round. us: the time of a call.
 
-        A round must be long enough that it hardly matters in which state the previous contender has left the machine:
-        for example, what is in the caches, and which ranks the kernel has placed on the same CPU.
+        A round must be so long that the state in which the previous contender left the machine hardly matters. For
+        example, the previous contender's data is in the caches, and the kernel has placed some ranks on the same CPU.
         """
         warmup = max(WARMUP_CALLS, int(_WARMUP_US / us)) if self.warmup is None else self.warmup
         iterations = min(1000, max(5, int(_ROUND_US / us))) if self.iterations is None else self.iterations

@@ -43,7 +43,7 @@ def missing() -> bool:
 
 
 def panels_of(documents: list[dict[str, Any]]) -> dict[tuple[str, int], Panel]:
-    """Return the times in all files, in a panel for each collective and number of ranks. Prefer in-place times."""
+    """Return the times in all files, with one panel per collective and number of ranks. Prefer in-place times."""
     panels: dict[tuple[str, int], Panel] = {}
     for document in documents:
         plan = document["plan"]
@@ -122,8 +122,8 @@ def _style(ax: Any, panels: dict[tuple[str, int], Panel]) -> None:
     times = [us for cell in cells for us in cell.values()]
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    # Label about four of the measured sizes. Label the times that are powers of ten. If the range of times is small,
-    # also label times between them.
+    # Label about four of the measured sizes, and the times that are powers of ten. If the range of times is small, also
+    # label times between powers of ten.
     ax.xaxis.set_major_locator(FixedLocator(sizes[:: max(1, (len(sizes) + 1) // _X_TICKS)]))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _in_units(value, ("B", "KiB", "MiB", "GiB"), 1024)))

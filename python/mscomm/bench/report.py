@@ -66,7 +66,7 @@ def say(text: str) -> None:
 
 
 def head(plan: Plan, case: Case, env: dict[str, Any]) -> None:
-    """Print what is above the rows: machine, versions, contenders, how times are computed, and column titles."""
+    """Print the lines above the rows: machine, versions, contenders, how times are computed, and column titles."""
     _head(plan, env)
     _how(plan)
     if plan.peers:
@@ -215,7 +215,7 @@ def tune_row(row: dict[str, Any]) -> None:
 
 
 def tune_choices(choices: dict[str, list[tuple[str, int]]], faster: list[tuple[str, int, str, str, float]]) -> None:
-    """Print which algorithms init() chooses for these ranks, and for which sizes another was clearly faster."""
+    """Print which algorithms init() chooses for these ranks, and for which sizes another algorithm was faster."""
     say("#")
     say("# What init chooses for these ranks and hosts")
     for what, rows in choices.items():
@@ -231,7 +231,7 @@ def tune_choices(choices: dict[str, list[tuple[str, int]]], faster: list[tuple[s
 
 
 def finish(plan: Plan, result: dict[str, Any]) -> int:
-    """Write the files and print the last lines. Return how many elements were wrong."""
+    """Write the files and print the final lines. Return how many elements were wrong."""
     document = {"schema": SCHEMA, "plan": _as_json(plan), **result}
     if plan.json:
         write(plan.json, document)

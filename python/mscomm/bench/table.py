@@ -1,7 +1,7 @@
 """The collectives that can be measured: each rank's input and output, the bandwidth factor, and the correct result.
 
 This module needs only NumPy, because MPI ranks use it too. Sizes are defined as in nccl-tests: the size of a message is
-everything that one rank sends, or everything that it receives, whichever is more.
+the number of bytes that one rank sends or receives in a call, whichever is larger.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-PERIOD = 127  # a prime number, so that a part that is misplaced by a power of two is noticed
+PERIOD = 127  # a prime number, so that the check notices data that is misplaced by a power of two
 POISON = 127  # the value in `out` before a call; data that is only moved never has this value
 
 
 class Collective(NamedTuple):
-    """A row of COLLECTIVES. An array "in parts" has a part of `count` elements for each rank; others have one part."""
+    """A row of COLLECTIVES. An array "in parts" has `count` elements for each rank; another has `count` in all."""
 
     name: str
     bus: Callable[[int], float]  # for n ranks, the ratio of bus bandwidth to algorithm bandwidth
@@ -67,8 +67,8 @@ class Case(NamedTuple):
 class Contents:
     """What the ranks' arrays contain: each rank repeats its own pattern of PERIOD elements.
 
-    The results are exact in every dtype. With up to 128 ranks, no sum is above 256. bfloat16 can represent all integers
-    up to 256, so the order of additions does not matter.
+    The results are exact in every dtype. With up to 128 ranks, no sum is above 256. Even bfloat16 can represent all
+    integers up to 256 exactly, so the order of additions does not matter.
     """
 
     def __init__(self, case: Case) -> None:
@@ -77,7 +77,7 @@ class Contents:
         self._op = case.op if case.row.reduces else ""
 
     def of(self, rank: int, start: int, count: int) -> Array:
-        """Return the elements from start to start + count of that rank's x."""
+        """Return the elements from start to start + count of the x of `rank`."""
         return _repeated(self._pattern(rank).astype(self._dtype), start, count)
 
     def reduced(self, start: int, count: int, ranks: int | None = None) -> Array:
@@ -119,7 +119,7 @@ OPS = (*_REDUCE, "avg")
 def _wide(dtype: np.dtype[Any]) -> type:
     """Return the type in which to compute the correct result.
 
-    This type is exact, and its conversion to `dtype` wraps around as arithmetic in `dtype` does.
+    Arithmetic in this type is exact. A conversion to `dtype` wraps around, as arithmetic in `dtype` does.
     """
     for kind, wide in ((np.bool_, np.bool_), (np.integer, np.int64), (np.complexfloating, np.complex128)):
         if np.issubdtype(dtype, kind):
@@ -157,7 +157,7 @@ class Buffers:
         self.x[...] = self._contents.of(self.case.rank, 0, self.x.size)
 
     def fill_for_repetition(self) -> None:
-        """Fill the arrays so that repeated calls do not change them. Otherwise, in-place sums would keep growing."""
+        """Fill the arrays so that each repeated call gets the same values. Otherwise, in-place sums keep growing."""
         if self.in_place and self.case.row.reduces:
             self.x[...] = 0
         else:

@@ -22,11 +22,11 @@ from mscomm.bench.plan import ROUNDS_WITH_PEERS, Plan, dtype_of
 from mscomm.bench.table import COLLECTIVES, Case
 from mscomm.group import Group
 
-_FASTER = 0.9  # an algorithm is faster if it takes less than this share of the chosen one's time, in every round
+_FASTER = 0.9  # report an algorithm as faster if each round takes less than this share of the chosen algorithm's time
 
 
 def algorithms(hosts: list[int]) -> dict[str, list[str]]:
-    """Return the algorithms that each collective can use on these hosts. Leave out collectives with only one."""
+    """Return the algorithms that each collective can use on these hosts. Omit collectives with only one algorithm."""
     alone, apart = len(set(hosts)) == 1, len(set(hosts)) == len(hosts)
     fit = {"arena": alone, "both": not alone and not apart, "mesh": True}
     names: dict[str, list[str]] = {}
@@ -88,10 +88,10 @@ def _of_collective(plan: Plan, case: Case, variants: dict[str, Group], core: _co
 
 
 def choice(core: _core.Group, what: str, sizes: list[int]) -> list[tuple[str, int]]:
-    """Return which algorithm is chosen for which message sizes, up to the last of `sizes`.
+    """Return which algorithm is chosen for each message size from 0 to the last of `sizes`.
 
-    The result is a list of pairs, in the order of the sizes: an algorithm, and the size in bytes from which it is
-    chosen.
+    The result is a list of pairs in ascending order: an algorithm, and the smallest size in bytes for which it is
+    chosen. The algorithm is chosen up to the size in the next pair.
     """
 
     def chosen(size: int) -> str:

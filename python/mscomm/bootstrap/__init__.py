@@ -1,4 +1,4 @@
-"""Finds the job that this process belongs to, and its rank.
+"""Finds the job of this process, and the rank of this process in that job.
 
 There is one module per launcher. mscomm uses the first launcher that recognises the environment.
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from mscomm.bootstrap.invitation import Found, Launcher
 
-# If one launcher can start another, the one that is started comes first, because it knows more about the ranks.
+# If launcher A can start launcher B, B comes before A, because B knows more about the ranks.
 LAUNCHERS = (
     "launcher",
     "ms_cluster",
@@ -29,9 +29,9 @@ LAUNCHERS = (
 def find(
     env: Mapping[str, str], init_method: Any = None, rank: int | None = None, world_size: int | None = None
 ) -> Launcher | None:
-    """Return the launcher that the arguments of init() describe, otherwise the one that started this process.
+    """Return the launcher that the arguments of init() describe, or else the launcher that started this process.
 
-    Return None for a job of one rank.
+    Return None if this process is a job of one rank.
     """
     if init_method not in (None, "env://") or rank is not None or world_size is not None:
         from mscomm.bootstrap import by_hand
@@ -49,7 +49,7 @@ def _detected(env: Mapping[str, str]) -> Found | None:
 
 
 class Announced(NamedTuple):
-    """What a launcher says about a process before the process joins. A field is None if the launcher does not say."""
+    """What the environment variables say about a process before it joins. A number that no variable gives is None."""
 
     launcher: str
     rank: int | None

@@ -24,7 +24,7 @@ _PUBLISHED_BYTES = 256
 def launcher(init_method: Any, rank: int | None, world_size: int | None) -> Launcher | None:
     """Return the launcher that init's arguments describe; None for a job of one rank.
 
-    TypeError or ValueError if an argument is wrong.
+    Raise TypeError or ValueError if an argument is invalid.
     """
     if all(hasattr(init_method, name) for name in ("rank", "size", "Bcast", "Allgather")):
         for name, given, own in (("rank", rank, init_method.rank), ("world_size", world_size, init_method.size)):
@@ -57,7 +57,7 @@ class _Tcp:
 
     def __init__(self, host: str, port: int, rank: int, size: int) -> None:
         if (host, port) in self._used:
-            # The previous job's hub may still serve there, and would mistake this process for a rank of that job.
+            # The hub of the previous job may still listen at this address, and would take us for a rank of that job.
             raise ValueError(f"init: this process has joined a job at {host}, port {port} before; use another port")
         self._used.add((host, port))
         self._place = Seat(rank, size, None, one_host=False)
@@ -69,9 +69,9 @@ class _Tcp:
 
 
 class _Communicator:
-    """Rank 0 sends the hub's address by Bcast.
+    """Rank 0 sends the hub's address to the other ranks with Bcast.
 
-    Bcast has no timeout, so all ranks of the communicator must call init().
+    Bcast has no timeout, so init() hangs unless all ranks of the communicator call it.
     """
 
     NAME = "MPI communicator"

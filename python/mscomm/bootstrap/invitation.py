@@ -19,7 +19,7 @@ _turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def turn(launcher: str) -> int:
-    """Return how often this process has joined by this launcher before: each time, the ranks meet at a new place."""
+    """Return how many joins through this launcher came before this one. The number makes each meeting place unique."""
     return next(_turns[launcher])
 
 
@@ -34,10 +34,10 @@ class Seat(NamedTuple):
 
 @dataclass
 class Invitation:
-    """A way into the job: a socket connected to the hub, the job's key, and what the launcher says about this rank.
+    """What a rank needs to join: a socket connected to the hub, the job's key, and its place in the job.
 
-    `where`: the name of the hub in messages. `greeted`: the socket needs no hello, because the hello is done or the
-    socket is inherited. `hub`: the hub process, if this rank started it.
+    `where`: the name of the hub in messages. `greeted`: whether the hello is done, or is not needed because the socket
+    is inherited. `hub`: the hub process, if this rank started it.
     """
 
     launcher: str
@@ -52,7 +52,7 @@ class Invitation:
 
 
 class Launcher(Protocol):
-    """Something that can connect this process to its job."""
+    """A module or an object that can connect this process to its job."""
 
     NAME: str
 
@@ -64,8 +64,8 @@ class Found(Launcher, Protocol):
     """What each launcher module in this folder contains."""
 
     PLACE: tuple[tuple[str, ...], tuple[str, ...]]
-    """The variables that give the rank, and those that give the number of ranks; of each list, the first variable that
-    is set counts.
+    """Two tuples of variables. The first tuple gives the rank, the second gives the number of ranks. In each tuple, the
+    first variable that is set is used.
     """
 
     def detect(self, env: Mapping[str, str]) -> bool:

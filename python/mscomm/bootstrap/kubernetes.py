@@ -1,7 +1,8 @@
-"""A Kubernetes indexed job with one rank per pod: JOB_COMPLETION_INDEX is the rank, WORLD_SIZE the number of ranks.
+"""Joins a Kubernetes indexed job with one rank per pod. JOB_COMPLETION_INDEX is the rank, WORLD_SIZE the size.
 
-MASTER_ADDR names pod 0. If it is not set, pod 0's name is this pod's name with the index 0, in the domain of the job's
-headless service. The name resolves only some time after pod 0 has started, so the other ranks retry until the deadline.
+MASTER_ADDR names pod 0. If it is not set, mscomm takes this pod's full name, which ends with the domain of the job's
+headless service, and replaces the index in it by 0. The name of pod 0 cannot be resolved until some time after pod 0
+has started, so the other ranks retry until the deadline.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
 
 
 def pod_0(name: str, index: int) -> str:
-    """Return the name of the job's first pod. name, index: those of this pod. train-3.svc becomes train-0.svc."""
+    """Return pod 0's full name. name, index: this pod's full name and index. train-3.svc and 3 give train-0.svc."""
     pod, dot, domain = name.partition(".")
     if not pod.endswith(f"-{index}"):
         raise BackendUnavailable(

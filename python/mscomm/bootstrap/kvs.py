@@ -1,8 +1,9 @@
 """Joins through a launcher's key-value store: rank 0 starts the hub and publishes its address, and the others connect.
 
-PMI-1, PMIx and MPI communicators share this code. Rank 0 publishes one string. If all ranks are on one host, it is
-`mscomm1,unix,NAME,KEY`: an abstract unix socket and the job's key in hex. Otherwise it is `mscomm1,tcp,ADDRESS,PORT`,
-and the key comes from a file, because with several hosts the key never goes through the store.
+The modules for PMI-1, PMIx and MPI communicators share this code. Rank 0 publishes one string. If all ranks are on one
+host, the string is `mscomm1,unix,NAME,KEY`, with the name of an abstract unix socket and the job's key in hex.
+Otherwise, the string is `mscomm1,tcp,ADDRESS,PORT`. It does not contain the key, because a store on several hosts may
+send it over the network. Each rank gets the key from security.worker_key() instead.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ _FAILED = "mscomm1,failed"
 
 
 class Names(NamedTuple):
-    """The variables that tell a rank its place. Of each list of names, the first variable that is set is used."""
+    """The variables that tell a rank its place in the job. In each tuple, the first variable that is set is used."""
 
     rank: tuple[str, ...]
     size: tuple[str, ...]
     local_rank: tuple[str, ...]
-    local_size: tuple[str, ...]  # with several hosts, Slurm writes for example "4(x2)", which is not a number
+    local_size: tuple[str, ...]  # may be no number: for two hosts with four ranks each, Slurm writes "4(x2)"
 
 
 class Store(NamedTuple):
-    """One entry of the launcher's key-value store. Rank 0 calls `publish`, the others call `fetch`.
+    """One entry of the launcher's key-value store. Rank 0 calls `publish`, and the other ranks call `fetch`.
 
-    Both stop at the deadline.
+    Both give up at the deadline, except with an MPI communicator, because Bcast has no timeout.
     """
 
     publish: Callable[[str, Deadline], object]
@@ -58,7 +59,7 @@ def place(env: Mapping[str, str], names: Names, launcher: str) -> Seat:
 
 
 def _first(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    """Return the value of the first of these variables that is set; None if there is none or it is not a number."""
+    """Return the value of the first of these variables that is set; None if none is set, or if it is not a number."""
     text = next((env[name] for name in names if name in env), "")
     return int(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else None
 
@@ -92,12 +93,12 @@ def _host(
 ) -> Invitation:
     """Do rank 0's part of join(): start the hub, publish its address, and connect to it.
 
-    The other ranks may connect before the hub process runs. Until then, connections wait in the listener's backlog.
+    The other ranks may connect before the hub process runs. Their connections then wait in the listener's backlog.
     """
     try:
         process, address, key, text = _open(launcher, seat, env, deadline, permit_plain)
     except Exception:
-        store.publish(_FAILED, deadline)  # so that the others do not wait for an address until the deadline
+        store.publish(_FAILED, deadline)  # otherwise, the other ranks would wait for an address until the deadline
         raise
     try:
         store.publish(text, deadline)

@@ -1,8 +1,8 @@
-"""Joins under our own launcher, `mscomm run`.
+"""Joins a job that our own launcher, `mscomm run`, has started.
 
-MSCOMM_* variables tell the process its rank, and it inherits a descriptor. In a job on one host, this descriptor is the
-control link itself. In a job on several hosts, the rank reads the job's key from it, and MSCOMM_SCHED is the address at
-which the launcher of node 0 listens.
+MSCOMM_* variables tell the process its rank. The process also inherits a descriptor, from which it reads the job's key.
+In a job on one host, this descriptor is the rank's control link, too. In a job on several hosts, the rank connects to
+the launcher of node 0, at the address in MSCOMM_SCHED.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def detect(env: Mapping[str, str]) -> bool:
 
 
 def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-    """Take over the inherited descriptor and read the job's key from it. On several hosts, also connect to the hub."""
+    """Read the job's key from the inherited descriptor. In a job on several hosts, also connect to the hub."""
     inherited = KEY_FD if SCHED in env else CONTROL_FD
     rank, size, local_rank, local_size, fd = (_number(env, name) for name in (*VARIABLES[:4], inherited))
     if fd in _taken:
@@ -82,7 +82,7 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 
 def _adopt(fd: int, name: str) -> socket.socket:
-    """Take over the descriptor as a socket, which our children will not inherit."""
+    """Take over the descriptor as a socket. Our child processes will not inherit it."""
     advice = "only the process that `mscomm run` started, or one that inherits its descriptors, can join, and only once"
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):

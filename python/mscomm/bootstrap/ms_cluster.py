@@ -1,6 +1,7 @@
-"""A scheduler and workers configured by MS_* variables, as in MindSpore's dynamic cluster.
+"""Joins a job whose processes are configured with MS_* variables, as in MindSpore's dynamic cluster.
 
-The process with MS_ROLE=MS_SCHED is the scheduler (`serve`). The workers connect to it. They may start in any order.
+The process with MS_ROLE=MS_SCHED is the scheduler (`serve`), and the workers connect to it. The processes may start in
+any order.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def detect(env: Mapping[str, str]) -> bool:
 
 
 def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-    """Connect a worker to the scheduler. In the scheduler's process, serve the job and never return."""
+    """In a worker, connect to the scheduler. In the scheduler, serve the job and then exit, without returning."""
     role = env["MS_ROLE"]
     if role == "MS_SCHED":
         serve(env, permit_plain=permit_plain)
@@ -117,15 +118,16 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
         with _listening(settings, env, permit_plain):
             listener = stack.enter_context(rendezvous.bind(settings.host, settings.port))
             host, port = listener.getsockname()[:2]
-            # Several schedulers could bind the port before one of them listens, and each would write its key file. An
-            # abstract unix name can be bound only once. Like the port, it belongs to the network namespace. It becomes
-            # free when the process ends.
+            # Several schedulers can bind the port until one of them listens, and each of them would write its key file.
+            # So bind an abstract unix name, too, which only one process can do. Like the port, the name belongs to the
+            # network namespace. The kernel frees it when the process ends.
             claim.bind(f"\0mscomm-sched-{host}-{port}")
         key, file = security.scheduler_key(env, host, port, permit_plain)
         if file:
             stack.callback(file.remove)
         with _listening(settings, env, permit_plain):
-            listener.listen(socket.SOMAXCONN)  # after the key file is written: a worker that can connect can read it
+            # The key file is written already, so a worker that can connect can also read the key.
+            listener.listen(socket.SOMAXCONN)
         hub = Hub(
             settings.size,
             key=key,
@@ -144,7 +146,7 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
 
 @contextlib.contextmanager
 def _listening(settings: Settings, env: Mapping[str, str], permit_plain: bool) -> Iterator[None]:
-    """Turn an OSError about MS_SCHED_HOST:MS_SCHED_PORT into a BackendUnavailable that says why nobody can listen."""
+    """Turn an OSError into a BackendUnavailable that says why we cannot listen at MS_SCHED_HOST:MS_SCHED_PORT."""
     try:
         yield
     except socket.gaierror as error:
@@ -157,7 +159,8 @@ def _listening(settings: Settings, env: Mapping[str, str], permit_plain: bool) -
 def _why_not(settings: Settings, error: OSError, env: Mapping[str, str], permit_plain: bool) -> str:
     taken = ""
     if error.errno == errno.EADDRINUSE:
-        # The key is that of the address as it was given: a connection to a wildcard address has a loopback peer.
+        # Use the key of the address in MS_SCHED_HOST, not of the peer's address. If MS_SCHED_HOST is a wildcard address
+        # such as 0.0.0.0, the peer's address is a loopback address, and the two keys differ.
         host = str(socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][4][0])
         taken = rendezvous.contend(
             host, settings.port, lambda _: security.worker_key(env, host, settings.port, permit_plain), env
@@ -181,7 +184,7 @@ def _log(text: str) -> None:
 
 
 def _stop_on_sigterm(stop: Callable[[], None]) -> None:
-    """Make the scheduler stop as usual at SIGTERM, so that it removes its key file before it ends."""
+    """Make SIGTERM stop the hub, so that the scheduler removes its key file before it ends."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: stop())
 

@@ -1,13 +1,13 @@
-"""Joins under MPICH's Hydra and Intel MPI: speaks their PMI-1 text protocol over PMI_FD (or PMI_PORT).
+"""Joins a job that MPICH's Hydra or Intel MPI has started, with the PMI-1 text protocol over PMI_FD or PMI_PORT.
 
-An MPI library in this process may use PMI-1 over the same descriptor, before or after us. Therefore, we leave the
-descriptor open with its flags unchanged, and read only the answers to our own requests.
+With PMI_FD, an MPI library in this process may use PMI-1 over the same descriptor, before or after us. Therefore, we
+leave the descriptor open with its flags unchanged, and read only the answers to our own requests.
 
-On that descriptor, `finalize` is sent only at exit, because MPI_Init fails with a broken pipe after a `finalize`. We
-send it unless the MPI library does. Hydra kills the other ranks if a rank that has used PMI-1 ends without `finalize`.
+Hydra kills the other ranks if a rank that has used PMI-1 ends without `finalize`. So if the MPI library does not send
+`finalize`, we send it. We send it only at exit, because MPI_Init fails with a broken pipe after a `finalize`.
 
-With PMI_PORT (`mpirun -pmi-port`), no descriptor is inherited, and we open our own connection. Hydra then drops the
-connection of an MPI library, so PMI_PORT works only for processes that do not use MPI.
+With PMI_PORT (`mpirun -pmi-port`), this process inherits no descriptor, and we open our own connection. Hydra then
+drops the connection of an MPI library, so PMI_PORT works only for processes that do not use MPI.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def detect(env: Mapping[str, str]) -> bool:
 
 
 def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-    """Connect to the hub that rank 0 starts. This requires one barrier of all ranks."""
+    """Connect to the hub that rank 0 starts. Before that, all ranks wait for each other in one PMI barrier."""
     with _process_manager(env, deadline) as (fd, full_env):
         seat = kvs.place(full_env, _NAMES, NAME)
         return kvs.join(NAME, seat, _store(fd, seat.size, deadline), env, deadline, permit_plain)
@@ -88,7 +88,7 @@ def _ask(fd: int, question: str, answer: str, deadline: Deadline, lines: int = 1
     """Send a request to mpirun, and return the fields of its answer.
 
     answer: the name that the answer must have. Raise BackendUnavailable if mpirun sends another answer or an error, and
-    CollectiveTimeout if it sends nothing.
+    CollectiveTimeout if no answer arrives before the deadline.
     """
     asked = question.partition(" ")[0]
     try:
@@ -125,9 +125,9 @@ def _read(fd: int, lines: int, deadline: Deadline) -> str:
 
 @contextmanager
 def _process_manager(env: Mapping[str, str], deadline: Deadline) -> Iterator[tuple[int, Mapping[str, str]]]:
-    """Yield a descriptor that leads to mpirun, and a copy of `env` that has PMI_RANK and PMI_SIZE.
+    """Yield the descriptor of a connection to mpirun, and an environment that has PMI_RANK and PMI_SIZE.
 
-    With PMI_FD, `finalize` is sent when the process exits; with PMI_PORT, at the end of the with block.
+    With PMI_FD, `finalize` is sent when the process exits. With PMI_PORT, it is sent at the end of the `with` block.
     """
     if "PMI_FD" in env:
         fd = _inherited(env["PMI_FD"])
@@ -150,7 +150,7 @@ def _process_manager(env: Mapping[str, str], deadline: Deadline) -> Iterator[tup
 def _inherited(text: str) -> int:
     """Return the descriptor in PMI_FD. Raise BackendUnavailable if it is not a socket.
 
-    A child of a rank may have inherited the variable without the descriptor.
+    This happens if a rank starts another process, which inherits the variable but not the descriptor.
     """
     try:
         fd = int(text)
@@ -176,7 +176,7 @@ def _dial(address: str, deadline: Deadline) -> socket.socket:
 
 
 def _finalize_unless_mpi(fd: int, inode: int, pid: int) -> None:
-    """At exit, send `finalize` on the inherited descriptor, if it is still open and MPI does not send `finalize`."""
+    """At exit, send `finalize` if the inherited descriptor is still open and no MPI library sends `finalize`."""
     # An error means that mpirun has ended, or is about to end this job.
     with suppress(OSError, BackendUnavailable, CollectiveTimeout):
         if os.getpid() == pid and os.fstat(fd).st_ino == inode and not _mpi_initialized():
@@ -186,7 +186,7 @@ def _finalize_unless_mpi(fd: int, inode: int, pid: int) -> None:
 def _mpi_initialized() -> bool:
     """Return whether an MPI library in this process was initialised.
 
-    If so, the library will send `finalize`, or has sent it.
+    If so, the library has sent `finalize`, or will send it.
     """
     with open("/proc/self/maps") as maps:
         loaded = {line.split(maxsplit=5)[5].strip() for line in maps if re.search(r"/libmpi(ch)?\.so", line)}

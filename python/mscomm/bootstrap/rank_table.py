@@ -1,9 +1,9 @@
 """Joins with Ascend's rank table: reads RANK_TABLE_FILE, RANK_ID and, if they are set, RANK_SIZE and DEVICE_ID.
 
 With one server, the ranks meet at a unix socket, and server_id is not used. With several servers, they meet on rank 0's
-server, at MSCOMM_PORT or at one of eight ports that are derived from the table. The server_id of that server must then
-be an address or a name that the others can resolve. An error in the table or in these variables raises ValueError; if
-the ranks do not meet, BackendUnavailable is raised.
+server, at MSCOMM_PORT or at one of eight ports that are derived from the table. The server_id of rank 0's server must
+then be an address, or a name that the other servers can resolve. accept() raises ValueError for an error in the table
+or in these variables, and BackendUnavailable if the ranks do not meet.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _FILES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")  # the current name, 
 def detect(env: Mapping[str, str]) -> bool:
     """Return whether a variable names a rank table, or RANK_ID and RANK_SIZE require one.
 
-    If a table is required and no variable names it, accept() raises ValueError.
-
-    RANK_ID=0 and RANK_SIZE=1 need no table, because MindSpore's scripts for one device set them for a job of one rank.
+    They require one if both are set and RANK_SIZE is not 1. If no variable names the table then, accept() raises
+    ValueError. A job of one rank needs no table: MindSpore's scripts for one device set RANK_ID=0 and RANK_SIZE=1
+    without a table.
     """
     return bool(_path(env)[1]) or (bool(_text(env, "RANK_ID")) and _text(env, "RANK_SIZE") not in ("", "1"))
 

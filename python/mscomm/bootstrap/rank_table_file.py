@@ -1,10 +1,11 @@
 """Reads and writes Ascend's rank table, a JSON file that says which rank runs on which server and device.
 
 The reader is strict on every backend. Contradictions are errors, and so are values that the HCCL documentation does not
-allow; the message says where they are. Examples are a field that is missing or has the wrong type, a number that is out
-of range, and a rank, device or address that occurs twice. Some errors that HCCL rejects do not matter to the CPU core,
-for example the wrong order of servers or missing network card addresses. They only lead to a remark.
-`unfit_for_910` finds what HCCL allows but Atlas 910 servers cannot run. Unknown fields are ignored.
+allow. The message says where they are. Examples are a field that is missing or has the wrong type, a number that is out
+of range, and a rank, device or address that occurs twice. HCCL also refuses some tables that the CPU core can use, for
+example if the order of the servers is wrong, or if the addresses of network cards are missing. The reader accepts such
+a table, and adds a remark to it. `unfit_for_910` finds what HCCL allows but Atlas 910 servers cannot run. Unknown
+fields are ignored.
 
     >>> from mscomm.bootstrap.rank_table_file import Server, make, parse
     >>> text = make([Server("10.0.0.1", [0, 1]), Server("10.0.0.2", [0, 1])])
@@ -30,7 +31,7 @@ LARGEST_BYTES = 16 << 20  # enough for about 100,000 ranks
 LONGEST_SERVER_ID = 63  # characters
 MOST_DEVICES = 1024  # on one server
 VERSIONS = ("1.0", "1.2")
-MOST_PROBLEMS = 100  # report at most this many errors; a file that is not a rank table may have one in every line
+MOST_PROBLEMS = 100  # report at most this many errors; a file that is no rank table may have an error in every line
 # HCCL's other kinds of tables, recognised by the key that holds their servers.
 _OTHER_KINDS = {
     "group_list": "this is the older template, with group_list",
@@ -59,7 +60,7 @@ class Problem(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table without errors. `digest`: the same for copies that differ only in white space and the order of keys."""
+    """A table without errors. `digest`: a hash that ignores white space and the order of keys in the file."""
 
     version: str
     seats: list[Seat]  # in the order of the ranks
@@ -82,9 +83,9 @@ class InvalidTable(ValueError):
 
 
 def load(path: str, named_by: str = "") -> Table:
-    """Read a table from a file. Raise InvalidTable, a ValueError, if that fails or the table has an error.
+    """Read a table. Raise InvalidTable, a ValueError, if the file cannot be read or the table has an error.
 
-    named_by: the variable that names the file, for the message if the file cannot be read.
+    named_by: the variable that names the file. The message of an error shows it if the file cannot be read.
     """
     try:
         content = _content(path)
@@ -95,7 +96,7 @@ def load(path: str, named_by: str = "") -> Table:
 
 
 def parse(content: bytes, path: str) -> Table:
-    """Parse the content of a file. `path` is the file's name in messages. The errors are those of load()."""
+    """Parse the content of a file. Raise InvalidTable if it has an error. `path` is the file's name in messages."""
     document, digest = _document(content, path)
     walk = _Walk()
     with contextlib.suppress(_EnoughError):
@@ -110,7 +111,7 @@ def parse(content: bytes, path: str) -> Table:
 
 
 def _content(path: str) -> bytes:
-    """Return the bytes of a regular file, or only the first LARGEST_BYTES + 1 of them. Does not block on a FIFO."""
+    """Return the content of a regular file, but at most LARGEST_BYTES + 1 bytes. Do not block on a FIFO."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -157,7 +158,7 @@ def _document(content: bytes, path: str) -> tuple[Any, str]:
 
 
 def _integer(text: str) -> int | str:
-    """Keep a very long number as text, to report it with its place later. int() refuses thousands of digits."""
+    """Return a very long number as text, so that the error can name its place. int() refuses thousands of digits."""
     return int(text) if len(text) < 20 else text
 
 
@@ -356,7 +357,7 @@ class _Walk:
         return None
 
     def _address(self, holder: _Object, at: str, key: str, what: str) -> str | None:
-        """Return the IP address in the field, which is optional; None if it is missing or wrong."""
+        """Return the IP address in an optional field; None if the field is missing or invalid."""
         if key not in holder:
             return None
         expected = f"{what}, an IP address, or no {key} at all"
@@ -367,10 +368,7 @@ class _Walk:
         return None
 
     def _once(self, kind: str, value: Any, where: str, name: str) -> bool:
-        """Return whether no other place has the same value of this kind.
-
-        If there is one, record an error.
-        """
+        """Return whether this is the first place that has this value of this kind. If not, record an error."""
         first = self._places.setdefault((kind, value), where)
         if first != where:
             self.error(where, f"{name} is there twice; it is at {first}, too")
@@ -436,7 +434,7 @@ def _remarks(seats: list[Seat], version: str, unquoted: list[str]) -> list[Probl
 
 
 def unfit_for_910(seats: Sequence[Seat]) -> list[Problem]:
-    """Return what Atlas 910 servers cannot run. Each has 8 devices: 0 to 3 on one network and 4 to 7 on another."""
+    """Return why Atlas 910 servers cannot run these ranks. Their devices 0 to 3 and 4 to 7 are on two networks."""
     devices: dict[str, list[int]] = {}
     for seat in seats:
         devices.setdefault(seat.server, []).append(seat.device)

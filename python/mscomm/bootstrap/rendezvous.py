@@ -1,9 +1,9 @@
-"""Lets the ranks meet at an address that each can compute. Rank 0 starts the hub there, and the others connect to it.
+"""Lets the ranks meet at an address that each rank can compute. Rank 0 starts the hub there, and the others connect.
 
-The launchers without a key-value store share this code. If all ranks are on one host, they meet at an abstract unix
-socket whose name is derived from the job; the key is in a file that only the current user can read. Ranks on several
-hosts meet at a TCP port of rank 0's host. Rank 0 takes the first of a few ports that is free. The others try these
-ports in turn, and the hello tells them which port belongs to their job.
+The modules for launchers without a key-value store share this code. If all ranks are on one host, they meet at an
+abstract unix socket whose name is derived from the job. The key is in a file that only the current user can read. Ranks
+on several hosts meet at a TCP port of rank 0's host. Rank 0 has a list of a few ports and takes the first free one. The
+other ranks try the ports of this list in turn, and the hello tells them which port belongs to their job.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from mscomm.errors import AuthenticationError, BackendUnavailable, Error
 if TYPE_CHECKING:
     import psutil
 
-_RETRY_S = (0.02, 0.2)  # the first pause between attempts to connect, and the longest
-_ATTEMPT_S = 5.0  # the limit of one attempt if there are several addresses, because a firewall may let an attempt hang
+_RETRY_S = (0.02, 0.2)  # the first pause and the longest pause between attempts to connect
+_ATTEMPT_S = 5.0  # the time limit of one attempt if there are several addresses; a firewall can make an attempt hang
 _SAYS_WAITING_AFTER_S = 10.0
-_LAST_JOB_S = 5.0  # how long rank 0 tries to listen, because the hub of the previous job may still hold the address
+_LAST_JOB_S = 5.0  # how long rank 0 retries if the address is taken; the hub of the previous job may still hold it
 _HIGH_PORTS = range(61440, 1 << 16)  # above Linux's ephemeral ports, 32768 to 60999
-_TELL_S = 2.0  # how long to try to reach the hub at a taken address, because the hub may not listen yet
-_SILENCES = 3  # give up after this many connections without an answer; the hub of the previous job may cause one
+_TELL_S = 2.0  # how long to try to reach the hub at a taken address; this hub may have bound it, but not listen yet
+_SILENCES = 3  # fail after this many connections that are closed without an answer; a previous job's hub may close one
 
 
 class Spot(NamedTuple):
-    """Where the ranks meet. `job`: a text that differs from that of any other job that may use the same address."""
+    """Where the ranks meet. `job`: a text that identifies the job among all jobs that may use the same address."""
 
     job: str
     host: str = ""  # the name or address of rank 0's host
     ports: Sequence[int] = ()
-    key_path: str = ""  # a file on a shared file system, to which rank 0 writes the key if the user provided none
+    key_path: str = ""  # a file on a shared file system; rank 0 writes the key to it if the user provides no key
 
 
 def meet(
@@ -80,7 +80,7 @@ def number(launcher: str, env: Mapping[str, str], name: str, low: int, high: int
 
 
 def ports_after(port: int, env: Mapping[str, str]) -> Sequence[int]:
-    """Return the hub's ports if another program uses `port`: eight of MSCOMM_PORTS, or else the eight after `port`."""
+    """Return the hub's ports if `port` is another program's: eight of MSCOMM_PORTS, or else the eight after `port`."""
     if allowed := environment.read("MSCOMM_PORTS", env):
         return _eight_of(allowed, str(port))
     return range(port + 1, port + 9) if port + 8 < 1 << 16 else range(port - 8, port)
@@ -118,16 +118,17 @@ def reach(
     purpose: int = CONTROL,
     source: str | None = None,
 ) -> tuple[socket.socket, bytes]:
-    """Connect to the targets in turn, until one listens and the hello succeeds. Return the socket and the job's key.
+    """Try the targets in turn, until one accepts our connection and our hello. Return the socket and the job's key.
 
     key_at: a function that takes the listener's address and returns the key for the hello.
 
-    Retry until the deadline, because the listener may start after us. At the deadline, raise BackendUnavailable:
-    "<absent> within 3 s: what was tried. <advice>". If there is only one target, raise an Error from `key_at` or the
-    hello at once, unless the listener closed the connection without an answer.
+    Retry until the deadline, because the listener may start after us. At the deadline, raise BackendUnavailable with
+    the message "<absent> within 3 s: <problems>. <advice>". If there is only one target, raise an Error from `key_at`
+    or the hello at once. But if the listener closes the connection without an answer, try again until this has happened
+    _SILENCES times.
     """
     started, pause_s, said, silences = time.monotonic(), _RETRY_S[0], False, 0
-    heard: dict[links.Address, str] = {}  # by target: why the last hello failed
+    heard: dict[links.Address, str] = {}  # by target: why the most recent hello failed
     while True:
         problems = {}
         for target in targets:
@@ -159,14 +160,14 @@ def reach(
         if waited_s > _SAYS_WAITING_AFTER_S and not said:
             said = True
             print(f"mscomm: still waiting: {absent}: {what}", file=sys.stderr, flush=True)
-        time.sleep(min(pause_s, deadline.left()))  # no event says when somebody begins to listen
+        time.sleep(min(pause_s, deadline.left()))  # no event tells us when a process begins to listen
         pause_s = min(2 * pause_s, _RETRY_S[1])
 
 
 def _connect(target: links.Address, deadline: Deadline, source: str | None) -> socket.socket:
     sock = links.connect(target, deadline, source=source)
     if isinstance(target, tuple) and sock.getsockname() == sock.getpeername():
-        # If nobody listens, TCP may connect a port in the ephemeral range to itself.
+        # If no process listens at a port in the ephemeral range, TCP may connect our socket to itself.
         sock.close()
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
     return sock
@@ -180,7 +181,7 @@ def words(error: OSError) -> str:
 
 
 def _summary(problems: Mapping[links.Address, str]) -> str:
-    """Return the problems as text, each text once. If there are several texts, each is shown with its ports."""
+    """Return the problems as one text without repetitions. If there are different problems, name the ports of each."""
     different = list(dict.fromkeys(problems.values()))
     if len(different) == 1:
         return different[0]
@@ -194,7 +195,7 @@ def _summary(problems: Mapping[links.Address, str]) -> str:
 def _host(
     launcher: str, seat: Seat, spot: Spot, env: Mapping[str, str], deadline: Deadline, permit_plain: bool, advice: str
 ) -> Invitation:
-    """Do rank 0's part: start the hub and connect. Until the hub runs, connections wait in the listener's backlog."""
+    """Do rank 0's part of meet(): start the hub, and connect to it. Connections wait in the backlog until it runs."""
     until = deadline.within(_LAST_JOB_S)
     while True:
         try:
@@ -240,7 +241,8 @@ def _open(seat: Seat, spot: Spot, env: Mapping[str, str], permit_plain: bool) ->
             try:
                 listener = failing.enter_context(_bind(seat, spot, port, env))
                 key = _key(spot, links.address_of(listener), env, permit_plain, new=True)
-                listener.listen(seat.size + 64)  # after the key file is written: a rank that can connect can read it
+                # The key file is written already, so a rank that can connect can also read the key.
+                listener.listen(seat.size + 64)
                 failing.pop_all()
                 return listener, key
             except OSError as error:
@@ -265,7 +267,7 @@ def own_address(host: str, env: Mapping[str, str]) -> str:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to exactly this address of this host. OSError if the kernel or the resolver refuses."""
+    """Return a socket bound to exactly this address of this host. Raise OSError if that is not possible."""
     return _bound(*_resolve(host, port))
 
 
@@ -284,7 +286,7 @@ def _resolve(host: str, port: int) -> tuple[int, Any]:
 
 
 def is_loopback_name(host: str) -> bool:
-    """Return whether the host, as the user wrote it, can only mean this machine."""
+    """Return whether the user's name for a host can only mean this machine: a loopback address or "localhost"."""
     try:
         return security.is_loopback(host)
     except ValueError:
@@ -295,11 +297,11 @@ def is_loopback_name(host: str) -> bool:
 
 
 def contend(host: str, port: int, key: Callable[[Any], bytes], env: Mapping[str, str]) -> str:
-    """Find out who listens at an address that is taken. If it is a hub, tell it that another job wanted the address.
+    """Call this if another process has the address of our hub. If that process is a hub, tell it about our job.
 
-    Return text about the process that listens, for messages. The hub must know of the other job, because ranks of
-    both jobs may have joined it, and it cannot tell them apart. key: a function that takes the hub's address and
-    returns the hub's key; it is called when the hub listens.
+    Return text about that process, for messages. The other hub must know about our job, because ranks of both jobs may
+    have joined it, and it cannot tell them apart. key: a function that takes the other hub's address and returns its
+    key. It is called only after the other hub has accepted our connection.
     """
     import psutil
 
@@ -307,7 +309,7 @@ def contend(host: str, port: int, key: Callable[[Any], bytes], env: Mapping[str,
     who = f"{_words_of(me)} on host {socket.gethostname()}"
     deadline = Deadline(_TELL_S)
     words = {"t": "rival", "who": who, "seconds": max(0.0, time.time() - me.create_time())}
-    # An error means that no hub listens, or that the hub also refuses our ranks. In both cases, no hub must be told.
+    # An error means that no hub listens, or that the hub also refuses our ranks. In both cases, no message is needed.
     with contextlib.suppress(Error, OSError):
         sock, _ = reach([(host, port)], deadline, key, links.newcomer(env), "", "", purpose=LAUNCHER)
         with sock:
@@ -316,7 +318,7 @@ def contend(host: str, port: int, key: Callable[[Any], bytes], env: Mapping[str,
 
 
 def _holder(host: str, port: int) -> str:
-    """Return the process that listens at the address, as " by pid 7 (python train.py)"; "" if it is not visible."""
+    """Return the process that listens at the address, as " by pid 7 (python train.py)"; "" if we cannot see it."""
     import psutil
 
     with contextlib.suppress(psutil.Error, OSError):
@@ -339,10 +341,11 @@ def _words_of(process: psutil.Process) -> str:
 
 
 def _key(spot: Spot, address: Any, env: Mapping[str, str], permit_plain: bool, *, new: bool = False) -> bytes:
-    """Return the key of the job: the user's, else that in a file, else, if permitted, a key that anybody can compute.
+    """Return the key of the job. It comes from the user's key file, or else from a file that rank 0 writes.
 
-    new: this is rank 0, which writes the file. The others call this after connecting; FileNotFoundError if the file is
-    missing.
+    If no file can be read by all ranks and nobody else, and the user permits it, the key is one that anybody can
+    compute. new: whether this is rank 0, which writes the file. The other ranks call this after they have connected;
+    raise FileNotFoundError if rank 0's file is missing.
     """
     path = _path(spot, address)
     if users := environment.read("MSCOMM_JOB_KEY_FILE", env):
@@ -362,7 +365,7 @@ def _key(spot: Spot, address: Any, env: Mapping[str, str], permit_plain: bool, *
 
 
 def _path(spot: Spot, address: Any) -> str:
-    """Return the file to which rank 0 writes the key; "" if no file can be read by all other ranks and nobody else."""
+    """Return the file to which rank 0 writes the key; "" if no file can be read by all ranks and nobody else."""
     if not isinstance(address, tuple):
         return security.key_path(_unix_name(spot.job)[1:])
     if security.is_loopback(address[0]):

@@ -1,7 +1,8 @@
-"""Joins under Slurm's srun without an MPI plugin, by the variables of a job step. The step's first node runs task 0.
+"""Joins a job step of Slurm's srun without an MPI plugin, by the step's variables. The step's first node runs task 0.
 
-With --mpi=pmix or --mpi=pmi2, pmix.py or pmi.py is used instead. Over several nodes, the key is in the file that
-MSCOMM_JOB_KEY_FILE names, or else in a file that rank 0 writes to ~/.mscomm, which all nodes must share.
+With --mpi=pmix, pmix.py is used instead, and with --mpi=pmi2, pmi.py. In a job step on several nodes, the key is in the
+file that MSCOMM_JOB_KEY_FILE names. If this variable is not set, rank 0 writes the key to a file in ~/.mscomm, a folder
+that all nodes must share.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from mscomm.errors import BackendUnavailable
 
 NAME = "Slurm"
 PLACE = (("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
-_SPECIAL_STEPS = 0xFFFFFFF0  # ids from here on are not srun's: they are batch scripts, interactive shells and the like
+_SPECIAL_STEPS = 0xFFFFFFF0  # srun's steps have lower ids; batch scripts and interactive shells have this id or above
 
 
 def detect(env: Mapping[str, str]) -> bool:
     """Return whether srun started this process as one of several tasks.
 
-    SLURM_PROCID alone does not show this, because the batch script has it too.
+    SLURM_PROCID alone does not show this, because Slurm also sets it in the batch script.
     """
     step, tasks = (env.get(name, "") for name in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"))
     return (
@@ -55,9 +56,9 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
 
 
 def hosts(text: str) -> list[str]:
-    """Return the nodes of a list as Slurm writes it: node[001,007-015],x[1-2]-ib.
+    """Return the names of the nodes in a list in Slurm's notation, such as node[001,007-015],x[1-2]-ib.
 
-    Raise BackendUnavailable if it cannot be read.
+    Raise BackendUnavailable if the list cannot be parsed.
     """
     found: list[str] = []
     at = 0

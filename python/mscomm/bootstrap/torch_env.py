@@ -1,4 +1,4 @@
-"""Joins by RANK, WORLD_SIZE and MASTER_ADDR without torchrun, as Kubeflow's PyTorchJob or a user's script sets them."""
+"""Joins by RANK, WORLD_SIZE and MASTER_ADDR if torchrun has not set them, but Kubeflow's PyTorchJob or a script."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Joins under torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torch_env.py uses join() too.
 
 MASTER_PORT is the port of torch's own store. torchrun's agent or the script's init_process_group() binds it, before us
-or after us, so we never use it. Over several hosts, the hub listens at another port (ports_after).
+or after us, so we never use it. In a job on several hosts, the hub listens at one of the ports from ports_after().
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def join(launcher: str, env: Mapping[str, str], deadline: Deadline, permit_plain
     port = number(launcher, env, "MASTER_PORT", 1, 65535) if env.get("MASTER_PORT") else DEFAULT_PORT
     one_agent = size == 1 or env.get("LOCAL_WORLD_SIZE") == str(size)
     life = f"{env.get('TORCHELASTIC_RUN_ID', '')} {turn(NAME)}"
-    if one_agent:  # only then is the restart count the same for all ranks
+    if one_agent:  # with several agents, the restart count may differ between ranks
         life += f" {env.get('TORCHELASTIC_RESTART_COUNT', '')}"
     ports = ports_after(port, env)
     advice = (

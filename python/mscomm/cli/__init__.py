@@ -1,4 +1,4 @@
-"""The command `mscomm`: a table of subcommands, each of which is imported only when it is called."""
+"""The command `mscomm` and its subcommands. The module of a subcommand is imported only when the subcommand is used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMANDS = {
 
 
 class _Lazy(click.Group):
-    """Imports the module of a subcommand only when the subcommand is used. The module has it as `command`."""
+    """Imports the module of a subcommand only when the subcommand is used. In the module, it is called `command`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

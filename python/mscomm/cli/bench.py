@@ -1,4 +1,4 @@
-"""`mscomm bench`: measures a collective, alone or next to gloo and MPI, with nccl-tests' flags and columns."""
+"""`mscomm bench`: measures a collective, alone or against gloo and MPI, with nccl-tests' flags and columns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import click
 
 from mscomm import bootstrap
 
-# The bench package needs numpy, so the functions below import it when they need it.
+# Only the functions that need mscomm.bench import it, because it imports NumPy. So `mscomm bench --help` starts faster.
 
 _HELP = """Benchmark COLLECTIVE, which is one of: all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather,
 scatter, all_to_all, scan, exscan, send_recv, barrier.
@@ -76,7 +76,7 @@ def command(ranks: int | None, vs: str, **options: Any) -> None:
 
 
 def _plan(vs: str, **options: Any) -> Any:
-    """Return the options as a Plan, checked before any rank is started.
+    """Check the options before any rank is started, and return them as a Plan.
 
     Raise ClickException if an option is invalid.
     """
@@ -144,7 +144,7 @@ def _check_files(json_file: Path | None, picture: Path | None) -> None:
 
 
 def check_peers(names: Iterable[str], prefixes: Mapping[str, Path]) -> None:
-    """Raise ClickException if a peer is not installed. prefixes: for an MPI, where it is installed."""
+    """Raise ClickException if a peer is not installed. prefixes: by name of an MPI, the folder that has it."""
     from mscomm.bench.peers import PEERS, SINGLE, Missing
 
     for name in names:
@@ -155,8 +155,9 @@ def check_peers(names: Iterable[str], prefixes: Mapping[str, Path]) -> None:
 
 
 def _start(ranks: int) -> int:
-    """Run this command again under `mscomm run -n RANKS`. Removes the rank prefix from the lines of rank 0. Return the
-    exit status.
+    """Run this command again under `mscomm run -n RANKS`, and return the exit status.
+
+    Remove the rank prefix from the lines that rank 0 prints.
     """
     line = [sys.executable, "-m", "mscomm", "run", "-n", str(ranks), "-m", "mscomm", *sys.argv[1:]]
     launcher = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, errors="replace")

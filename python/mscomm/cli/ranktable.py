@@ -117,7 +117,7 @@ def make_command(
 
 
 def _dealt(device_ips: Sequence[str], servers: int, devices: list[int]) -> list[dict[int, str]]:
-    """For each server, a dict from device number to address. Addresses go to servers and devices in the given order."""
+    """Return a dict from device number to address for each server. `device_ips` lists server after server."""
     per = len(devices)
     if len(device_ips) != servers * per:
         raise click.UsageError(f"{len(device_ips)} times --device-ip for {servers * per} devices; give one for each")
@@ -133,7 +133,7 @@ def _hccn_files(given: Sequence[Path], servers: int) -> Sequence[Path | None]:
 
 
 def _hccn(path: Path | None, devices: list[int]) -> dict[int, str]:
-    """The IP addresses of these devices, from a file with lines like address_0=192.1.27.6; {} if no file is given."""
+    """Read the IP addresses of these devices from lines such as address_0=192.1.27.6; return {} if `path` is None."""
     if path is None:
         return {}
     try:
@@ -255,7 +255,7 @@ def ranks_command(file: str, server: str | None, size: int | None) -> None:
 def here(table: Table, file: str, server: str | None = None) -> list[Seat]:
     """Return the ranks of `server`.
 
-    If it is None: the ranks of the only server, or of the server with this host's address.
+    If `server` is None, return the ranks of the only server, or of the server with this host's address or name.
     """
     found = [server] if server else table.servers
     if not server and len(found) > 1:

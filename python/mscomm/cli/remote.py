@@ -1,9 +1,9 @@
 """`mscomm run --hosts`: this host runs the hub, and ssh starts a launcher on each other host.
 
-Everything that such a launcher needs, including the job's key, goes through ssh's stdin, so that none of it is on a
-command line or in an environment. After that, each byte on stdin is the number of a signal for the launcher's ranks,
-and the end of stdin ends these ranks. The launcher's output (its ranks' lines with their prefixes) comes back through
-ssh.
+This host sends everything that such a launcher needs through ssh's stdin. So the job's key is never on a command line
+or in an environment. After that, each byte on stdin is the number of a signal for the launcher's ranks. When stdin is
+closed, the launcher ends its ranks and itself. ssh also returns the launcher's output: the lines of its ranks, each
+with the rank in front.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mscomm.launching.processes import DRAIN_S
 
 # Variables with one of these prefixes are passed from this host to the ranks on the other hosts.
 HANDED_OVER = ("MSCOMM_", "MS_", "OMP_", "NCCL_", "HCCL_", "GLOO_", "PYTHON")
-_OF_ONE_HOST = ("MSCOMM_HOST_ID", "MSCOMM_SSH", "MSCOMM_JOB_KEY_FILE")  # but not these: they belong to one host
+_OF_ONE_HOST = ("MSCOMM_HOST_ID", "MSCOMM_SSH", "MSCOMM_JOB_KEY_FILE")  # not passed, because they apply to one host
 _ENDS_S = 10.0  # how long a launcher may take to end after its stdin is closed; it kills its ranks after 7 s
 LENGTH = struct.Struct("<I")  # the first bytes on a launcher's stdin: the length of what follows
 MOST_BYTES = 1 << 20
@@ -112,7 +112,7 @@ def shares(hosts: Sequence[tuple[str, int | None]], each: int | None) -> list[Sh
 
 
 def own_place(hosts: Sequence[Share]) -> int:
-    """Return the index of this host: the first host of the list that has a name or address of this host."""
+    """Return the index of this host in the list: the first entry whose name or address belongs to this host."""
     for place, host in enumerate(hosts):
         if host.address == socket.gethostname() or _is_here(host.address):
             return place
@@ -143,7 +143,7 @@ class Hosts(Node0):
         restarts: bool,
         task: Mapping[str, Any],
     ) -> None:
-        """task: the script and those options that are the same on every host."""
+        """task: the script, and the options that are the same on every host."""
         super().__init__(1, hosts[-1].ranks.stop, hosts[own].address, port or 0, False, topo_timeout_s, restarts, "")
         self.first = hosts[own].ranks.start
         self._layout = "--hosts"
@@ -172,9 +172,9 @@ class Hosts(Node0):
         self._tell = tell
 
     def _listener(self) -> socket.socket:
-        """Return a listener at the address that the list contains for this host.
+        """Return a listener at the address that the list of hosts contains for this host.
 
-        If no port was requested, it listens at any free port.
+        If the user gave no port, it listens at any free port.
         """
         host = rendezvous.own_address(self.host, os.environ)
         if self.port == 0:
@@ -222,8 +222,8 @@ class Hosts(Node0):
     def _ended(self, agent: _Agent, status: int) -> None:
         """Handle the end of an ssh process.
 
-        If the launcher that it started never reached the hub, report that launcher's ranks to the hub as ended.
-        Otherwise, the launcher has reported them itself.
+        If the launcher on the other host never reached the hub, report its ranks to the hub as ended. Otherwise, that
+        launcher has reported them itself.
         """
         if not self._hub.attended.issuperset(agent.share.ranks):
             why = f"no rank could be started on host {agent.share.name}: ssh ended with status {status}"
@@ -238,15 +238,15 @@ class Hosts(Node0):
     def needed(self, well: bool) -> bool:
         """Return whether to wait for the launchers on other hosts, or for their output.
 
-        After a failure, return False after some time.
+        After a failure, wait at most _ENDS_S, unless ranks continue without the lost ones.
         """
         self.over()
         if self._hub.goes_on or (well and not super().over()):
             self._heard_at = float("inf")
         else:
             self._heard_at = min(self._heard_at, time.monotonic() + _ENDS_S)
-        # When every ssh process has ended, wait only briefly for their output: a process that ssh left behind may keep
-        # it open.
+        # Once every ssh process has ended, wait only briefly for the rest of the output. A process that ssh has started
+        # may still hold the pipes open.
         if all(agent.told for agent in self._agents):
             self._until = min(self._until, time.monotonic() + DRAIN_S)
         busy = any(not agent.told or not agent.read for agent in self._agents)
@@ -273,7 +273,7 @@ class _Agent:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,  # so Ctrl-C reaches only this process, which passes it on through stdin
+            start_new_session=True,  # so Ctrl-C does not reach ssh; `mscomm run` passes the signal on through stdin
         )
         assert self.process.stdin and self.process.stdout and self.process.stderr
         self._stdin, self.pipes = self.process.stdin, (self.process.stdout, self.process.stderr)

@@ -278,9 +278,9 @@ def _per_node(text: str | None) -> int | None:
 
 
 def _nnodes(text: str | None) -> int | None:
-    """Return the number of hosts.
+    """Return the number of hosts. Refuse a job that grows and shrinks.
 
-    Of torchrun's MIN:MAX forms, 2:2 is accepted; 1:4, a job that grows and shrinks, is refused.
+    torchrun also accepts MIN:MAX. This function accepts 2:2, and refuses 1:4.
     """
     if text is None:
         return None
@@ -318,7 +318,7 @@ def nodes_of(
 
 
 def _number(env: Mapping[str, str], name: str) -> int | None:
-    """Return the number in the variable; None if it contains none."""
+    """Return the number in the variable; None if the variable is not set or is not a number."""
     text = env.get(name, "")
     return int(text) if text.isdecimal() else None
 

@@ -1,4 +1,4 @@
-"""`mscomm sched`: runs only the scheduler, as a training script with MS_ROLE=MS_SCHED does."""
+"""`mscomm sched`: runs the scheduler of a job, like a training script that is started with MS_ROLE=MS_SCHED."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mscomm trace`: which rank waited for which, from the records that a failed job's ranks wrote (MSCOMM_RECORD)."""
+"""`mscomm trace`: reads the records of a failed job's ranks (MSCOMM_RECORD), and shows which rank waited for which."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RecordedCall(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What one rank recorded, with the calls of all groups. The rank wrote one file for each group that failed."""
+    """What one rank recorded, including its calls in all groups. It wrote one file for each group that failed."""
 
     rank: int
     size: int  # the number of ranks in the world; 0 if there is no record of the world group
@@ -38,7 +38,7 @@ class Record(NamedTuple):
 
 
 class Late(NamedTuple):
-    """One call, the rank that made it last, and how long the other ranks waited for this rank."""
+    """One call, the rank that arrived at it after all other ranks, and how long they waited for this rank."""
 
     rank: int
     call: RecordedCall
@@ -124,7 +124,8 @@ def read(folder: Path) -> tuple[list[Record], list[str]]:
     """Return the records of the folder in the order of the ranks, and complaints about the files that are left out."""
     records: dict[int, Record] = {}
     complaints = []
-    # Shorter names first: a rank's record of the world comes before its records of other groups.
+    # Read shorter names first, so that a rank's record of the world comes before its records of other groups. The
+    # combined record keeps the cause of the first one.
     for path in sorted(folder.glob("rank_*.json"), key=lambda path: (len(path.name), path.name)):
         try:
             record = parse(path.read_bytes())
@@ -223,7 +224,7 @@ def lateness(records: list[Record]) -> list[Late]:
     Leave out calls that only one record contains, and calls that some rank with a record has not reached.
     """
     arrivals: dict[tuple[str, int], list[tuple[float, int, RecordedCall]]] = defaultdict(list)
-    reached: dict[str, int] = {}  # by group: the last call number that all recorded ranks have reached
+    reached: dict[str, int] = {}  # by group: the highest call number that all ranks with a record have reached
     for record in records:
         for group, number in {call.group: call.number for call in record.calls}.items():
             reached[group] = min(reached.get(group, number), number)
@@ -257,7 +258,7 @@ def _ranking(late: list[Late]) -> Iterator[str]:
 def chrome(records: list[Record]) -> dict[str, Any]:
     """Return trace events: one process per rank, one thread per group, one event per call.
 
-    The times are in us from the first call.
+    The times are in us since the beginning of the first call.
     """
     calls = [call for record in records for call in record.calls]
     start_s = min((call.began_s for call in calls), default=0.0)
@@ -270,7 +271,7 @@ def chrome(records: list[Record]) -> dict[str, Any]:
         for group, tid in threads.items():
             events.append(_event("M", "thread_name", rank, tid=tid, args={"name": f"group {group}"}))
         for call in record.calls:
-            # Viewers draw a call without an end (B) up to the end of the trace.
+            # A call without an end has the phase B. Viewers draw such a call up to the end of the trace.
             phase, end = ("B", {}) if call.state == "inside" else ("X", {"dur": _us(call.took_s)})
             about = {"call": call.call, "state": call.state, "line": call.line}
             name, began_us, tid = call.call.partition(" ")[0], _us(call.began_s - start_s), threads[call.group]

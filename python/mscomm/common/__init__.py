@@ -1,4 +1,4 @@
-"""The dtypes under MindSpore's import path: import mscomm.common.dtype as mstype."""
+"""Provides the dtypes at MindSpore's import path: import mscomm.common.dtype as mstype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of mscomm.dtype, under the path of MindSpore's module common.dtype."""
+"""Provides the names of mscomm.dtype at the path of MindSpore's module common.dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MindSpore's import path for the functions of a job and its groups. Each function is the same object as in mscomm.
+"""Provides the functions for jobs and groups at MindSpore's import path. Each is the same object as in mscomm.
 
 from mscomm.communication import init, get_rank, get_group_size
 """

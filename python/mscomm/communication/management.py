@@ -1,4 +1,4 @@
-"""The names of mindspore.communication.management, re-exported from mscomm."""
+"""Provides mscomm's functions under the names of mindspore.communication.management."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HCCL_WORLD_COMM_GROUP, NCCL_WORLD_COMM_GROUP, MCCL_WORLD_COMM_GROUP = WORLD_NAME
 
 
 class _State(type):
-    """The attributes that MindSpore's init sets in GlobalComm. In mscomm, each access looks up the current value."""
+    """Provides the attributes of GlobalComm that MindSpore's init() sets. Each access returns the current value."""
 
     @property
     def INITED(cls) -> bool:
