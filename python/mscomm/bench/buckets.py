@@ -159,7 +159,7 @@ def _step(counts: list[int], dtype: np.dtype[Any], op: str, megabytes: float) ->
 def _works(counts: list[int], step: Step) -> list[int]:
     """Return the number of matrix products to run for each gradient.
 
-    It is computed from the slowest rank's times, so it is the same on all ranks.
+    The numbers are computed from the slowest rank's times, so that they are the same on all ranks.
     """
     product = times_ns(lambda: _compute(1000), 3).min() / 1000
     communication = times_ns(lambda: _reduce([0] * len(counts), step), 3).min()
@@ -174,7 +174,7 @@ def _compute(products: int) -> None:
 
 
 def _backward(works: list[int], step: Step | None) -> None:
-    """Compute the matrix products for each gradient. If `step` is not None, tell it after each gradient."""
+    """Compute the matrix products for each gradient. If `step` is not None, report each finished gradient to it."""
     for index, products in enumerate(works):
         _compute(products)
         if step is not None:

@@ -44,7 +44,7 @@ class Missing(Exception):
 
 
 class Unfit(Exception):
-    """Raised if a peer cannot do what is asked. The message says what it cannot do."""
+    """Raised if a peer cannot do what is asked. The message says what the peer cannot do."""
 
 
 def lacks(peer: str, collective: str) -> bool:

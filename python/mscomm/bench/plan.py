@@ -13,7 +13,7 @@ from mscomm.bench.table import COLLECTIVES, Case
 
 BUCKETS = "buckets"
 TUNE = "tune"
-ROUNDS_WITH_PEERS = 5  # fewer rounds say little on a machine that has other work too
+ROUNDS_WITH_PEERS = 5  # fewer rounds give unreliable results on a machine that also does other work
 
 WARMUP_CALLS = 5  # the smallest number of warm-up calls in a round, unless the user sets the number
 _WARMUP_US = 50e3
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
     check: bool
     shared: bool
     peers: tuple[str, ...]
-    prefixes: dict[str, Path]  # a peer -> where this MPI is installed
+    prefixes: dict[str, Path]  # the name of an MPI peer -> the folder where this MPI is installed
     json: Path | None
     plot: Path | None
 

@@ -19,7 +19,7 @@ POISON = 127  # the value in `out` before a call; data that is only moved never 
 
 
 class Collective(NamedTuple):
-    """A row of COLLECTIVES. An array "in parts" has `count` elements for each rank; another has `count` in all."""
+    """A row of COLLECTIVES. An array "in parts" has `count` elements for each rank; any other array has `count`."""
 
     name: str
     bus: Callable[[int], float]  # for n ranks, the ratio of bus bandwidth to algorithm bandwidth

@@ -91,7 +91,7 @@ def choice(core: _core.Group, what: str, sizes: list[int]) -> list[tuple[str, in
     """Return which algorithm is chosen for each message size from 0 to the last of `sizes`.
 
     The result is a list of pairs in ascending order: an algorithm, and the smallest size in bytes for which it is
-    chosen. The algorithm is chosen up to the size in the next pair.
+    chosen. It is also chosen for all larger sizes below the size in the next pair.
     """
 
     def chosen(size: int) -> str:

@@ -108,7 +108,7 @@ def _ask(fd: int, question: str, answer: str, deadline: Deadline, lines: int = 1
 
 
 def _read(fd: int, lines: int, deadline: Deadline) -> str:
-    """Read `lines` lines of printable ASCII; raise OSError if the other end closes or sends anything else."""
+    """Read `lines` lines of printable ASCII; raise OSError if mpirun closes the connection or sends anything else."""
     text = b""
     while text.count(b"\n") < lines:
         wait(fd, select.POLLIN, deadline)
@@ -150,7 +150,7 @@ def _process_manager(env: Mapping[str, str], deadline: Deadline) -> Iterator[tup
 def _inherited(text: str) -> int:
     """Return the descriptor in PMI_FD. Raise BackendUnavailable if it is not a socket.
 
-    This happens if a rank starts another process, which inherits the variable but not the descriptor.
+    For example, the descriptor is missing if a rank started this process: a child may inherit the variable alone.
     """
     try:
         fd = int(text)

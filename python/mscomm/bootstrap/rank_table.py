@@ -24,9 +24,9 @@ _FILES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")  # the current name, 
 def detect(env: Mapping[str, str]) -> bool:
     """Return whether a variable names a rank table, or RANK_ID and RANK_SIZE require one.
 
-    They require one if both are set and RANK_SIZE is not 1. If no variable names the table then, accept() raises
-    ValueError. A job of one rank needs no table: MindSpore's scripts for one device set RANK_ID=0 and RANK_SIZE=1
-    without a table.
+    They require one if both are set and RANK_SIZE is not 1. If a table is required but no variable names one, accept()
+    raises ValueError. A job of one rank needs no table, because MindSpore's scripts for one device set RANK_ID=0 and
+    RANK_SIZE=1 without a table.
     """
     return bool(_path(env)[1]) or (bool(_text(env, "RANK_ID")) and _text(env, "RANK_SIZE") not in ("", "1"))
 

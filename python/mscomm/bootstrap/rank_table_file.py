@@ -85,7 +85,7 @@ class InvalidTable(ValueError):
 def load(path: str, named_by: str = "") -> Table:
     """Read a table. Raise InvalidTable, a ValueError, if the file cannot be read or the table has an error.
 
-    named_by: the variable that names the file. The message of an error shows it if the file cannot be read.
+    named_by: the variable that names the file. The error message contains it if the file cannot be read.
     """
     try:
         content = _content(path)
@@ -335,7 +335,7 @@ class _Walk:
         return None
 
     def _number(self, holder: _Object, at: str, key: str, low: int, high: int, what: str, why: str = "") -> int | None:
-        """Return the number in the field; None after an error.
+        """Return the number in the field, or None after an error.
 
         A number that is not in quotes is accepted with a remark.
         """

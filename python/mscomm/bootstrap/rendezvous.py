@@ -195,7 +195,10 @@ def _summary(problems: Mapping[links.Address, str]) -> str:
 def _host(
     launcher: str, seat: Seat, spot: Spot, env: Mapping[str, str], deadline: Deadline, permit_plain: bool, advice: str
 ) -> Invitation:
-    """Do rank 0's part of meet(): start the hub, and connect to it. Connections wait in the backlog until it runs."""
+    """Do rank 0's part of meet(): start the hub, and connect to it.
+
+    Until the hub process runs, connections wait in the listener's backlog.
+    """
     until = deadline.within(_LAST_JOB_S)
     while True:
         try:
@@ -297,7 +300,7 @@ def is_loopback_name(host: str) -> bool:
 
 
 def contend(host: str, port: int, key: Callable[[Any], bytes], env: Mapping[str, str]) -> str:
-    """Call this if another process has the address of our hub. If that process is a hub, tell it about our job.
+    """Find out which process has taken our hub's address. If it is another hub, tell it that our job wants the address.
 
     Return text about that process, for messages. The other hub must know about our job, because ranks of both jobs may
     have joined it, and it cannot tell them apart. key: a function that takes the other hub's address and returns its
@@ -343,9 +346,9 @@ def _words_of(process: psutil.Process) -> str:
 def _key(spot: Spot, address: Any, env: Mapping[str, str], permit_plain: bool, *, new: bool = False) -> bytes:
     """Return the key of the job. It comes from the user's key file, or else from a file that rank 0 writes.
 
-    If no file can be read by all ranks and nobody else, and the user permits it, the key is one that anybody can
-    compute. new: whether this is rank 0, which writes the file. The other ranks call this after they have connected;
-    raise FileNotFoundError if rank 0's file is missing.
+    If no file can be read by all ranks and nobody else, and the user permits a job without a key, return a key that
+    anybody can compute. new: whether this is rank 0, which writes the file. The other ranks call this after they have
+    connected. Raise FileNotFoundError if rank 0's file is missing.
     """
     path = _path(spot, address)
     if users := environment.read("MSCOMM_JOB_KEY_FILE", env):

@@ -1,4 +1,4 @@
-"""Joins by RANK, WORLD_SIZE and MASTER_ADDR if torchrun has not set them, but Kubeflow's PyTorchJob or a script."""
+"""Joins by RANK, WORLD_SIZE and MASTER_ADDR that Kubeflow's PyTorchJob or a user's script has set, not torchrun."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def backends(env: Mapping[str, str], verbose: bool) -> Iterator[Finding]:
 
         for name in accelerators.NAMES:
             found = accelerator(name)
-            named = any(env.get(variable) for variable in _LIBRARIES[name])  # if the user named a library, show why not
+            named = any(env.get(variable) for variable in _LIBRARIES[name])  # if so, show the library's error
             if found.startswith("cannot open ") and not (verbose or named):
                 found = "not installed (mscomm doctor -v tells where it was looked for)"
             yield Finding(name, found)

@@ -117,7 +117,10 @@ def make_command(
 
 
 def _dealt(device_ips: Sequence[str], servers: int, devices: list[int]) -> list[dict[int, str]]:
-    """Return a dict from device number to address for each server. `device_ips` lists server after server."""
+    """Return a dict from device number to address for each server.
+
+    device_ips: the addresses of all devices of the first server, then those of the second server, and so on.
+    """
     per = len(devices)
     if len(device_ips) != servers * per:
         raise click.UsageError(f"{len(device_ips)} times --device-ip for {servers * per} devices; give one for each")

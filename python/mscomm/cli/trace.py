@@ -29,7 +29,7 @@ class RecordedCall(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What one rank recorded, including its calls in all groups. It wrote one file for each group that failed."""
+    """What one rank recorded, with its calls in all groups. The rank wrote one file for each group that failed."""
 
     rank: int
     size: int  # the number of ranks in the world; 0 if there is no record of the world group
@@ -241,7 +241,7 @@ def lateness(records: list[Record]) -> list[Late]:
 
 
 def _ranking(late: list[Late]) -> Iterator[str]:
-    """Return lines that say how often each rank was the last, and how long the others waited for it in total."""
+    """Return lines that say how often each rank arrived last, and how long the others waited for it in total."""
     yield "Who the others waited for, over all calls:"
     times = Counter(entry.rank for entry in late)
     waited_s: dict[int, float] = defaultdict(float)
