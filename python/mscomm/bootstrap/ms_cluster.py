@@ -160,7 +160,7 @@ def _why_not(settings: Settings, error: OSError, env: Mapping[str, str], permit_
     taken = ""
     if error.errno == errno.EADDRINUSE:
         # Use the key of the address in MS_SCHED_HOST, not of the peer's address. If MS_SCHED_HOST is a wildcard address
-        # such as 0.0.0.0, the peer's address is a loopback address, and the two keys differ.
+        # such as 0.0.0.0, the peer's address is a loopback address, which can have another key.
         host = str(socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][4][0])
         taken = rendezvous.contend(
             host, settings.port, lambda _: security.worker_key(env, host, settings.port, permit_plain), env
