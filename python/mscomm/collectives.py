@@ -254,7 +254,7 @@ def exscan(
     result undefined, and mpi4py's `exscan` returns None.) In all other respects, exscan is like scan.
 
     >>> rows = np.array([len(mine)])
-    >>> begin = mscomm.exscan(rows)                                        # how many rows all lower ranks have
+    >>> begin = mscomm.exscan(rows)                                        # the number of rows on all lower ranks
     """
 
 
@@ -538,9 +538,9 @@ def _scatter(
             number, x, out, what=FUNCTION["scatter"], root=root, rows=rows, digest=digest, told=told, stream=stream
         )
 
-    # If the root was given out but no stream, prepare the call now, so that an invalid out raises an error before
-    # anything is sent. Otherwise, prepare the call after the head. The other ranks are then already waiting for this
-    # rank, so an error must fail the call on all ranks (see _late).
+    # If the root's caller passed `out` but no stream, prepare the call now, so that an invalid `out` raises an error
+    # before anything is sent. Otherwise, prepare the call after the head. After the head, the other ranks are already
+    # waiting for this rank, so an error must fail the call on all ranks (see _late).
     mine = parts(given) if at_root and out is not None and stream is None else None
     if given is not None and rows is None:
         core.part(number, given.shape)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-# The kinds of variables, by who sets the variable. docs/env.md has them as headings, in this order.
+# The variables are grouped by who sets them. docs/env.md has a heading for each group, in this order.
 YOURS, CLUSTER, RUN, LAUNCHER = (
     "Yours to set",
     "A scheduler and workers",
@@ -40,7 +40,7 @@ class Variable(NamedTuple):
     set_by: str = YOURS
 
     def read(self, env: Mapping[str, str]) -> Any:
-        """Return the parsed value of the variable in `env`, or its default if it is unset or empty."""
+        """Return the parsed value of the variable in `env`, or the default if the variable is unset or empty."""
         text = env.get(self.name, "").strip()
         if not text:
             return self.default
@@ -436,7 +436,7 @@ def read(name: str, env: Mapping[str, str]) -> Any:
 
 
 def given(env: Mapping[str, str], *set_by: str) -> dict[str, str]:
-    """Return the names and texts of the variables that are set in `env`. set_by: the kinds to return; by default, all.
+    """Return the names and texts of the variables that are set in `env`. set_by: the groups to return; by default, all.
 
     The texts can safely be printed, because no variable in the table holds a secret.
     """

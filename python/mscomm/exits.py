@@ -41,7 +41,7 @@ def watch(release: Callable[[], None], tell: Callable[[BaseException, str], bool
 
 _PR_SET_PDEATHSIG = 1
 # The programs with which MPI implementations start ranks, by the name that the kernel stores (at most 15 characters).
-# If SIGKILL killed such a program, its ranks would run forever without end_with_mpi_launcher().
+# Without end_with_mpi_launcher(), the ranks would run forever after SIGKILL has killed such a program.
 _MPI_LAUNCHERS = ("prterun", "prted", "orterun", "orted", "mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy")
 
 

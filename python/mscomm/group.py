@@ -200,8 +200,8 @@ class Group:
         call, and would wait for this rank.
 
         on_device: whether the second call is on device arrays. This thread must start such a call, because the call
-        uses the thread's current stream. Therefore, this thread waits for the head, which runs on the CPU, even with
-        async_op.
+        uses the thread's current stream. The head runs on the CPU. Even with async_op, this thread therefore waits for
+        the head.
         """
         seconds = self.seconds(timeout)
         function = _core.functions[head.function]
@@ -246,7 +246,7 @@ class Group:
             )
 
     def apart(self, function: str, x: Any, there: OnDevice) -> np.ndarray[Any, Any]:
-        """Copy x to new memory on the same device, in the order of x's stream. Return the new memory."""
+        """Copy x to new memory on the same device, and return that memory. The copy is enqueued on x's stream."""
         made, _ = new(function, x, there.shape)
         self.core.pack(made, [there], there.stream)
         return made
@@ -553,7 +553,7 @@ def seconds_left(seconds: float) -> Callable[[], float]:
 
 
 def printable(text: str) -> str:
-    """Return the text in a form that can be encoded as UTF-8: other bytes, as in some file names, become escapes."""
+    """Return the text with escapes for the characters that UTF-8 cannot encode, which some file names contain."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

@@ -46,7 +46,7 @@ class Making(NamedTuple):
 
 
 class Job:
-    """The job that init() has joined. The same object is used until release(), also after rejoin()."""
+    """The job that init() has joined. The same object is used until release(), even after rejoin()."""
 
     def __init__(self, epoch: assemble.Epoch, asked: assemble.Asked, algo: str, timeout_s: float) -> None:
         self.epoch = epoch
@@ -65,7 +65,8 @@ class Job:
         self.others: dict[str, NonMember] = {}
         self.makings: list[Making] = []  # in the order in which rejoin() repeats them
         self.splits: dict[str, int] = {}  # how often each group was split in this epoch
-        self.creations: dict[str, int] = {}  # how often a group of this name and these ranks was created in this epoch
+        # by name and ranks: how often such a group was created in this epoch
+        self.creations: dict[str, int] = {}
 
     @property
     def rank(self) -> int:
@@ -107,7 +108,8 @@ class Job:
         try:
             founded = self.epoch.found(id, group.name, group.ranks, deadline, all_came, forced or self.epoch.forced)
         except Error as symptom:
-            if self.member is None or not met:  # without a meeting, every rank fails, so no report is needed
+            # If a rank of the group did not come, found() fails on every rank, so no report is needed.
+            if self.member is None or not met:
                 raise
             cause = self.member.settle(id, symptom, 0)
             if cause is symptom:
@@ -146,7 +148,8 @@ class Job:
             try:
                 group.core.last_look()
             except Error as symptom:
-                # If no call has raised a failure of this group, tell the other ranks about the mismatch before leaving.
+                # A peer has sent a header for a call that differs from this rank's call. Tell the other ranks about the
+                # mismatch before leaving, unless a call has already raised a failure of this group.
                 unseen = None if group.raised else group.settle(symptom)
         # Tell the hub before closing the links. Ranks that are waiting for this rank then learn that it has left.
         if self.member is not None:
@@ -188,7 +191,7 @@ class Job:
                 except PeerLost:
                     if deadline.passed:
                         raise
-                    # Another rank was lost meanwhile. The next iteration waits for its restart, if there will be one.
+                    # Another rank was lost in the meantime. Try again, because that rank may be restarted as well.
 
     def _begin_epoch(self, member: Member, welcome: Welcome, memory: socket.socket, deadline: Deadline) -> None:
         """Set up this rank for the new epoch. Only the control link and the Group objects of the old epoch are kept."""
@@ -419,14 +422,14 @@ def rejoin(timeout: float | timedelta | None = None) -> int:
 
     timeout: seconds or a timedelta; None means MS_TOPO_TIMEOUT (600 s). After this time, rejoin() raises
     CollectiveTimeout, whose waiting_for holds the ranks that did not join. The program can then call rejoin() again.
-    Raise PeerLost if a rank has left the job, or if nothing restarts the lost ranks, as `mscomm run --max-restarts N`
-    would. Raise RuntimeError in a job of one rank.
+    Raise PeerLost if a rank has left the job, or if no program restarts the lost ranks (`mscomm run --max-restarts N`
+    restarts them). Raise RuntimeError in a job of one rank.
     """
     return default().rejoin(Deadline(join_timeout_s(os.environ) if timeout is None else seconds_of(timeout)))
 
 
 def _tell_others(error: BaseException, words: str) -> bool:
-    """Tell the other ranks about the exception that ends this rank, unless they know it from a group that failed.
+    """Tell the other ranks about the exception that ends this rank, unless a failed group has already told them.
 
     Return whether there are other ranks.
     """

@@ -74,12 +74,12 @@ def send(
     timeout: Timeout = None,
     async_op: bool = False,
 ) -> Any:
-    """Send x to rank dst. dst receives it with recv, passing this rank as src and the same tag.
+    """Send x to rank dst. To receive it, dst calls recv with this rank as src and with the same tag.
 
-    x: an array of any shape, which may be empty; its dtype must be one that collective calls accept. dst: a rank in the
-    group (in torch.distributed, it is a rank in the world). dst may be this rank itself; the message is then copied,
-    and the copy is kept until it is received. tag: an int from 0 to 2^31 - 1. group: a Group, its name, or None for all
-    ranks. timeout: seconds or a timedelta; None means the timeout passed to init().
+    x: an array of any shape, which may be empty. Collective calls must accept the dtype of x. dst: a rank in the group
+    (in torch.distributed, it is a rank in the world). dst may be this rank itself; the message is then copied, and the
+    copy is kept until it is received. tag: an int from 0 to 2^31 - 1. group: a Group, its name, or None for all ranks.
+    timeout: seconds or a timedelta; None means the timeout passed to init().
 
     Return None as soon as x can be changed again. send may block until dst has called recv, so two ranks that exchange
     arrays must use sendrecv or async_op. With async_op=True, return a Work at once; do not change x until the Work has
@@ -118,8 +118,8 @@ def recv(
 ) -> Any:
     """Receive the next message that rank src sends to this rank with this tag. Store it in `out`, and return `out`.
 
-    out: a writable array of any shape, with the same dtype and number of elements as the array that was sent. If dtype
-    or number differ, both ranks raise a Mismatch that describes both arrays. src: a rank in the group (in
+    out: a writable array of any shape, with the same dtype and number of elements as the array that was sent. If the
+    dtype or the number differs, both ranks raise a Mismatch that describes both arrays. src: a rank in the group (in
     torch.distributed, it is a rank in the world), or mscomm.ANY_SOURCE. tag: an int from 0 to 2^31 - 1, or
     mscomm.ANY_TAG. status: a mscomm.Status, in which recv stores the message's source, tag and count. group: a Group,
     its name, or None for all ranks. timeout: seconds or a timedelta; None means the timeout passed to init().

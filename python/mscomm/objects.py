@@ -11,9 +11,9 @@ The following objects can be sent:
 - a list, tuple, set, frozenset, dict or OrderedDict of such objects
 
 Every object keeps its type. For any other object, the call raises a TypeError that says which part of the object cannot
-be sent. As with any invalid argument, the error is raised before anything is sent. It does not use up a call number, so
-this rank has not made the call. The other ranks wait until this rank makes the call or ends, or until their timeout
-expires.
+be sent. As with any invalid argument, the error is raised before anything is sent. The error does not use up a call
+number, so this rank has not made the call. The other ranks wait until this rank makes the call or ends, or until their
+timeout expires.
 
 A rank that cannot read an object, for example because it has not registered the class, raises an Error, and the group
 stays usable. If the object contains a tensor of a library that is not installed on the rank, the rank raises TypeError.
@@ -74,7 +74,7 @@ def gather_object(
     timeout: Timeout = None,
     allow_pickle: bool = False,
 ) -> list[Any] | None:
-    """Gather every rank's obj at the root. The root gets a list of new objects in rank order, the others get None.
+    """Gather every rank's obj at the root. The root gets a list of new objects in rank order. The others get None.
 
     Objects are sent as in all_gather_object.
 
@@ -96,7 +96,7 @@ def broadcast_object(
     timeout: Timeout = None,
     allow_pickle: bool = False,
 ) -> Any:
-    """Send the root's obj to every rank. Return it as a new object, also at the root.
+    """Send the root's obj to every rank. Return it as a new object, even at the root.
 
     The other ranks' obj is ignored. The object is sent as in all_gather_object.
 
@@ -172,7 +172,7 @@ def send_object(
     timeout: Timeout = None,
     allow_pickle: bool = False,
 ) -> None:
-    """Send obj to rank dst. dst receives it with recv_object, passing this rank as src and the same tag.
+    """Send obj to rank dst. To receive it, dst calls recv_object with this rank as src and with the same tag.
 
     dst and tag have the same meaning as in send. Like send, send_object may block until the receiver has called
     recv_object, and it raises the same errors. See help(mscomm.objects) for the objects that can be sent and the

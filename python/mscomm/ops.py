@@ -112,7 +112,7 @@ class Broadcast(_Operator):
 
 @dataclass(frozen=True)
 class Reduce(_Operator):
-    """Calls mscomm.reduce: dest_rank gets the result, the other ranks get None."""
+    """Calls mscomm.reduce: dest_rank gets the result, and the other ranks get None."""
 
     dest_rank: int
     op: str = ReduceOp.SUM
@@ -124,7 +124,7 @@ class Reduce(_Operator):
 
 @dataclass(frozen=True)
 class CollectiveGather(_Operator):
-    """Calls mscomm.gather: dest_rank gets the ranks' arrays joined along axis 0, the other ranks get None."""
+    """Calls mscomm.gather: dest_rank gets the ranks' arrays joined along axis 0, and the other ranks get None."""
 
     dest_rank: int
     group: Group | str | None = _WORLD

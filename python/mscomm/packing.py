@@ -1,9 +1,10 @@
 """Converts Python objects to bytes, and bytes to Python objects.
 
-The bytes are one msgpack value. Nothing in them can name code: the reader runs only decode functions that this process
-has registered (registry.py), and unpickles only if the call allows it. A value of a type that msgpack lacks is written
-as an array whose first item is an empty extension; the code of the extension says what the other items are. Before the
-reader allocates memory for a container of n items, it checks that enough bytes are left for n items.
+The bytes are one msgpack value. They cannot name a function for the reader to run: the reader runs only decode
+functions that this process has registered (registry.py), and unpickles only if the call allows it. A value of a type
+that msgpack lacks is written as an array whose first item is an empty extension. The type number of the extension says
+what the other items are. Before the reader allocates memory for a container of n items, it checks that enough bytes are
+left for n items.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from mscomm.errors import Error
 
 DEEPEST = 128  # how deep containers may be nested; each level needs two Python stack frames
 
-# The codes of the extension at the beginning of an array. The comments say which items follow it in the array.
+# The type numbers of the extension at the beginning of an array. The comments say which items follow the extension.
 _TUPLE, _SET, _FROZENSET = 1, 2, 3  # followed by the items of the container
 _COMPLEX = 4  # followed by the real part and the imaginary part
 _INTEGER = 5  # an int of more than 64 bits; followed by its bytes in little-endian two's complement
 _ARRAY = 6  # followed by the dtype, the shape, and the elements in C order
 _SCALAR = 7  # followed by the dtype and the element
-_NAMED = 8  # followed by the name of a row of the registry, and the value to which the row encoded the object
+_NAMED = 8  # followed by the name of a row of the registry, and the value that the row's encode() returned
 _PICKLE = 9  # followed by the name of the class and the pickle
 
 # Matches the numpy.dtype.str of dtypes that have the same meaning on every machine. bfloat16 is sent by name.
@@ -170,7 +171,10 @@ class _Writer:
         self._parts(_SCALAR, dtype, obj.tobytes())
 
     def _unknown(self, obj: Any, why: str = "") -> None:
-        """Pickle an object that cannot be sent otherwise, or refuse it. why: the reason; "" if it is the type."""
+        """Pickle an object that cannot be sent otherwise, or refuse it.
+
+        why: the reason why it cannot be sent; "" if the reason is the object's type.
+        """
         if not self._allow_pickle:
             raise TypeError(f"{self._where()}: {why or self._refusal(obj)}")
         self._pickle(obj)

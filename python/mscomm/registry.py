@@ -64,7 +64,7 @@ def register_object(
     same fields or members on both ranks, the receiver raises an Error. Subclasses must be registered separately.
 
     name: the name that identifies the class on all ranks. The default is the module and the name of the class. Pass a
-    name if these differ between ranks. Registering a class again replaces its functions.
+    name if the default differs between ranks. Registering a class again replaces its functions.
 
     Raise TypeError if cls is not a class, if only one of encode and decode is passed, or if both are omitted and cls is
     neither a dataclass nor an Enum. Raise ValueError if another class has the name, if the class is registered under

@@ -16,7 +16,7 @@ _NAME_OF_SPLIT = re.compile(r"\.\d+\.-?\d+$")
 
 
 def create_group(group: str, rank_ids: list[int]) -> Group:
-    """Create a group of some of the ranks. All of these ranks must call it with the same name and the same list.
+    """Create a group of some of the ranks. All ranks of the new group must pass the same name and the same list.
 
     rank_ids: ranks in the world; a rank's index in the list is its rank in the group. A rank that is not in the list
     need not call create_group. If it does, nothing is sent, and the call returns a Group that is false, so that the
@@ -62,7 +62,7 @@ def create_group(group: str, rank_ids: list[int]) -> Group:
 
 
 def create_variant(group: str, algo: str) -> Group:
-    """Create another group of all ranks. Its collectives use the algorithms `algo`, so that they can be measured.
+    """Create another group of all ranks, to measure algorithms. Its collectives use the algorithms `algo`.
 
     All ranks must call this. algo: a string in the format of MSCOMM_ALGO. Raise ValueError if algo is invalid; the
     other errors are those of create_group. rejoin() does not create the group again.
@@ -95,7 +95,8 @@ def split(color: int | None, key: int = 0, *, group: Group | str | None = None) 
         before, made.name = made.name, f"{parent.name}.{turn}.{color}"
         if color is None:
             return
-        job.groups.pop(before, None)  # remove the group of an earlier epoch, which may have had another name
+        # In an earlier epoch, the group may have had another name. Remove the entry with that name.
+        job.groups.pop(before, None)
         alike = [(fact["key"], place) for place, fact in enumerate(said) if fact["color"] == color]
         ranks = [parent.ranks[place] for _, place in sorted(alike)]
         made.ranks, made.size = ranks, len(ranks)
@@ -108,7 +109,7 @@ def split(color: int | None, key: int = 0, *, group: Group | str | None = None) 
 
 
 def shrink(group: Group | str | None, name: str) -> Group:
-    """After PeerLost, create a new group of the surviving ranks of the group, in the same order.
+    """After PeerLost, create a new group of the surviving ranks of `group`, in the same order.
 
     All surviving ranks must call shrink. The new group exists until rejoin(). The errors are those of create_group.
     """

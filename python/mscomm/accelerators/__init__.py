@@ -87,9 +87,9 @@ def set_up(name: str, interface: str | None, env: MutableMapping[str, str]) -> d
 
 
 def shares_devices(name: str, env: Mapping[str, str]) -> str:
-    """Return the value of the environment variable that permits sharing of devices, or "" if the vendor has none.
+    """Return the value of the environment variable that lets ranks share a device, or "" if no such variable exists.
 
-    Ranks with different values may share a device.
+    Ranks can share a device only if their values differ.
     """
     module = importlib.import_module(f"{__name__}.{name}")
     return str(module.shares_devices(env))

@@ -39,7 +39,7 @@ def hcomm_places(env: Mapping[str, str]) -> list[Candidate]:
 
 
 def visible(env: Mapping[str, str]) -> list[str]:
-    """Return the devices that this process can see, as their numbers on the host. An empty list means all devices."""
+    """Return the host's numbers for the devices that this process can see. An empty list means all devices."""
     said: str = environment.read("ASCEND_RT_VISIBLE_DEVICES", env) or ""
     return [number.strip() for number in said.split(",") if number.strip()]
 

@@ -58,6 +58,6 @@ def settings(interface: str | None) -> dict[str, str]:
 
 
 def shares_devices(env: Mapping[str, str]) -> str:
-    """Return the value of NCCL_HOSTID. NCCL treats ranks with different values like ranks on different hosts, so they
-    may share a GPU."""
+    """Return the value of NCCL_HOSTID. NCCL treats ranks with different values like ranks on different hosts, and
+    therefore lets them share a GPU."""
     return env.get("NCCL_HOSTID", "")

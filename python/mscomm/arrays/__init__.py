@@ -3,23 +3,23 @@
 A library module has
 
 * `is_array(x)`: whether mscomm accepts x;
-* `memory(x)` -> a numpy.ndarray over x's memory, with any strides, read-only if x cannot be written. If mscomm cannot
-  reach x's memory, for example because no backend supports x's device, `memory` raises TypeError. The error's text
-  continues a sentence that begins with "x", such as "x is on ...";
-* `new(x, shape)` -> C-contiguous memory for a result of x's type, dtype and device, and a function. The caller fills
-  the memory and then calls the function, which returns the result;
+* `memory(x)` -> a numpy.ndarray over x's memory. The array may have any strides, and is read-only if x cannot be
+  written. If mscomm cannot reach x's memory, for example because no backend supports x's device, `memory` raises
+  TypeError. The error's text continues a sentence that begins with "x", such as "x is on ...";
+* `new(x, shape)` -> (memory, finish). `memory` is C-contiguous memory for a result of x's type, dtype and device. The
+  caller fills the memory and then calls the function `finish`, which returns the result;
 * `over(memory)`, if the library's arrays can be written -> an array over the memory of a C-contiguous numpy.ndarray;
 * `written((x,))`, if the library must be told that mscomm has written the memory of x;
 * `of_numpy(numbers)`, if mscomm can send the library's tensors in Python objects (PACKABLE) -> a tensor on the CPU with
-  the shape, dtype and elements of `numbers`, a writable numpy.ndarray in C order. The caller must not use `numbers`
-  afterwards.
+  the shape, dtype and elements of `numbers`. `numbers` is a writable numpy.ndarray in C order, which the caller must
+  not use afterwards.
 
 If the library has arrays on devices, `memory` returns an `OnDevice` of device.py for them, and the module also has
 
 * `packed(x)` -> x if it is in C order; otherwise a copy of x in C order, which is enqueued on the current stream;
 * `assign(out, made)`: enqueues a copy of made to out on the current stream;
 * `on_host(x)` -> a numpy.ndarray with the elements that x has when the work on the current stream has completed;
-* `from_host(x, numbers)` -> an array on x's device with the shape, dtype and elements of `numbers`, a numpy.ndarray.
+* `from_host(x, numbers)` -> an array on x's device with the shape, dtype and elements of the numpy.ndarray `numbers`.
   The caller may change `numbers` after the call;
 * `namespace`, if mscomm may compute with the arrays: the module that has `isfinite`, `clip`, `where` and the dtypes;
 * `used(x)`, if the library may reuse freed memory on another stream: tells the library that the current stream uses x.
@@ -30,10 +30,10 @@ To make calls on its arrays cheap, the module may also define the following name
 * `PLAIN`: a dict with the library's array types (but not their subclasses) as keys. The value is the backend for arrays
   of that type on a device;
 * `plain`: the type's `__dlpack_c_exchange_api__`, or a function: `plain(x)` -> (address, shape, the dtype's number,
-  device, current stream), with device -1 for the CPU. The function returns None if x is not contiguous or cannot be
-  written; then mscomm calls `memory`;
+  device, current stream), with device -1 for the CPU. If x is not contiguous or cannot be written, the function returns
+  None, and mscomm calls `memory`;
 * `pending`, if `plain` is an exchange API: a dict from a dtype's number to functions of x. A function returns whether
-  the library has deferred an operation on x, such as a negation. If so, the values in x's memory are not those of x;
+  the library has deferred an operation on x, such as a negation. If so, x's memory does not hold the values of x;
 * `empty(x, shape)` -> an array of x's type, dtype and device, in C order.
 """
 
@@ -65,7 +65,7 @@ _found: dict[type, ModuleType] = {}
 
 
 class Plain(NamedTuple):
-    """What makes calls on arrays of one type cheap; see the module docstring.
+    """What a library's module defines to make calls on arrays of one type cheap; see the module docstring.
 
     backend: the backend for arrays of this type on a device.
     """
@@ -91,7 +91,8 @@ def names(x: Any) -> Iterator[str]:
 
 
 def library(x: Any, argument: str, function: str) -> ModuleType:
-    """Return the module for x's array library. If there is none, raise TypeError, naming the function and argument."""
+    """Return the module for x's array library. If no module accepts x, raise a TypeError that names the function and
+    the argument."""
     try:
         return _found[type(x)]
     except KeyError:
@@ -114,8 +115,8 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
 def memory_anywhere(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
     """Return the memory of an array on the CPU, or an OnDevice for an array on a device.
 
-    Raise TypeError, naming the function and its argument, if x is not an array or its memory cannot be reached. Raise
-    OverflowError for an int of more than 64 bits.
+    If x is not an array or its memory cannot be reached, raise a TypeError that names the function and its argument.
+    Raise OverflowError for an int of more than 64 bits.
     """
     if type(x) is np.ndarray:  # the usual case first, because small calls take only microseconds
         return x
@@ -128,11 +129,11 @@ def memory_anywhere(x: Any, argument: str, function: str) -> np.ndarray[Any, Any
 
 
 def new(function: str, x: Any, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], Callable[[], Any]]:
-    """Return memory for a result of x's type, dtype and device, and a function.
+    """Return (memory, finish), where `memory` is for a result of x's type, dtype and device.
 
-    The caller fills the memory and then calls the function, which returns the result.
+    The caller fills the memory and then calls the function `finish`, which returns the result.
 
-    Raise TypeError, naming the function, if mscomm cannot create arrays of x's library.
+    If mscomm cannot create arrays of x's library, raise a TypeError that names the function `function`.
     """
     try:
         return library(x, "x", function).new(x, shape)  # type: ignore[no-any-return]
@@ -141,7 +142,7 @@ def new(function: str, x: Any, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, 
 
 
 def packed(function: str, argument: str, x: Any) -> OnDevice:
-    """Return the memory of x, an array on a device, or of a copy in C order if x is not in C order.
+    """Return the memory of the device array x, or of a copy in C order if x is not in C order.
 
     The returned memory keeps x or the copy alive.
     """
@@ -175,7 +176,7 @@ def on_cpu(x: Any) -> np.ndarray[Any, Any]:
 def on_host(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
     """Return the elements of x as a NumPy array: x's memory if x is on the CPU, otherwise a copy.
 
-    The copy is made when the work on the current stream has completed.
+    The copy is made after the work on the current stream has completed.
     """
     there = memory_anywhere(x, argument, function)
     if not isinstance(there, OnDevice):
@@ -187,7 +188,7 @@ def on_host(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
 
 
 def fill(x: Any, numbers: np.ndarray[Any, Any], argument: str, function: str) -> None:
-    """Copy `numbers` into x, and convert them to x's dtype. x has the same shape, and is on the CPU or on a device."""
+    """Convert `numbers` to x's dtype, and copy them into x, which has the same shape. x may be on a device."""
     there = memory_anywhere(x, argument, function)
     if not isinstance(there, OnDevice):
         there[...] = numbers
@@ -222,7 +223,7 @@ def beside(x: Any, numbers: np.ndarray[Any, Any]) -> Any:
 
 
 def _library_of_its_own(x: Any) -> ModuleType | None:
-    """Return the module for x's library, or None for NumPy arrays, numbers, and arrays known only by a protocol."""
+    """Return the module for x's library. Return None for numbers, NumPy arrays and libraries without a module."""
     return library(x, "x", "library") if next(names(x), "numpy") != "numpy" else None
 
 

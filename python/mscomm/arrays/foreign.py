@@ -1,4 +1,4 @@
-"""Functions for arrays known only by a protocol.
+"""Functions for arrays that mscomm knows only by a protocol, such as DLPack.
 
 mscomm cannot create such arrays, so each function raises TypeError.
 """

@@ -1,4 +1,4 @@
-"""NumPy arrays, and functions for the memory of any CPU array, which mscomm describes with a NumPy array.
+"""NumPy arrays, and functions for the memory of any CPU array. mscomm describes such memory with a NumPy array.
 
 NumPy scalars and Python numbers count as arrays of shape () that cannot be written.
 """

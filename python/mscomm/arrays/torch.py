@@ -46,7 +46,7 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
         raise TypeError(f"is a tensor of layout {x.layout}; use x.to_dense()")
     if x.device.type == "cuda" and (x.is_conj() or x.is_neg()):
         raise TypeError("is conjugated or negated by name only; use x.resolve_conj().resolve_neg()")
-    if x.is_conj() or x.is_neg():  # the values in the memory of x are not those of x
+    if x.is_conj() or x.is_neg():  # the memory of x does not hold the values of x
         resolved = memory(x.detach().resolve_conj().resolve_neg())
         resolved.flags.writeable = False
         return resolved
@@ -151,8 +151,8 @@ def _written(tensors: tuple[torch.Tensor]) -> None:
 
 
 # A function that tells autograd that tensors were written, as in-place operations do. A backward pass that needs the
-# old values then raises an error. PyTorch's own function for this is not public. It is used from PyTorch 2.10 on,
-# because only since then does it skip inference-mode tensors.
+# old values then raises an error. PyTorch's own function for this is not public. mscomm uses it from PyTorch 2.10 on;
+# in earlier versions, it does not skip inference-mode tensors.
 written: Callable[[tuple[torch.Tensor]], None] = (
     getattr(torch._C, "_increment_version", _written) if plain else _written
 )
