@@ -1,1 +1,1 @@
-"""The control plane: which ranks belong to the job, which failed first, and the connections for the data."""
+"""The control plane: registers the job's ranks, finds the first failure, and sets up the connections for the data."""

@@ -1,8 +1,8 @@
-"""Sets up an epoch and its groups: gathers facts about this rank, shares memory with the ranks of its host, and
+"""Sets up an epoch and its groups: collects facts about this rank, shares memory with the other ranks on this host, and
 connects the ranks of a group.
 
-A listener is open only while an epoch, a group or a message link is set up. At all other times, no socket listens and
-no memfd is open.
+A rank has a listener open only while an epoch, a group or a message link is being set up. At all other times, it has no
+listener and no memfd open.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mscomm.errors import Aborted, Error, PeerLost
 
 _HUGE_PAGE = 2 << 20
 _LARGEST_POWER = 40  # all calls with at least 2**40 bytes use the same algorithm
-_ADDRESS_SPACE = 1 << 46  # bytes that the heaps may use in each process, which has an address space of 2^47 bytes
+_ADDRESS_SPACE = 1 << 46  # bytes of address space for all heaps in a process; a process has 2^47 bytes in total
 
 
 # -- facts about this rank
@@ -42,7 +42,7 @@ class Asked(NamedTuple):
 
 
 def facts(asked: Asked, size: int, algo: str, memory: socket.socket) -> dict[str, Any]:
-    """Return the facts about this rank that it tells the others.
+    """Return the facts that this rank tells the other ranks about itself.
 
     memory: the socket on which this rank listens for the other ranks of its host.
     """
@@ -64,7 +64,8 @@ def facts(asked: Asked, size: int, algo: str, memory: socket.socket) -> dict[str
 def host_id() -> str:
     """Return an id that is the same for all processes that can share memory.
 
-    It is MSCOMM_HOST_ID or, if that is not set, made from the boot id and the namespaces.
+    The id is the value of MSCOMM_HOST_ID. If that is not set, the id consists of the boot id and the ids of this
+    process's namespaces.
     """
     if said := environment.read("MSCOMM_HOST_ID", os.environ):
         return f"MSCOMM_HOST_ID={said}"
@@ -103,7 +104,7 @@ def forced_algorithms(algo: str) -> list[str]:
 
 
 def heap_bytes(ranks: int) -> int:
-    """Return the size of a rank's heap: as large as the host's memory, or less if the address space is too small.
+    """Return the size of a rank's heap: the size of the host's memory, or less if the address space is too small.
 
     The heap is sparse: a page uses memory only after it has been touched.
     """
@@ -125,8 +126,8 @@ def chosen(core: _core.Group) -> dict[str, str]:
 class Founded(NamedTuple):
     """A group's core, and its control memory.
 
-    `control`: the control memory that this rank lent to the group, for `control_ranks` ranks. It is None if another
-    rank lent the memory, or if the group has no control memory.
+    `control`: the offset of the control memory in this rank's heap; `control_ranks` ranks share this memory. It is None
+    if the control memory is in another rank's heap, or if the group has none.
     """
 
     core: _core.Group
@@ -185,10 +186,10 @@ class Epoch:
         all_came: Callable[[], None],
         forced: list[str],
     ) -> Founded:
-        """Set up a group of these ranks, which include this rank. All these ranks must call this.
+        """Set up the group of `ranks`, which include this rank. Each of these ranks must call this.
 
-        group: the group id at the hub. all_came: a function that is called when all ranks have met; from then on, no
-        other group may use the id. forced: see forced_algorithms.
+        group: the group id at the hub. all_came: a function that is called when all ranks have met. After that, no
+        other group may use this id. forced: see forced_algorithms.
         """
         hosts = plan.hosts([self.facts[rank] for rank in ranks])
         me = ranks.index(self.rank)
@@ -246,14 +247,14 @@ class Epoch:
         except BaseException as error:
             if control is not None and not met:
                 assert self.heap
-                # If the hub did not refuse the meeting, it may have told the other ranks to use this memory, which must
-                # then never be used for another group.
+                # Unless the hub refused the meeting, other ranks may already use this memory. The heap must then not
+                # reuse it before these ranks have stopped using it.
                 if came and self.member and not self.member.was_refused(group):
                     self.heap.abandon_control(control, len(at_home))
                 else:
                     self.heap.release_control(control, 0)
             if self.member and len(ranks) > 1:
-                # This rank could not set up its part. Tell the others, so that they do not wait for it.
+                # This rank could not set up its part. Tell the other ranks, so that they do not wait for this rank.
                 if met and not isinstance(error, Error):
                     text = f"rank {self.rank}: group {name}: {type(error).__name__}: {error}"
                     self.member.report(Aborted(text, [self.rank]), group)
@@ -292,10 +293,10 @@ class Epoch:
         told: dict[int, dict[str, Any]],
         deadline: Deadline,
     ) -> list[int]:
-        """Connect to all ranks. Return the authenticated descriptors in the order of `ranks`; -1 for this rank.
+        """Connect to all ranks. Return the authenticated descriptors in the order of `ranks`, with -1 for this rank.
 
-        Of each pair of ranks, the later one in `ranks` connects to the other, over a unix socket if both are on the
-        same host.
+        In each pair of ranks, the rank that is later in `ranks` connects to the earlier one. They use a unix socket if
+        both are on the same host.
         """
         assert self.member
         member = self.member
@@ -312,7 +313,7 @@ class Epoch:
         return fds
 
     def call(self, rank: int, addresses: list[Any], purpose: int, deadline: Deadline) -> int:
-        """Connect to the rank at the first of these addresses that this rank can use. Return the descriptor."""
+        """Connect to `rank`, at the first address in the list that this rank can use. Return the descriptor."""
         at_home = self.hosts[rank] == self.hosts[self.rank]
         address = next((one for one in addresses if isinstance(one, (str, bytes)) == at_home), None)
         if address is None:
@@ -331,10 +332,10 @@ class Epoch:
         return sock.detach()
 
     def invite(self, group: str, rank: int, deadline: Deadline, check: Callable[[], None]) -> int:
-        """Ask the rank to connect to this one, whatever its program is doing. Return the descriptor of the connection.
+        """Ask `rank` to connect to this rank, whatever the program of `rank` is doing. Return the descriptor.
 
-        The connection carries the group's messages from this rank to the other rank. check: a function that is called
-        at least every 100 ms; it may raise to end the wait.
+        The connection carries the group's messages from this rank to `rank`. check: a function that is called at least
+        every 100 ms. If it raises an error, the wait ends with this error.
         """
         assert self.member
         with self._listener(self.hosts[rank] == self.hosts[self.rank]) as listener:
@@ -422,14 +423,14 @@ def alone(asked: Asked) -> Epoch:
 
 
 def rank_names(everyone: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the name of each rank in messages for the user."""
+    """Return the name that each rank has in messages for the user."""
     return [f"rank {rank} (pid {fact['pid']} on host {fact['hostname']})" for rank, fact in enumerate(everyone)]
 
 
 def _needed(hosts: list[int], me: int) -> list[bool]:
-    """Return which listeners a rank needs, so that the ranks after it can connect.
+    """Return which listeners the rank at index `me` needs, so that the ranks at later indices can connect to it.
 
-    True means a listener for the rank's own host, False a listener for the other hosts.
+    True means a listener for the rank's own host, and False means a listener for the other hosts.
     """
     return sorted({host == hosts[me] for host in hosts[me + 1 :]})
 
@@ -437,9 +438,9 @@ def _needed(hosts: list[int], me: int) -> list[bool]:
 def _exchange_memory(
     epoch: Epoch, listener: socket.socket, heap_fd: int, deadline: Deadline, closing: contextlib.ExitStack
 ) -> list[int]:
-    """Return the descriptors of the neighbours' heaps, in the order of `neighbours`.
+    """Return the descriptors of the neighbours' heaps, in the order of `epoch.neighbours`.
 
-    The first neighbour collects all descriptors and sends them to the others, so each of the others needs only one
+    The first neighbour collects all descriptors and sends them to the other neighbours, so each of these needs only one
     connection.
     """
     key, mine = epoch.key, epoch.identity
@@ -469,9 +470,9 @@ def _exchange_memory(
 
 
 def _pidfds(epoch: Epoch) -> list[int]:
-    """Return for each rank a pidfd, which tells the core at once that the rank's process has ended.
+    """Return a pidfd for each rank. With it, the core learns at once that the rank's process has ended.
 
-    The entry is -1 for this rank and for ranks on other hosts, and for all ranks before Linux 5.3.
+    The entry is -1 for this rank and for ranks on other hosts. Before Linux 5.3, all entries are -1.
     """
     fds = [-1] * epoch.size
     with _closing_unless_done(fds):
@@ -491,11 +492,10 @@ def _pidfds(epoch: Epoch) -> list[int]:
 
 @contextlib.contextmanager
 def _reaching(peer: int, where: str = "") -> Iterator[None]:
-    """Turn an error that occurs while connecting to a peer into a symptom, a PeerLost that names the peer.
+    """Convert an error of the connection to the peer into a PeerLost that names the peer.
 
-    The hub then finds the cause.
-
-    If this process lacks descriptors or memory, no peer is to blame, and the error is raised unchanged.
+    The PeerLost is a symptom, for which the hub then finds the cause. If the error is a lack of descriptors or memory,
+    no peer is to blame, and the error is raised unchanged.
     """
     try:
         yield
@@ -507,7 +507,7 @@ def _reaching(peer: int, where: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def _system_calls(rank: int, what: str) -> Iterator[None]:
-    """Turn an Error from the core about a failed system call into an Aborted that names this rank."""
+    """Convert an Error of the core, which reports a failed system call, into an Aborted that names this rank."""
     try:
         yield
     except Error as error:

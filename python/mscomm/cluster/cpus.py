@@ -9,9 +9,9 @@ from typing import Any
 
 
 def cpu_quota(root: str = "/sys/fs/cgroup") -> float:
-    """Return how many CPUs the processes of the cgroup may use; inf if there is no limit.
+    """Return how many CPUs the processes of this cgroup may use; inf if there is no limit.
 
-    Read the CPU quota from cgroup v2 or v1.
+    Read the CPU quota from the files of cgroup v2 or, if there are none, of cgroup v1.
     """
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         with contextlib.suppress(OSError, ValueError):
@@ -21,14 +21,14 @@ def cpu_quota(root: str = "/sys/fs/cgroup") -> float:
 
 
 def can_spin(members: Sequence[dict[str, Any]]) -> bool:
-    """Return whether each of these ranks can have its own CPU. `members`: the facts of all ranks of one host."""
+    """Return whether each of these ranks can have its own CPU. `members`: the facts of all ranks on one host."""
     return len(members) <= cpus_of(members)
 
 
 def cpus_of(members: Sequence[dict[str, Any]]) -> float:
-    """Return how many CPUs these ranks of one host share.
+    """Return how many CPUs these ranks on one host share.
 
-    This is the number of CPUs in their affinity masks, or the smallest quota if that is less.
+    This is the number of different CPUs in their affinity masks, or the smallest quota if that is less.
     """
     cpus = {cpu for member in members for cpu in member["cpus"]}
     return float(min(len(cpus), *(member["quota"] for member in members)))

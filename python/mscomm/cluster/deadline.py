@@ -26,11 +26,11 @@ class Deadline:
         return time.monotonic() >= self.at
 
     def left(self) -> float:
-        """Return the seconds to wait now, from 0 to at most an hour, because some system calls refuse `inf`."""
+        """Return how many seconds to wait now: at most an hour, because some system calls refuse `inf`."""
         return min(max(0.0, self.at - time.monotonic()), 3600.0)
 
     def rest(self) -> float:
-        """Return the seconds until the deadline passes, possibly `inf`. To wait, use left() instead."""
+        """Return the seconds until the deadline passes, which may be `inf`. As a timeout, use left() instead."""
         return max(0.0, self.at - time.monotonic())
 
     def within(self, seconds: float) -> Deadline:
@@ -51,7 +51,7 @@ def wait(sock: socket.socket | int, events: int, deadline: Deadline) -> None:
 def seconds_of(timeout: Any, name: str = "timeout") -> float:
     """Return the timeout in seconds.
 
-    It may be a number or a timedelta and must be more than 0; inf means no timeout.
+    `timeout` is a number or a timedelta, and must be more than 0. The number inf means no timeout.
     """
     try:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)

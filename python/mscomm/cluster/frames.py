@@ -1,4 +1,4 @@
-"""Control frames, each a u32 length and a msgpack map. What the other end sends is checked before it is used."""
+"""Control frames. Each consists of a u32 length and a msgpack map. Received frames are checked before they are used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mscomm.errors import Error
 FROM_MEMBER_BYTES = 64 << 10
 FROM_HUB_BYTES = 16 << 20
 
-JOIN, READY = "join", "ready"  # the keys of two waits in init(), in addition to the keys of meetings
+JOIN, READY = "join", "ready"  # the keys of the two waits in init() that are not meetings
 
 Frame = dict[str, Any]
 _LENGTH = struct.Struct("<I")
@@ -36,7 +36,7 @@ def encode(frame: Frame, limit: int) -> bytes:
 class Parser:
     """Splits a stream into control frames and decodes them.
 
-    It raises Error for a frame that is over the limit, or that is not a msgpack map with a string under "t".
+    It raises Error for a frame that is longer than the limit, or that is not a msgpack map with a string under "t".
     """
 
     def __init__(self, limit: int) -> None:
@@ -77,7 +77,7 @@ class Frames:
         self._parser = Parser(limit)
         self._send_limit = send_limit
         self._held: list[Frame] = []  # frames that have arrived and that receive() has not returned yet
-        self._sending = threading.Lock()  # held for a whole frame, so that two senders' frames do not mix
+        self._sending = threading.Lock()  # held while a frame is sent, so that frames of two threads do not mix
 
     def send(self, frame: Frame, deadline: Deadline) -> None:
         """Pass the frame to the kernel. Raise OSError if the link has ended, and TimeoutError at the deadline."""
@@ -104,9 +104,9 @@ class Frames:
         return self._held.pop(0)
 
     def arrived(self) -> list[Frame] | None:
-        """Return the frames that have arrived so far, possibly none; None if the other end has closed.
+        """Return the list of frames that have arrived, without waiting. Return None if the other end has closed.
 
-        The errors are those of receive().
+        An invalid frame closes the link and raises Error.
         """
         try:
             received = self.sock.recv(64 << 10)

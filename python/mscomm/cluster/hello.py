@@ -1,7 +1,7 @@
-"""The hello that opens every connection; docs/design/0001-call.md lists its messages. The caller does all I/O.
+"""The hello that opens a connection; docs/design/0001-call.md lists its messages. The caller does all I/O.
 
-Both ends prove that they know the job's key, the acceptor first. Every message has a fixed size, so a peer that has
-proved nothing yet cannot decide how much is parsed or allocated.
+Both ends prove that they know the job's key. The acceptor proves it first. Every message has a fixed size, so a peer
+that has not proved this yet cannot decide how many bytes the other end parses or allocates.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from mscomm.version import VERSION
 MAGIC = b"MSCM"
 WIRE = 1
 CONTROL, MEMORY, DATA, MESSAGES, LAUNCHER = 1, 2, 3, 4, 5
-OF_THE_HUB = (CONTROL, LAUNCHER)  # links to the hub: a process may open them before it knows anything about the job
+OF_THE_HUB = (CONTROL, LAUNCHER)  # links to the hub, which a process opens before it has joined the job
 HELLO_S = 5.0  # a hello that takes longer is abandoned
 
-_OPENING = struct.Struct("<4sHBB32s")  # messages 1 and 2: magic, wire version, purpose (1) or status (2), 0, nonce
+_OPENING = struct.Struct("<4sHBB32s")  # messages 1 and 2: magic, wire version, purpose (in 1) or status (2), 0, nonce
 _IDENTITY = struct.Struct("<16s16siIQ")  # message 3: job, package version, rank, epoch, 0
 _VERDICT = struct.Struct("<B7s")  # message 4: verdict, 0
 _PROOF_BYTES = 32
@@ -66,9 +66,9 @@ class Hello:
     Send what `feed(b"")` returns. Then, until `done`, read up to `needs` bytes, pass them to `feed`, and send what it
     returns.
 
-    If something is wrong with the peer, `feed` raises an Error that says what. If an acceptor refuses a peer, its last
-    answer tells the peer. `refusal` is then set when the hello is `done`, and the caller must send this answer before
-    it closes the connection.
+    If something is wrong with the peer, `feed` raises an Error that says what is wrong. If an acceptor refuses the
+    peer, `feed` returns an answer that tells the peer so, and sets `refusal`. The hello is then `done`. The caller must
+    send this answer before it closes the connection.
     """
 
     def __init__(self, script: Callable[[Hello], _Script]) -> None:
@@ -90,7 +90,7 @@ class Hello:
         """Return the hello of the accepting end.
 
         The peer must send the same job, version and epoch as in `mine`, and one of `ranks`. On a link to the hub, the
-        peer may not know its rank yet, and the job comes from MSCOMM_JOB_ID (see `named`).
+        peer may send UNKNOWN_RANK, and the job is derived from MSCOMM_JOB_ID (see `named`).
         """
         return cls(lambda hello: _acceptor(hello, key, purposes, mine, ranks))
 
@@ -100,7 +100,7 @@ class Hello:
 
     @property
     def needs(self) -> int:
-        """How many bytes to read next; this is at most the rest of the current message."""
+        """The number of bytes to read next, which is the rest of the current message."""
         return self._size - len(self._held)
 
     def feed(self, received: bytes) -> bytes:

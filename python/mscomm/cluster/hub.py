@@ -1,9 +1,9 @@
 """The hub: one thread that registers the ranks of a job, runs their meetings, watches their control links, and tells
 each group its first failure.
 
-It runs in `mscomm run`, in the MS_SCHED process, or in a small process that rank 0 starts under mpirun. The section
-"Frames" of docs/design/0001-call.md lists its control frames. judge.py decides which failure was the first,
-meetings.py decides when a meeting is complete, and switchboard.py moves the bytes.
+The hub runs in `mscomm run`, in the MS_SCHED process, or in a small process that rank 0 starts under other launchers,
+such as mpirun. The section "Frames" of docs/design/0001-call.md lists the control frames. judge.py decides which
+failure was the first, meetings.py decides when a meeting is complete, and switchboard.py moves the bytes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from mscomm.cluster.roster import Link, Roster
 from mscomm.cluster.switchboard import Line, Switchboard
 from mscomm.errors import Aborted, CollectiveTimeout, Error, PeerLost, make
 
-_TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0  # when, and how often after that, to tell the user which ranks are missing
+_TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0  # when to tell the user which ranks are missing, and how often after that
 _UNPROVEN_EVERY_S = 10.0
 _DISMISS_S = 1.0
-_CONTESTED_S = 5.0  # if two jobs use one port: how long the hub stays to tell processes why they cannot join
+_CONTESTED_S = 5.0  # if two jobs use one port: how long the hub keeps telling processes why they cannot join
 
 
 class Outcome(NamedTuple):
@@ -61,12 +61,12 @@ class _Launcher(Line):
 
 
 class Hub:
-    """The hub of one job of `size` ranks. Pass it listeners or inherited sockets, then call serve() in a thread.
+    """The hub of one job of `size` ranks. Pass it sockets with listen() or adopt(), then call serve() in a thread.
 
-    `ranks_known`: each member says which rank it is; otherwise the hub assigns ranks (plan.assign_ranks). `watched`: a
-    launcher calls process_ended() for each rank. `restarts`: lost ranks may be restarted; for each process that ended,
-    a launcher then says whether it restarts the rank. `named`: the job's name, which every hello must contain
-    (links.job_of). `log`: a function that writes a short line to the log; it must not raise.
+    `ranks_known`: each process says which rank it is; otherwise the hub assigns ranks (plan.assign_ranks). `watched`: a
+    launcher calls process_ended() for each rank. `restarts`: lost ranks may be restarted; when a process has ended, its
+    launcher says whether it restarts the rank. `named`: the job id, which every hello must contain (links.job_of).
+    `log`: a function that writes a short line to the log; it must not raise an error.
 
     `nodes`: the ranks of each other host, by the host's name in messages. The launchers of these hosts connect to the
     hub. `layout`: the options that determine each launcher's ranks, as text; they must be the same on all hosts.
@@ -100,56 +100,59 @@ class Hub:
         self._nodes = nodes or {}
         self._layout = layout
         self._tell = tell or (lambda text: None)
-        self._tell_at: float | None = None  # when to tell the user next which hosts and ranks are missing
-        self._turned_away = ""  # the last rejected connection, as text; "" if the user was told about it
-        self._unproven = 0  # the number of connections without the job's key since the user was last told about any
+        self._tell_at: float | None = None  # when the user is next told which hosts or ranks are missing
+        self._turned_away = ""  # the most recent rejected connection, as text; "" if the user has been told
+        self._unproven = 0  # connections without the job's key since the user was last told about such connections
         self._unproven_at = 0.0  # when the user may next be told about such connections
         self._listening = False
         self._own: set[int] = set()  # ranks that the launcher of this host started; the hub adopted their links
         self.attended: set[int] = set()  # ranks of other hosts whose launcher has connected; any thread may read this
-        self._absent: dict[int, str] = {}  # by rank: how it was lost, if that was before any rank had joined
+        self._absent: dict[int, str] = {}  # ranks that were lost before any rank had joined: how each was lost
         self._starter_gone = False
-        self._ended_well: set[int] = set()  # ranks whose process ended with status 0, and after bye if it had joined
-        self._ended_badly: dict[int, str] = {}  # by rank: how its process ended, if it failed and is not restarted
+        self._ended_well: set[int] = set()  # ranks whose process ended with status 0, after its bye if it had joined
+        self._ended_badly: dict[int, str] = {}  # ranks that failed and are not restarted: how each process ended
         self._started_again: set[int] = set()  # ranks that were lost in this epoch and are restarted
-        # Why the job cannot go on and launchers must end their ranks; None if it can. Any thread may read this.
+        # Why the job cannot continue. Launchers must then end their ranks. None if the job can continue. Any thread may
+        # read this.
         self.over: Error | None = None
-        self.goes_on = False  # whether ranks continue without the lost ones, or wait to do so; any thread may read this
-        self._aborted: Error | None = None  # why all groups of this epoch, including later ones, are aborted
+        # Whether ranks continue without the lost ranks (mscomm.shrink), or wait to do so. Any thread may read this.
+        self.goes_on = False
+        self._aborted: Error | None = None  # why all groups of this epoch are aborted, even those created later
         self._abort_announced = False
         self._welcomed = False
         self._ready: set[int] = set()
         self._never_began: str | None = None
-        self._contested_until = 0.0  # if two jobs want this port: the time until which processes that join are refused
+        self._contested_until = 0.0  # if two jobs want this port: until when every process that joins is refused
         self._groups: dict[str, _Group] = {}
         self._world = self._open_group(world_id(0), range(size))
         self._meetings = Meetings(self._roster.gone, self._roster.name, lambda: self._world.judge)
         self._selector = selectors.DefaultSelector()
         self._board: Switchboard[Link] = Switchboard(self._selector, self._handle, self._ended)
-        mine = Identity(named, package_version())  # without an epoch: a joining process does not know it yet
+        mine = Identity(named, package_version())  # no epoch, because a process that joins does not know it yet
         self._launchers: Switchboard[_Launcher] = Switchboard(
             self._selector, self._handle_launcher, self._launcher_gone
         )
         self._door = Door(
             self._selector, key, OF_THE_HUB, mine, range(size), self._enter, self._log, self._note_turned_away
         )
-        # Requests: another thread appends a function here and sends a byte, which wakes the hub's thread to call it.
+        # Requests from other threads. A thread appends a function and sends a byte. The byte wakes the hub's thread,
+        # which calls the function.
         self._orders: deque[Callable[[], None]] = deque()
         self._stopped = False
         self._wake_r, self._wake_w = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._selector.register(self._wake_r, selectors.EVENT_READ, self._woken)
 
     def listen(self, sock: socket.socket) -> None:
-        """Let members connect to this listening socket. The caller still owns the socket and must close it."""
+        """Accept connections at this listening socket. The caller still owns the socket and must close it."""
         self._door.listen(sock)
         name = sock.getsockname()
         self._roster.address = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a unix socket"
         self._listening = True
 
     def adopt(self, sock: socket.socket, rank: int) -> None:
-        """Take over our end of a socket pair, whose other end the rank inherits. Any thread may call this.
+        """Take over our end of a socket pair. The rank inherits the other end. Any thread may call this.
 
-        Such a link has no hello: instead, the hub sends the key first.
+        Such a link begins with the key, which the hub sends, instead of a hello.
         """
         require_same_user(sock)
         self._order(lambda: self._adopt(sock, rank))
@@ -159,24 +162,25 @@ class Hub:
         self._board.write(self._board.add(Link(sock, rank, adopted=True)), self._key)
 
     def started_by(self, rank: int, pidfd: int) -> None:
-        """Watch the process of the rank that started the hub. Once it has ended, expect no more connections."""
+        """Watch the process of the rank that started the hub. When it has ended, expect no more connections."""
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._starter_ended(rank, pidfd))
 
     def process_ended(self, rank: int, how: str, *, badly: bool = False, again: bool = False) -> None:
-        """Report that the rank's process has ended. A launcher calls this; any thread may do so.
+        """Tell the hub that the rank's process has ended. The launcher calls this, from any thread.
 
-        how: for example "killed by SIGKILL" or "exit code 1". again: the launcher restarts the rank after this call.
+        how: for example "killed by SIGKILL" or "exit code 1". badly: the process failed. again: the launcher restarts
+        the rank after this call.
         """
         self._order(lambda: self._process_ended(rank, how, badly, again))
 
     def stop(self) -> None:
-        """Make serve() return soon, whatever the members are doing. Any thread may call this."""
+        """Make serve() return soon, whatever the ranks are doing. Any thread may call this."""
         self._stopped = True
         self._wake()
 
     @property
     def verdict(self) -> Error | None:
-        """The job's first failure or, if ranks are restarted, the failure that ended it. Any thread may read this."""
+        """The job's first failure or, with `restarts`, the failure that ended the job. Any thread may read this."""
         return self.over if self._restarts else self._world.judge.verdict
 
     @property
@@ -188,7 +192,7 @@ class Hub:
     # -- the loop of the hub's thread
 
     def serve(self) -> Outcome:
-        """Serve until every member has left or is lost, or until too few have joined in time. Call this only once."""
+        """Serve until all ranks have left or are lost. Also end if not all ranks join in time. Call this only once."""
         if not self._watched:
             self._topo_until = time.monotonic() + self._topo_timeout_s
         if self._nodes:
@@ -210,12 +214,12 @@ class Hub:
             return True
         if time.monotonic() < self._contested_until:
             return False
-        if self._watched and self._restarts:  # a rank may fail after its bye, and may then be restarted
+        if self._watched and self._restarts:  # a rank can fail after its bye and then be restarted
             return len(self._ended_well) + len(self._ended_badly) == self._roster.size or self._never_began is not None
         if any(link.joined or link.adopted for link in self._board.lines):
             return False
         if self._welcomed or self._world.announced or self._never_began is not None:
-            return True  # ignore links over which nobody has joined
+            return True  # ignore links over which no rank has joined
         if self._board.lines or self._door.expire() is not None:
             return False
         return self._starter_gone or not self._listening
@@ -234,7 +238,7 @@ class Hub:
         return Outcome(self._watched, f"no {self._roster.plural} came")
 
     def _sleep_s(self) -> float | None:
-        """Return the seconds to wait for events before something is due; None if only events matter."""
+        """Return how many seconds to wait for events until the next action is due; None if no action is due."""
         now = time.monotonic()
         dues = [group.judge.due() for group in self._groups.values()]
         dues += [self._topo_until, self._tell_at, self._contested_until if now < self._contested_until else None]
@@ -244,7 +248,7 @@ class Hub:
         return max(0.0, min(*waits, 3600.0)) if waits else None
 
     def _look(self) -> None:
-        """Do everything that is due because of the time or the latest events."""
+        """Do everything that is due now, because time has passed or because of the latest events."""
         now = time.monotonic()
         if self._topo_until is not None and now >= self._topo_until:
             self._refuse_all(self._roster.too_few(self._topo_timeout_s))
@@ -264,9 +268,9 @@ class Hub:
                 self._log(f"verdict on {name}: {verdict.kind}: {verdict}")
                 self._broadcast({"t": "verdict", "group": name, **verdict.fields()}, group.ranks)
                 if group is self._world:
-                    self._answer(self._meetings.look())  # meetings of lost ranks were waiting for the cause
-        if self._aborted and not self._abort_announced:  # groups that failed earlier have their own verdicts by now
-            self._abort_announced = True
+                    self._answer(self._meetings.look())  # meetings with lost ranks were waiting for this verdict
+        if self._aborted and not self._abort_announced:
+            self._abort_announced = True  # announced last: groups that failed earlier already have their own verdicts
             self._broadcast({"t": "verdict", "group": "", **self._aborted.fields()}, self._world.ranks)
         if self.over is None and (end := self._end()):
             self._give_up(end)
@@ -295,9 +299,9 @@ class Hub:
         return verdict if verdict and verdict.kind == "PeerLost" and not self._restarts else None
 
     def _explained(self, verdict: Error, group: _Group) -> Error:
-        """Return the verdict. If another group's failure may be why a rank left this group, add that failure.
+        """Return the verdict. If a rank may have left this group because another group failed, add that failure.
 
-        If a rank left this group to wait for the next epoch, return the world's verdict instead.
+        If a rank left this group to wait for the next epoch, return the world's verdict instead of this group's.
         """
         if verdict.kind != "PeerLost":
             return verdict
@@ -332,7 +336,7 @@ class Hub:
         self._wake()
 
     def _wake(self) -> None:
-        # An error means that the socket is full, so the hub wakes anyway, or closed, because serve() has returned.
+        # Ignore errors. If the socket is full, the hub wakes anyway. If it is closed, serve() has returned.
         with contextlib.suppress(OSError):
             self._wake_w.send(b"!")
 
@@ -360,12 +364,12 @@ class Hub:
         for group in self._groups_of(rank):
             group.judge.process_ended(rank, how, badly, time.monotonic())
         for link in links:
-            self._board.end(link, "")  # do not wait until the socket closes, because a child of the rank may hold it
+            self._board.end(link, "")  # the socket may stay open, because a child of the rank may hold it
         if member is None and not again and not self._restarts and not self._welcomed:
             self._lost(rank, f"rank {rank}", "ended before it joined")
         if self._restarts:
             if badly and member is not None:
-                member.left = False  # its process failed after bye, so the bye does not count
+                member.left = False  # its process failed after its bye, so the bye does not count
             if not again and not self._welcomed and self._roster.at(rank) is None:
                 self._lost(rank, f"rank {rank}", f"ended before it joined: {how}")
             self._begin_epoch()
@@ -408,7 +412,7 @@ class Hub:
         self._board.add(Link(sock, peer.rank if peer.rank >= 0 else None, adopted=False))
 
     def _handle(self, link: Link, frame: Frame) -> None:
-        """Handle one control frame from a rank. An Error ends the rank's link."""
+        """Handle one control frame from a rank. If this raises Error, the caller ends the rank's link."""
         kind = frame["t"]
         if kind != "join" and (not link.joined or link.left):
             raise Error(f"{kind!r} does not come before join or after bye")
@@ -443,7 +447,7 @@ class Hub:
             self._abort_epoch(error)
 
     def _failed(self, group: _Group, link: Link, error: Error, number: int = -1) -> None:
-        """Tell the group's judge about an error that a rank reports, or that the hub has noticed about this rank."""
+        """Tell the group's judge about an error of this rank, which the rank reported or the hub noticed."""
         group.judge.failed(link.number, error, number, self._members(group), time.monotonic())
 
     def _known(self, ranks: list[object]) -> list[int]:
@@ -452,7 +456,7 @@ class Hub:
     def _abort_epoch(self, verdict: Error) -> None:
         """Abort all groups of this epoch, including groups that are yet to be created."""
         if self._aborted is None:
-            # End the meetings now, not in _look(): if a link ended before that, they would end with PeerLost.
+            # End the meetings now, not in _look(). If a link ended before _look(), they would end with PeerLost.
             self._aborted = verdict
             self._answer(self._meetings.clear(verdict))
 
@@ -511,13 +515,13 @@ class Hub:
             self._send(other, {"t": "dial", "from": link.number, "group": group, "address": address})
 
     def _on_close(self, link: Link, group: str, number: int) -> None:
-        """A rank has destroyed the group. This is a failure only if another rank of the group is waiting for it."""
+        """A rank has destroyed the group. This is a failure only if another rank of the group waits for it."""
         found = self._groups.get(group)
         if found is None or found is self._world or link.number not in found.ranks:
             return
         found.closed.add(link.number)
         if self._restarts and self._world.judge.verdict:
-            found.rejoining.add(link.number)  # another rank may report this rank as lost before its rejoin arrives
+            found.rejoining.add(link.number)  # other ranks may report this rank as lost before its rejoin arrives
         staying = self._members(found)
         if not staying:
             del self._groups[group]
@@ -526,7 +530,7 @@ class Hub:
         self._broadcast({"t": "left", "group": group, "rank": link.number, "number": number}, staying)
 
     def _on_waits(self, link: Link, key: str) -> None:
-        """A rank has been waiting for long, and asks for which ranks. Only one of the waiting ranks tells the user."""
+        """A rank has waited for a long time, and asks which ranks are missing. Only one waiting rank tells the user."""
         ranks, here = list[int](), [one.number for one in self._roster]
         if key == JOIN:
             words = self._roster.missing()
@@ -542,11 +546,12 @@ class Hub:
     def _on_rejoin(self, link: Link, key: str, facts: Frame) -> None:
         """A survivor waits for the next epoch, and no longer takes part in the current epoch."""
         link.facts, link.rejoin_key, link.waits = facts, key, True
-        if len(self._ready) < self._roster.size:  # others wait for this rank while they set up the epoch: let that fail
+        if len(self._ready) < self._roster.size:
+            # The other ranks are still setting up the epoch and wait for this rank. Let the set-up fail.
             text = f"{link} gave up its set-up, and waits for the next epoch"
             self._failed(self._world, link, PeerLost(text, [link.number]), 0)
         self._begin_epoch()
-        self._answer(self._meetings.look())  # other ranks may wait for this rank in a meeting of this epoch
+        self._answer(self._meetings.look())  # other ranks may be waiting for this rank in a meeting
 
     def _on_unrejoin(self, link: Link, seconds: float) -> None:
         """A rank's wait for the next epoch has timed out. Do nothing if that epoch has begun in the meantime."""
@@ -569,7 +574,7 @@ class Hub:
             return
         verdict = self._world.judge.verdict
         if self._restarts and not self._watched and verdict and link.number in verdict.ranks:
-            self._board.end(link, "left after its failure")  # lost: no launcher will say how the process ended
+            self._board.end(link, "left after its failure")  # lost now, as no launcher reports how it ended
             return
         link.left, link.waits = True, False
         for name, group in self._groups.items():
@@ -738,7 +743,7 @@ class Hub:
             self._launchers.write(launcher, encode({"t": "refused", "why": objection}, FROM_HUB_BYTES))
             self._launchers.drop(launcher)
             return
-        launcher.ranks = range(max(first, 0), min(end, self._roster.size))  # also if the job is over
+        launcher.ranks = range(max(first, 0), min(end, self._roster.size))  # even if the job is over
         self.attended.update(launcher.ranks)
         self._tell_launcher(launcher)
 
@@ -756,8 +761,8 @@ class Hub:
     def _from_launcher_rival(self, launcher: _Launcher, who: str, seconds: float) -> None:
         """A process that was started `seconds` ago tried to serve another job at our port, and could not.
 
-        The ranks of that job connect to this hub instead. A rank that joined after the start of that process may belong
-        to either job, so neither job can go on.
+        The ranks of that job connect to this hub instead. If a rank joined after the start of that process, it may
+        belong to either job, so neither job can continue.
         """
         self._log(f"{who} wanted to serve another job at this port")
         now = time.monotonic()
@@ -791,7 +796,7 @@ class Hub:
         return None
 
     def _tell_launcher(self, launcher: _Launcher) -> None:
-        """Tell the launcher whether the job can continue. If not, say why, and whether its other ranks continue."""
+        """Tell the launcher why the job is over, if it is, and whether ranks continue without the lost ranks."""
         over = self.over.fields() if self.over else None
         state = {"t": "state", "over": over, "goes_on": self.goes_on}
         self._launchers.write(launcher, encode(state, FROM_HUB_BYTES))
@@ -801,20 +806,20 @@ class Hub:
             self._tell_launcher(launcher)
 
     def _launcher_gone(self, launcher: _Launcher, how: str) -> None:
-        """A launcher has ended, so its ranks are not started or restarted any more. Joined ranks may continue."""
+        """A launcher has ended, so its ranks are no longer started or restarted. Ranks that have joined continue."""
         self._without_launcher(launcher, f"the launcher of {launcher.name} has ended")
 
     def _without_launcher(self, launcher: _Launcher, why: str) -> None:
         ended = self._ended_well | self._ended_badly.keys()
         for rank in [rank for rank in launcher.ranks if rank not in ended]:
             member = self._roster.at(rank)
-            if member is not None and member.left:  # it said bye; only the launcher's report on how it ended is missing
+            if member is not None and member.left:  # it said bye, and only the report on how it ended is missing
                 self._ended_well.add(rank)
             elif self._restarts:
                 self._ended_badly.setdefault(rank, why)
             elif member is None:
                 self._process_ended(rank, why, badly=True, again=False)
-        self._begin_epoch()  # a rank that waits for the next epoch may now wait in vain
+        self._begin_epoch()  # or, if there can be none, tell the ranks that wait for it
 
     def _dismiss_launchers(self) -> None:
         """Tell the launchers that the job is over, and wait until they have closed their links.
@@ -844,7 +849,7 @@ class Hub:
                     self._board.write(link, data)
 
     def _broadcast(self, frame: Frame, ranks: Collection[int]) -> None:
-        """Send to those of these ranks that have joined, have not left, and do not wait for the next epoch."""
+        """Send the frame to each of these ranks that has joined, has not left, and does not wait for the next epoch."""
         data = encode(frame, FROM_HUB_BYTES)
         for link in self._roster:
             if not link.left and not link.waits and (link.rank is None or link.rank in ranks):
@@ -869,7 +874,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _handlers(prefix: str) -> dict[str, Callable[[Hub, Any, Frame], None]]:
-    """Return, by kind of control frame, a function that calls the method of Hub that handles this kind.
+    """Return, for each kind of control frame, a function that calls the method of Hub for this kind.
 
     The method's name is the prefix followed by the kind. Its parameters after the link are the fields of the frame, and
     their annotations are the types of the fields.

@@ -16,11 +16,11 @@ import msgpack
 from mscomm.cluster.hello import UNKNOWN_JOB
 from mscomm.cluster.hub import Hub
 
-_spawned: list[subprocess.Popen[bytes]] = []  # the hubs that we started; the next spawn() reaps those that have ended
+_spawned: list[subprocess.Popen[bytes]] = []  # hubs that this process started; spawn() reaps hubs that have ended
 
 
 class _Detached(subprocess.Popen[bytes]):
-    """A child process that may outlive this one. Deleting this object must not cause a ResourceWarning."""
+    """A child process that may outlive this process. Deleting this object must not cause a ResourceWarning."""
 
     def __del__(self, *_: object) -> None:
         self.poll()
@@ -32,8 +32,8 @@ def spawn(
     """Start a hub that serves the listener. Rank 0 calls this. The hub process exits by itself when the job has ended.
 
     The key is passed through a pipe, so it is neither in argv nor in the environment. The caller need not wait for the
-    process, because the next spawn() reaps it. The process inherits none of our standard streams, because a launcher
-    waits until all copies of them are closed.
+    process, because the next spawn() reaps it. The hub process inherits none of our standard streams. If it held them
+    open, a launcher that reads them would wait until the hub ends.
     """
     # The folders in which this process found mscomm and msgpack.
     folders = [str(Path(__file__).absolute().parents[2]), str(Path(str(msgpack.__file__)).absolute().parents[1])]
@@ -48,7 +48,8 @@ def spawn(
         with contextlib.suppress(OSError, AttributeError):  # the kernel, Python or a sandbox may not offer pidfds
             passed.append(os.pidfd_open(os.getpid()))
             stack.callback(os.close, passed[-1])
-        # If our standard streams are closed, these descriptors may be 0 to 2, which the child needs for its streams.
+        # If our standard streams are closed, these descriptors may have the numbers 0 to 2. The child needs these
+        # numbers for its own standard streams, so pass copies of the descriptors with higher numbers.
         fds = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in passed]
         for fd in fds:
             stack.callback(os.close, fd)

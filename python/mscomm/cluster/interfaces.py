@@ -1,8 +1,8 @@
-"""Chooses the address that this host uses for a job: it listens there, and other hosts connect to it there.
+"""Chooses the address of this host for a job: this host listens at the address, and other hosts connect to it.
 
-MSCOMM_SOCKET_IFNAME determines the address. If it is not set, NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME does, each in
-its own syntax. If none of them is set, this host uses the address from which it reaches the scheduler, and does not
-need to list its interfaces.
+MSCOMM_SOCKET_IFNAME determines the address. If it is not set, NCCL_SOCKET_IFNAME does, and otherwise
+GLOO_SOCKET_IFNAME. Each variable has its own syntax. If none of them is set, this host uses the address from which it
+reaches the scheduler, and does not need to list its interfaces.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class _Rule(NamedTuple):
 def listen_address(control: socket.socket, env: Mapping[str, str] = os.environ) -> str:
     """Return the address at which this rank listens for data.
 
-    A variable can choose the interface; otherwise, it is the address of this rank's end of the link to the hub. If the
-    hub is on loopback or at a unix socket, all ranks are on this host. The result is then a loopback address,
-    unless MSCOMM_SOCKET_IFNAME chooses another address. Raise ValueError if a variable matches no interface.
+    If one of VARIABLES is set, it chooses the address. Otherwise, the result is the address of this rank's end of the
+    link to the hub. If the hub is at a loopback address or a unix socket, all ranks are on this host. The result is
+    then a loopback address, unless MSCOMM_SOCKET_IFNAME chooses another address. Raise ValueError if the variable
+    matches no interface.
     """
     own = "127.0.0.1"
     if control.family in (socket.AF_INET, socket.AF_INET6):
@@ -53,11 +54,11 @@ def listen_address(control: socket.socket, env: Mapping[str, str] = os.environ) 
 
 
 def host_address(env: Mapping[str, str] = os.environ) -> str:
-    """Return the address at which other hosts reach this one.
+    """Return the address at which other hosts reach this host.
 
-    Use this before there is a scheduler to which a route could be looked up. The result is the address of the chosen
-    interface; otherwise, the address from which packets for other networks leave; otherwise, the address of the only
-    interface that is not loopback.
+    Call this while the scheduler's address is not known, so that no route to it can be looked up. If one of VARIABLES
+    is set, it chooses the address. Otherwise, the result is the source address of packets to other networks. If there
+    is no route to them, it is the address of the only interface that is not loopback.
     """
     if chosen := _chosen(env, VARIABLES, "0.0.0.0"):
         return chosen
@@ -87,8 +88,8 @@ def dial_address(published: str, own: str = "", env: Mapping[str, str] = os.envi
     """Return the address that another host published, in a form to which this host can connect.
 
     Raise ValueError if it is not an address. A link-local address needs a scope, which must be an interface of this
-    host, not of the other host. It is the scope of our own address; otherwise, the chosen interface; otherwise, the
-    only interface with a link-local address.
+    host, not of the other host. If `own` has a scope, use this scope. Otherwise, use the interface that one of
+    VARIABLES chooses or, if none is set, the only interface with a link-local address.
     """
     address = published.partition("%")[0]
     if not _ip(address).is_link_local or _ip(address).version == 4:
@@ -123,17 +124,17 @@ def interfaces() -> list[Interface]:
 
 
 def _chosen(env: Mapping[str, str], variables: Iterable[str], own: str) -> str | None:
-    """Return the address chosen by the first of the variables that is set; None if none of them is set."""
+    """Return the address that the first variable that is set chooses; None if no variable is set."""
     matching = _matching(env, variables, own)
     return None if matching is None else _preferred(matching, own)
 
 
 def _matching(env: Mapping[str, str], variables: Iterable[str], own: str) -> list[Interface] | None:
-    """Return the interfaces that the variables choose: those that match an item of the first variable that is set.
+    """Return the interfaces that the first variable that is set chooses.
 
-    The items of that variable are tried in order; only the first item that matches any interface counts.
-
-    Return None if no variable is set; raise ValueError if no item matches any interface.
+    The variable holds a list of items, which are tried in order. Only the first item that matches any interface counts.
+    Interfaces that an item excludes never match. Return None if no variable is set. Raise ValueError if no item matches
+    any interface.
     """
     variable = next((name for name in variables if environment.read(name, env)), None)
     if variable is None:
@@ -142,7 +143,7 @@ def _matching(env: Mapping[str, str], variables: Iterable[str], own: str) -> lis
     rules = list(_rules(variable, environment.read(variable, env), {interface.name for interface in here}))
     excluding = [rule for rule in rules if rule.excludes]
     left = [interface for interface in here if not any(rule.matches(interface) for rule in excluding)]
-    if len(excluding) == len(rules):  # the list only excludes; everything else matches, except loopback
+    if len(excluding) == len(rules):  # all items exclude: the other interfaces match, except loopback
         rules = [_Rule(False, lambda interface: not interface.loopback or interface.address == own)]
     for rule in rules:
         matching = [interface for interface in left if not rule.excludes and rule.matches(interface)]
@@ -185,9 +186,9 @@ def _in_network(variable: str, text: str) -> Callable[[Interface], bool]:
 
 
 def _preferred(matching: list[Interface], own: str) -> str:
-    """Return the best of the matching addresses, which is our own if it matches.
+    """Return the best of the matching addresses: our own address if it is one of them.
 
-    Otherwise, prefer addresses that are not link-local, then addresses of the same family as our own.
+    Otherwise, prefer an address that is not link-local, and then an address of the same family as our own.
     """
     addresses = [interface.address for interface in matching]
     if own in addresses:

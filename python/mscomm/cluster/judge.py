@@ -1,6 +1,6 @@
-"""Decides which failure was the first, by the rules of docs/design/0001-call.md, "What ends a call early".
+"""Decides which failure was the first, by the rules in docs/design/0001-call.md, "What ends a call early".
 
-The hub tells the judge what each rank reported, how each rank ended, and when. The judge reaches one verdict and does
+The hub tells the judge what each rank reported, how each rank ended, and when. The judge reaches one verdict. It does
 no I/O.
 """
 
@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 from mscomm.errors import CollectiveTimeout, Error, PeerLost
 
-BELIEVED_AFTER_S = 0.2  # how long a symptom waits for a report from the rank it names before it becomes the verdict
+BELIEVED_AFTER_S = 0.2  # a symptom becomes the verdict after this time, unless the rank that it names sends a report
 ANSWERS_WITHIN_S = 0.3  # after a timeout: how long the ranks may take to answer "where are you"
 REASON_WITHIN_S = 0.5  # how long the launcher may take to say how a process ended
-RESTARTED_WITHIN_S = 0.1  # replaces REASON_WITHIN_S if ranks are restarted, because the survivors wait for the verdict
-ASKED_EVERY_S = 1.0  # the minimum time between two comparisons of the ranks' calls; every stuck rank asks for one
+RESTARTED_WITHIN_S = 0.1  # used instead of REASON_WITHIN_S if ranks are restarted: the survivors wait for the verdict
+ASKED_EVERY_S = 1.0  # the minimum time between two comparisons of the calls; every stuck rank asks for a comparison
 _CALLS_KEPT = 16
 
 
 class Progress(NamedTuple):
-    """How far a rank has got: the number of its last call, whether it is still inside it, and a human-readable text."""
+    """How far a rank has got: the number of its latest call, whether it is still inside that call, and a text."""
 
     number: int
     inside: bool
@@ -43,30 +43,31 @@ class Judge:
     """
 
     def __init__(self, name: Callable[[int], str], watched: bool = False, restarts: bool = False) -> None:
-        self.verdict: Error | None = None  # the first cause, which every rank raises
-        self.asking = False  # the hub must now ask all ranks "where are you, and what was your call `asked`"
+        self.verdict: Error | None = None  # the first cause, which every rank of the group raises
+        self.asking = False  # the hub must now ask all ranks where they are, and what their call number `asked` was
         self.asked = -1
         self._name = name
         self._watched = watched
         self._reason_s = RESTARTED_WITHIN_S if restarts else REASON_WITHIN_S
         self._spoke: set[int] = set()
-        self._left: dict[int, int] = {}  # by rank, if it left: the number of its last call
+        self._left: dict[int, int] = {}  # for each rank that has left: the number of its final call
         self._destroyed: set[int] = set()  # the ranks in _left that left only the group, not the job
         self._ends: dict[int, str] = {}  # by rank: how its process ended, according to the launcher
-        # For each lost rank: how it was lost, and the time until which the verdict waits for the launcher to say how
-        # the rank's process ended.
+        # For each lost rank: how it was lost, and until when the judge waits for the launcher to say how the rank's
+        # process ended.
         self._gone: dict[int, tuple[str, float]] = {}
         self._symptoms: list[_Symptom] = []
-        # The timeout to explain, the call number, when to stop waiting, the ranks that must still answer.
+        # The open question "where are you", after a timeout: the timeout to explain, the number of its call, when to
+        # stop waiting for answers, and the ranks that have not answered yet.
         self._question: tuple[Error, int, float, set[int]] | None = None
         self._progress: dict[int, Progress] = {}
-        self._asked_at: dict[int, float] = {}  # by call number: when the ranks were last asked about it
-        self._calls: dict[int, dict[int, str]] = {}  # for the last few call numbers: each rank's call, by rank
+        self._asked_at: dict[int, float] = {}  # by call number: when the ranks were last asked about that call
+        self._calls: dict[int, dict[int, str]] = {}  # by call number, for a few calls: each rank's call
 
     # -- events that the hub reports
 
     def failed(self, rank: int, error: Error, number: int, others: Iterable[int], now: float) -> None:
-        """A rank reports an error of its call `number`, or an error outside calls if that is -1.
+        """A rank reports an error of its call `number`. If number is -1, the error occurred outside calls.
 
         others: the ranks that can be asked where they are.
         """
@@ -85,18 +86,18 @@ class Judge:
         else:
             error = self._how_they_left(error)
             if error.kind == "PeerLost" and self._watched and self._unexplained() & named:
-                # The rank said bye. Wait until the launcher says how its process ended.
+                # A rank that the error names has said bye. Wait until the launcher says how its process ended.
                 self._symptoms.append(_Symptom(rank, error, now + self._reason_s))
             elif not self._gone.keys() - {rank}:  # if another rank was lost before, look() reports that rank instead
                 self.verdict = error
         self.look(now)
 
     def _unexplained(self) -> set[int]:
-        """Return the ranks that have left the job without a report from the launcher on how their processes ended."""
+        """Return the ranks that have left the job, but for which no launcher has said how the process ended."""
         return self._left.keys() - self._ends.keys() - self._destroyed
 
     def compare(self, rank: int, number: int, call: str, now: float) -> None:
-        """A rank is stuck in call `number`. Others may have made a different call, so ask all ranks about it."""
+        """A rank is stuck in call `number`. Other ranks may have made a different call, so ask all ranks for theirs."""
         if not self.verdict and now - self._asked_at.get(number, -ASKED_EVERY_S) >= ASKED_EVERY_S:
             self._asked_at = {number: now}
             self.asking, self.asked = True, number
@@ -120,18 +121,18 @@ class Judge:
         self.look(now)
 
     def here(self, rank: int, progress: Progress, now: float) -> None:
-        """A rank says where it is. Only its first answer counts. A report of a timeout also counts as an answer."""
+        """A rank says where it is. Only its first answer counts. A report of an error also counts as an answer."""
         if self._question and rank in self._question[3]:
             self._question[3].remove(rank)
             self._progress[rank] = progress
         self.look(now)
 
     def left(self, rank: int, number: int, now: float, destroyed: bool = False) -> None:
-        """A rank said bye. destroyed: it left only this group, not the job."""
+        """A rank has left the job after call `number`. destroyed: it has left only this group, not the job."""
         self._left[rank] = number
         if destroyed:
             self._destroyed.add(rank)
-            for symptom in self._symptoms:  # a peer saw this rank leave before the hub did
+            for symptom in self._symptoms:  # a peer may have seen this rank leave before the hub did
                 if rank in symptom.error.ranks and not self.verdict:
                     self.verdict = self._how_they_left(symptom.error)
         if self._question:
@@ -149,8 +150,8 @@ class Judge:
     def process_ended(self, rank: int, how: str, badly: bool, now: float) -> None:
         """The launcher says how the rank's process ended.
 
-        While the rank's link is open, the end of its process decides nothing. If the process fails after the rank's
-        bye, that decides the verdict at once.
+        While the rank's link is open, the end of its process decides nothing. If the process failed after the rank's
+        bye, this failure becomes the verdict at once.
         """
         self._ends[rank] = how
         if rank in self._left and badly and not self.verdict:
@@ -160,7 +161,7 @@ class Judge:
     # -- finding the verdict
 
     def due(self) -> float | None:
-        """Return when to call look() again if no event occurs before; None if no decision is pending."""
+        """Return when to call look() again if no event occurs before that; None if no decision is pending."""
         if self.verdict:
             return None
         if self._question:
@@ -211,12 +212,12 @@ class Judge:
         self.verdict = CollectiveTimeout(f"{timeout}. Waiting for: {found}", timeout.ranks, sorted(waiting_for))
 
     def _how_they_left(self, error: Error) -> Error:
-        """Return a PeerLost about ranks that have left: the same error, with a text that says how they left."""
+        """Return the error. If it is a PeerLost about ranks that have left, its text then says how they left."""
         text = str(error)
         for lost in error.ranks if error.kind == "PeerLost" else ():
             if lost not in self._left:
                 continue
-            # A report says this even if the rank only destroyed the group, because peers cannot see the difference.
+            # A peer reports the text `seen` even if the rank only destroyed the group, because it sees no difference.
             seen = f"{self._name(lost)} has left the job"
             words = f"{self._name(lost)} has destroyed the group" if lost in self._destroyed else seen
             text = text.replace(seen, words)
@@ -225,10 +226,10 @@ class Judge:
         return error.again(text)
 
     def _root(self) -> _Symptom:
-        """Return the symptom that counts.
+        """Return the symptom that becomes the verdict.
 
-        Start from the first symptom, and go to the symptom that its lost rank reported, and so on, until a lost rank
-        has reported none. If this leads in a circle, the first symptom counts.
+        Start from the first symptom. Go to the symptom that its lost rank reported, and repeat this until a lost rank
+        has reported no symptom. If this leads in a circle, return the first symptom.
         """
         by_reporter = {symptom.reporter: symptom for symptom in reversed(self._symptoms)}
         first = symptom = self._symptoms[0]
@@ -243,6 +244,6 @@ class Judge:
             seen.add(symptom.reporter)
 
     def _circular(self) -> bool:
-        """Return whether every rank named by a symptom has itself sent a report, so no further report can come."""
-        # A symptom from NCCL names no rank, because NCCL does not know which rank is lost.
+        """Return whether each rank that a symptom names has sent a report. Then there is nothing left to wait for."""
+        # A symptom from NCCL names no rank, because NCCL does not know which rank is lost. So wait for other reports.
         return all(symptom.error.ranks and self._spoke.issuperset(symptom.error.ranks) for symptom in self._symptoms)

@@ -1,4 +1,4 @@
-"""Opens, accepts and authenticates connections, and passes file descriptors. Every socket here is close-on-exec.
+"""Opens, accepts and authenticates connections, and passes file descriptors. Every socket is close-on-exec.
 
 The hello itself is in hello.py, and control frames are in frames.py.
 """
@@ -27,7 +27,7 @@ from mscomm.errors import AuthenticationError, CollectiveTimeout, Error
 # ("host", port), or the name of an abstract unix socket: b"\0..." or "\0..."
 Address: TypeAlias = "tuple[str, int] | str | bytes"
 
-_HALF_OPEN = 64  # how many hellos may be in progress at the same time, unless twice the number of ranks is more
+_HALF_OPEN = 64  # the limit for hellos in progress, or twice the number of ranks if that is more
 _FDS_A_MESSAGE = 253  # the kernel's SCM_MAX_FD
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_S = 0.1  # how long to ignore a listener when descriptors or memory have run out
@@ -57,7 +57,7 @@ def connect(address: Address, deadline: Deadline, *, source: str | None = None) 
 
 
 def _connect_unix(sock: socket.socket, address: str | bytes, deadline: Deadline) -> None:
-    """Connect, and retry while the listener's backlog is full. Any user on the host can keep it full for a while."""
+    """Connect, and retry while the listener's backlog is full. Any user on the host can fill it for a while."""
     sock.setblocking(False)
     while True:
         try:
@@ -70,7 +70,7 @@ def _connect_unix(sock: socket.socket, address: str | bytes, deadline: Deadline)
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Return whether this process or its host lacks descriptors or memory, so that no peer is to blame."""
+    """Return whether the error says that this process or host lacks descriptors or memory. No peer is then to blame."""
     return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 
@@ -80,7 +80,7 @@ def node_timeout_s() -> float:
 
 
 def tune(sock: socket.socket) -> None:
-    """Make a TCP socket send small messages at once, and fail if the peer is silent for MS_NODE_TIMEOUT while idle."""
+    """Make a TCP socket send small messages at once, and fail if it is idle and its peer silent for MS_NODE_TIMEOUT."""
     if not _is_tcp(sock):
         return
     silence_s = node_timeout_s()
@@ -95,8 +95,9 @@ def tune(sock: socket.socket) -> None:
 def _limit_silence(sock: socket.socket) -> None:
     """Make a TCP link to the hub also fail if the other host does not acknowledge our data for MS_NODE_TIMEOUT.
 
-    Links between ranks must not have this limit. It would also end a link to a healthy rank that has not read for that
-    long, for example because it is computing while data for the next call waits. They use Stream::check_silence.
+    Links between ranks must not have this limit, and use Stream::check_silence instead. The limit would also end a link
+    to a healthy rank that has not read for that long, for example because it is computing when data for the next call
+    arrives.
     """
     if _is_tcp(sock):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(node_timeout_s() * 1000)))
@@ -107,7 +108,7 @@ def _is_tcp(sock: socket.socket) -> bool:
 
 
 def job_of(env: Mapping[str, str]) -> bytes:
-    """Return the job id for a hello to the job's hub, from MSCOMM_JOB_ID."""
+    """Return the job id for the hello of a link to the hub. It is derived from MSCOMM_JOB_ID."""
     return named(environment.read("MSCOMM_JOB_ID", env))
 
 
@@ -117,9 +118,9 @@ def newcomer(env: Mapping[str, str], rank: int = UNKNOWN_RANK) -> Identity:
 
 
 def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadline: Deadline) -> None:
-    """Run the connecting side of the hello. An error names the address; the caller must then close the socket."""
+    """Run the connecting side of the hello. Errors name the address. The caller must then close the socket."""
     # Only a hub on TCP must answer soon: it accepts at once, so a silent listener is not a hub. A hub on a unix socket
-    # may still be starting, which can take a while on a busy host. A rank may be busy for any time before it accepts.
+    # may still be starting, which can take a while on a busy host. A rank may be busy for long before it accepts.
     if purpose in OF_THE_HUB and sock.family != socket.AF_UNIX:
         deadline = deadline.within(HELLO_S)
         _limit_silence(sock)
@@ -134,7 +135,7 @@ def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadlin
             received = sock.recv(hello.needs)
             if not received:
                 raise ConnectionResetError("it closed the connection")
-            if answer := hello.feed(received):  # send nothing at the end: the peer may have closed
+            if answer := hello.feed(received):  # an empty answer is not sent, because the peer may have closed
                 sock.sendall(answer)
     except NotMscomm as error:
         raise NotMscomm(f"{where} is not an {expected}: {error}") from error
@@ -151,7 +152,7 @@ def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadlin
 
 
 def _name(sock: socket.socket) -> str:
-    """Return the name of the peer for messages: its address."""
+    """Return the address of the peer, as text for messages."""
     try:
         address = sock.getpeername()
     except OSError:
@@ -170,7 +171,8 @@ def listen(host: str, backlog: int, env: Mapping[str, str]) -> socket.socket:
     Raise OSError if no such port is free. If MSCOMM_PORTS is not set, the kernel chooses the port.
     """
     allowed = environment.read("MSCOMM_PORTS", env)
-    # A random order finds a free port sooner. Do not use Python's global generator: the user may have seeded it.
+    # Try the ports in random order, because other ranks try the same ports. Do not use Python's global generator,
+    # because the user may have seeded it.
     ports = random.SystemRandom().sample(allowed, len(allowed)) if allowed else [0]
     # getaddrinfo includes the scope if the address is link-local.
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -212,11 +214,12 @@ def address_of(listener: socket.socket) -> Address:
 class Door:
     """The listeners of one selector loop, and the connections to them whose hello is still in progress.
 
-    `enter(sock, peer, purpose)` is called for each connection whose hello succeeds, and `turned_away(address, why,
-    unproven)` for every other connection. unproven: the peer speaks mscomm's protocol but has another key. A connection
-    is dropped if it sends garbage, has the wrong key, or is too slow. At most 64 hellos, or twice the number of `ranks`
-    if that is more, may be in progress at the same time; if another connection arrives, the oldest one is dropped. The
-    data of each selector key is a function to call when the socket is ready.
+    `enter(sock, peer, purpose)` is called for each connection whose hello succeeds. `turned_away(address, why,
+    unproven)` is called for each connection that is dropped during its hello. unproven: the peer speaks mscomm's
+    protocol but has another key. A connection is dropped if it sends garbage, has the wrong key, or is too slow. At
+    most 64 hellos, or twice the number of `ranks` if that is more, can be in progress at the same time. If another
+    connection arrives, the connection with the oldest hello is dropped. The data of each selector key is a function to
+    call when the socket is ready.
     """
 
     def __init__(
@@ -285,13 +288,14 @@ class Door:
             return
         except OSError as error:  # e.g. the connection was reset while it waited, or no descriptors are left
             self._complain(f"cannot accept a connection: {error}")
-            # If nobody handles shortages, any connection may be a stranger's. Otherwise, as many hellos as ranks are
-            # expected may be in progress: dropping one of these would make its rank blame us for a lost connection.
+            # Without on_shortage, any connection may be a stranger's, so the oldest can be dropped. With it, keep as
+            # many connections as there are expected ranks. If we dropped a rank's connection, it would report us lost.
             expected = len(self._ranks) if self._on_shortage else 0
             if is_shortage(error) and len(self._half_open) > expected:
                 self._drop(next(iter(self._half_open)), "its descriptor is needed for a newer connection")
             elif is_shortage(error):
-                # Pause the listener: the connection stays in its backlog, so the selector would report it at once.
+                # Pause the listener. The connection stays in its backlog, so the selector would report the listener
+                # again at once.
                 self._selector.unregister(listener)
                 self._paused[listener] = time.monotonic() + _PAUSE_S
                 if self._on_shortage:
@@ -313,7 +317,7 @@ class Door:
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(sock))
 
     def _read(self, sock: socket.socket) -> None:
-        if sock not in self._half_open:  # it was dropped earlier in this iteration
+        if sock not in self._half_open:  # it was dropped earlier in this iteration of the loop
             return
         hello = self._half_open[sock][0]
         try:
@@ -369,9 +373,9 @@ def accept_all(
 ) -> dict[int, socket.socket]:
     """Accept one connection from each wanted rank. Return them by rank, authenticated, as blocking sockets.
 
-    Raise CollectiveTimeout, which names the missing ranks, at the deadline. Raise OSError if this process runs out of
-    descriptors, or at the deadline if its host lacked descriptors or memory. `check` is called at least every 100 ms,
-    and may raise to end the wait.
+    At the deadline, raise CollectiveTimeout, which names the missing ranks, or OSError if the host lacked descriptors
+    or memory. If this process runs out of descriptors, raise OSError at once. `check` is called at least every 100 ms.
+    If it raises an error, the wait ends with this error.
     """
     missing = set(wanted)
     shortage: OSError | None = None
@@ -432,7 +436,7 @@ def require_same_user(sock: socket.socket) -> None:
 
 
 def send_fds(sock: socket.socket, fds: list[int], deadline: Deadline) -> None:
-    """Give the process at the other end copies of our descriptors; it must call recv_fds with their number."""
+    """Send copies of our descriptors to the process at the other end, which must call recv_fds with the same count."""
     require_same_user(sock)
     sent = 0
     while sent < len(fds):

@@ -47,8 +47,8 @@ class _Meeting:
 class Meetings:
     """All open meetings of a job.
 
-    `gone(rank)`: why the rank can no longer take part in any meeting, or None. `name(rank)`: the rank's name in
-    messages. `judge()`: the judge of the job, which may know why ranks are gone.
+    `gone(rank)`: why the rank can no longer take part in any meeting, or None if it can. `name(rank)`: the rank's name
+    in messages. `judge()`: the judge of the job, which may know why ranks are gone.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Meetings:
         self._name = name
         self._judge = judge
         self._open: dict[str, _Meeting] = {}
-        self._shrunk: list[list[int]] = []  # the ranks of each completed meeting of survivors, if none was lost since
+        self._shrunk: list[list[int]] = []  # the ranks of each completed meeting of survivors, until one is lost
 
     def come(self, rank: int, key: str, name: str, ranks: list[int], facts: Frame, survivors: bool) -> Iterable[Answer]:
         """Handle the arrival of a rank at the meeting. survivors: the meeting does not wait for lost ranks."""
@@ -97,7 +97,7 @@ class Meetings:
     def refuse(self, rank: int, key: str, name: str, ranks: list[int], why: str) -> Iterable[Answer]:
         """Handle a rank that gives up a meeting, before or after its arrival.
 
-        The other ranks are told why, now or when they arrive.
+        Ranks that have arrived are told why at once. The other ranks are told when they arrive.
         """
         meeting = self._open.setdefault(key, _Meeting(name, ranks, False))
         meeting.facts.pop(rank, None)
@@ -118,11 +118,11 @@ class Meetings:
 
     @property
     def survivors_go_on(self) -> bool:
-        """Whether ranks continue without the lost ones, or wait in a meeting that does not wait for lost ranks."""
+        """Whether ranks continue without the lost ranks, or wait in a meeting that does not wait for lost ranks."""
         return bool(self._shrunk) or any(meeting.survivors and meeting.facts for meeting in self._open.values())
 
     def lost(self, rank: int) -> None:
-        """Record that this rank was lost: ranks that shrank to a group with this rank no longer continue."""
+        """Record that the rank was lost. Survivors that continued in a group with this rank no longer continue."""
         self._shrunk = [ranks for ranks in self._shrunk if rank not in ranks]
 
     def forget_survivors(self) -> None:
@@ -130,7 +130,7 @@ class Meetings:
         self._shrunk.clear()
 
     def look(self) -> Iterable[Answer]:
-        """Check all meetings again after a rank was lost."""
+        """Check again whether any meeting can end, for example because a rank was lost."""
         return [answer for key in list(self._open) for answer in self._look(key)]
 
     def clear(self, why: Error) -> Iterable[Answer]:
@@ -145,11 +145,11 @@ class Meetings:
         meeting = self._open[key]
         lost = {rank: why for rank in meeting.ranks if (why := self._gone(rank)) is not None}
         if lost and not meeting.survivors and self._judge().due() is not None:
-            return []  # the hub looks again when the judge has given the verdict
+            return []  # the hub calls look() when the judge has reached its verdict
         if lost and not meeting.survivors:
             return self._cancel(key, self._explained(meeting, lost))
         for rank in lost:
-            meeting.facts.pop(rank, None)  # the rank arrived, but was lost before the others arrived
+            meeting.facts.pop(rank, None)  # the rank had arrived, but was lost before all others arrived
         if any(rank not in lost for rank in meeting.missing):
             return []
         del self._open[key]
@@ -160,7 +160,7 @@ class Meetings:
         return [Answer(meeting.here, frame)]
 
     def _explained(self, meeting: _Meeting, lost: dict[int, str]) -> Error:
-        """Return the error of a meeting for which these ranks will not arrive.
+        """Return the error for a meeting at which these ranks will not arrive.
 
         The error also names the first failure of the job.
         """

@@ -1,6 +1,6 @@
 """One rank's end of its control link: joins the job, meets other ranks, reports failures, and learns about failures.
 
-From join() on, a daemon thread reads the link. The only parts of a group that this thread calls are the methods of
+From join() on, a daemon thread reads the link. This thread calls no part of a group except the methods of
 `Communicator` and the function `dialled` (see attach).
 """
 
@@ -33,7 +33,7 @@ from mscomm.errors import Aborted, CollectiveTimeout, Error, PeerLost, of_fields
 SETTLE_S = 2.0  # how long a rank that reported a failure waits for the verdict
 LEAVE_S = 2.0
 _CALL_CHARACTERS = 1000
-_NUMBERS = 500  # a bye holds the last call numbers of at most this many groups; the hub assumes call 0 for the others
+_NUMBERS = 500  # a bye holds the final call number of at most this many groups; for others, the hub assumes 0
 # The errors that a link reports if the host at the other end, or the network to it, is down.
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
@@ -73,7 +73,7 @@ class Met(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """The ranks for which a rank waits, as far as the hub has said. tells: this rank is the one that tells the user."""
+    """The ranks for which this rank waits, as far as the hub has said. tells: this rank must tell the user."""
 
     words: str = "the other ranks"
     ranks: Sequence[int] = ()
@@ -96,29 +96,29 @@ class Member:
 
     def __post_init__(self) -> None:
         self._hub_address = ""  # the address of the hub's host; "" if the hub is on this host
-        # This condition protects what the reading thread learns, and other threads wait on it. No thread may hold it
-        # while calling a communicator.
+        # This condition protects what the reading thread learns. Other threads wait on it for changes. A thread that
+        # holds it must not call a communicator.
         self._news = threading.Condition()
         self._communicators: dict[str, Communicator] = {}
         self._dialled: dict[str, Callable[[int, Any], None]] = {}
         self._early: dict[str, list[tuple[int, Any]]] = {}  # requests to connect, for groups that are not attached yet
         self._told: set[str] = set()  # groups whose failure we have reported to the hub
         self._welcome: Welcome | None = None
-        self._go = -1  # the last epoch in which all ranks became ready
+        self._go = -1  # the latest epoch in which all ranks became ready
         self._rejoins = 0
         self._met: dict[str, Met | Error] = {}
-        self._missing: dict[str, Missing] = {}  # by the key of a wait
+        self._missing: dict[str, Missing] = {}  # by the key of a wait: the hub's latest answer
         self._attending: list[str] = []  # the names of the meetings in which this rank waits
-        self._refused: str | None = None  # the key of the last meeting that the hub refused
+        self._refused: str | None = None  # the key of the latest meeting that the hub refused
         self._failure: Error | None = None  # a failure of the whole link: the hub has refused us or is gone
-        self._verdicts: dict[str, Error] = {}  # by group; "": for all groups of this epoch, including later ones
+        self._verdicts: dict[str, Error] = {}  # by group; "": for all groups of this epoch, even those created later
         self._ended: str | None = None  # why the link has ended; None if it has not
         self._departed: list[int] = []
-        self._closed: dict[str, list[int]] = {}  # by group that is being founded: the ranks that destroyed it
+        self._closed: dict[str, list[int]] = {}  # by group that is being set up: ranks that have destroyed it
         self._leaving = False
         self._forked = False
-        # The core writes to this eventfd when it has a notice, when a call is stuck, and when a call fails that nobody
-        # is waiting for.
+        # The core writes to this eventfd when it has a notice, when a call is stuck, and when a call has failed for
+        # which no thread is waiting.
         self.news_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._reader = threading.Thread(target=self._read, name="mscomm-member", daemon=True)
         _members.add(self)
@@ -128,7 +128,8 @@ class Member:
     def join(self, facts: Mapping[str, Any], deadline: Deadline) -> Welcome:
         """Register with the hub and wait until all ranks have joined.
 
-        Raise the verdict if the job fails before that, and an Error with the reason if the hub refuses this rank.
+        If the job fails before all have joined, raise the verdict. If the hub refuses this rank, raise an Error with
+        the reason.
         """
         self._hub_address = _address(self.frames.sock.getpeername())
         known = {**self._known(), **facts}
@@ -143,7 +144,7 @@ class Member:
         return {"pid": os.getpid(), "hostname": host, "host": host, "link": link}
 
     def rejoin(self, facts: Mapping[str, Any], deadline: Deadline) -> Welcome:
-        """Wait until every rank has come back, and begin the next epoch with them. Return its Welcome."""
+        """Wait until every rank has called rejoin() or joined again, which begins a new epoch. Return its Welcome."""
         assert self._welcome
         now = self._welcome.epoch
         self._rejoins += 1
@@ -156,7 +157,7 @@ class Member:
             self._say({"t": "rejoin", "key": key, "facts": {**self._known(), **facts}}, deadline)
             self._await(answered, deadline, "rejoin")
         except CollectiveTimeout:
-            # Ask the hub which ranks are missing. It may answer that the last rank has arrived in the meantime.
+            # Ask the hub which ranks are missing. It may answer instead that all ranks have arrived in the meantime.
             self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             self._await(answered, Deadline(SETTLE_S), "rejoin")
         except Error:
@@ -172,7 +173,7 @@ class Member:
         return self._welcome
 
     def ready(self, deadline: Deadline) -> None:
-        """Tell the hub that this rank has finished its set-up, and wait until all ranks have."""
+        """Tell the hub that this rank has finished its set-up, and wait until all ranks have finished theirs."""
         assert self._welcome
         epoch = self._welcome.epoch
         self._say({"t": "ready", "epoch": epoch}, deadline)
@@ -196,8 +197,8 @@ class Member:
         name: the name of the meeting in messages. founds: the meeting founds a group, and key is the group's id.
         survivors: do not wait for lost ranks.
 
-        Raise Mismatch if the ranks give different lists of ranks; PeerLost if one is lost; Aborted if one gives up;
-        Raise CollectiveTimeout at the deadline.
+        Raise Mismatch if the ranks give different lists of ranks, PeerLost if a rank is lost, and Aborted if a rank
+        gives up. Raise CollectiveTimeout at the deadline.
         """
         words = {"key": key, "name": name, "ranks": list(ranks), "facts": dict(facts)}
         if founds:
@@ -208,7 +209,7 @@ class Member:
             self._say({"t": "meet", "founds": founds, "survivors": survivors, **words}, deadline)
             self._await(lambda: key in self._met, deadline, name, key)
         except CollectiveTimeout:
-            # Ask the hub which ranks did not arrive. It may answer that the last rank has arrived in the meantime.
+            # Ask the hub which ranks are missing. It may answer instead that all ranks have arrived in the meantime.
             self._say({"t": "unmeet", "key": key, "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             self._await(lambda: key in self._met, Deadline(SETTLE_S), name)
         except Error:
@@ -228,7 +229,7 @@ class Member:
     def was_refused(self, key: str) -> bool:
         """Return whether meet() raised an error for this key because the hub refused the meeting.
 
-        If so, no rank received the facts.
+        If so, no rank has received the facts of the meeting.
         """
         return self._refused == key
 
@@ -243,14 +244,14 @@ class Member:
             self._met.pop(key, None)
 
     def check(self, group: str) -> None:
-        """Raise the failure of the group, if there is one. Use this while a group is set up, before attach()."""
+        """Raise the failure of the group, if there is one. Call this during the set-up of a group, before attach()."""
         with self._news:
             failure = self._verdict(group) or self._failure
         if failure:
             raise failure.again()
 
     def attach(self, group: str, communicator: Communicator, dialled: Callable[[int, Any], None]) -> None:
-        """Pass the group's events to the communicator from now on. Pass on events that arrived earlier at once.
+        """Pass the group's events to the communicator from now on. Earlier events are passed on at once.
 
         dialled(rank, address) is called when `rank` asks this rank to connect to the address; it must return at once.
         """
@@ -293,9 +294,9 @@ class Member:
     def settle(self, group: str, symptom: Error, number: int) -> Error:
         """Report an error of the group's call `number`. Return the error to raise.
 
-        This is the verdict, with the reported error as its __cause__. Wait for it for at most 2 s, or up to
-        node_timeout_s() + 1 s longer if the hub's host is silent. If there is no verdict by then, return the symptom
-        itself, or the failure of the hub if that may have caused the symptom.
+        The error to raise is the verdict, with the symptom as its __cause__. Wait for the verdict for at most 2 s, or
+        up to node_timeout_s() + 1 s longer if the hub's host is silent. If no verdict has arrived by then, return the
+        symptom itself, or the failure of the hub if that may have caused the symptom.
         """
         if self._forked:
             return symptom
@@ -305,11 +306,11 @@ class Member:
         with self._news:
             self._news.wait_for(lambda: self._settled(group), deadline.left())
             if not self._settled(group) and self._hub_is_silent():
-                # The hub's host is down. The link will soon report that, and it explains more than our symptom.
+                # The hub's host may be down. The link then reports this soon, which explains more than our symptom.
                 self._news.wait_for(lambda: self._settled(group), node_timeout_s() + 1)
             verdict = self._verdict(group)
             if verdict is None and isinstance(symptom, (PeerLost, CollectiveTimeout)):
-                verdict = self._failure  # the other rank may be lost because the hub is
+                verdict = self._failure  # the peer may be lost for the same reason as the hub
         if verdict is None:
             return symptom
         error = verdict.again()
@@ -318,9 +319,9 @@ class Member:
         return error
 
     def report(self, failure: Error, group: str = "") -> None:
-        """Tell the hub about a failure outside calls, such as abort() or an uncaught exception. Return when it is sent.
+        """Tell the hub about a failure outside calls, such as abort() or an uncaught exception.
 
-        group: "" stands for all groups of the job.
+        Return when the report has been sent. group: "" stands for all groups of the job.
         """
         if not group:  # on this rank, the failure counts at once, before the hub's verdict
             with self._news:
@@ -344,7 +345,7 @@ class Member:
     # -- leaving the job
 
     def leave(self, number: int) -> None:
-        """Say bye after call `number`, make sure that the hub has received it, and close the link."""
+        """Say bye after call `number`, make sure that the hub has received the bye, and close the link."""
         if self._forked:
             return
         deadline = Deadline(LEAVE_S)
@@ -366,7 +367,7 @@ class Member:
             self.close()
 
     def close(self) -> None:
-        """Close the link at once. The hub then counts this rank as lost, unless it has said bye."""
+        """Close the link at once. The hub then counts this rank as lost, unless the rank has said bye."""
         with contextlib.suppress(OSError):  # the other end may have closed already
             self.frames.sock.shutdown(socket.SHUT_RDWR)  # wakes the reading thread, which must not poll a closed socket
         if self._reader.is_alive() and self._reader is not threading.current_thread():
@@ -479,7 +480,7 @@ class Member:
             self._missing[frame["key"]] = Missing(words, frame["ranks"], frame["tells"]) if words else Missing()
 
     def _beside_the_hub(self) -> list[int]:
-        """Return the ranks on the hub's host that this rank knows; none if this rank is on that host itself."""
+        """Return the known ranks on the hub's host, or no ranks if this rank is on the same host."""
         facts = self._welcome.facts if self._welcome and self._hub_address else []
         return [rank for rank, fact in enumerate(facts) if fact.get("link") in ("", self._hub_address)]
 
@@ -519,7 +520,7 @@ class Member:
             raise CollectiveTimeout(f"{self.hub} did not read {frame['t']!r} within {deadline.seconds:g} s") from error
         except OSError as error:
             if self._reader.is_alive():
-                self._reader.join(deadline.within(SETTLE_S).left())  # the hub's last frames may say why it is gone
+                self._reader.join(deadline.within(SETTLE_S).left())  # the hub's final frames may say why it is gone
             raise self._failure or PeerLost(f"{self.hub} is gone: {error}") from error
 
     def _await(
@@ -527,7 +528,7 @@ class Member:
     ) -> None:
         """Wait until met() is true. Raise a failure of the link or the group, or CollectiveTimeout at the deadline.
 
-        key: the hub's key for this wait. With a key, lines on stderr say for which ranks this rank has waited long.
+        key: the hub's key for this wait. With a key, a long wait prints lines on stderr that name the missing ranks.
         """
 
         def over() -> bool:
@@ -549,7 +550,7 @@ class Member:
             if failure:
                 raise failure.again()
             missing = Missing()
-            if not deadline.passed or key in (JOIN, READY):  # at its deadline, a meeting asks the hub in another way
+            if not deadline.passed or key in (JOIN, READY):  # at the deadline of a meeting, meet() asks the hub instead
                 missing = self._ask_for_missing(key, over) if key else missing
             with self._news:
                 if over():
@@ -564,10 +565,10 @@ class Member:
             notice = began + next(notices_s)
 
     def _ask_for_missing(self, key: str, over: Callable[[], bool]) -> Missing:
-        """Ask the hub for which ranks this rank is waiting. over(): whether the wait has ended meanwhile."""
+        """Ask the hub which ranks this rank is waiting for. over(): whether the wait has ended in the meantime."""
         with self._news:
             self._missing.pop(key, None)
-        with contextlib.suppress(Error):  # the hub may be gone, which the caller notices
+        with contextlib.suppress(Error):  # if the hub is gone, the caller notices that
             self._say({"t": "waits", "key": key}, Deadline(SETTLE_S))
         with self._news:
             self._news.wait_for(lambda: key in self._missing or over(), SETTLE_S)
@@ -584,7 +585,7 @@ class Member:
         return over or self._verdict(group) is not None or self._failure is not None
 
     def _hub_is_silent(self) -> bool:
-        """Return whether data that we sent is still unacknowledged by the hub's host."""
+        """Return whether the hub's host has not yet acknowledged all data that we sent."""
         if self.frames.sock.family == socket.AF_UNIX:
             return False
         try:
@@ -608,7 +609,7 @@ class Member:
 
 
 def _address(name: Any) -> str:
-    """Return the host part of a socket's name; "" if both ends are on the same host."""
+    """Return the host part of a socket's name; "" for loopback and unix sockets, which connect to the same host."""
     host = str(name[0]) if isinstance(name, tuple) else ""
     return "" if host == "::1" or host.startswith("127.") else host
 

@@ -27,7 +27,7 @@ class MessageLinks:
         self._group = group
         self._ranks = ranks
         self._dialling = [threading.Lock() for _ in ranks]  # by peer: held while the link to the peer is set up
-        self.linked = {ranks.index(epoch.rank)}  # peers that have a link; a message to oneself needs none
+        self.linked = {ranks.index(epoch.rank)}  # peers with an outgoing link, and this rank itself, which needs none
 
     def reach(self, peer: int, what: str, deadline: Deadline) -> None:
         """Set up the link to the peer, unless there is one already. A failure breaks the group."""
@@ -58,10 +58,10 @@ class MessageLinks:
             raise
 
     def dialled(self, rank: int, addresses: Any) -> None:
-        """Answer the request of a rank of the job that wants to send to this rank: connect to it. Return at once."""
+        """Connect to a rank that wants to send to this rank and has asked for a connection. Return at once."""
         peer = self._ranks.index(rank)
-        # The thread that reads the control link runs this. Expect the link before that thread reads on, because the
-        # sender may say bye as soon as it has sent its message.
+        # The thread that reads the control link calls this. The core must expect the link before this thread reads the
+        # next frame. That frame may say that the sender has left, which a sender may do right after its message.
         self._core.expect_incoming(peer)
         try:
             threading.Thread(target=self._answer, args=(peer, addresses), name="mscomm-dial", daemon=True).start()
@@ -76,7 +76,8 @@ class MessageLinks:
             self._core.add_incoming(peer, fd)
         except (RuntimeError, OSError) as error:  # Error is a RuntimeError; an OSError is a shortage in this process
             symptom = self._no_link(rank, error)
-            if self._core.failure() is not None and self._epoch.member is not None:  # else we have left the group
+            # If the group has no failure now, this rank has left the group.
+            if self._core.failure() is not None and self._epoch.member is not None:
                 self._epoch.member.settle(self._group, symptom, -1)
 
     def _no_link(self, rank: int, error: RuntimeError | OSError) -> Error:

@@ -1,4 +1,4 @@
-"""Pure functions of the ranks' facts: assign ranks, find the ranks that share a host, check that all ranks agree."""
+"""Pure functions of the ranks' facts. They assign ranks, find ranks on one host, and check that all ranks agree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Facts = Mapping[str, Any]
 
 
 class Arrival(NamedTuple):
-    """What a worker says when it registers: the id that the user assigned (MS_NODE_ID, or None), and its host."""
+    """What a worker says when it registers: its id (MS_NODE_ID; None if the user has not set it), and its host."""
 
     node_id: str | None
     host: str
@@ -21,8 +21,8 @@ class Arrival(NamedTuple):
 def assign_ranks(members: Sequence[Arrival]) -> list[int]:
     """Return the rank of each member. `members` is in the order of registration.
 
-    If every id is a decimal number, the id is the rank. Otherwise, the members on one host get consecutive ranks. Hosts
-    are ordered by their first registration. Within a host, members with an id come first, sorted by id (worker_2
+    If every id is a decimal number, the ids are the ranks. Otherwise, the members on one host get consecutive ranks.
+    Hosts are ordered by their first registration. Within a host, members with an id come first, sorted by id (worker_2
     before worker_10); the others follow in the order of registration.
     """
     size = len(members)

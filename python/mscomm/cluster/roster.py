@@ -1,4 +1,4 @@
-"""The members of a job: who may join, their ranks, their names in messages, and who is missing. Does no I/O."""
+"""Keeps track of a job's members: decides who may join, assigns ranks, and says who is missing. Does no I/O."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Link(Line):
         self.left = False
         self.welcomed = False  # the process has taken part in an epoch
         self.waits = False  # the process waits for the next epoch, and no longer takes part in this epoch
-        self.rejoin_key = ""  # the key of the last rejoin() of the process; the answer must contain it
+        self.rejoin_key = ""  # the key of the latest rejoin() of the process; the answer must contain it
         self.node_id: str | None = None
         self.facts: Frame = {}
 
@@ -89,7 +89,7 @@ class Roster:
         return f"{link} has left the job" if link.left else f"{link} ended without release"
 
     def at(self, number: int) -> Link | None:
-        """Return the member that has this Link.number; None if there is none."""
+        """Return the member with this Link.number; None if no member has it."""
         return next((link for link in self._members if link.number == number), None)
 
     def forget(self, link: Link) -> None:
@@ -129,7 +129,7 @@ class Roster:
         return None
 
     def assign(self) -> None:
-        """Give every member its rank, once all have joined; raise ValueError if their ids do not fit together."""
+        """Assign a rank to each member, after all have joined. Raise ValueError if numeric ids are not valid ranks."""
         if any(link.rank is None for link in self._members):
             arrivals = [Arrival(link.node_id, str(link.facts.get("host"))) for link in self._members]
             for link, rank in zip(self._members, assign_ranks(arrivals), strict=True):
@@ -140,11 +140,11 @@ class Roster:
         return [link.facts for link in sorted(self._members, key=lambda link: link.number)]
 
     def name(self, number: int) -> str:
-        """Return the name, for messages, of the member that has this Link.number."""
+        """Return the name that messages use for the member with this Link.number."""
         return str(self.at(number) or f"rank {number}")
 
     def missing(self) -> str:
-        """Return the members that have not joined, as text; "" if all have."""
+        """Return the members that have not joined, as text; "" if all have joined."""
         ranks = self._numbers()
         if len(ranks) < len(self._members):
             return f"{self.size - len(self._members)} more {self.plural}"

@@ -31,7 +31,7 @@ def is_loopback(host: str) -> bool:
 def scheduler_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool) -> tuple[bytes, KeyFile | None]:
     """Return the scheduler's key for the numeric address, and the key file, if any.
 
-    The caller must remove the key file at the end.
+    The caller must remove the key file when the job has ended.
     """
     if path := environment.read("MSCOMM_JOB_KEY_FILE", env):
         return read_key(path), None
@@ -97,7 +97,7 @@ def read_key(path: str, origin: str = "") -> bytes:
 
 
 def _plain_key(host: str, port: int, permit_plain: bool) -> bytes:
-    """Return a key that everybody can compute, if the user has allowed the job to have no key; otherwise an error."""
+    """Return a key that everybody can compute, if the user allows the job to have no key. Otherwise raise an error."""
     if not permit_plain:
         raise AuthenticationError(
             f"{host}:{port} can be reached from other machines and the job has no key. Either give it one everywhere:\n"
@@ -122,7 +122,7 @@ def derived_key(key: bytes, job: str) -> bytes:
 
 
 def key_path(name: str) -> str:
-    """Return the path at which all processes of one user on one host look for the key of that name."""
+    """Return the path at which all processes of one user on one host look for the key with this name."""
     import tempfile  # imported here because it is slow to import, and the spawned hub never needs it
 
     return os.path.join(tempfile.gettempdir(), f"mscomm-{os.getuid()}", f"{name}.key")
@@ -150,7 +150,7 @@ class KeyFile:
             raise
 
     def remove(self) -> None:
-        """Remove the file, unless a later scheduler has replaced it with its own."""
+        """Remove the file, unless a later scheduler has replaced it with its own file."""
         # An error means that the file has been removed, or is no longer our key file.
         with contextlib.suppress(AuthenticationError, FileNotFoundError):
             if read_key(self.path) == self.key:

@@ -32,9 +32,9 @@ L = TypeVar("L", bound=Line)
 
 
 class Switchboard(Generic[L]):
-    """Calls `handle(line, frame)` for each control frame, and `ended(line, how)` once when a line ends.
+    """Calls `handle(line, frame)` for each control frame, and `ended(line, how)` when a line has ended.
 
-    `how` says why the line ended; it is "" if the other end closed the line, or its process ended.
+    `how` says why the line ended. It is "" if the other end closed the line, or if its process ended.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Switchboard(Generic[L]):
             received = line.sock.recv(64 << 10)
         except BlockingIOError:
             return False
-        except ConnectionResetError:  # the other end ended before it had read everything
+        except ConnectionResetError:  # the other end closed before it had read everything
             self.end(line, "")
             return False
         except OSError as error:
@@ -118,7 +118,7 @@ class Switchboard(Generic[L]):
         except BlockingIOError:
             pass  # the rest is sent when the selector says that the socket has room
         except OSError:
-            line.unsent.clear()  # _read() will see the end of the line, after the other end's last frames
+            line.unsent.clear()  # _read() first reads the other end's final frames, and then sees the end of the line
         key = self._selector.get_key(line.sock)
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.unsent else 0)
         if key.events != events:

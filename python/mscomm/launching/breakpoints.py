@@ -9,7 +9,7 @@ HOOK = f"{__name__}.no_terminal"  # the value of PYTHONBREAKPOINT in a rank that
 
 
 def no_terminal(*_: Any, **__: Any) -> NoReturn:
-    """Say how to debug a rank. The debugger itself would fail at once with BdbQuit, because there is no input."""
+    """Raise an error that says how to debug a rank. Without input, a debugger would fail at once with BdbQuit."""
     rank = os.environ.get("MSCOMM_RANK", "0")
     raise RuntimeError(
         f"breakpoint() in rank {rank}, which has no terminal: start the job with `mscomm run --stdin {rank}` to debug "

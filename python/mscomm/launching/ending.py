@@ -1,4 +1,4 @@
-"""The last line of `mscomm run`: which rank failed first, or what all ranks did wrong, and what to do about it."""
+"""The last line of `mscomm run`. It says which rank failed first, or what all ranks did wrong, and what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mscomm.errors import Error
 from mscomm.launching.tracebacks import LastWords, numbers
 
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
-_OF_ONE_RANK = ("PeerLost", "Aborted")  # verdicts that name a rank; how that rank ended says more than the verdict
+_OF_ONE_RANK = ("PeerLost", "Aborted")  # verdicts that name a rank; the way this rank ended says more
 
 
 class End(NamedTuple):
@@ -41,12 +41,12 @@ def signal_name(number: int) -> str:
 def failed(first: End, others: Sequence[End], words: Mapping[int, LastWords], verdict: Error | None, here: str) -> str:
     """Return the message about a failed job.
 
-    first, others: the ranks that failed. words: the exceptions that ended some of these ranks, by rank. here: " on this
-    host" if the job has several hosts, otherwise "".
+    first: the rank that failed first. others: the other ranks that failed. words: by rank, the exceptions that ended
+    some of these ranks. here: " on this host" if the job has several hosts, otherwise "".
     """
     said = words.get(first.rank)
-    # The verdict is the cause if the rank raised it, or ended without an exception. Otherwise, the exception that ended
-    # the rank is the cause.
+    # The verdict is the cause if the first rank raised it, or ended without an exception. Otherwise, the exception that
+    # ended this rank is the cause.
     ended_it = verdict is not None and (said is None or said.what.startswith(f"{verdict.kind}:"))
     if verdict and ended_it and verdict.kind not in _OF_ONE_RANK:
         return _sentences(f"{verdict.kind} after {first.after_s:.1f} s: {verdict}", _ADVICE.get(verdict.kind, ""))
@@ -84,7 +84,7 @@ def _sentences(*texts: str) -> str:
 
 
 def stopped(ranks: Sequence[int]) -> str:
-    """Return the message about ranks that were still stopped when all other ranks had ended, and so were killed."""
+    """Return the message about ranks that were killed because they were stopped and all other ranks had ended."""
     which = f"rank{'s' * (len(ranks) > 1)} {numbers(list(ranks))}"
     return f"killed {which}: stopped (SIGSTOP or SIGTSTP) though all other ranks had ended"
 

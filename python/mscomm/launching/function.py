@@ -24,7 +24,7 @@ from mscomm.launching.parts import WholeJob
 from mscomm.launching.processes import PIPE_CLOSED, Launch
 from mscomm.launching.tracebacks import PYTHONS_STATUS, numbers
 
-# The program of a rank. First it sets sys.path to that of the launching process, so that it finds the same mscomm.
+# The program of a rank. It first sets sys.path to the value in the launching process, to find the same mscomm.
 _SERVE = """
 import os, pickle, sys
 with open(os.dup(int(sys.argv[1])), "rb") as memory:
@@ -43,7 +43,7 @@ def launch(function: Callable[..., Any], n: int, *args: Any, timeout: float | ti
     The function joins the job with init(), like a script under `mscomm run`. Its output goes to sys.stdout and
     sys.stderr of this process, in whole lines that begin with the rank.
 
-    The ranks are new processes, not forks, as with multiprocessing's "spawn" method. Therefore, the function, args and
+    As with multiprocessing's "spawn" method, the ranks are new processes, not forks. Therefore, the function, args and
     results are pickled. The pickles are passed in unnamed in-memory files. In a script, call launch() under
     `if __name__ == "__main__":`. A function that was defined in a notebook requires the package cloudpickle.
 
@@ -84,7 +84,7 @@ def launch(function: Callable[..., Any], n: int, *args: Any, timeout: float | ti
         job = _Calls(size, files, timeout_s)
         status = job.run()
         if job.signals:
-            signal.raise_signal(job.signals[0])  # usually raises KeyboardInterrupt; all ranks have ended
+            signal.raise_signal(job.signals[0])  # usually raises KeyboardInterrupt; all ranks have ended by now
         if status == PIPE_CLOSED and job.first is None:
             raise BrokenPipeError(f"launch: {name}: the ranks were ended: sys.stdout or sys.stderr cannot be written")
         outcomes = [_outcome(rank, file, len(call)) for rank, file in enumerate(files)]
@@ -111,7 +111,7 @@ class _Outcome(NamedTuple):
 
 
 class _Calls(Launch):
-    """The ranks of one launch(). Unlike `mscomm run`, it records how they ended instead of printing it."""
+    """Runs the ranks of one launch(). Unlike `mscomm run`, it records how the ranks ended, and does not print it."""
 
     def __init__(self, size: int, files: Sequence[int], timeout_s: float) -> None:
         threads = max(1, len(os.sched_getaffinity(0)) // size)
@@ -194,7 +194,7 @@ def _can_be_imported(function: Callable[..., Any], main: dict[str, Any]) -> bool
 
 
 def _outcome(rank: int, file: int, begin: int) -> _Outcome | None:
-    """Return the outcome that the rank appended to its file, after the pickled call, which ends at offset `begin`.
+    """Return the outcome that the rank wrote to its file after the pickled call, from offset `begin` on.
 
     Return None if the outcome is missing or incomplete.
     """
@@ -211,7 +211,7 @@ def _outcome(rank: int, file: int, begin: int) -> _Outcome | None:
 
 
 def serve() -> None:
-    """Run the whole program of a rank: the call in the file whose descriptor is argv[1]."""
+    """Run the call in the file whose descriptor is argv[1]. This is the whole program of a rank."""
     global _importing_main
     rank = int(os.environ["MSCOMM_RANK"])
     file = int(sys.argv[1])
@@ -219,7 +219,7 @@ def serve() -> None:
     failure: Exception | None = None
     with open(file, "r+b") as memory:
         memory.seek(0)
-        pickle.load(memory)  # noqa: S301 - sys.path, which _SERVE has set
+        pickle.load(memory)  # noqa: S301 - skips sys.path, which _SERVE has set
         pickler: ModuleType = pickle
         try:
             main, name = pickle.load(memory)  # noqa: S301 - from the process that started this one
@@ -236,7 +236,7 @@ def serve() -> None:
             failure, outcome = error, _error(pickler, rank, error)
         memory.seek(0, os.SEEK_END)
         memory.write(outcome)
-    if failure:  # show it like an uncaught exception; after init(), the hook also tells the other ranks
+    if failure:  # show it like an uncaught exception; after init(), the excepthook also tells the other ranks
         tracebacks.shorten(failure)
         sys.excepthook(type(failure), failure, failure.__traceback__)
         sys.exit(PYTHONS_STATUS)

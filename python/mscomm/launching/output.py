@@ -1,4 +1,4 @@
-"""The ranks' output: whole lines with a rank prefix on the terminal, and the unchanged bytes in the log files.
+"""Passes on the ranks' output: whole lines with a rank prefix to the terminal, and the unchanged bytes to log files.
 
 The launcher's loop never waits for the reader of the launcher's output, because each `Output` has a writing thread.
 While an output has too many unwritten bytes, the launcher does not read the ranks' pipes. The ranks then wait, and no
@@ -24,13 +24,13 @@ _PROMPT_S = 0.1  # after this time, an unfinished line of the rank that has our 
 
 
 class Output:
-    """Our own stdout or stderr. The writing thread calls `wake` when there is room again, or the reader is gone."""
+    """Our own stdout or stderr. Its writing thread calls `wake` when there is room again, or if the reader is gone."""
 
     def __init__(self, fd: int, wake: Callable[[], None]) -> None:
         self._fd = fd
         self._wake = wake
         self._closed = False
-        # Protects the unwritten bytes. The writing thread and flush() wait on it until they change.
+        # Protects the unwritten bytes. The writing thread and flush() wait on it until these bytes change.
         self._news = threading.Condition()
         self._unwritten = bytearray()
         self.broken = False  # nobody reads this output any more
@@ -56,7 +56,7 @@ class Output:
             return len(self._unwritten)
 
     def close(self, within_s: float) -> bool:
-        """Let the thread end when all is written. Return whether it has ended within `within_s` seconds."""
+        """Let the thread end when it has written everything. Return whether it has ended within `within_s` seconds."""
         with self._news:
             self._closed = True
             self._news.notify_all()
@@ -94,7 +94,7 @@ class Output:
 class TextOutput(Output):
     """Writes to sys.stdout or sys.stderr, which may have no descriptor in a notebook or a test.
 
-    stream: if it is None, as sys.stdout may be, the output is dropped.
+    If `stream` is None, as sys.stdout can be, the output is dropped.
     """
 
     def __init__(self, stream: TextIO | None, wake: Callable[[], None]) -> None:
@@ -117,7 +117,7 @@ class TextOutput(Output):
 
 
 class Log:
-    """A log file. A full disk must not end the job, so we only count the bytes that do not fit."""
+    """A log file. A full disk must not end the job, so bytes that do not fit are dropped and counted."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -148,10 +148,10 @@ Hold = Callable[[list[bytes]], list[bytes]]
 
 
 class Stream:
-    """One rank's stdout or stderr on its way to ours."""
+    """Passes on one rank's stdout or stderr to ours."""
 
     def __init__(self, pipe: IO[bytes], rank: int, output: Output, log: Log | None, hold: Hold, prompts: bool) -> None:
-        """hold: takes the next lines and returns the lines to show now. prompts: show unfinished lines as prompts."""
+        """hold: takes the next lines, and returns the lines to show now. prompts: show unfinished lines as prompts."""
         os.set_blocking(pipe.fileno(), False)
         self.pipe = pipe
         self.output = output
@@ -182,13 +182,13 @@ class Stream:
         return self._prefix + line
 
     def prompt(self) -> None:
-        """Show the unfinished line. The user answers with Enter, so the next output begins on a new line."""
+        """Show the unfinished line. The user's answer ends with Enter, so the next output begins on a new line."""
         self.output.write(self.named(self._line))
         self._line, self.prompt_at_s = b"", float("inf")
 
 
 class Streams:
-    """The streams of all ranks. Its callbacks in the selector raise BrokenPipeError if our output has no reader."""
+    """The streams of all ranks. The selector callbacks raise BrokenPipeError if our output has lost its reader."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -207,7 +207,7 @@ class Streams:
         os.eventfd_write(self._wake_fd, 1)
 
     def take_all(self) -> None:
-        """Read what is left in the pipes, even if our outputs are full. The ranks have ended, so it is not much."""
+        """Read the pipes from now on, even if our outputs are full. The ranks have ended, so little data is left."""
         self._may_pause = False
         self._resume()
 

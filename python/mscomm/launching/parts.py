@@ -1,7 +1,7 @@
 """A launcher's part in its job: the whole job, the part of node 0, or the part of another node.
 
-On one host, each rank inherits its control link. Over several hosts, node 0 serves the hub at a TCP port and all ranks
-connect there; each rank inherits a descriptor from which it reads the key.
+On one host, each rank inherits its control link. If the job has several hosts, node 0 serves the hub at a TCP port, to
+which all ranks connect. Each rank inherits a descriptor from which it reads the key.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from mscomm.cluster.hub import Hub
 from mscomm.errors import AuthenticationError, BackendUnavailable, Error, PeerLost, of_fields
 from mscomm.launching.output import Output, Stream
 
-LOOK_S = 0.2  # how often a launcher looks for failures on other hosts, because no event reports them
+LOOK_S = 0.2  # how often a launcher checks for failures on other hosts, because no event reports them
 
 Say = Callable[[str], None]
 
 
 class Part(Protocol):
-    """One launcher's part in a job. The methods with a body fit a launcher that starts no other launchers.
+    """One launcher's part in a job. The methods with a return statement fit launchers that start no other launchers.
 
-    `size`: the number of ranks in the job; `first`: the first rank of this host; `look_s`: how often to call over().
+    `size`: the number of ranks in the job. `first`: the first rank of this host. `look_s`: the seconds between two
+    calls of over(), or None.
     """
 
     size: int
@@ -46,14 +47,14 @@ class Part(Protocol):
     def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
         """Prepare this part before any rank is started: listen, or connect to the listening launcher. This may wait.
 
-        log: writes a line to the scheduler's log; tell: writes a line for the user.
+        log: a function that writes a line to the scheduler's log. tell: a function that writes a line for the user.
         """
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
         """Return the socket that the rank inherits, and the variables that tell the rank about it."""
 
     def serve(self, stack: ExitStack) -> None:
-        """Run the hub and other launchers, if there are any. Call this when all ranks of this host were started."""
+        """Start the hub and the other launchers that belong to this part. Call this after starting the ranks."""
         return
 
     def streams(self, stdout: Output, stderr: Output) -> list[Stream]:
@@ -74,15 +75,15 @@ class Part(Protocol):
         """Return the job's first failure, if this launcher knows it."""
 
     def over(self) -> Error | None:
-        """Return why the job cannot continue, whichever host caused that; None if it can."""
+        """Return why the job cannot continue, whichever host caused this; None if the job can continue."""
 
     def goes_on(self) -> bool:
-        """Return whether ranks continue without the lost ones or wait to do so (shrink), so they must not be ended."""
+        """Return whether ranks continue without the lost ranks (shrink), or wait to do so. Then do not end them."""
 
     def needed(self, well: bool) -> bool:
         """Return whether other hosts still need this launcher after its own ranks have ended.
 
-        well: all its ranks ended without failure.
+        well: all ranks of this launcher ended without failure.
         """
         return False
 
@@ -174,7 +175,7 @@ class Node0(_WithHub):
         self._key, file = security.scheduler_key(os.environ, host, port, self.permit_plain)
         if file:
             stack.callback(file.remove)
-        listener.listen(socket.SOMAXCONN)  # after the key file is written: a node that can connect can read it
+        listener.listen(socket.SOMAXCONN)  # only now: a node that can connect can read the key file
         self._serve_at(listener, log, tell)
         print(self.announcement, file=sys.stderr, flush=True)
 
@@ -184,7 +185,7 @@ class Node0(_WithHub):
         self._hub = _hub(self.size, self._key, self.topo_timeout_s, self.restarts, log, **words)
         self._hub.listen(listener)
         self._until = float("inf")
-        self._heard_at = float("inf")  # when the ranks on other hosts must have learned about a failure
+        self._heard_at = float("inf")  # until when the ranks on other hosts may learn about a failure
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
         ours, theirs, variables = _key_link(self._key, self._where)
@@ -197,7 +198,7 @@ class Node0(_WithHub):
 
     def needed(self, well: bool) -> bool:
         """Return whether ranks on other nodes are still in the job or, after a failure, need time to learn about it."""
-        if self._job_began is None:  # ask only once, because the kernel reports a reset only once
+        if self._job_began is None:  # check only once, because the kernel reports a reset only once
             self._job_began = any(_was_read(ours) for ours in self._keys)
         if not self._job_began:  # no local rank called init(), so there is no job to wait for
             if len(self._hub.attended) >= self.size - len(self._local):
@@ -296,7 +297,7 @@ class OtherNode(Part):
             self._ended_well.add(rank)
         if self._link:
             words = {"rank": rank, "how": how, "badly": badly, "again": again}
-            with contextlib.suppress(OSError):  # over() sees the end of the link
+            with contextlib.suppress(OSError):  # over() notices that the link has ended
                 self._link.send({"t": "ended", **words}, Deadline(_TELL_S))
 
     def can_restart(self) -> bool:
@@ -329,15 +330,15 @@ class OtherNode(Part):
 
     def _end(self, why: str) -> None:
         if self._link:
-            if not self._ended_well.issuperset(self.ranks):  # else our part is done, whatever happens to node 0
+            if not self._ended_well.issuperset(self.ranks):  # otherwise, our part is done without node 0
                 self._over = self._over or PeerLost(f"{why} ({self._where})")
             self._leave()
 
     def _leave(self) -> None:
-        """Close the link once node 0 has read everything.
+        """Close the link when node 0 has read everything.
 
-        If we closed it with unread data on our side, the kernel could reset the connection, and node 0 could miss what
-        we sent.
+        If we closed it with unread data on our side, the kernel could reset the connection, and node 0 could miss data
+        that we sent.
         """
         link, self._link = self._link, None
         self._goes_on = False
@@ -399,7 +400,7 @@ def _was_read(ours: socket.socket) -> bool:
         return ours.recv(1, socket.MSG_DONTWAIT) == b""
     except ConnectionResetError:
         return False
-    except BlockingIOError:  # a process that the rank started still has the descriptor
+    except BlockingIOError:  # a child of the rank still holds the descriptor: assume that it was read
         return True
 
 

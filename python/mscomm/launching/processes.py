@@ -39,16 +39,16 @@ KILL_AT_SIGNAL = 3  # this signal and all later ones, for example the third Ctrl
 
 
 _PR_SET_PDEATHSIG = 1
-_prctl = ctypes.CDLL(None).prctl  # looked up here, because between fork and exec very little is safe
+_prctl = ctypes.CDLL(None).prctl  # looked up now, because few operations are safe between fork and exec
 
 
 @dataclass(eq=False, repr=False)
 class Launch:
-    """One run of `command` as `size` ranks on this host. If it runs in the main thread, it also handles the signals.
+    """One run of `command` as `size` ranks on this host. In the main thread, run() also handles signals.
 
-    max_restarts: how often failed processes may be restarted, in total for all ranks. stdin_rank: the local rank that
-    inherits our stdin. call_fds: descriptors that the ranks inherit, by local rank; each number is appended to the
-    rank's command. timeout_s: the time after which the ranks are terminated.
+    max_restarts: the maximum number of restarts, in total for all ranks. stdin_rank: the local rank that inherits our
+    stdin. call_fds: by local rank, a descriptor that the rank inherits; its number is appended to the rank's command.
+    timeout_s: the time after which the ranks are terminated.
     """
 
     command: Sequence[str]
@@ -64,20 +64,21 @@ class Launch:
     def __post_init__(self) -> None:
         self._logs: dict[str, Log] = {}  # by the name of the file
         self._started = time.monotonic()
-        # By local rank. A process is reaped only at the end or before its successor starts, so its pid is not reused.
+        # By local rank. A process is reaped only at the end or before its successor starts, so until then, its pid is
+        # not reused.
         self._processes: list[subprocess.Popen[bytes]] = []
         self._restarts: list[int] = []  # the local rank of each restart, in order
         self._ends: dict[int, End] = {}  # by local rank
         self._until = self._started + self.timeout_s
         self.late: list[int] = []  # ranks that were ended at the timeout
-        self._stopped_at = float("inf")  # since when only stopped ranks are left, in time.monotonic() seconds
-        self._stopped: list[int] = []  # ranks that were killed because of that
+        self._stopped_at = float("inf")  # since when all remaining ranks are stopped, in time.monotonic() seconds
+        self._stopped: list[int] = []  # ranks that were killed because they were stopped
         self.signals: list[int] = []  # the signals that this process received and passed on
         self._failed = False  # whether a rank has failed, here or on another host, and is not restarted
         self._must_end = False  # whether something other than a failure ends the ranks
         self._ending = False
-        self._steps: list[tuple[float, signal.Signals]] = []  # when to send which signal to ranks that still run
-        self._sent_s = float("inf")  # when we first sent a signal, which may have ended ranks since then
+        self._steps: list[tuple[float, signal.Signals]] = []  # when to send which signal to the running ranks
+        self._sent_s = float("inf")  # when we first sent a signal, which may be why later ranks ended
         self._look_s = self.part.look_s
         self._selector = selectors.DefaultSelector()
         self._streams = Streams(self._selector)
@@ -94,7 +95,7 @@ class Launch:
         try:
             return self._run()
         finally:
-            # A writing thread that has not ended may still call wake(), and then the descriptor of wake() must be open.
+            # A writing thread that has not ended may still call wake(), whose descriptor must then stay open.
             if self._stdout.close(DRAIN_S) and self._stderr.close(DRAIN_S):
                 self._streams.release()
 
@@ -104,7 +105,7 @@ class Launch:
                 self._open_log("scheduler.log", logs)
             with ExitStack() as stack:
                 stack.callback(self._selector.close)
-                self.part.open(stack, self._note, self._say)  # this may wait; during the wait, Ctrl-C ends us
+                self.part.open(stack, self._note, self._say)  # this may wait; meanwhile, Ctrl-C ends us
                 self._take_signals(stack)
                 stack.callback(self._end_all)
                 self._start_ranks(stack, logs)
@@ -185,13 +186,13 @@ class Launch:
                 bufsize=0,
                 pass_fds=inherits,
                 start_new_session=True,  # a process group of its own, which can be killed as a whole
-                preexec_fn=end_with_launcher,  # safe: it takes no lock, which another thread could hold at the fork
+                preexec_fn=end_with_launcher,  # safe: it takes no lock that another thread could hold
             )
         except OSError as error:
             raise Error(f"cannot start {' '.join(self.command)}: {error.strerror}") from error
 
     def _environment(self, local_rank: int) -> dict[str, str]:
-        """Return the environment of the rank, apart from the variables of its entrance to the job."""
+        """Return the environment of the rank, without the variables that come from part.entrance()."""
         env = {name: value for name, value in self.env.items() if name not in (SCHED, KEY_FD, CONTROL_FD)}
         if local_rank != self.stdin_rank and not self.env.get("PYTHONBREAKPOINT"):
             env["PYTHONBREAKPOINT"] = HOOK if self.stdin_rank is None else "0"
@@ -240,11 +241,11 @@ class Launch:
         at_s += [] if self._ending else [self._tracebacks.due]
         waits = [max(0.0, min(at_s) - time.monotonic())] if min(at_s) < float("inf") else []
         waits += [self._look_s] if self._look_s is not None else []
-        waits += [LOOK_S] if self._failed else []  # no event says when ranks begin or cease to continue
+        waits += [LOOK_S] if self._failed else []  # no event says whether the other ranks continue
         return min(waits) if waits else None
 
     def _end_unless_ranks_go_on(self) -> None:
-        """After a failure, end the remaining ranks, unless they continue without those that failed (shrink)."""
+        """After a failure, end the remaining ranks, unless they continue without the failed ranks (shrink)."""
         if not self._failed and self.part.look_s is not None:
             over = self.part.over()  # a rank that was lost for good on another host ends the job on this host too
             self._failed = over is not None and not self._has_one_of(over.ranks)
@@ -287,13 +288,13 @@ class Launch:
                 self._failed = self._failed or code != 0
 
     def _restart(self, local_rank: int, end: End) -> None:
-        """Restart a rank that failed. The other ranks go on."""
+        """Restart a rank that failed. The other ranks continue."""
         self._restarts.append(local_rank)
         self._tracebacks.show()
         count = f"restart {len(self._restarts)} of {self.max_restarts}"
         self._say(f"rank {end.rank} is started again ({count}): {end.how} after {end.after_s:.1f} s")
         process = self._processes[local_rank]
-        os.killpg(process.pid, signal.SIGKILL)  # also ends what the rank started; no pid is reused before wait()
+        os.killpg(process.pid, signal.SIGKILL)  # also kills the rank's children; the pid is not reused before wait()
         process.wait()
         self._processes[local_rank] = self._start_rank(local_rank)
 
@@ -317,7 +318,7 @@ class Launch:
         return [local for local in range(self.size) if local not in self._ends]
 
     def _look_for_stopped(self) -> None:
-        """Kill ranks that are stopped (SIGSTOP) if all other ranks of the job have ended. Nothing else ends them."""
+        """Kill ranks that are stopped (SIGSTOP) if all other ranks have ended, because nothing else would end them."""
         left = self._running()
         alone = self._ends and self.size == self.part.size and not self._ending
         if not alone or not all(map(self._is_stopped, left)):
@@ -331,8 +332,8 @@ class Launch:
             self._steps = [(now, signal.SIGKILL)]
 
     def _is_stopped(self, local_rank: int) -> bool:
-        """Return whether the rank's process is stopped. Leave the state for later calls (WNOWAIT)."""
-        flags = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT  # WEXITED: without it, an ended process is an error
+        """Return whether the rank's process is stopped. WNOWAIT keeps the state for later calls."""
+        flags = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT  # without WEXITED, waitid fails for an ended process
         info = os.waitid(os.P_PID, self._processes[local_rank].pid, flags)
         return info is not None and info.si_code == os.CLD_STOPPED
 
@@ -348,7 +349,7 @@ class Launch:
                 self._end_soon()
 
     def _send(self, number: signal.Signals) -> None:
-        """Send the signal to the process groups of the ranks that still run."""
+        """Send the signal to the process groups of the ranks that are still running."""
         self._sent_s = min(self._sent_s, time.monotonic() - self._started)
         for local_rank in self._running():
             os.killpg(self._processes[local_rank].pid, number)
@@ -356,7 +357,7 @@ class Launch:
     # -- ending the ranks, and the summary
 
     def _kill_groups(self) -> None:
-        """Kill everything that the ranks started. The ranks are not reaped yet, so no other process has their ids."""
+        """Kill the ranks' process groups. The ranks are not reaped yet, so no other process can have their ids."""
         for process in self._processes:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -368,7 +369,7 @@ class Launch:
         self._streams.close()
 
     def _first(self) -> End | None:
-        """Return the failed rank to report: the one that the verdict names, else the first that failed."""
+        """Return the failed rank to report: the rank that the verdict names, or else the rank that failed first."""
         verdict = self.part.verdict()
         named = verdict.ranks[:1] if verdict else ()
         failed = [end for end in self._ends.values() if end.code != 0]
@@ -407,7 +408,7 @@ class Launch:
         return first.status if first else int(bool(elsewhere or dropped))
 
     def _flush(self) -> bool:
-        """Write all remaining output. If nobody reads it, say how much is dropped. Return whether any is dropped."""
+        """Write all remaining output. If nobody reads it, say how much was dropped. Return whether any was dropped."""
         dropped = self._stdout.flush(STALLED_S)
         if dropped:
             self._say(f"{dropped} bytes of the ranks' output were dropped: {_NOBODY_READ.format('stdout')}")
@@ -423,6 +424,6 @@ class Launch:
     def _order(self, end: End, named: tuple[int, ...]) -> tuple[bool, bool, float, bool]:
         """Return a sort key that puts the rank that probably caused the failure first.
 
-        If several ranks were found to have ended at the same time, a killed rank comes before one that exited.
+        If several ranks were found to have ended at the same time, a killed rank comes before a rank that exited.
         """
         return end.after_s >= self._sent_s, end.rank not in named, end.after_s, end.code > 0

@@ -1,4 +1,4 @@
-"""Shows the ranks' tracebacks. If several ranks write the same traceback, it appears once, with all their numbers.
+"""Shows the ranks' tracebacks. A traceback that several ranks write is shown only once, with all their numbers.
 
 From the first line of a traceback on, a rank's stderr is held back for a moment, because other ranks may write the same
 lines in that time. All held lines are then shown together, unchanged, at the latest when the ranks have ended.
@@ -14,10 +14,10 @@ from typing import NamedTuple
 from mscomm.launching.output import Output
 from mscomm.tracebacks import innermost
 
-HOLD_S = 1.0  # how long to hold lines while no rank has failed; longer would delay the output of a program that goes on
-RECENT_S = 10.0  # if a rank ends with PYTHONS_STATUS within this time after a traceback, the exception ended it
+HOLD_S = 1.0  # how long to hold lines if no rank has failed; a program that continues must not wait long for its output
+RECENT_S = 10.0  # if a rank ends with PYTHONS_STATUS this soon after a traceback, its exception ended the rank
 PYTHONS_STATUS = 1  # Python's exit status for a program that ends by an exception
-_MOST_BYTES = 256 << 10  # if more is held for one rank, everything that is held is shown
+_MOST_BYTES = 256 << 10  # if more is held for one rank, all held lines are shown
 _FIRST_LINE = re.compile(
     rb"Traceback \(most recent call last\):|  \+ Exception Group Traceback|Exception in thread |KeyboardInterrupt\b"
     rb'|  File ".+", line \d+$'  # a script that cannot be compiled
@@ -34,7 +34,7 @@ class LastWords(NamedTuple):
     """The exception at the end of a traceback."""
 
     what: str  # "ValueError: no such column: price"
-    place: str  # "train.py:6"; "" if `what` says it
+    place: str  # "train.py:6"; "" if `what` contains it
     at_s: float  # the time.monotonic() at which the first line of the traceback arrived
 
     def __str__(self) -> str:
@@ -50,14 +50,14 @@ class LastWords(NamedTuple):
 
 
 class Tracebacks:
-    """Holds the tracebacks from this host's ranks, and shows them on our stderr. full: show all, even after Ctrl-C."""
+    """Holds the tracebacks from this host's ranks, and shows them on our stderr. full: omit none after Ctrl-C."""
 
     def __init__(self, output: Output, full: bool) -> None:
         self._output = output
         self._full = full
-        self._held: dict[int, list[bytes]] = {}  # the held lines by rank; the rank that began first comes first
+        self._held: dict[int, list[bytes]] = {}  # the held lines by rank, in the order of the first held lines
         self._began_s: dict[int, float] = {}  # by rank: the time.monotonic() of its first held line
-        self._last: dict[int, LastWords] = {}  # by rank
+        self._last: dict[int, LastWords] = {}  # by rank: the end of its latest traceback
         self.due = float("inf")  # when to show the held lines, unless the ranks are being ended after a failure
         self._interrupted = False  # whether Ctrl-C was received; if so, the tracebacks that it causes are left out
 
@@ -80,13 +80,16 @@ class Tracebacks:
         self._output.write(self.release())
 
     def interrupt(self) -> None:
-        """Note that the ranks are about to get Ctrl-C. The first time, show the held lines, which it did not cause."""
+        """Note that the ranks are about to get Ctrl-C. If it is the first, show the lines held so far."""
         if not self._interrupted:
             self.show()
         self._interrupted = True
 
     def release(self, last: int | None = None) -> bytes:
-        """Return all held lines, and stop holding them. Equal texts appear once; the text of rank `last` comes last."""
+        """Return all held lines, and stop holding them.
+
+        Equal texts appear only once. The text of rank `last` is at the end.
+        """
         by_text: dict[bytes, list[int]] = {}
         for rank, lines in self._held.items():
             words = last_words(lines, self._began_s[rank])
