@@ -38,7 +38,7 @@ class Asked(NamedTuple):
 
     backend: str
     device: int | None
-    local_rank: int | None = None  # this rank's number on its host, if the launcher provides it
+    local_rank: int | None = None  # this rank's number on its host; None if the launcher does not provide it
 
 
 def facts(asked: Asked, size: int, algo: str, memory: socket.socket) -> dict[str, Any]:
@@ -247,8 +247,8 @@ class Epoch:
         except BaseException as error:
             if control is not None and not met:
                 assert self.heap
-                # Unless the hub refused the meeting, other ranks may already use this memory. The heap must then not
-                # reuse it before these ranks have stopped using it.
+                # If the hub did not refuse the meeting, other ranks may be using this memory. The heap must then keep
+                # the memory until these ranks have stopped using it.
                 if came and self.member and not self.member.was_refused(group):
                     self.heap.abandon_control(control, len(at_home))
                 else:

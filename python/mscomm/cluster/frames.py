@@ -69,7 +69,7 @@ def _decode(body: bytes) -> Frame:
 
 
 class Frames:
-    """Sends and receives frames over one connected socket, which it owns. One thread may receive while others send."""
+    """Sends and receives frames over one connected socket, which it owns. One thread can receive while others send."""
 
     def __init__(self, sock: socket.socket, limit: int = FROM_HUB_BYTES, send_limit: int = FROM_MEMBER_BYTES) -> None:
         sock.setblocking(False)

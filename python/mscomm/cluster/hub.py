@@ -102,7 +102,7 @@ class Hub:
         self._tell = tell or (lambda text: None)
         self._tell_at: float | None = None  # when the user is next told which hosts or ranks are missing
         self._turned_away = ""  # the most recent rejected connection, as text; "" if the user has been told
-        self._unproven = 0  # connections without the job's key since the user was last told about such connections
+        self._unproven = 0  # how many connections had no key of the job since the latest message to the user about this
         self._unproven_at = 0.0  # when the user may next be told about such connections
         self._listening = False
         self._own: set[int] = set()  # ranks that the launcher of this host started; the hub adopted their links
@@ -122,7 +122,7 @@ class Hub:
         self._welcomed = False
         self._ready: set[int] = set()
         self._never_began: str | None = None
-        self._contested_until = 0.0  # if two jobs want this port: until when every process that joins is refused
+        self._contested_until = 0.0  # if two jobs use one port: until when processes that join are refused
         self._groups: dict[str, _Group] = {}
         self._world = self._open_group(world_id(0), range(size))
         self._meetings = Meetings(self._roster.gone, self._roster.name, lambda: self._world.judge)
@@ -515,7 +515,7 @@ class Hub:
             self._send(other, {"t": "dial", "from": link.number, "group": group, "address": address})
 
     def _on_close(self, link: Link, group: str, number: int) -> None:
-        """A rank has destroyed the group. This is a failure only if another rank of the group waits for it."""
+        """A rank has destroyed the group. This is a failure only if another rank is waiting for this rank."""
         found = self._groups.get(group)
         if found is None or found is self._world or link.number not in found.ranks:
             return
@@ -547,7 +547,7 @@ class Hub:
         """A survivor waits for the next epoch, and no longer takes part in the current epoch."""
         link.facts, link.rejoin_key, link.waits = facts, key, True
         if len(self._ready) < self._roster.size:
-            # The other ranks are still setting up the epoch and wait for this rank. Let the set-up fail.
+            # The other ranks are still setting up the epoch, and need this rank. Let the set-up fail.
             text = f"{link} gave up its set-up, and waits for the next epoch"
             self._failed(self._world, link, PeerLost(text, [link.number]), 0)
         self._begin_epoch()
@@ -574,7 +574,7 @@ class Hub:
             return
         verdict = self._world.judge.verdict
         if self._restarts and not self._watched and verdict and link.number in verdict.ranks:
-            self._board.end(link, "left after its failure")  # lost now, as no launcher reports how it ended
+            self._board.end(link, "left after its failure")  # lost now: no launcher will say how it ended
             return
         link.left, link.waits = True, False
         for name, group in self._groups.items():
@@ -743,7 +743,8 @@ class Hub:
             self._launchers.write(launcher, encode({"t": "refused", "why": objection}, FROM_HUB_BYTES))
             self._launchers.drop(launcher)
             return
-        launcher.ranks = range(max(first, 0), min(end, self._roster.size))  # even if the job is over
+        # Register the launcher even if the job is over. _tell_launcher() then says so.
+        launcher.ranks = range(max(first, 0), min(end, self._roster.size))
         self.attended.update(launcher.ranks)
         self._tell_launcher(launcher)
 
@@ -819,7 +820,7 @@ class Hub:
                 self._ended_badly.setdefault(rank, why)
             elif member is None:
                 self._process_ended(rank, why, badly=True, again=False)
-        self._begin_epoch()  # or, if there can be none, tell the ranks that wait for it
+        self._begin_epoch()  # if there can be no epoch, this tells the ranks that wait for one
 
     def _dismiss_launchers(self) -> None:
         """Tell the launchers that the job is over, and wait until they have closed their links.

@@ -124,17 +124,17 @@ def interfaces() -> list[Interface]:
 
 
 def _chosen(env: Mapping[str, str], variables: Iterable[str], own: str) -> str | None:
-    """Return the address that the first variable that is set chooses; None if no variable is set."""
+    """Return the address chosen by the first of `variables` that is set; None if none of them is set."""
     matching = _matching(env, variables, own)
     return None if matching is None else _preferred(matching, own)
 
 
 def _matching(env: Mapping[str, str], variables: Iterable[str], own: str) -> list[Interface] | None:
-    """Return the interfaces that the first variable that is set chooses.
+    """Return the interfaces chosen by the first of `variables` that is set.
 
-    The variable holds a list of items, which are tried in order. Only the first item that matches any interface counts.
-    Interfaces that an item excludes never match. Return None if no variable is set. Raise ValueError if no item matches
-    any interface.
+    This variable holds a list of items, which are tried in order. Only the first item that matches any interface
+    counts. Interfaces that an item excludes never match. Return None if no variable is set. Raise ValueError if no item
+    matches any interface.
     """
     variable = next((name for name in variables if environment.read(name, env)), None)
     if variable is None:

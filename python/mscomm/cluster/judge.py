@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mscomm.errors import CollectiveTimeout, Error, PeerLost
 
-BELIEVED_AFTER_S = 0.2  # a symptom becomes the verdict after this time, unless the rank that it names sends a report
+BELIEVED_AFTER_S = 0.2  # how long the judge waits for a report from the rank that a symptom names
 ANSWERS_WITHIN_S = 0.3  # after a timeout: how long the ranks may take to answer "where are you"
 REASON_WITHIN_S = 0.5  # how long the launcher may take to say how a process ended
 RESTARTED_WITHIN_S = 0.1  # used instead of REASON_WITHIN_S if ranks are restarted: the survivors wait for the verdict
@@ -20,7 +20,7 @@ _CALLS_KEPT = 16
 
 
 class Progress(NamedTuple):
-    """How far a rank has got: the number of its latest call, whether it is still inside that call, and a text."""
+    """How far a rank has got: the number of its latest call, whether it is inside this call, and text for messages."""
 
     number: int
     inside: bool
@@ -57,8 +57,8 @@ class Judge:
         # process ended.
         self._gone: dict[int, tuple[str, float]] = {}
         self._symptoms: list[_Symptom] = []
-        # The open question "where are you", after a timeout: the timeout to explain, the number of its call, when to
-        # stop waiting for answers, and the ranks that have not answered yet.
+        # After a timeout, the hub asks the ranks where they are. This holds the timeout to explain, the number of the
+        # call, the time to stop waiting for answers, and the ranks that have not answered yet.
         self._question: tuple[Error, int, float, set[int]] | None = None
         self._progress: dict[int, Progress] = {}
         self._asked_at: dict[int, float] = {}  # by call number: when the ranks were last asked about that call
@@ -217,7 +217,7 @@ class Judge:
         for lost in error.ranks if error.kind == "PeerLost" else ():
             if lost not in self._left:
                 continue
-            # A peer reports the text `seen` even if the rank only destroyed the group, because it sees no difference.
+            # A peer reports the text `seen` even if the rank only destroyed the group, because it cannot know that.
             seen = f"{self._name(lost)} has left the job"
             words = f"{self._name(lost)} has destroyed the group" if lost in self._destroyed else seen
             text = text.replace(seen, words)

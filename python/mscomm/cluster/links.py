@@ -244,7 +244,7 @@ class Door:
         self._on_shortage = on_shortage
         self._complaints: set[str] = set()  # the kinds of problems that have been logged, each only once
         self._listeners: list[socket.socket] = []
-        self._paused: dict[socket.socket, float] = {}  # by listener: when to try it again
+        self._paused: dict[socket.socket, float] = {}  # by paused listener: when to accept again
         self._half_open: dict[socket.socket, tuple[Hello, float]] = {}  # oldest first: the hello, and when to drop it
 
     def listen(self, listener: socket.socket) -> None:
@@ -288,8 +288,8 @@ class Door:
             return
         except OSError as error:  # e.g. the connection was reset while it waited, or no descriptors are left
             self._complain(f"cannot accept a connection: {error}")
-            # Without on_shortage, any connection may be a stranger's, so the oldest can be dropped. With it, keep as
-            # many connections as there are expected ranks. If we dropped a rank's connection, it would report us lost.
+            # Without on_shortage, any connection may be a stranger's, so drop the oldest. With on_shortage, keep as
+            # many connections as there are expected ranks. A rank whose connection we dropped would report us as lost.
             expected = len(self._ranks) if self._on_shortage else 0
             if is_shortage(error) and len(self._half_open) > expected:
                 self._drop(next(iter(self._half_open)), "its descriptor is needed for a newer connection")
@@ -382,7 +382,7 @@ def accept_all(
     came: dict[int, socket.socket] = {}
 
     def enter(sock: socket.socket, peer: Identity, _: int) -> None:
-        if peer.rank not in missing:  # a second connection of one rank: only the first counts
+        if peer.rank not in missing:  # the rank's second connection: only the first counts
             sock.close()
             return
         missing.remove(peer.rank)

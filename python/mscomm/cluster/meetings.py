@@ -126,7 +126,7 @@ class Meetings:
         self._shrunk = [ranks for ranks in self._shrunk if rank not in ranks]
 
     def forget_survivors(self) -> None:
-        """Forget which ranks continue without the lost ones, because a new epoch has begun."""
+        """Forget which ranks continue without the lost ranks, because a new epoch has begun."""
         self._shrunk.clear()
 
     def look(self) -> Iterable[Answer]:

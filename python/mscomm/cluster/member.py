@@ -102,7 +102,7 @@ class Member:
         self._communicators: dict[str, Communicator] = {}
         self._dialled: dict[str, Callable[[int, Any], None]] = {}
         self._early: dict[str, list[tuple[int, Any]]] = {}  # requests to connect, for groups that are not attached yet
-        self._told: set[str] = set()  # groups whose failure we have reported to the hub
+        self._told: set[str] = set()  # groups whose failure this rank has reported to the hub
         self._welcome: Welcome | None = None
         self._go = -1  # the latest epoch in which all ranks became ready
         self._rejoins = 0
@@ -114,7 +114,7 @@ class Member:
         self._verdicts: dict[str, Error] = {}  # by group; "": for all groups of this epoch, even those created later
         self._ended: str | None = None  # why the link has ended; None if it has not
         self._departed: list[int] = []
-        self._closed: dict[str, list[int]] = {}  # by group that is being set up: ranks that have destroyed it
+        self._closed: dict[str, list[int]] = {}  # by group in set-up: the ranks that have already destroyed it
         self._leaving = False
         self._forked = False
         # The core writes to this eventfd when it has a notice, when a call is stuck, and when a call has failed for
@@ -538,7 +538,7 @@ class Member:
             return None if group is None else self._verdict(group)
 
         began = time.monotonic()
-        notices_s = itertools.chain((10, 60), itertools.count(300, 300))  # as for calls (csrc/net/wait.h)
+        notices_s = itertools.chain((10, 60), itertools.count(300, 300))  # same times as for calls (csrc/net/wait.h)
         notice = began + next(notices_s)
         while True:
             with self._news:

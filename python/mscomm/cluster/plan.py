@@ -67,7 +67,7 @@ def hosts(facts: Sequence[Facts]) -> list[int]:
 
 
 def numbers(ranks: Sequence[int]) -> str:
-    """Return the ranks as text: "0 to 7" if they are three or more consecutive ranks, otherwise each of them."""
+    """Return the ranks as text: for three or more consecutive ranks a range such as "0 to 7", otherwise a list."""
     whole = list(ranks) == list(range(ranks[0], ranks[0] + len(ranks)))
     return f"{ranks[0]} to {ranks[-1]}" if whole and len(ranks) > 2 else ", ".join(map(str, ranks))
 
@@ -87,7 +87,7 @@ SHARED_FACTS = {
 
 
 def agree(facts: Sequence[Facts]) -> None:
-    """If ranks differ in a fact that must be equal, raise a Mismatch that names the ranks that differ from rank 0."""
+    """Raise a Mismatch if a fact that must be equal differs. The Mismatch names the ranks that differ from rank 0."""
     for name, advice in SHARED_FACTS.items():
         expected = facts[0].get(name)
         differing = [rank for rank, fact in enumerate(facts) if fact.get(name) != expected]

@@ -1,4 +1,4 @@
-"""The job's key: 32 bytes that only the ranks of the job know. It is never in argv, in the environment, or on TCP."""
+"""The job's key: 32 bytes that only the job's ranks know. It is never in argv or the environment, or sent over TCP."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def scheduler_key(env: Mapping[str, str], host: str, port: int, permit_plain: bo
 def worker_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool) -> bytes:
     """Return a worker's key for the scheduler at the numeric address.
 
-    Call this after connecting, because the scheduler writes its key file before it listens.
+    Call this after connecting. The key file then exists, because the scheduler writes it before it listens.
     """
     if path := environment.read("MSCOMM_JOB_KEY_FILE", env):
         return read_key(path)
@@ -114,7 +114,7 @@ def _plain_key(host: str, port: int, permit_plain: bool) -> bytes:
 
 
 def derived_key(key: bytes, job: str) -> bytes:
-    """Return the key of one of several jobs that share a key file, so that each job rejects the ranks of the others."""
+    """Return a key for this job alone. Jobs that share a key file then reject each other's ranks."""
     return hmac.new(key, b"mscomm job " + job.encode(), hashlib.sha256).digest()
 
 

@@ -17,8 +17,8 @@ _OF_ONE_RANK = ("PeerLost", "Aborted")  # verdicts that name a rank; the way thi
 class End(NamedTuple):
     """How the process of one rank ended."""
 
-    rank: int  # the number in the job, not on this host
-    code: int  # as in subprocess: the exit status, or -N if signal N killed it
+    rank: int  # the rank's number in the job, not on this host
+    code: int  # as in subprocess: the exit status, or -N if signal N killed the process
     after_s: float
 
     @property

@@ -49,7 +49,7 @@ class Output:
                 self._news.notify_all()
 
     def flush(self, stalled_s: float) -> int:
-        """Wait until all is written, or nothing has been written for `stalled_s`. Return how many bytes are left."""
+        """Wait until all is written, or nothing was written for `stalled_s` seconds. Return how many bytes are left."""
         with self._news:
             while self._unwritten and self._news.wait(stalled_s):
                 continue
@@ -261,5 +261,5 @@ class Streams:
         self._open.clear()
 
     def release(self) -> None:
-        """Close the wake-up descriptor. Call this after the last wake()."""
+        """Close the wake-up descriptor. Call this when no thread can call wake() any more."""
         os.close(self._wake_fd)

@@ -185,7 +185,7 @@ class Node0(_WithHub):
         self._hub = _hub(self.size, self._key, self.topo_timeout_s, self.restarts, log, **words)
         self._hub.listen(listener)
         self._until = float("inf")
-        self._heard_at = float("inf")  # until when the ranks on other hosts may learn about a failure
+        self._heard_at = float("inf")  # by when the ranks on other hosts must have learned about a failure
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
         ours, theirs, variables = _key_link(self._key, self._where)
@@ -330,7 +330,7 @@ class OtherNode(Part):
 
     def _end(self, why: str) -> None:
         if self._link:
-            if not self._ended_well.issuperset(self.ranks):  # otherwise, our part is done without node 0
+            if not self._ended_well.issuperset(self.ranks):  # if all ended well, nothing needs node 0
                 self._over = self._over or PeerLost(f"{why} ({self._where})")
             self._leave()
 
@@ -385,7 +385,7 @@ def _serve(hub: Hub, stack: ExitStack) -> threading.Thread:
 
 
 def _key_link(key: bytes, where: str) -> tuple[socket.socket, socket.socket, dict[str, str]]:
-    """Create a socket pair from which a rank can read the key. Return our end, its end, and the rank's variables."""
+    """Create a socket pair from which a rank reads the key. Return both ends, ours first, and the rank's variables."""
     ours, theirs = socket.socketpair()
     ours.sendall(key)
     return ours, theirs, {launcher.SCHED: where, launcher.KEY_FD: str(theirs.fileno())}
@@ -400,7 +400,7 @@ def _was_read(ours: socket.socket) -> bool:
         return ours.recv(1, socket.MSG_DONTWAIT) == b""
     except ConnectionResetError:
         return False
-    except BlockingIOError:  # a child of the rank still holds the descriptor: assume that it was read
+    except BlockingIOError:  # a child of the rank holds the descriptor: assume that the key was read
         return True
 
 

@@ -74,11 +74,11 @@ class Launch:
         self._stopped_at = float("inf")  # since when all remaining ranks are stopped, in time.monotonic() seconds
         self._stopped: list[int] = []  # ranks that were killed because they were stopped
         self.signals: list[int] = []  # the signals that this process received and passed on
-        self._failed = False  # whether a rank has failed, here or on another host, and is not restarted
+        self._failed = False  # whether a rank of this or another host has failed, and is not restarted
         self._must_end = False  # whether something other than a failure ends the ranks
         self._ending = False
         self._steps: list[tuple[float, signal.Signals]] = []  # when to send which signal to the running ranks
-        self._sent_s = float("inf")  # when we first sent a signal, which may be why later ranks ended
+        self._sent_s = float("inf")  # when we first sent a signal; ranks that end later may end because of it
         self._look_s = self.part.look_s
         self._selector = selectors.DefaultSelector()
         self._streams = Streams(self._selector)
@@ -105,7 +105,7 @@ class Launch:
                 self._open_log("scheduler.log", logs)
             with ExitStack() as stack:
                 stack.callback(self._selector.close)
-                self.part.open(stack, self._note, self._say)  # this may wait; meanwhile, Ctrl-C ends us
+                self.part.open(stack, self._note, self._say)  # this may wait; until it returns, Ctrl-C ends us
                 self._take_signals(stack)
                 stack.callback(self._end_all)
                 self._start_ranks(stack, logs)

@@ -15,7 +15,7 @@ from mscomm.launching.output import Output
 from mscomm.tracebacks import innermost
 
 HOLD_S = 1.0  # how long to hold lines if no rank has failed; a program that continues must not wait long for its output
-RECENT_S = 10.0  # if a rank ends with PYTHONS_STATUS this soon after a traceback, its exception ended the rank
+RECENT_S = 10.0  # if a rank ends with PYTHONS_STATUS this soon after a traceback, the exception in it ended the rank
 PYTHONS_STATUS = 1  # Python's exit status for a program that ends by an exception
 _MOST_BYTES = 256 << 10  # if more is held for one rank, all held lines are shown
 _FIRST_LINE = re.compile(
@@ -57,7 +57,7 @@ class Tracebacks:
         self._full = full
         self._held: dict[int, list[bytes]] = {}  # the held lines by rank, in the order of the first held lines
         self._began_s: dict[int, float] = {}  # by rank: the time.monotonic() of its first held line
-        self._last: dict[int, LastWords] = {}  # by rank: the end of its latest traceback
+        self._last: dict[int, LastWords] = {}  # by rank: the exception in its latest traceback
         self.due = float("inf")  # when to show the held lines, unless the ranks are being ended after a failure
         self._interrupted = False  # whether Ctrl-C was received; if so, the tracebacks that it causes are left out
 
@@ -150,7 +150,7 @@ def _without_ignored_interrupts(lines: Iterable[bytes]) -> list[bytes]:
 
 
 def last_words(lines: Iterable[bytes], at_s: float = 0.0) -> LastWords:
-    """Return the last exception in a text that begins with a traceback."""
+    """Return the final exception in a text that begins with a traceback."""
     what, frames, skipping = "", [], False
     for raw in lines:
         line = raw.decode(errors="replace").rstrip()
@@ -160,7 +160,7 @@ def last_words(lines: Iterable[bytes], at_s: float = 0.0) -> LastWords:
             skipping = line.startswith("Traceback ") or not line[:1].strip(" |+")
         elif frame := _FRAME.match(line):
             frames.append((frame[1], int(frame[2])))
-        elif line.startswith("KeyboardInterrupt"):  # this line may stand alone, or after the frames of its traceback
+        elif line.startswith("KeyboardInterrupt"):  # with or without the frames of a traceback before it
             what, frames = line, [] if what else frames
         elif _FIRST_LINE.match(raw):
             what, frames = "", []
