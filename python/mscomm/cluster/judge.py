@@ -217,7 +217,7 @@ class Judge:
         for lost in error.ranks if error.kind == "PeerLost" else ():
             if lost not in self._left:
                 continue
-            # A peer reports the text `seen` even if the rank only destroyed the group, because it cannot know that.
+            # A peer reports `seen` even if the rank only destroyed the group, because the peer sees no difference.
             seen = f"{self._name(lost)} has left the job"
             words = f"{self._name(lost)} has destroyed the group" if lost in self._destroyed else seen
             text = text.replace(seen, words)

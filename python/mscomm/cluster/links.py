@@ -80,7 +80,7 @@ def node_timeout_s() -> float:
 
 
 def tune(sock: socket.socket) -> None:
-    """Make a TCP socket send small messages at once, and fail if it is idle and its peer silent for MS_NODE_TIMEOUT."""
+    """Make a TCP socket send small messages at once. An idle link fails if the peer is silent for MS_NODE_TIMEOUT."""
     if not _is_tcp(sock):
         return
     silence_s = node_timeout_s()
