@@ -149,8 +149,8 @@ void Communicator::run(Call call, double timeout_s) {
   inside.ended();
 }
 
-// start() and start_on_device() allocate memory before they take a number. If an allocation failed after that, all later calls
-// would wait for a call that never runs.
+// start() and start_on_device() allocate memory before they take a number. If an allocation failed after a number was taken, all
+// later calls would wait for a call that never runs.
 std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
   if (call.stream) return start_on_device(std::move(call), timeout_s);
   check(call);
@@ -221,7 +221,7 @@ void Communicator::say(const std::string& text) const {
   if (hooks_.notice) hooks_.notice("mscomm: rank " + std::to_string(in_job(rank_)) + ": " + text);
 }
 
-// Runs `part`, which is a started call or the last part of a started message, and then completes its Work. The worker thread and
+// Runs `part` and then completes `work`. `part` is a started call, or the last part of a started message. The worker thread and
 // the mailbox's thread use this function. It does not throw, because an exception that escaped from one of these threads would
 // end the process. message: nullptr for a call.
 void Communicator::complete(Work& work, const Transfer* message, const std::function<void()>& part) {
@@ -233,13 +233,14 @@ void Communicator::complete(Work& work, const Transfer* message, const std::func
       failure = error;
     }
   } catch (...) {
-    // Most likely there was not enough memory for a better error.
+    // Most likely, there was not enough memory to create a more exact error.
     failure.emplace("Error", "a call or message beside the callers of " + name_of(rank_) + " failed: out of memory?");
     abort({*failure, false});
   }
   const bool failed = failure.has_value();
   leave_caller(failed ? 0 : work.number());
-  // Do this after leave_caller(), because a thread that waits for the work may close the group as soon as the work has completed.
+  // Do this after leave_caller(). A thread that waits for the work may close the group as soon as the work has completed, and if
+  // close() still found a caller, it would break the group.
   work.end(std::move(failure), message && !failed ? std::optional(message->matched()) : std::nullopt);
   if (failed && hooks_.failed) hooks_.failed();
 }
@@ -269,8 +270,8 @@ void Communicator::execute(const Call& call, const Deadline& deadline, bool its_
     recorder_.begin(call.signature, its_turn ? deadline.start() : Clock::now());
     next_notice_s_ = first_notice_s;
     backend_of(call).run(call, {*this, deadline});
-    // If this process was stopped during the call, its peers may have given up on the call in the meantime, and changed their
-    // data before this rank read it.
+    // If this process was stopped during the call, its peers may have given up on the call and changed their data before this
+    // rank read it. The result would then be wrong.
     if (broken()) throw_failure();
   } catch (...) {
     fail(&call, "");
@@ -293,8 +294,9 @@ void Communicator::queue_for(const Signature& call, const Deadline& deadline) {
   }
 }
 
-// Breaks the group, and throws the first cause of the group's failure, or what a signal handler has thrown. Called in a catch
-// block when a call or a message has failed. call: nullptr if a message has failed; then `message` describes it.
+// Breaks the group after a call or a message has failed. Must be called in a catch block. Throws the first cause of the group's
+// failure, or the exception that a signal handler has thrown. If a message has failed, `call` is nullptr, and `message` describes
+// the message.
 void Communicator::fail(const Call* call, const std::string& message) {
   const auto what = [&] { return (call ? brief(call->signature) : message) + ": "; };
   Error error("", "");
@@ -410,8 +412,8 @@ void Communicator::close() {
                  {in_job(rank_)}),
            false});
     turn.lock();
-    // Each caller leaves soon, the next time it wakes up. The wait has a limit because this thread may itself be a caller:
-    // close() may run in a signal handler that has interrupted a call.
+    // Each caller leaves the next time that it wakes up, because the group is broken. The wait has a limit, because this thread
+    // may itself be a caller: close() may run in a signal handler that has interrupted a call.
     if (!turn_->wait_for(turn, std::chrono::seconds(5), [this] { return callers_ == 0; }))
       throw Error("RuntimeError", "release: a call is still running on this group");
   }
@@ -429,7 +431,6 @@ void Communicator::close() {
   mailbox_.close(delivery_s);
 }
 
-// Calls the interrupt hook.
 void Communicator::interrupt() const {
   if (!hooks_.interrupt) return;
   try {
@@ -439,7 +440,7 @@ void Communicator::interrupt() const {
   }
 }
 
-// Returns the error for a call or a message that waited too long. state: says what it was waiting for.
+// Returns the error for a call or a message that waited too long. state: what the call or message was waiting for.
 Error Communicator::timed_out(const std::string& what, const Deadline& deadline, const std::string& state,
                               const std::vector<int>& ranks) const {
   const std::string text = what + " did not end within " + seconds_text(deadline.timeout_s()) + ": " + state;
@@ -453,7 +454,7 @@ void Communicator::look(const Deadline& deadline, const Missing& missing) {
   look_for_the_dead(ranks, missing);
   if (!worker_thread) interrupt();
   const double waited_s = seconds_since(deadline.start());
-  // A call that is waiting for its turn has no missing ranks. It reports nothing, because the running call does.
+  // A call that is waiting for its turn has no missing ranks. It prints no notice, because the running call does.
   if (!ranks.empty() && waited_s >= next_notice_s_) say_waiting(waited_s, ranks, missing.by_memory);
 }
 
@@ -474,7 +475,8 @@ void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missin
 
 void Communicator::say_waiting(double waited_s, const std::vector<int>& missing, bool by_memory) {
   next_notice_s_ = waited_s >= second_notice_s ? waited_s + notice_every_s : second_notice_s;
-  // In shared memory, all waiting ranks are waiting for the same ranks, so only the lowest waiting rank on the host reports.
+  // In shared memory, all waiting ranks are waiting for the same ranks, so only the lowest waiting rank on the host prints the
+  // notice.
   const auto is_missing = [&](int rank) { return std::ranges::find(missing, rank) != missing.end(); };
   int speaker = 0;
   while (is_missing(speaker) || host_of(speaker) != host_of(rank_)) speaker++;

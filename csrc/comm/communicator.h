@@ -30,9 +30,9 @@
 
 namespace mscomm {
 
-// Why a group is broken. is_verdict: whether the error is the first cause, either because the hub has decided so, or because this
+// Why a group is broken. is_verdict: true if the hub has decided that the error is the first cause of the failure, or if this
 // rank is aborting the job. If false, the error is only a symptom that this rank has observed. number: the number of the call
-// that failed with the error, or -1 if no call did.
+// that failed with the error, or -1 if the error did not occur in a call.
 struct Failure {
   Error error;
   bool is_verdict;
@@ -40,7 +40,7 @@ struct Failure {
 };
 
 struct Where {
-  uint64_t number;  // the number of the last call, or 0 if there was none
+  uint64_t number;  // the number of the most recent call, or 0 if there was none
   bool inside;
   std::string text;
 };
@@ -65,7 +65,9 @@ class Work {
   friend class Communicator;
   void end(std::optional<Error> error, std::optional<Matched> matched = {});
 
-  std::mutex mutex_;  // held while error_, matched_ and done_ are set; all may be read without it once done_ is true
+  // Held while error_, matched_ and done_ are set. After done_ has become true, error_ and matched_ are read without mutex_,
+  // because they do not change any more.
+  std::mutex mutex_;
   std::unique_ptr<std::condition_variable> ended_ = std::make_unique<std::condition_variable>();
   const int owner_ = getpid();  // the process that created this Work; a forked child has only a copy
   uint64_t number_ = 0;
@@ -78,14 +80,14 @@ class Communicator final : public Watch, private VendorBackend::Observer {
  public:
   // interrupt: called on a caller's thread each time the thread wakes from a bounded sleep, but never on the worker thread or the
   // mailbox's thread. It may throw. notice: prints one line for the user. failed: called if a thread other than a caller's has
-  // broken the group, because otherwise no caller might notice. Also called when stuck() has a new number.
+  // broken the group. Without this hook, no caller might notice. Also called when stuck() has a new number to return.
   struct Hooks {
     std::function<void()> interrupt;
     std::function<void(const std::string&)> notice;
     std::function<void()> failed;
   };
 
-  // ranks: the job ranks of the group's ranks. rank: this rank's index in `ranks`. Errors and notices use job ranks.
+  // ranks: the job rank of each rank of the group. rank: this rank's index in `ranks`. Errors and notices name job ranks.
   Communicator(std::string group, std::vector<int> ranks, int rank, std::shared_ptr<Peers> peers,
                std::unique_ptr<Backend> backend, uint32_t epoch, Recorder& recorder, Hooks hooks);
   ~Communicator() override;
@@ -96,15 +98,15 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
 
-  // Reserves `count` consecutive call numbers for an operation that consists of several calls, and returns the first number. A
-  // call must then be run with each of these numbers.
+  // Reserves `count` consecutive call numbers for an operation that consists of several calls, and returns the first number. The
+  // caller must then run one call with each of these numbers.
   uint64_t reserve(int count);
   // Runs one collective call. Returns when the call has completed or, for device arrays, when it has been enqueued. The
   // signature's number must be 0 or a reserved number. Throws Error, or whatever the interrupt hook throws. After an exception,
   // the group is broken, unless the call was refused before it began.
   void run(Call call, double timeout_s);
-  // Starts a call, which then runs on the worker thread when its turn comes. x and out must live until the returned Work has
-  // completed. A call on device arrays needs no thread: it has been enqueued when start() returns.
+  // Starts a call. The worker thread runs it after all earlier calls of the group. x and out must live until the returned Work
+  // has completed. A call on device arrays does not use the worker thread: start() itself enqueues it on the device.
   std::shared_ptr<Work> start(Call call, double timeout_s);
   // Returns the backend of the group's device. Throws if the group is broken or has no device.
   VendorBackend& device() const;
@@ -114,38 +116,40 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   bool reduces_on_device(Dtype dtype, Op op) const { return device_ && device_->refuses(dtype, op).empty(); }
 
   // Starts the messages in the given order, without waiting for one before starting the next. Then waits until all have
-  // completed, and returns the source and the tag of each message. Throws in the same way as run() for a call. Any number of
-  // threads may call this at once, even while collective calls are running. The link to a peer must exist before the first send
-  // to that peer.
+  // completed, and returns the source and the tag of each message. Throws the same exceptions as run() for a call. Any number of
+  // threads may call this at the same time, even while collective calls are running. The link to a peer must exist before the
+  // first send to that peer.
   std::vector<Matched> run(std::span<const Message> messages, const Deadline& deadline);
-  // Starts one message and returns. The mailbox's thread then waits for the message.
+  // Starts one message and returns. The mailbox's thread then waits for the message to complete.
   std::shared_ptr<Work> start(const Message& message, const Deadline& deadline);
   void add_outgoing(int peer, int fd);
   void add_incoming(int peer, int fd);
   // Tells the communicator that a link from the peer is being set up. From then on, a recv considers the peer gone only when that
-  // link has ended. Until then, it does not matter whether left() was called for the peer, or whether the peer's process has
-  // exited.
+  // link has ended, even if left() has been called for the peer or the peer's process has exited.
   void expect_incoming(int peer);
   // Throws if the group is broken, if the peer has left the job, or if the peer's process has exited.
   void check_peer(int peer) const;
 
   // Breaks the group. Does not wait. Any thread may call this at any time. If the group is already broken, the first failure is
-  // kept, unless it is a symptom and the new one is a verdict.
+  // kept, but a verdict replaces a symptom.
   void abort(Failure failure);
   // Tells the communicator that the given job rank has exited without an error. This is a failure only if a call or message is
   // waiting for that rank.
   void left(int rank);
   Where where() const;
-  // Returns the number of a call that has been running on the device for more than a second, or 0 if there is none. The caller
-  // can then check that all ranks have made this call. Each number is returned only once.
+  // Returns the number of the oldest call on the device if the device has completed no call for more than a second,
+  // otherwise 0. The caller can then check that all ranks have made this call. After stuck() has returned a number, it returns 0
+  // until the device backend reports a call again.
   uint64_t stuck() { return stuck_.exchange(0); }
   std::optional<Failure> failure() const;
-  // Compares the last headers from the peers with this rank's own calls. Throws in the same way as run() if they differ.
+  // Reads the headers that peers have sent since this rank's most recent call began, and compares them with this rank's own
+  // calls. Throws the same error as run() if they differ.
   void last_look();
-  // Waits until the device has completed all enqueued work, or until the group is broken. drain() has no deadline, so if a peer
-  // is lost in the meantime, another thread must call abort().
+  // Waits until the device has completed all enqueued work, or until the group is broken. drain() has no deadline: if a peer is
+  // lost, it returns only after another thread has called abort().
   void drain() const;
-  // Ends this rank's part in the group. If another thread is still in a call, that call fails first.
+  // Ends this rank's part in the group. If a call or a message is still running, close() first breaks the group, so that the call
+  // or message fails.
   void close();
 
   // Implements Watch:
@@ -153,11 +157,12 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   bool broken() const override { return broken_.load(std::memory_order_relaxed); }
 
  private:
-  // Marks the thread as being inside run() or start_on_device() for as long as the Caller exists. close() waits until no thread
-  // is marked.
+  // Marks the current thread as being inside run() or start_on_device(). The mark lasts until the Caller is destroyed. close()
+  // waits until no thread is marked.
   class Caller {
    public:
-    // A call gets its number here, unless the number was reserved. Messages have no numbers: for them, `call` is nullptr.
+    // Gives the call the next number, unless the call already has a reserved number. For a message, which has no number, `call`
+    // is nullptr.
     explicit Caller(Communicator& group, Signature* call = nullptr) : group_(group), outer_(innermost_) {
       const std::lock_guard lock(group_.turn_mutex_);
       const uint64_t first = group_.take_numbers(call && call->number == 0 ? 1 : 0);
@@ -174,7 +179,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
     }
     // Returns whether all earlier calls had already completed when this Caller was created.
     bool its_turn() const { return its_turn_; }
-    // Records that the call has completed without an error. It is the next call's turn as soon as this Caller is destroyed.
+    // Records that the call has completed without an error. When this Caller is destroyed, it is the next call's turn.
     void ended() { ended_ = true; }
     // Returns whether this thread is inside a call of the group, possibly in a signal handler that has interrupted the call.
     static bool calls(const Communicator& group) {
@@ -189,7 +194,8 @@ class Communicator final : public Watch, private VendorBackend::Observer {
     Communicator& group_;
     uint64_t number_ = 0;  // the number of the call; 0 for a message
     bool its_turn_ = false, ended_ = false;
-    // If this Caller was created in a signal handler that interrupted a call: the Caller of that call; otherwise nullptr.
+    // Usually nullptr. If this Caller was created in a signal handler that interrupted a call, outer_ is the Caller of the
+    // interrupted call.
     const Caller* const outer_;
     static inline thread_local const Caller* innermost_ = nullptr;
   };
@@ -257,15 +263,16 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   Recorder& recorder_;
   Hooks hooks_;
 
-  std::mutex turn_mutex_;  // protects the order of calls: next_, running_, callers_, jobs_, stopping_, and creating worker_
+  std::mutex turn_mutex_;  // protects next_, running_, callers_, jobs_, stopping_ and the creation of worker_
   // turn_ is notified when running_ or callers_ changes, and job_ when the worker has something to do.
   std::unique_ptr<std::condition_variable> turn_ = std::make_unique<std::condition_variable>();
   std::unique_ptr<std::condition_variable> job_ = std::make_unique<std::condition_variable>();
   uint64_t next_ = 1;
-  // The number of the call whose turn it is. It is incremented once that call has completed without an error and its thread has
-  // left.
+  // The number of the call whose turn it is. It is incremented when that call's thread leaves the call without an error.
   uint64_t running_ = 1;
-  int callers_ = 0;  // the number of threads inside run(), plus the number of started calls and messages that have not completed
+  // The number of Callers, plus the number of calls and messages that the worker thread or the mailbox's thread still has to
+  // complete.
+  int callers_ = 0;
   std::deque<Job> jobs_;
   bool stopping_ = false;
   std::unique_ptr<std::thread> worker_;  // created by the first start()
@@ -275,14 +282,14 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   std::vector<bool> left_;
   std::vector<bool> expected_;                           // peers from which a link for messages exists or is being set up
   std::list<const Delivery*> delivering_;                // messages that callers are waiting for, oldest first
-  std::map<uint64_t, std::shared_ptr<Work>> on_device_;  // the Work of each call that the device has not completed, by number
+  std::map<uint64_t, std::shared_ptr<Work>> on_device_;  // started calls that the device has not completed, by number
   std::atomic<bool> broken_{false};
   bool closed_ = false;  // protected by state_mutex_
 
   std::atomic<uint64_t> stuck_{0};
   std::atomic<double> next_notice_s_{0};  // after how many seconds of waiting the next notice about the running call is due
   std::atomic<bool> forked_{false};
-  Mailbox mailbox_;  // the last member, so that it is destroyed first, because its thread uses the members above
+  Mailbox mailbox_;  // the last member: it is destroyed first, because its thread uses the other members
 };
 
 }  // namespace mscomm

@@ -13,19 +13,19 @@
 
 namespace mscomm {
 
-// What was decided about a group when it was founded. All its ranks have the same values, except for members that concern only
-// this rank.
+// What was decided about a group when it was founded. Values that do not depend on the rank or its host are the same on all ranks
+// of the group.
 struct Founding {
-  std::vector<int> ranks;  // the job ranks of the group's ranks
+  std::vector<int> ranks;  // the job rank of each rank of the group
   Layout layout;
   Forced forced;
   uint32_t epoch = 0;
-  // The job ranks of the group's ranks on this host, if they share an arena. Otherwise empty.
+  // The job rank of each rank of the group on this host. Empty if these ranks do not share an arena.
   std::vector<int> at_home;
   uint64_t control = 0;  // the offset of the arena's memory in the heap of the lowest rank in at_home
   bool spin = false;
-  // This rank's sockets to the other ranks of the group, with -1 for this rank itself. found() takes ownership of them. Empty if
-  // there is no mesh.
+  // One socket for each rank of the group, connected to that rank; -1 for this rank itself. found() takes ownership of the
+  // sockets. Empty if the group has no mesh.
   std::vector<Descriptor> links;
 };
 

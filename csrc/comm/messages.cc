@@ -1,5 +1,5 @@
-// How the communicator sends and receives messages. The mailbox moves the messages. The code in this file supervises waiting for
-// messages, describes messages in errors, and breaks the group when a message fails.
+// The part of the communicator that sends and receives messages. The mailbox moves the messages. The code in this file decides
+// when a wait for a message must end early, describes messages in errors, and breaks the group when a message fails.
 #include <poll.h>
 
 #include <list>
@@ -9,7 +9,7 @@
 namespace mscomm {
 
 // The Watch of a thread that waits for a message. Each message has its own deadline, text and notices, because many threads may
-// wait at once.
+// wait at the same time.
 class Communicator::Delivery final : public Watch {
  public:
   // calls_python: whether the waiting thread may call Python. It is true for a caller's thread. It is false for the mailbox's
@@ -52,14 +52,14 @@ class Communicator::Delivery final : public Watch {
   std::span<const std::shared_ptr<Transfer>> together;
 
  private:
-  // Names the ranks that the message is waiting for, for an error text.
+  // Returns the names of the ranks that the message is waiting for, for an error or a notice.
   std::string named(const std::vector<int>& peers) const {
     if (peers == std::vector{group_.rank_}) return group_.name_of(group_.rank_) + ", which is this rank itself";
     return (peers.size() > 1 ? "any of " : "") + group_.named(peers);
   }
-  // Throws if none of the peers can send any more. If a peer has a link to us, or is setting one up, it counts as gone only when
+  // Throws if none of the peers can send any more. A peer that has a link to us, or is setting one up, counts as gone only when
   // that link has ended and all its data has been read, because the peer may have sent the message before it exited. If the recv
-  // names one peer, and that peer has a link, the mailbox ends the recv itself, and this function does nothing.
+  // names one peer that has such a link, this function does nothing, because the mailbox ends the recv when the link ends.
   void look_for_senders(const std::vector<int>& peers, const Missing& missing) const {
     std::string how_they_went;
     for (int peer : peers) {
@@ -101,7 +101,8 @@ std::vector<Matched> Communicator::run(std::span<const Message> messages, const 
       matched.push_back(transfer->matched());
     }
     return matched;
-    // If one message fails, others may still be in progress. fail() ends them, so that the mailbox no longer uses their memory.
+    // If one message fails, other messages may still be in progress. fail() ends these messages, so that the mailbox no longer
+    // uses their memory.
   } catch (...) {
     fail(nullptr, text);
   }

@@ -1,5 +1,5 @@
-// The ranks of the job as this process sees them in one epoch. All groups share one Peers object. All vectors are indexed by job
-// rank.
+// The ranks of the job as this process sees them in one epoch. All groups of the epoch share one Peers object. All vectors are
+// indexed by job rank.
 #pragma once
 
 #include <memory>

@@ -23,8 +23,8 @@ double day_of_clock_zero() {
   using Seconds = std::chrono::duration<double>;
   Clock::duration least = Clock::duration::max();
   double zero_s = 0;
-  // The thread may be preempted between reading the two clocks, but hardly three times in a row. So read both clocks three
-  // times, and use the pair of readings that are closest together.
+  // The thread may be preempted between reading the two clocks, but this is unlikely to happen three times in a row. So read both
+  // clocks three times, and use the readings with the shortest time between them.
   for (int i = 0; i < 3; i++) {
     const auto before = Clock::now();
     const Seconds day = std::chrono::system_clock::now().time_since_epoch();

@@ -1,5 +1,5 @@
-// Records a group's most recent calls: what was called, when, and how it ended. Error messages and Python use these records, and
-// a rank uses them to answer when the hub asks where it is.
+// Records a group's most recent calls: what was called, when, and how it ended. Error messages and Python use these records. When
+// the hub asks a rank which call it is in, the answer also comes from these records.
 #pragma once
 
 #include <array>
@@ -33,7 +33,7 @@ class Recorder {
 
  private:
   static constexpr size_t kept = 1024;
-  mutable std::mutex mutex_;  // protects everything below; callers, the member's thread and Python use it
+  mutable std::mutex mutex_;  // protects everything below
   std::array<Record, kept> ring_{};
   uint64_t newest_ = 0;  // the number of the newest call, or 0 if there is none
 };

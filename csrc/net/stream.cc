@@ -35,7 +35,7 @@ int option(int fd, int level, int name) {
 Stream::Stream(int fd, std::string peer) : fd_(fd), peer_(std::move(peer)) {
   const int flags = fcntl(fd, F_GETFL);
   if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0) throw system_error("fcntl of the link to " + peer_, errno);
-  // With this option, unsent data stays in this process rather than in the kernel. So a rank that sends to several peers can
+  // With this option, most unsent data stays in this process rather than in the kernel. So a rank that sends to several peers can
   // decide whose data goes first. Unix sockets do not have this option, so errors are ignored.
   setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent_bytes, sizeof unsent_bytes);
 }
@@ -57,8 +57,8 @@ size_t Stream::receive(void* data, size_t bytes) {
 
 bool Stream::waits_for_reader() const {
   int unacknowledged = 0, unsent = 0;
-  // unacknowledged - unsent is the number of bytes on the wire. Ask for `unacknowledged` first. If bytes are sent or acknowledged
-  // between the two calls, the difference is then too large, but never zero by mistake.
+  // unacknowledged - unsent is the number of bytes on the wire. Ask for `unacknowledged` first: if bytes are sent or acknowledged
+  // between the two calls, this order makes the difference too large, but never zero by mistake.
   if (ioctl(fd(), SIOCOUTQ, &unacknowledged) < 0 || ioctl(fd(), SIOCOUTQNSD, &unsent) < 0) return true;
   return unsent > 0 && unacknowledged == unsent;
 }
@@ -70,12 +70,15 @@ void Stream::check_silence() {
   tcp_info info{};
   socklen_t length = sizeof info;
   if (!option(fd(), SOL_SOCKET, SO_KEEPALIVE) || getsockopt(fd(), IPPROTO_TCP, TCP_INFO, &info, &length) < 0) return;
-  // Whether the last packet that was sent is still unanswered. The peer's host also answers data that the peer does not read: it
-  // acknowledges each retransmission, of which there may be as few as one every two minutes. tcpi_probes is the number of
-  // unanswered probes by which the kernel has asked whether the peer is reading again. A single probe may simply have been lost.
+  // Whether the peer's host has not yet answered the most recent packet from this host. A healthy host answers even if the peer
+  // does not read, because it acknowledges each retransmission. But the kernel may retransmit only once every two minutes, so a
+  // long time without an acknowledgement proves nothing by itself. tcpi_probes is the number of unanswered probes with which the
+  // kernel has asked whether the peer is reading again. One unanswered probe proves nothing either, because it may have been
+  // lost.
   const bool unanswered = (info.tcpi_unacked > 0 && info.tcpi_last_data_sent < info.tcpi_last_ack_recv) || info.tcpi_probes > 1;
   const auto acknowledged = now - std::chrono::milliseconds(info.tcpi_last_ack_recv);
-  // If check_silence() has not been called for a while, a new wait has begun, and what was heard before it is irrelevant.
+  // If check_silence() has not been called for longer than same_wait, a new wait has begun, so the silence is measured from now
+  // on.
   heard_ = now - before > same_wait || !unanswered ? now : std::max(heard_, acknowledged);
   const std::chrono::seconds limit(option(fd(), IPPROTO_TCP, TCP_KEEPIDLE) +
                                    option(fd(), IPPROTO_TCP, TCP_KEEPINTVL) * option(fd(), IPPROTO_TCP, TCP_KEEPCNT));
@@ -84,7 +87,7 @@ void Stream::check_silence() {
 }
 
 // Waits until the peer's kernel has received all bytes that were sent, so that closing the socket loses none of them. Returns
-// earlier if the link ends or the deadline passes. The sending side of the socket must be shut down before this is called.
+// earlier if the link ends or the deadline passes. The caller must have shut down the sending side of the socket.
 void Stream::deliver(const Deadline& deadline) {
   // On a Unix socket, sent data is already in the receiver's queue, so there is nothing to wait for. The loop below would wait
   // for the receiving process, because on a Unix socket the kernel counts data as unsent until the receiver has read it.
@@ -101,7 +104,7 @@ void Stream::deliver(const Deadline& deadline) {
       poll(&one, 1, 1);
     }
   } catch (const Broken&) {
-    // The peer has also closed the link, so there is nothing left to deliver.
+    // The link has ended, so nothing more can be delivered.
   }
 }
 

@@ -1,5 +1,5 @@
-// A Stream moves bytes over one connected, authenticated, non-blocking socket. TLS can be added as a second kind of Stream,
-// because the mesh moves bytes only through send and receive.
+// A Stream moves bytes over one connected, authenticated, non-blocking socket. TLS could be added as a second kind of Stream,
+// because all code outside this class moves bytes only with the functions of Stream.
 #pragma once
 
 #include <cstddef>
@@ -23,8 +23,8 @@ class Stream {
   // They throw Broken if the link has ended.
   size_t send(const void* data, size_t bytes);
   size_t receive(void* data, size_t bytes);
-  // send_more() and receive_more() continue to move a value that may need several pieces. `done` is the number of its bytes that
-  // have been moved so far. They return whether any bytes were moved.
+  // send_more() and receive_more() send or receive the rest of a value, as far as possible without waiting. `done` is the number
+  // of bytes of the value that have been moved by all calls so far. Both functions return whether this call has moved any bytes.
   template <typename T>
   bool send_more(const T& value, size_t& done) {
     const size_t moved = send(reinterpret_cast<const char*>(&value) + done, sizeof value - done);
@@ -37,13 +37,14 @@ class Stream {
     done += moved;
     return moved > 0;
   }
-  // Returns whether the kernel holds unsent bytes only because the peer is not reading, so that no bytes are on the wire. Always
-  // true on a Unix socket, which has no wire.
+  // Returns whether the kernel holds unsent bytes although no bytes are on the wire. This means that the peer is not reading.
+  // Always true on a Unix socket, which has no wire.
   bool waits_for_reader() const;
   // Throws Broken if sent data is waiting to be acknowledged, but the peer's host has acknowledged nothing for as long as the
-  // socket's keepalive allows. This is needed because the kernel applies keepalive only while no data is waiting, and otherwise
-  // keeps trying for 15 minutes or more. The kernel's time limit for data, TCP_USER_TIMEOUT, would also end the link to a healthy
-  // peer that is not reading. A rank that is waiting for the peer may call this often: the kernel is queried only once a second.
+  // socket's keepalive allows. The kernel does not detect this itself: it applies keepalive only while no sent data is waiting,
+  // and otherwise retransmits the data for 15 minutes or more. The kernel's time limit for data, TCP_USER_TIMEOUT, would also end
+  // the link to a healthy peer that is not reading. A rank that is waiting for the peer may call check_silence() often, because
+  // it queries the kernel only once a second.
   void check_silence();
   // Ends the link in both directions, so that both sides notice. Wakes up any thread that is polling the socket.
   void shut_down() const;
@@ -58,11 +59,12 @@ class Stream {
 
   Descriptor fd_;
   std::string peer_;
-  Clock::time_point asked_{}, heard_{};  // for check_silence(): when it last queried the kernel, and last heard from the host
+  // For check_silence(): when it last queried the kernel, and when the peer's host last answered.
+  Clock::time_point asked_{}, heard_{};
 };
 
 // Waits for at most timeout_s until the peers' kernels have received all bytes that were sent, and then closes the streams. Drops
-// all bytes that arrive from a peer in the meantime.
+// all bytes that arrive from the peers in the meantime.
 void deliver_all(std::vector<Stream> streams, double timeout_s);
 
 }  // namespace mscomm

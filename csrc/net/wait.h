@@ -1,5 +1,5 @@
-// How a rank waits. Every function that waits takes a Wait. It sleeps for at most longest_sleep_ms at a time, and calls
-// Wait::look() each time it wakes up.
+// How a rank waits. Every function that waits takes a Wait. Such a function sleeps for at most longest_sleep_ms at a time, and
+// calls Wait::look() each time it wakes up.
 #pragma once
 
 #include <functional>
@@ -14,7 +14,7 @@ inline constexpr int longest_sleep_ms = 50;
 // seconds.
 inline constexpr double first_notice_s = 10, second_notice_s = 60, notice_every_s = 300;
 
-// The ranks for which a rank is waiting, by default none.
+// The ranks that a rank is waiting for. By default, there are none.
 struct Missing {
   std::function<std::vector<int>()> ranks = [] { return std::vector<int>{}; };
   // Whether the rank is waiting in shared memory. In shared memory, a rank whose process has exited never arrives. Over a link,
@@ -29,7 +29,7 @@ class Watch {
  public:
   virtual ~Watch() = default;
   virtual void look(const Deadline& deadline, const Missing& missing) = 0;
-  // Returns whether the group was aborted. This is cheap enough to call in every iteration of a polling loop.
+  // Returns whether the group was aborted. The call is cheap enough for every iteration of a polling loop.
   virtual bool broken() const = 0;
 };
 

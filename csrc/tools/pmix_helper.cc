@@ -1,20 +1,22 @@
-// Puts one string into the launcher's PMIx store or gets one from it, as the rank that the environment names, and exits.
+// Puts one string into the launcher's PMIx store, or gets one string from the store, and exits. The helper acts as the rank that
+// the environment variables name.
 //
-//     pmix_helper put KEY TIMEOUT_S LIBRARY...   reads the value from stdin (it holds the job's key, and all users can read argv)
+//     pmix_helper put KEY TIMEOUT_S LIBRARY...   reads the value from stdin, because it holds the job's key and argv is public
 //     pmix_helper get KEY TIMEOUT_S LIBRARY...   waits for rank 0's value
 //
-// The answer is one message on stdout, which must be a Unix socket. The message holds the connection to the server and, for get,
-// the value.
+// The answer is one message on stdout, which must be a Unix socket. The message carries the socket of the connection
+// to the server. For get, it also carries the value.
 //
-// The helper is a separate process, because PMIx_Init and PMIx_Finalize in the user's process would break any MPI_Init in that
-// process, whether it runs before or after them. No fence is used: a get waits in the server until rank 0 has committed, so a
-// rank waits only for rank 0. The ABI below is that of PMIx 3 to 6.
+// The helper is a separate process, because PMIx_Init and PMIx_Finalize in the user's process would break an earlier or later
+// MPI_Init in that process. The helper uses no fence: a get waits in the server until rank 0 has committed, so a rank waits only
+// for rank 0. The ABI below is that of PMIx 3 to 6.
 //
-// The user's process keeps the connection open after PMIx_Finalize. The servers of PMIx 4.0 to 6.0 answer PMIx_Finalize in one
-// thread. Only then does another thread note that this client has finalized. If a client closes its connection before that, the
-// server considers the client dead. Then every later fence, such as the one in MPI_Init, waits for one rank too few, and the job
-// hangs or crashes. Once the server has answered the rank's next PMIx_Init or PMIx_Finalize, from MPI or from the next helper, it
-// has certainly noted that this client has finalized.
+// The user's process keeps the connection open after PMIx_Finalize. This avoids a race in the servers of PMIx 4.0 to 6.0: one
+// thread answers PMIx_Finalize, and only later does another thread note that the client has finalized. If the client closes its
+// connection in between, the server considers the client dead. Every later fence, such as the one in MPI_Init, then waits for one
+// rank too few, and the job hangs or crashes. The connection may be closed when the server has answered the next PMIx_Init or
+// PMIx_Finalize of the same rank, from MPI or from the next helper. By that time, the server has noted that this client has
+// finalized.
 //
 // The exit status is 0 for success, 1 for an error (with a line on stderr), and TIMED_OUT if rank 0 did not put a value in time.
 
@@ -32,7 +34,7 @@
 
 namespace {
 
-int connection = -1;  // a copy of the connection to the server, once PMIx_Finalize has been called
+int connection = -1;  // after PMIx_Finalize, a copy of the connection to the server
 
 }  // namespace
 
@@ -99,7 +101,7 @@ void bind(void* library, const char* name, Function& function) {
 Pmix open_first(char** libraries) {
   void* library = nullptr;
   for (char** path = libraries; *path && !library; ++path) {
-    library = dlopen(*path, RTLD_NOW | RTLD_GLOBAL);  // global, because libpmix's plug-ins look up its symbols
+    library = dlopen(*path, RTLD_NOW | RTLD_GLOBAL);  // global, because the plug-ins of libpmix need libpmix's symbols
     if (!library) fprintf(stderr, "%s\n", dlerror());
   }
   if (!library) fail("libpmix", "none of these could be opened");
@@ -135,7 +137,7 @@ int get(const Pmix& pmix, const Process& me, const char* key, int timeout_s, cha
 }
 
 void answer(int answers, char* text) {
-  // The message includes the terminating zero, because an empty message would look like no message.
+  // The message includes the terminating zero, because the reader could not tell an empty message from the end of the connection.
   iovec line{text, strlen(text) + 1};
   alignas(cmsghdr) char rights[CMSG_SPACE(sizeof connection)] = {};
   msghdr message{};
@@ -158,7 +160,7 @@ void answer(int answers, char* text) {
 int main(int argc, char** argv) {
   if (argc < 5) fail("usage", "pmix_helper put|get KEY TIMEOUT_S LIBRARY...");
   prctl(PR_SET_PDEATHSIG, SIGKILL);        // do not outlive the rank
-  const int answers = dup(STDOUT_FILENO);  // so that library output does not end up in the answer
+  const int answers = dup(STDOUT_FILENO);  // keeps the output of libraries out of the answer
   dup2(STDERR_FILENO, STDOUT_FILENO);
   const bool puts = strcmp(argv[1], "put") == 0;
   const Pmix pmix = open_first(argv + 4);
