@@ -22,7 +22,7 @@ Arena::Arena(std::vector<int> ranks, int rank, std::shared_ptr<Heaps> heaps, uin
     populate(control_.staging(rank), 2 * tiny_bytes);
     pulls_.introduce();
   } catch (...) {
-    // Count this Arena as destroyed, because its destructor does not run after an exception here.
+    // Count this Arena as destroyed, because its destructor does not run if the constructor throws.
     control_.common().closed.fetch_add(1);
     throw;
   }

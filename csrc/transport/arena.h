@@ -22,7 +22,7 @@ namespace mscomm {
 
 class Arena {
  public:
-  // ranks: the job ranks of the group's ranks on this host. rank: this rank's index in `ranks`. control: the offset of the
+  // ranks: the job rank of each rank of the group on this host. rank: this rank's index in `ranks`. control: the offset of the
   // control memory in the lowest rank's heap. spin: whether the host has a CPU for each rank; all ranks must pass the same value.
   Arena(std::vector<int> ranks, int rank, std::shared_ptr<Heaps> heaps, uint64_t control, bool spin);
   // Tells the other ranks that this rank no longer accesses the control memory.
@@ -31,10 +31,10 @@ class Arena {
   // Only the lowest rank calls reserve(), release() and abandon(). It must call reserve() before any rank creates an Arena.
   // reserve() reserves zero-filled control memory for a group of `size` ranks, and returns its offset.
   static uint64_t reserve(Heap& heap, int size);
-  // Lets the heap reuse the control memory once all ranks have destroyed their Arenas. If a rank never destroys its Arena, the
+  // Lets the heap reuse the control memory after all ranks have destroyed their Arenas. If a rank never destroys its Arena, the
   // memory is never reused, because that rank may wake up late and access it.
   static void release(Heap& heap, uint64_t control, int size);
-  // Called by the lowest rank instead of release() if it has not created an Arena itself, but other ranks may have created
+  // The lowest rank calls abandon() instead of release() if it has created no Arena itself, although other ranks may have created
   // theirs.
   static void abandon(Heap& heap, uint64_t control, int size);
 
@@ -42,13 +42,13 @@ class Arena {
   int size() const { return control_.size(); }
 
   // Enters the state ENTERED of docs/design/0001-call.md: tells the other ranks about this call, and offers them x and out if
-  // these are in the heap and not small. The first round of the call must follow. pulled: the arrays that peers may read directly
-  // from this process.
+  // these arrays are in the heap and larger than unoffered_bytes(). The first round of the call must follow. pulled: the arrays
+  // that peers may read directly from this process.
   void post(const Call& call, Pulled pulled = Pulled::nothing);
   // Returns whether all ranks posted the same signature. Call this after the first round.
   bool agreed() const;
-  // Makes the call's arrays inaccessible to the other ranks. Call this when the group is broken. If it fails for an array, it
-  // throws, and later calls offer no arrays.
+  // Makes the call's arrays inaccessible to the other ranks. Call this when the group is broken. If withdraw() fails for an
+  // array, it throws, and later calls of this rank offer no arrays.
   void withdraw(const Call& call);
   // Returns what the given rank posted for the current call. The result is valid from the end of the first round until this
   // rank's next call.
@@ -59,20 +59,20 @@ class Arena {
   // Wakes all ranks that are sleeping in this arena, so that they call Wait::look().
   void ring() const { gate_.ring(); }
 
-  // Arrays of at most this many bytes are not offered to other ranks, because copying them takes less time than another round.
-  // The limit is higher if there are more ranks than CPUs, because a round then takes longer: ranks must wait for the kernel to
-  // give them a CPU.
+  // Arrays of at most this many bytes are not offered to other ranks, because copying such an array takes less time than the
+  // additional round that sharing it needs. The limit is higher if there are more ranks than CPUs, because a round then takes
+  // longer: ranks must wait for the kernel to give them a CPU.
   size_t unoffered_bytes() const { return spin_ ? unshared_bytes : 2 * unshared_bytes; }
   // Returns the given rank's buffer for its tiny message in the current call. Each rank writes its own message before the first
-  // round. All ranks may read it between the first and the second round. bytes: the size of the largest message of any rank, at
-  // most tiny_bytes.
+  // round. All ranks may read this message between the first and the second round. bytes: the size of the largest message of any
+  // rank, at most tiny_bytes.
   char* tiny(int rank, size_t bytes) const {
     return bytes <= inline_bytes ? first_line(rank).data : control_.staging(rank) + parity_ * tiny_bytes;
   }
   // Returns the given rank's staging chunk for a step. Steps are counted from the creation of the group. Steps s and s + chunks
   // use the same memory.
   char* chunk(int rank, uint64_t step) const { return control_.staging(rank) + 2 * tiny_bytes + (step % chunks) * chunk_bytes; }
-  // Returns the number of steps so far. After a call that used n chunks of each rank, every rank must add n to it.
+  // Returns the number of steps so far. After a call that used n chunks of each rank, every rank must add n to this number.
   uint64_t& steps() { return steps_; }
 
   // Returns whether each rank can read the memory of every other rank with process_vm_readv. The first call to can_pull() tries

@@ -36,7 +36,7 @@ struct Post {
 class Control {
  public:
   struct Common {
-    // The members of Gate are written only if a rank sleeps, so their cache line usually stays in the caches of all ranks.
+    // The two fields of Gate are written only if a rank sleeps, so their cache line usually stays in the caches of all ranks.
     struct alignas(64) Gate {
       std::atomic<uint32_t> bell;  // the futex word: Gate::ring() adds 1 to it to wake the sleeping ranks
       std::atomic<uint32_t> sleepers;
@@ -46,20 +46,22 @@ class Control {
   // A cache line of one rank. If messages have at most inline_bytes, this is the only line of that rank that other ranks need to
   // read.
   struct alignas(64) Line {
-    std::atomic<uint64_t> arrived;  // the last round at which the rank arrived, among those that use this line
+    std::atomic<uint64_t> arrived;  // the latest round that uses this line and at which the rank has arrived
     uint64_t fingerprint;           // a hash of the call's signature; set for the first round of a call
     char data[inline_bytes];
   };
   struct alignas(64) Slot {
-    // lines[0] is for even rounds and lines[1] for odd rounds, because a rank may begin the next round while a peer still reads.
+    // Even rounds use lines[0] and odd rounds use lines[1], because a rank may begin the next round while a peer is still reading
+    // the line of the previous round.
     Line lines[2];
     Post post[2];
     // For pulls: the process id, and the address and value of a random number in the process's memory. A peer reads this number
-    // from the process to check that it is reading the right process.
+    // from the process to check that the process id refers to the right process.
     alignas(64) pid_t process;
     uint64_t token_address, token;
     std::atomic<bool> reads_all;  // whether this rank can read the memory of every other rank
-    // Where the rank last polled. The low 16 bits are the CPU, and the other bits are the round. 0 means that the rank is asleep.
+    // The CPU (the low 16 bits) on which the rank last polled, and the round (the other bits) in which it did so. 0 means that
+    // the rank is asleep.
     std::atomic<uint64_t> place;
   };
   static_assert(sizeof(Line) == 64 && std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);

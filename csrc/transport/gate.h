@@ -1,4 +1,4 @@
-// At the gate of an arena, its ranks wait for each other in rounds.
+// The ranks of an arena wait for each other at its gate, in rounds.
 #pragma once
 
 #include <cstdint>

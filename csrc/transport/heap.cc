@@ -35,7 +35,7 @@ void* Heap::allocate(size_t bytes) {
   void* const memory = mapping_.begin() + *start;
   if (need >= huge_page) want_huge_pages(memory, need, true);
   try {
-    // populate() takes a long time, so the mutex is not held here: calls need it to look up their arrays.
+    // The mutex is not held during populate(), which takes a long time, because calls need the mutex to look up their arrays.
     populate(memory, need);
   } catch (...) {
     release(memory);
@@ -58,8 +58,8 @@ void Heap::release(void* memory) {
     // Small arrays or control memory may use these pages next, and should not get huge pages.
     if (bytes >= huge_page) want_huge_pages(memory, bytes, false);
   }
-  // The following functions take a long time, so the mutex is not held here. The range is now in neither used_ nor free_, so no
-  // other thread touches it.
+  // The mutex is not held during the following functions, because they take a long time. The range is now in neither used_ nor
+  // free_, so no other thread touches it.
   for (const auto& [begin, end] : withdrawn) madvise(mapping_.begin() + begin, end - begin, MADV_DONTNEED);
   for (const auto& [begin, end] : shared) give_pages_back(begin, end);
   const std::lock_guard lock(mutex_);

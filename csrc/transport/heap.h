@@ -33,13 +33,13 @@ class Heap {
   void release(void* memory);
   // Reserves sparse, zero-filled memory for a group's control memory, and returns its offset.
   uint64_t reserve(size_t bytes);
-  // Frees the reserved memory at `offset` once unused() returns true. unused() must return true only when no rank accesses the
-  // memory any more.
+  // Lets later calls of reserve() free the reserved memory at `offset`. They do so when unused() returns true, which must mean
+  // that no rank accesses the memory any more.
   void release_when(uint64_t offset, std::function<bool()> unused);
 
   // Returns the offset of [memory, memory + bytes) in the heap, or nullopt if this range cannot be shared. A range can be shared
-  // only if it lies within one allocation and nothing else on its pages is in use. This is because peers may write to these
-  // pages, and withdraw() replaces whole pages.
+  // only if it lies within one allocation and nothing else on its pages is in use. The reason is that peers may write to these
+  // pages, and that withdraw() replaces whole pages.
   std::optional<uint64_t> find(const void* memory, size_t bytes) const;
 
   // Call this after a failed collective call. If find() returned an offset for [memory, memory + bytes), withdraw() replaces the

@@ -113,7 +113,7 @@ void Mailbox::begin_send(const Shared& send) {
 }
 
 void Mailbox::begin_recv(const Shared& recv) {
-  // Find the first message that this recv accepts among those that have already arrived.
+  // Among the messages that have already arrived, find the first one that this recv accepts.
   Incoming* source = nullptr;
   std::deque<Unexpected>::iterator early;
   for (Incoming& from : incoming_) {
@@ -256,7 +256,7 @@ void Mailbox::close(double timeout_s) {
   std::vector<Stream> delivering;
   {
     auto lock = enter();
-    // Take out the streams that still have data to deliver, because end_all() shuts streams down.
+    // Take out the streams that may still have data to deliver, because end_all() would shut them down.
     for (Outgoing& link : outgoing_) {
       if (link.stream) delivering.push_back(std::move(*link.stream));
       link.stream.reset();
@@ -314,7 +314,7 @@ void Mailbox::tell_finished() {
 }
 
 // Moves the bytes that can move now, for all transfers. If no bytes can move, waits for at most longest_sleep_ms until some can,
-// or until another thread wakes this one. Returns false if the wait was in vain.
+// or until another thread wakes this one. Returns false if nothing has happened in that time.
 bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
   const bool moved = move_some();
   tell_finished();
@@ -342,7 +342,7 @@ bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
   return ready > 0;
 }
 
-// Ends those links that are used by transfers and whose peer's host is silent. Returns whether there were any.
+// Ends each link that a transfer uses and whose peer's host is silent. Returns whether it has ended any link.
 bool Mailbox::end_silent_links() {
   bool ended = false;
   const auto check = [&](Link& link, bool used) {
@@ -361,8 +361,8 @@ bool Mailbox::await_change(std::unique_lock<std::mutex>& lock) {
   return changed_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms)) == std::cv_status::no_timeout;
 }
 
-// Returns the ranks for which the transfer is waiting. A recv from any source waits for all other ranks, or for this rank if it
-// is the only one.
+// Returns the ranks for which the transfer is waiting. A recv from any source waits for all other ranks, or for this rank if the
+// group has only one rank.
 std::vector<int> Mailbox::missing(const Transfer& transfer) const {
   if (transfer.done()) return {};
   const int peer = transfer.matched_peer_;
@@ -398,8 +398,8 @@ bool Mailbox::move_some() {
   return moved;
 }
 
-// Calls `step`, which moves bytes over a link, and returns its result. If the link ends or the peer violates its protocol, ends
-// the transfers of the link and returns true.
+// Calls `step`, which moves bytes over a link, and returns its result. If the link has ended or the peer violates its protocol,
+// ends the link and its transfers, and returns true.
 template <typename Step>
 bool Mailbox::step(Link& link, const Step& step) {
   try {
@@ -573,9 +573,8 @@ void Mailbox::deliver(Incoming& link) {
   finish(recv);
 }
 
-// Returns the recv that was posted first among those that accept this source and tag, and removes it from the posted recvs.
-// Returns nullptr if there is no such recv. If a recv expects another type or size, it fails with Mismatch, and the next recv is
-// tried.
+// Removes the first posted recv that accepts this source and tag, and returns it. Returns nullptr if there is no such recv. A
+// recv that expects another type or size fails with Mismatch, and match() tries the next one.
 std::shared_ptr<Transfer> Mailbox::match(Incoming& link, const Envelope& envelope) {
   const auto first_of = [&](std::deque<Shared>& posted) {
     return std::ranges::find_if(posted, [&](const Shared& recv) { return takes(*recv, envelope.tag); });
@@ -608,7 +607,6 @@ bool Mailbox::fits(const Shared& recv, int peer, const Envelope& envelope) {
   return false;
 }
 
-// Keeps the message until a recv takes it.
 void Mailbox::keep(Incoming& link, const Envelope& envelope, std::vector<char> payload) {
   link.unexpected.push_back({envelope, ++last_turn_, std::move(payload)});
 }
@@ -637,7 +635,7 @@ bool Mailbox::write_returns(Incoming& link) {
       if (!link.stream->send_more(link.outbox.front(), link.outbox_sent)) return moved;
       moved = true;
     } catch (const Stream::Broken&) {
-      // The peer no longer accepts headers, but the data that it has already sent can still be read, up to the end of the link.
+      // The peer no longer accepts headers, but the data that it has already sent can still be read.
       link.deaf = true;
       return true;
     }
@@ -668,7 +666,7 @@ void Mailbox::drop(const Shared& transfer, const Error& error) {
   }
 }
 
-// Ends a link and its transfers, so that both sides notice.
+// Ends a link and its transfers. The peer notices that the link has ended.
 void Mailbox::end(Link& link, Ending ending) {
   if (link.stream) link.stream->shut_down();
   if (!link.ended) link.ended.emplace(std::move(ending));

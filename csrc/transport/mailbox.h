@@ -2,11 +2,11 @@
 //
 // A link carries messages from one rank to another. The receiver sends only two kinds of header back on the link: permission to
 // send a message's data, and credit. If a message has at most eager_bytes, and the sender has enough credit, the message is sent
-// whole. Any other message is announced first, and its data follows once a recv has been matched to it. So large messages use no
+// whole. Any other message is announced first, and its data follows after a recv has been matched to it. So large messages use no
 // mailbox memory, and small messages use at most eager_window for each source. An announcement reaches the receiver even if
-// earlier messages still have no recv. So a program hangs only if it would also hang if every send waited for its recv. A send of
-// at most eager_bytes may return before its recv is called, but programs must not rely on that. A message from a rank to itself
-// is copied at once, either to a waiting recv or to a mailbox buffer.
+// earlier messages still have no recv. So a program hangs only if it would also hang with synchronous sends, which return only
+// after their recv has been called. A send of at most eager_bytes may return before its recv is called, but programs must not
+// rely on that. A message from a rank to itself is copied at once, either to a waiting recv or to a mailbox buffer.
 //
 // A recv may accept any source or any tag. Matching follows the MPI rules: a message goes to the first recv that accepts it, in
 // the order in which the recvs were called. A recv takes the first message that it accepts, in the order in which the messages
@@ -56,7 +56,7 @@ inline constexpr int64_t last_tag = std::numeric_limits<int32_t>::max();
 struct Envelope {
   enum class Kind : uint8_t {
     whole,     // the payload follows
-    announce,  // the payload follows once the receiver has sent `clear` with this id
+    announce,  // the payload follows after the receiver has sent `clear` with this id
     data,      // the payload of an announced message follows
     clear,     // receiver to sender: a recv was matched to the message with this id
     credit,    // receiver to sender: `count` bytes of whole messages have been matched to recvs
@@ -69,12 +69,13 @@ struct Envelope {
   uint32_t epoch = 0;
   uint32_t source = 0;  // the rank that sends this header
   int64_t tag = 0;
-  uint64_t count = 0;  // in elements; for credit, in bytes
+  uint64_t count = 0;  // the number of elements; for credit, the number of bytes
   uint64_t id = 0;     // the number of the message on its link, counting from 1
 };
 static_assert(sizeof(Envelope) == 40);
 
-// One send or recv. The memory at `data` is in use until the transfer of the message has completed. A send only reads it.
+// One send or recv. The memory at `data` is in use until the transfer of the message has completed. A send only reads this
+// memory.
 struct Message {
   bool sends;
   int peer;     // a rank of the group, or any_source
@@ -106,8 +107,8 @@ class Transfer : public Message {
   friend class Mailbox;
   char* at(size_t offset) const { return static_cast<char*>(data) + offset; }
 
-  // The mailbox's mutex protects `data` and the following members:
-  bool begun_ = false;  // part of this transfer may be on the link already, so dropping the transfer ends the link
+  // The mailbox's mutex protects the memory at `data`, and the following fields:
+  bool begun_ = false;  // part of the message may already be on the link, so if the transfer is dropped, the link ends
   uint64_t id_ = 0;     // for a send that has begun: the number of the message on the link to the peer
   uint64_t turn_ = 0;   // for a recv: its place in the order in which recvs were posted
   std::atomic<int> matched_peer_;
@@ -119,7 +120,7 @@ class Transfer : public Message {
 
 class Mailbox {
  public:
-  // ranks: the job ranks of the group's ranks, for error messages.
+  // ranks: the job rank of each rank of the group, for error messages.
   Mailbox(std::vector<int> ranks, int rank, uint32_t epoch);
   ~Mailbox();
   Mailbox(const Mailbox&) = delete;
@@ -127,15 +128,15 @@ class Mailbox {
 
   // Any thread may call add_outgoing() and add_incoming(). The link to a peer must be added before the first send to that peer.
   // The link from a peer may be added while a recv is already waiting for a message from that peer. When a link has ended and all
-  // its data has been read, its transfers fail. As long as the link from a peer does not exist, it is up to the watch of a recv
-  // to detect that the peer is gone.
+  // its data has been read, its transfers fail. As long as there is no link from a peer, the Watch of a recv must detect that the
+  // peer is gone.
   void add_outgoing(int peer, Stream stream);
   void add_incoming(int peer, Stream stream);
 
-  // Starts a send or a recv, and returns without waiting. Several threads may call this at once. A message to this rank itself,
-  // or a message that has already arrived, is copied at once. All other bytes move later, in wait() or on the mailbox's own
-  // thread. A recv from any source does not end when peers close their links, so it is up to the watch of the recv to detect that
-  // no peer is left.
+  // Starts a send or a recv, and returns without waiting. Several threads may call this at the same time. A message to this rank
+  // itself, or a message that has already arrived, is copied at once. All other bytes move later, in wait() or on the mailbox's
+  // own thread. A recv from any source does not end when peers close their links, so the Watch of the recv must detect that no
+  // peer is left.
   std::shared_ptr<Transfer> start(const Message& message);
   // Returns when the transfer has completed, or throws the transfer's error. If wait.look() throws, the transfer is dropped. If
   // the transfer had begun by then, its link ends too.
@@ -143,7 +144,8 @@ class Mailbox {
   // Returns whether the link from `peer` has ended and all its data has been read.
   bool ended(int peer) const;
   // Lets the mailbox's own thread wait for the transfer. When the transfer has completed, that thread calls `ended` with the
-  // transfer's error, or with nullopt. The watch must not call Python, and must live until `ended` has returned.
+  // transfer's error, or with nullopt if there is no error. The Watch must not call Python, and must live until `ended` has
+  // returned.
   using Ended = std::function<void(const std::optional<Error>&)>;
   void detach(std::shared_ptr<Transfer> transfer, const Wait& wait, Ended ended);
 
@@ -160,7 +162,7 @@ class Mailbox {
 
  private:
   using Shared = std::shared_ptr<Transfer>;
-  // Why a link has ended. It is thrown when a peer violates the protocol of the link.
+  // Why a link has ended. An Ending is also thrown when a peer violates the protocol of the link.
   struct Ending {
     std::string kind, why;
   };
@@ -169,7 +171,7 @@ class Mailbox {
     int peer = 0;
     std::optional<Stream> stream;
     std::optional<Ending> ended;
-    uint64_t last_id = 0;  // the number of the last message that has begun
+    uint64_t last_id = 0;  // the number of the most recent message that has begun
     // On a link to a peer: sends that have not begun, and announced sends whose data may be sent now. On a link from a peer:
     // recvs that have no message yet, in order.
     std::deque<Shared> queue;
@@ -201,9 +203,9 @@ class Mailbox {
   };
   struct Incoming : Link {
     std::deque<Unexpected> unexpected;  // messages that have no recv yet, in order
-    size_t uncredited = 0;              // bytes of whole messages that have arrived, without credit being returned yet
+    size_t uncredited = 0;              // bytes of whole messages that have arrived, but for which no credit was returned yet
     size_t matched = 0;                 // how many of the uncredited bytes belong to messages that have been matched to recvs
-    // The payload that is being read. It goes to `kept` if there is no `current`.
+    // The payload that is being read goes to the recv in `current`, or to `kept` if `current` is nullptr.
     std::vector<char> kept;
     size_t payload_got = 0;
     // The headers that are sent back:
@@ -280,7 +282,7 @@ class Mailbox {
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;     // by source; this rank's own entry has no stream
   std::deque<Shared> posted_for_any_;  // recvs from any source that have no message yet, in order
-  uint64_t last_turn_ = 0;             // the last turn number assigned to a posted recv or a kept message
+  uint64_t last_turn_ = 0;             // the turn number most recently given to a posted recv or a kept message
   int first_ = 0;                      // the peer whose links are served first; changes each time, so that no peer starves
   std::list<Detached> detached_;
   bool driving_ = false;   // whether one of the waiting threads, the driver, is polling for all of them

@@ -9,18 +9,18 @@
 namespace mscomm {
 
 // Creates shared memory of `bytes` bytes and returns its descriptor, which is close-on-exec. The memory is sparse: a page is
-// allocated when it is first touched. Normally the memory is a memfd that is sealed against shrinking and growing. Instead, it is
-// a file in a tmpfs of our own if own_tmpfs is true, the kernel's default setting denies huge pages to memfds, and the file can
-// have huge pages.
+// allocated when it is first touched. Normally the memory is a memfd that is sealed against shrinking and growing. It is a file
+// in a tmpfs of our own instead if three conditions hold: own_tmpfs is true, memfds cannot have huge pages because shmem_enabled
+// is "never" (the kernel's default), and a file that can have huge pages can be created.
 int make_memory(const char* label, size_t bytes, bool own_tmpfs = true);
 
 // Describes whether make_memory() would create a memfd or a file in a tmpfs of our own, and whether the memory would have huge
 // pages. Example: "memfd, huge pages (shmem_enabled: advise)".
 std::string describe_memory(bool own_tmpfs);
 
-// Checks a shared-memory descriptor that a peer sent, and returns the size of the memory. The descriptor must refer to one of two
-// things: a memfd that is sealed against shrinking, so that reading it cannot raise SIGBUS; or a nameless file of the current
-// user in a tmpfs, which cannot be sealed. Throws if it is neither.
+// Checks a shared-memory descriptor that a peer sent, and returns the size of the memory. The descriptor must refer to a memfd
+// that is sealed against shrinking, so that reading the memory cannot raise SIGBUS. A nameless file of the current user in a
+// tmpfs is also accepted, although such a file cannot be sealed. Throws for everything else.
 size_t check_memory(int fd);
 
 // Makes sure that the pages of [begin, begin + bytes) exist. Throws MemoryError if there is not enough memory. Without

@@ -12,8 +12,8 @@ namespace {
 constexpr size_t at_once_bytes = 256 << 10;
 // At most this many bytes are sent to a peer in its turn. Then it is the next peer's turn.
 constexpr size_t turn_bytes = 128 << 10;
-// While data for other peers waits for a turn to end, this is how often we check that the peer whose turn it is has not stopped
-// reading.
+// If data for other peers is queued behind the peer whose turn it is, this rank checks at this interval whether that peer has
+// stopped reading.
 constexpr int look_at_wire_ms = 5;
 }  // namespace
 
@@ -216,7 +216,8 @@ bool Mesh::compare_inbox(int peer) {
     link.due = header.payload;
   } else {
     // This is the header of an earlier call, which this rank completed without waiting for the header. That was correct only if
-    // the header announces no data and equals our own call with that number. Otherwise, the peer made a different call.
+    // the header announces no data and its signature equals that of our own call with the same number. Otherwise, the peer made a
+    // different call.
     const auto ours = recorded_(theirs.number);
     if (header.payload || (ours && *ours != theirs)) throw Differs{{{rank_, ours.value_or(mine_)}, {peer, theirs}}};
   }
@@ -251,9 +252,9 @@ void Mesh::poll_links(const Wait& wait) {
   const bool looks_at_wire = others_ == Others::wait;
   const int ready = poll(polled.data(), polled.size(), looks_at_wire ? look_at_wire_ms : longest_sleep_ms);
   if (ready == 0 && looks_at_wire) return;
-  // No data has arrived, so tell the peers whose data is missing which call this rank is in. Do not tell them earlier: a peer may
-  // have sent its part and exited. If we then send anything to that peer, our kernel discards whatever we have not yet received
-  // from it.
+  // If poll() has timed out, tell the peers whose data is missing which call this rank is in. Do not tell them earlier, because a
+  // peer may have sent its part and exited. If we then sent anything to that peer, our kernel would discard the data from the
+  // peer that we have not read yet.
   for (Link& link : links_)
     if (ready == 0 && link.stream && !link.greeted && !link.received()) greet(link, false);
   if (ready <= 0) look(wait);

@@ -28,8 +28,8 @@ struct Piece {
 
 class Mesh {
  public:
-  // ranks: the job ranks of the group's ranks, for error messages. links: the links to the other ranks, indexed by rank in the
-  // group. recorded: returns this rank's own call with the given number, if it is still recorded.
+  // ranks: the job rank of each rank of the group, for error messages. links: the links to the other ranks, indexed by rank in
+  // the group. recorded: returns this rank's own call with the given number, if it is still recorded.
   using Recorded = std::function<std::optional<Signature>(uint64_t number)>;
   Mesh(std::vector<int> ranks, int rank, uint32_t epoch, std::vector<std::optional<Stream>> links, Recorded recorded);
 
@@ -38,10 +38,10 @@ class Mesh {
 
   // Starts a call. Compares `mine` with the headers that peers have already sent. Does not wait.
   void begin(const Signature& mine);
-  // Queues the pieces, which later calls to receive(), exchange() and progress() then send. The peers take turns, so that only
-  // one stream at a time uses the wire. When it is a peer's turn, this rank sends it a part of its piece. If that peer does not
-  // read, the wire is free, so data is sent to the other peers as well. The data of a piece must stay unchanged until the next
-  // exchange() has returned, or until this rank has received data that the peer sends only after it has received the piece.
+  // Queues the pieces. Later calls to receive(), exchange() and progress() send them. The peers take turns, so that only one link
+  // at a time uses the wire. In a peer's turn, this rank sends a part of the piece that is for that peer. If that peer is not
+  // reading, the wire is free, so this rank also sends data to the other peers. The data of a piece must stay unchanged until the
+  // next exchange() has returned, or until this rank has received data that the peer sends only after it has received the piece.
   void send(std::span<const Piece> out);
   // Receives all pieces, in any order. `in` has at most one piece from each peer. If no data arrives for a while, receive() tells
   // the peers whose pieces are missing which call this rank is in.
@@ -121,11 +121,11 @@ class Mesh {
   // When look() was last called, or when the current call began if that was later. A call may have many short exchanges, so this
   // time is kept from one exchange to the next.
   Clock::time_point looked_;
-  // The queue of turns. Each entry holds a peer and the number of one of its turns. The piece for a turn may have been sent
-  // already.
+  // The queue of turns. Each entry holds a peer and the number of one of its turns. The piece for a turn may already have been
+  // sent before its turn.
   std::deque<std::pair<int, uint64_t>> turns_;
   uint64_t last_turn_ = 0;
-  // When bytes were last sent to the peer whose turn it was. Also set when pieces are queued while no others are queued.
+  // When bytes were last sent to a peer in its turn, or when pieces were last put into an empty queue, whichever was later.
   Clock::time_point turn_moved_;
   // What happens to pieces for other peers if the peer whose turn it is accepts no data. wait: these pieces stay queued. go:
   // these pieces are sent anyway. none: there are no such pieces, or the peer whose turn it is accepts data.

@@ -34,7 +34,7 @@ constexpr bool may_share_memory_with_a_child = false;
 constexpr bool may_share_memory_with_a_child = true;
 #endif
 
-// The input and the result of creating the file. A child process may do this task. The child shares our memory and our
+// The input and the result of creating the file. A child process may create the file. The child shares our memory and our
 // descriptors, but it must not allocate memory or throw.
 struct Task {
   const char* label;

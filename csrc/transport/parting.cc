@@ -6,8 +6,8 @@ namespace mscomm {
 
 namespace {
 
-// A rank looks for other ranks on its CPU at most once per look_every, because it must read a cache line of each of them. It
-// leaves its CPU at most once per part_every, because that takes tens of microseconds.
+// A rank looks for lower ranks on its CPU at most once per look_every, because it must read a cache line of each lower rank. A
+// rank leaves its CPU at most once per part_every, because leaving takes tens of microseconds.
 constexpr std::chrono::microseconds look_every{50}, part_every{1000};
 
 }  // namespace
@@ -33,7 +33,7 @@ void Parting::waits_awake(uint64_t round) {
   elsewhere = allowed;
   CPU_CLR(cpu, &elsewhere);
   if (CPU_COUNT(&elsewhere) == 0 || sched_setaffinity(0, sizeof elsewhere, &elsewhere) < 0) return;
-  // Allow all CPUs again. If the cpuset has shrunk in the meantime, the kernel allows the remaining CPUs.
+  // Allow the same CPUs as before. If the cpuset has shrunk in the meantime, the kernel allows the remaining CPUs.
   sched_setaffinity(0, sizeof allowed, &allowed);
   parted_ = now;
   number_++;

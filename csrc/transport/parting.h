@@ -1,4 +1,4 @@
-// If two ranks are waiting on the same CPU, the one with the higher number moves to another CPU.
+// If two ranks are waiting on the same CPU, the rank with the higher number moves to another CPU.
 #pragma once
 
 #include <cstdint>

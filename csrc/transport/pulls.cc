@@ -43,7 +43,7 @@ bool Pulls::possible(Gate& gate, const Wait& wait) {
 }
 
 // Returns whether this rank can read the token in the memory of the given rank's process. If that rank is in another pid
-// namespace, its process id may refer to a different process here. Then the token does not match.
+// namespace, its process id may refer to a different process in our namespace. In that case, the token does not match.
 bool Pulls::reads_token_of(int rank) const {
   const Control::Slot& other = control_.slot(rank);
   uint64_t token = 0;
@@ -80,7 +80,7 @@ void Pulls::pull(int rank, uint64_t address, void* to, size_t bytes, const Wait&
     }
     const int error = now < 0 ? errno : EFAULT;
     const std::string what = "reading the array of rank " + std::to_string(ranks_[rank]);
-    wait.look({[rank] { return std::vector<int>{rank}; }, true});  // throws if the rank was lost, and says how
+    wait.look({[rank] { return std::vector<int>{rank}; }, true});  // if the rank was lost, throws an error that says how
     if (error == ESRCH) throw peer_lost(ranks_[rank], what + ": its process is gone");
     throw system_error(what, error);
   }

@@ -18,9 +18,9 @@ enum class Pulled { nothing, x, x_and_out };
 
 class Pulls {
  public:
-  // ranks: the job ranks of the arena's ranks.
+  // ranks: the job rank of each rank of the arena.
   Pulls(const Control& control, int rank, const std::vector<int>& ranks) : control_(control), rank_(rank), ranks_(ranks) {}
-  // Tells the peers how to find this process.
+  // Tells the peers the id of this process, and the token with which they check it.
   void introduce();
 
   // Returns whether each rank can read the memory of every other rank. See Arena::can_pull.
