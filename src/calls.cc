@@ -258,10 +258,11 @@ void check_defined(const Calls& calls, Function function, Dtype dtype, Op op, bo
 
 // -- choosing the memory of the result
 
-// The shape of a rank's result. If x and the result may share memory, `place` says where in the larger one the smaller one lies.
+// The shape of a rank's result. If x and the result may share memory, `place` says where the smaller of these two arrays begins
+// in the larger one.
 struct Share {
   Shape shape;
-  std::optional<uint64_t> place;  // the element of the larger one at which the smaller one begins; nullopt if no sharing
+  std::optional<uint64_t> place;  // as an element of the larger array; nullopt if x and the result must not share memory
 };
 
 uint64_t sum(const std::vector<uint64_t>& rows, size_t first, size_t number, size_t stride = 1) {
@@ -275,7 +276,7 @@ Share share_of(const Wanted& wanted, const Shape& whole, size_t me, size_t n) {
   if (!divides(what) && !gathers(what)) return {whole, 0};
   Shape shape = whole;
   auto& extent = shape.extents[0];
-  uint64_t before = 0;  // the number of rows of all ranks before this one
+  uint64_t before = 0;  // the total number of rows of all lower ranks
   if (wanted.rows) {
     const auto& rows = *wanted.rows;
     if (what == Collective::all_to_all) {

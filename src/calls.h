@@ -26,7 +26,7 @@ struct Shape {
 
   bool operator==(const Shape& other) const;
   uint64_t count() const;
-  uint64_t row() const;  // the number of elements in one row, which is one step along axis 0
+  uint64_t row() const;  // the number of elements in one row; axis 0 counts the rows
 };
 
 // What an array library offers for arrays of one type. The fields are the same as in a row of `plain_types` in
@@ -35,7 +35,7 @@ struct Library {
   PyObject *plain, *empty, *written, *backend, *pending;
 };
 
-// An array, as its library describes it.
+// An array that the user passed, as its library describes it.
 struct Array {
   py::object given;   // what the user passed
   py::object memory;  // a numpy.ndarray over the memory of `given`; empty if not created yet
@@ -48,7 +48,7 @@ struct Array {
   bool writable = true;
   int device = -1;                       // -1 for the CPU, or for a device whose number the library does not report
   PyObject* backend = nullptr;           // the backend that reaches the device; nullptr for the CPU
-  std::optional<StreamHandle> stream{};  // for a device array: the stream in whose order the call runs
+  std::optional<StreamHandle> stream{};  // for a device array: the stream with which the call is synchronized
   bool chosen = false;                   // whether the user chose the stream; if not, it is the library's current stream
   std::optional<Library> library{};
 };
@@ -68,7 +68,7 @@ struct PreparedCall {
   void hold_memory();
   // Returns what the user gets. Call this once, after the call has completed without an error.
   py::object result();
-  // Returns whether result() calls into Python, so that other threads may run in the meantime.
+  // Returns whether result() calls into Python. If it does, other threads may run in the meantime.
   bool python_makes_result() const { return finish || assigned || out_memory || written; }
   // Visits every object that this call holds, for the garbage collector.
   int traverse(visitproc visit, void* arg) const;
@@ -81,9 +81,9 @@ struct Calls {
   double timeout_s;
   py::object python;   // a weak reference to the Group in python/mscomm/group.py; the core calls its methods
   py::dict libraries;  // maps the type of an array to the fields of Library
-  py::str backend;     // the backend of the device with which this rank has joined; "" if no device
+  py::str backend;     // the backend of the device with which this rank has joined; "" without a device
   int device;
-  // whether the core asks Python for the number of each call, and tells Python when the call has completed
+  // Whether the core asks Python for the number of each call, and tells Python when the call has completed.
   bool noted;
   std::vector<std::shared_ptr<Started>> running{};  // the started calls and messages (see works.h); some may have completed
   std::vector<std::shared_ptr<Started>> failed{};   // calls whose start failed, but which the device may have begun
@@ -94,14 +94,14 @@ py::object python_of(const Calls& calls);
 // Converts the `timeout` argument of a call to seconds.
 double seconds_of(py::handle timeout);
 
-// A call without its arrays x and out.
+// The parameters of a call, except its arrays x and out.
 struct Wanted {
   Function function;
   Collective what;
   py::handle op{}, root{}, stream{};  // as the user passed them; null if not passed
   std::string_view out_argument = "out";
-  // The number of rows of each rank, if the numbers differ. For all_to_all, a table with one line for each sender and one column
-  // for each receiver.
+  // The number of rows of each rank, if the numbers may differ. For all_to_all, this is a table with one line for each sender and
+  // one column for each receiver.
   std::optional<std::vector<uint64_t>> rows{};
   uint64_t digest = 0;
   bool head = false;
@@ -117,7 +117,7 @@ Op checked_op(Function function, py::handle op);
 Shape part_of(const Calls& calls, Function function, const Shape& shape);
 
 // Checks x and out, and prepares the call. x is nullopt in a barrier. In a scatter, x may also be nullopt on ranks other than the
-// root; then `told` holds the shape and dtype of the root's x. If out is None, the call creates a new array like x.
+// root. In that case, `told` holds the shape and dtype of the root's x. If out is None, the call creates a new array like x.
 PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Array>&& x, py::object out,
                       const std::optional<std::pair<Shape, Dtype>>& told = {});
 

@@ -85,8 +85,8 @@ bool read_by_exchange(Array& array, PyObject* capsule) {
   const auto* api = static_cast<const Exchange*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
   while (api && api->major != 1) api = api->previous;
   Tensor tensor;
-  // If this protocol cannot describe the array, return false. The Python module for the array's library then describes or refuses
-  // it.
+  // If this protocol cannot describe the array, return false. The Python module for the array's library then describes the array,
+  // or refuses it.
   if (!api || !api->describe || api->describe(array.given.ptr(), &tensor) != 0) {
     PyErr_Clear();
     return false;

@@ -1,5 +1,5 @@
-// Converts mscomm::Error to and from Python, where it is an exception of the class named by `kind` (python/mscomm/errors.py).
-// So if a bound function takes or returns an Error, Python code passes or gets an exception.
+// Converts mscomm::Error to and from Python, where it is an exception of the class named by `kind` (python/mscomm/errors.py). So
+// Python code passes an exception to a bound function that takes an Error, and gets an exception from one that returns an Error.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -38,8 +38,8 @@ struct type_caster<mscomm::Error> {
 
 namespace mscomm {
 
-// Sets the Python exception. Some kinds map to built-in Python exceptions, because they are mistakes of the caller and do not
-// break the group.
+// Sets the Python exception. An Error of the kind ValueError, RuntimeError or MemoryError becomes the built-in exception of that
+// name.
 inline void raise(const Error& error) {
   if (error.kind == "ValueError") return PyErr_SetString(PyExc_ValueError, error.what());
   if (error.kind == "RuntimeError") return PyErr_SetString(PyExc_RuntimeError, error.what());

@@ -71,7 +71,7 @@ PyObject* enter(size_t number, PyObject* const* given, Py_ssize_t count, PyObjec
       const auto object = [&](Slot slot) { return py::reinterpret_borrow<py::object>(arguments[slot]); };
       const auto handle = [&](Slot slot) { return arguments[slot] == Py_None ? py::handle() : py::handle(arguments[slot]); };
       const Callee one = callee(arguments[group]);
-      // Function begins with the collectives, in the order of Collective
+      // The enum Function begins with the collectives, in the order of the enum Collective.
       const Wanted wanted{.function = static_cast<Function>(number),
                           .what = static_cast<Collective>(number),
                           .op = handle(op),
@@ -81,7 +81,7 @@ PyObject* enter(size_t number, PyObject* const* given, Py_ssize_t count, PyObjec
       if (beside < 0) throw py::error_already_set();
       return call(*one.calls, wanted, object(x), object(out), handle(timeout), beside != 0).release().ptr();
     } catch (const Error& error) {
-      raise(error);  // runs Python code, in which a signal handler may raise something else
+      raise(error);  // raise() runs Python code, in which a signal handler may raise another exception
       throw py::error_already_set();
     }
   } catch (py::error_already_set& error) {

@@ -37,10 +37,10 @@ inline bool python_is_ending() {
 #endif
 }
 
-// Calls the function without the GIL, and returns its result. This is not a guard object that takes the GIL again in its
-// destructor: if a daemon thread asks for the GIL while the process is exiting, Python before 3.14 ends the thread by unwinding
-// its stack, and a stack cannot be unwound through a destructor. So a thread that needs the GIL while the process is exiting
-// waits in this function forever, as it would in Python 3.14.
+// Calls the function without the GIL, and returns its result. A guard object whose destructor takes the GIL again would be wrong.
+// If a daemon thread asks for the GIL while the process is exiting, Python before 3.14 ends the thread by unwinding its stack,
+// and a stack cannot be unwound through a destructor. So this function makes a thread that needs the GIL while the process is
+// exiting wait forever, as Python 3.14 does.
 template <typename Function>
 auto unlocked(const Function& function) {
   using Result = std::invoke_result_t<Function>;
@@ -83,7 +83,7 @@ struct Group {
   std::vector<std::string> notices;
   std::atomic<int> away{0};  // the number of threads in called(); a thread leaves called() holding the GIL
   std::unique_ptr<Calls> calls;
-  std::unique_ptr<Communicator> communicator;  // the last member, because its threads use the members above
+  std::unique_ptr<Communicator> communicator;  // the last member: it is destroyed first, because its threads use the others
 
   // news_fd: an eventfd, which the caller still owns, or -1. The core writes to news_fd when a started call, a started message or
   // a call on the device has failed, when stuck() has a number, and when there are notices for the user. So no core thread has to
@@ -96,7 +96,7 @@ struct Group {
     host = backend.get();
     const auto wake = [news = std::make_shared<Descriptor>(copy_of(news_fd))] {
       const uint64_t one = 1;
-      // EAGAIN means that the eventfd's counter is full. Its reader has not read it yet, but will do so.
+      // EAGAIN means that the eventfd's counter is full. The reader has not read the counter yet, but will do so.
       if (news->get() >= 0 && write(news->get(), &one, sizeof one) < 0 && errno != EAGAIN) return;
     };
     Communicator::Hooks hooks{run_pending_signal_handlers,
@@ -118,8 +118,8 @@ struct Group {
   }
 
   // Sets up the group on a device. Every rank of the group must call join_device() with the same id, which one rank has created
-  // (see make_id in module.cc). While it waits, `check` is called at least every 50 ms, and may throw an exception to end the
-  // wait.
+  // (see make_id in module.cc). While join_device() waits, it calls `check` at least every 50 ms. `check` may throw an exception
+  // to end the wait.
   void join_device(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id,
                    double timeout_s, const py::function& check) {
     communicator->add_device(unlocked([&] {
@@ -132,7 +132,7 @@ struct Group {
     }));
   }
 
-  // Does the same as unlocked(function), but counts this thread in `away` until it has the GIL again.
+  // Does the same as unlocked(function), but counts this thread in `away` until the thread has the GIL again.
   template <typename Function>
   auto called(const Function& function) {
     struct Counted {

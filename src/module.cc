@@ -37,9 +37,9 @@ std::pair<std::shared_ptr<Heap>, int> make_heap(size_t bytes, bool own_tmpfs) {
 }
 
 py::object allocate(const std::shared_ptr<Heap>& heap, size_t bytes) {
-  void* memory = unlocked([&] { return heap->allocate(bytes); });  // without the GIL, because the kernel clears the pages
+  void* memory = unlocked([&] { return heap->allocate(bytes); });  // without the GIL, because clearing the pages takes time
   if (!memory) return py::none();
-  // The array keeps the heap alive, and the heap keeps the memory until the last view of the array is gone.
+  // The array keeps the heap alive. The memory is released when the last view of the array is gone.
   struct Owner {
     std::shared_ptr<Heap> heap;
     void* memory;
@@ -77,7 +77,7 @@ Received run_message(Group& group, int peer, int64_t tag, int dtype, py::array a
   return received(group.called([&] { return group.communicator->run({&one, 1}, Deadline(timeout_s, spent_s)).front(); }));
 }
 
-// The recv is started first, so that it is already there if this rank sends the message to itself.
+// The recv is started first, so that it is already waiting if this rank sends the message to itself.
 Received send_and_receive(Group& group, int to, int64_t send_tag, int x_dtype, py::array x, int from, int64_t recv_tag,
                           int out_dtype, py::array out, double timeout_s, double spent_s) {
   const Message both[] = {message(false, from, recv_tag, out_dtype, out), message(true, to, send_tag, x_dtype, x)};
@@ -203,7 +203,7 @@ std::vector<Candidate> candidates_of(const Places& places) {
   return candidates;
 }
 
-// image: for tests, a kernel image that replaces the one in this build. The copy of it that is made here is never freed.
+// image: for tests, a kernel image that replaces the one in this build. This function copies the image and never frees the copy.
 std::shared_ptr<Runtime> open_cuda_at(const Places& places, const std::optional<py::bytes>& image) {
   const auto* const kept = image ? new std::string(*image) : nullptr;
   return unlocked([&]() -> std::shared_ptr<Runtime> {
@@ -342,11 +342,12 @@ PYBIND11_MODULE(_core, module) {
 
   py::class_<Handle>(module, "Work", R"(A call that was started with `async_op=True`, and runs while the caller continues.
 
-A Work keeps x and out alive. Do not touch x and out until the call has completed; out is complete when wait() has
-returned. If the Work is dropped before it was waited for, the next call on the group raises the error of the call.
+A Work keeps x and out alive. Do not touch x and out until the call has completed. When wait() has returned, out is
+complete. If the call fails and the Work is dropped before wait() was called, the next call on the group raises the
+error.
 
-For arrays on a device, wait() without a timeout returns at once. Work enqueued later on the library's current stream
-sees a complete out. With a timeout, wait() returns when the device has completed the call.
+For arrays on a device, wait() without a timeout returns at once. Operations that are enqueued later on the library's
+current stream wait for the call. With a timeout, wait() returns when the device has completed the call.
 
 >>> work = mscomm.all_reduce(x, async_op=True)
 >>> y = work.wait())",

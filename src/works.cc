@@ -15,7 +15,8 @@ namespace {
 template <typename Start>
 Handle started(Calls& calls, std::shared_ptr<Started> one, const Start& start) {
   forget_ended(calls);
-  // Hold the arrays before starting, because the core's threads may use them from then on.
+  // Keep the arrays alive from before the start, because the core's threads may use them as soon as the call or message has
+  // started.
   calls.running.push_back(one);
   try {
     one->work = calls.group->called(start);
@@ -90,8 +91,8 @@ bool Handle::ended(std::optional<double> seconds) {
   return true;
 }
 
-// Releases the arrays, but only if the call has completed: while the device is still reading x, the library must not reuse its
-// memory.
+// Releases the arrays, but only if the call has completed: while the device is still reading x, the library must not reuse the
+// memory of x.
 void Handle::let_go() {
   if (!started_->work->done()) return;
   std::erase(calls_->running, started_);
@@ -112,8 +113,8 @@ py::object Handle::exception() const {
   return is_current() ? python_.attr("cause_of")(symptom) : symptom;
 }
 
-// Returns whether the Python Group object still uses this core object. After rejoin(), it uses a new one, for which an old
-// failure is irrelevant.
+// Returns whether the Python Group object still uses this core object. After rejoin(), the Group uses a new core object, for
+// which an old failure is irrelevant.
 bool Handle::is_current() const { return !python_.is_none() && core_.is(py::object(python_.attr("core"))); }
 
 void Handle::raise_cause(const Error& symptom) const {
@@ -127,9 +128,9 @@ void Handle::collect() {
   const auto call = started_->call;  // a second pointer, because another thread may reset started_->call in the meantime
   if (collected_ || !call) return;
   std::unique_lock lock(started_->collecting, std::defer_lock);
-  // Wait for the lock without the GIL: a thread that holds the lock may need the GIL.
+  // Wait for the lock without the GIL, because the thread that holds the lock may need the GIL.
   if (call->python_makes_result()) unlocked([&] { lock.lock(); });
-  if (collected_ || collecting_) return;  // collecting_ means that this is a signal handler that interrupted result()
+  if (collected_ || collecting_) return;  // collecting_: this is a signal handler that interrupted call->result()
   collecting_ = true;
   try {
     result_ = call->result();
@@ -141,7 +142,7 @@ void Handle::collect() {
   collected_ = true;
 }
 
-// As long as the core's list also holds the call, its arrays are in use, and nothing may be collected.
+// As long as calls.running also holds the call, the arrays are in use, so the garbage collector must not visit them.
 int Handle::traverse(visitproc visit, void* arg) const {
   Py_VISIT(core_.ptr());
   Py_VISIT(python_.ptr());
@@ -178,14 +179,16 @@ void forget_ended(Calls& calls) {
   auto& running = calls.running;
   const auto ended =
       std::stable_partition(running.begin(), running.end(), [](const auto& one) { return !one->work || !one->work->done(); });
-  // These calls and messages are destroyed only after `running` has been updated: their arrays may be destroyed with them, which
-  // may run Python code that makes another call.
+  // These calls and messages are destroyed only after `running` has been updated. Their arrays may be destroyed with them, and
+  // this may run Python code that makes another call, which changes `running`.
   const std::vector<std::shared_ptr<Started>> last(std::make_move_iterator(ended), std::make_move_iterator(running.end()));
   running.erase(ended, running.end());
 }
 
 void drain(Calls& calls) {
-  std::vector<std::shared_ptr<Work>> works;  // excludes those that another thread is about to start, which close() ends
+  // A call or message that another thread is about to start has no Work yet. drain() does not wait for it, because close() ends
+  // it.
+  std::vector<std::shared_ptr<Work>> works;
   for (const auto& one : calls.running)
     if (one->work) works.push_back(one->work);
   for (const auto& work : works) (void)ended_within(*work, std::numeric_limits<double>::infinity());

@@ -27,18 +27,19 @@ class Handle {
   Handle() = default;
   Handle(Calls& calls, std::shared_ptr<Started> started);
 
-  // The methods below throw the exception that the user should see, which is the first cause of the group's failure instead of
-  // the error of this call.
+  // If the call or message has failed, wait() and join() throw the first cause of the group's failure instead of the error of
+  // this call, because users should see the cause. exception() returns the cause for the same reason.
 
   // Waits until the call or message has completed. Returns the result of a call, or None for a message. timeout: seconds or a
-  // timedelta, or None for no limit. For a call on a device, if the timeout is None, wait() does not wait for the device: it
-  // makes work that is enqueued later on the library's current stream wait for the call.
+  // timedelta, or None for no limit. For a call on a device, if the timeout is None, wait() does not wait for the device.
+  // Instead, work that is enqueued later on the library's current stream waits for the call.
   py::object wait(py::handle timeout);
-  // Waits like wait(), but for at most the given number of seconds, and does not create a result: this is for a call whose result
-  // the caller creates. Releases the arrays. Returns whether the call or message has completed.
+  // Waits like wait(), but does not create the result, because the caller of join() does that. Returns false if the call or
+  // message has not completed within the given number of seconds. Otherwise, releases the arrays, as wait() does, and returns
+  // true.
   bool join(std::optional<double> seconds);
   bool done() const;
-  // Returns the error if the call has failed. Otherwise, returns None.
+  // Returns the error if the call or message has failed. Otherwise, returns None.
   py::object exception() const;
   std::optional<Matched> matched() const;
 
@@ -62,8 +63,9 @@ class Handle {
   py::object result_ = py::none();  // valid if collected_ is true
 };
 
-// Both functions keep the arrays alive until the call or message has completed, even if the user drops the handle. number: the
-// number that was reserved for the call, or 0 to use the next number. Only a call on a device can have a reserved number.
+// Both functions start() keep the arrays alive until the call or message has completed, even if the user drops the handle.
+// number: the number that was reserved for the call, or 0 to use the next number. Only a call on a device can have a reserved
+// number.
 Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, double timeout_s, uint64_t number);
 Handle start(Calls& calls, py::array array, const Message& message, const Deadline& deadline);
 
