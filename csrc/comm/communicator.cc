@@ -270,8 +270,8 @@ void Communicator::execute(const Call& call, const Deadline& deadline, bool its_
     recorder_.begin(call.signature, its_turn ? deadline.start() : Clock::now());
     next_notice_s_ = first_notice_s;
     backend_of(call).run(call, {*this, deadline});
-    // If this process was stopped during the call, its peers may have given up on the call and changed their data before this
-    // rank read it. The result would then be wrong.
+    // If this process was stopped during the call, for example by SIGSTOP, its peers may have given up on the call and changed
+    // their data before this rank read it. In that case, the result is wrong.
     if (broken()) throw_failure();
   } catch (...) {
     fail(&call, "");
@@ -306,7 +306,7 @@ void Communicator::fail(const Call* call, const std::string& message) {
   } catch (const Differs& differs) {
     error = differing(differs);
   } catch (const Error& cause) {
-    // An error from the system ("Error") or from a vendor library does not name the rank and the call yet.
+    // Errors from the system, whose kind is "Error", and errors from a vendor library do not name the rank and the call yet.
     const bool is_whole = call && !call->stream && cause.kind != "Error";
     error = is_whole ? cause : here(cause, call ? what() : "");
   } catch (const std::bad_alloc&) {
@@ -460,7 +460,7 @@ void Communicator::look(const Deadline& deadline, const Missing& missing) {
 
 void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missing& missing) const {
   // Over links, a peer is lost only when its link has ended and all its data has been read, because the peer may have sent its
-  // part before it exited. The mesh detects that, so there is nothing to do here.
+  // data before it exited. The mesh detects a lost peer, so there is nothing to do here.
   if (ranks.empty() || !missing.by_memory) return;
   for (int rank : ranks) {
     const char* how = gone(rank);
