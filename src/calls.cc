@@ -262,7 +262,7 @@ void check_defined(const Calls& calls, Function function, Dtype dtype, Op op, bo
 // in the larger one.
 struct Share {
   Shape shape;
-  std::optional<uint64_t> place;  // as an element of the larger array; nullopt if x and the result must not share memory
+  std::optional<uint64_t> place;  // the index of an element of the larger array; nullopt if the arrays must not share memory
 };
 
 uint64_t sum(const std::vector<uint64_t>& rows, size_t first, size_t number, size_t stride = 1) {
@@ -434,7 +434,7 @@ Array described(const Calls& calls, Function function, std::string_view argument
                "x is on a device, and neither NCCL nor HCCL has a " + std::string(name(function)) + "; copy it to the CPU");
   check_device(calls, function, argument, array);
   if (stream) array.stream = stream_of(function, argument, array, stream), array.chosen = true;
-  if (!array.dtype) ours("mscomm.arrays.numpy", "dtype_code")(memory_of(array).attr("dtype"));  // raises the TypeError
+  if (!array.dtype) ours("mscomm.arrays.numpy", "dtype_code")(memory_of(array).attr("dtype"));  // raises TypeError
   if (!array.in_order) {
     if (!array.backend) array.packed = taken(Numpy::get().PyArray_NewCopy_(memory_of(array).ptr(), 0 /* NPY_CORDER */));
     else array.packed = ours("mscomm.arrays", "packed")(name(function), argument, array.given);

@@ -81,7 +81,7 @@ struct Calls {
   double timeout_s;
   py::object python;   // a weak reference to the Group in python/mscomm/group.py; the core calls its methods
   py::dict libraries;  // maps the type of an array to the fields of Library
-  py::str backend;     // the backend of the device with which this rank has joined; "" without a device
+  py::str backend;     // the backend of this rank's device; "" if this rank has joined without a device
   int device;
   // Whether the core asks Python for the number of each call, and tells Python when the call has completed.
   bool noted;

@@ -81,7 +81,7 @@ struct Group {
   std::vector<int> ranks;
   std::mutex notices_mutex;  // protects notices
   std::vector<std::string> notices;
-  std::atomic<int> away{0};  // the number of threads in called(); a thread leaves called() holding the GIL
+  std::atomic<int> away{0};  // the number of threads in called(); a thread holds the GIL when it leaves called()
   std::unique_ptr<Calls> calls;
   std::unique_ptr<Communicator> communicator;  // the last member: it is destroyed first, because its threads use the others
 

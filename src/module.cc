@@ -53,7 +53,7 @@ py::object allocate(const std::shared_ptr<Heap>& heap, size_t bytes) {
       if (owner->bytes >= give_back_from && !python_is_ending()) unlocked(give_back);
       else give_back();
     } catch (const std::bad_alloc&) {
-      // No exception may escape from this function. The memory stays in use.
+      // No exception may escape from this function, so the memory stays allocated.
     }
   });
   return py::array_t<uint8_t>({bytes}, {size_t{1}}, static_cast<uint8_t*>(memory), release);
@@ -163,7 +163,7 @@ py::handle given_or_null(const py::object& object) { return object.is_none() ? p
 
 Array array_of(const Group& group, int function, py::object x, const std::string& argument, const py::object& stream) {
   Array array = described(group.ready(), static_cast<Function>(function), argument, std::move(x), given_or_null(stream));
-  array.memory = memory_of(array);  // must live until a call uses it; see PreparedCall::hold_memory
+  array.memory = memory_of(array);  // this memory must live until a call uses it; see PreparedCall::hold_memory
   return array;
 }
 

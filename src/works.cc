@@ -130,7 +130,7 @@ void Handle::collect() {
   std::unique_lock lock(started_->collecting, std::defer_lock);
   // Wait for the lock without the GIL, because the thread that holds the lock may need the GIL.
   if (call->python_makes_result()) unlocked([&] { lock.lock(); });
-  if (collected_ || collecting_) return;  // collecting_: this is a signal handler that interrupted call->result()
+  if (collected_ || collecting_) return;  // if collecting_ is true, this is a signal handler that interrupted result()
   collecting_ = true;
   try {
     result_ = call->result();

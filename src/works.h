@@ -15,7 +15,7 @@ namespace mscomm {
 // A call or a message that the core has started, and the objects that must live until it has completed.
 struct Started {
   std::shared_ptr<Work> work{};          // nullptr if not started yet
-  std::shared_ptr<PreparedCall> call{};  // nullptr if this is a message, or if the call's result has been collected
+  std::shared_ptr<PreparedCall> call{};  // nullptr if this is a message, or if the arrays have been released
   py::object array{};                    // for a message: its array
   py::object current{};                  // for a call on a device: a function that returns the library's current stream
   std::recursive_mutex collecting{};     // lets only one of several waiting threads create the result; locked without the GIL

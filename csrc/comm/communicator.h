@@ -127,14 +127,14 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // Tells the communicator that a link from the peer is being set up. From then on, a recv considers the peer gone only when that
   // link has ended, even if left() has been called for the peer or the peer's process has exited.
   void expect_incoming(int peer);
-  // Throws if the group is broken, if the peer has left the job, or if the peer's process has exited.
+  // Throws if the group is broken, if left() was called for the peer, or if the peer's process has exited.
   void check_peer(int peer) const;
 
   // Breaks the group. Does not wait. Any thread may call this at any time. If the group is already broken, the first failure is
   // kept, but a verdict replaces a symptom.
   void abort(Failure failure);
-  // Tells the communicator that the given job rank has exited without an error. This is a failure only if a call or message is
-  // waiting for that rank.
+  // Tells the communicator that the given job rank has left the job or has destroyed the group, without an error. This is a
+  // failure only if a call or message is waiting for that rank.
   void left(int rank);
   Where where() const;
   // Returns the number of the oldest call on the device if the device has completed no call for more than a second,

@@ -17,7 +17,7 @@ class Gate {
 
   // Arrives at the next round, and returns when all ranks have arrived.
   void round(const Wait& wait);
-  // Returns the last round at which this rank arrived.
+  // Returns the most recent round at which this rank has arrived.
   uint64_t last_round() const { return round_; }
   // Returns the ranks that have not yet arrived at the round that last_round() returns.
   std::vector<int> missing() const;

@@ -103,7 +103,7 @@ std::optional<uint64_t> Heap::take(uint64_t need, uint64_t alignment) {
 }
 
 // Splits a range into its shared and its withdrawn parts, and appends them to `shared` and `withdrawn`. Withdrawn pages are never
-// used again, because peers do not see them.
+// used again, because peers do not see what is written to them.
 void Heap::split(uint64_t begin, uint64_t end, std::vector<Range>& shared, std::vector<Range>& withdrawn) const {
   for (const auto& [first, last] : withdrawn_) {
     if (end <= first || last <= begin) continue;

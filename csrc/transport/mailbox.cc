@@ -189,7 +189,7 @@ void Mailbox::serve() {
   while (true) try {
       return serve_detached();
     } catch (...) {
-      // Most likely there was no memory to handle an error. End all transfers, and wake the threads that wait for them.
+      // Most likely, there was no memory to handle an error. End all transfers, and wake the threads that wait for them.
       const auto lock = enter();
       end_all(Error("Error", "the thread for messages failed: out of memory?"));
     }
@@ -356,7 +356,8 @@ bool Mailbox::end_silent_links() {
   return ended;
 }
 
-// Waits while another thread is the driver. Returns false if changed_ is not notified within longest_sleep_ms.
+// Called while another thread is the driver. Waits until changed_ is notified. Returns false if this does not happen within
+// longest_sleep_ms.
 bool Mailbox::await_change(std::unique_lock<std::mutex>& lock) {
   return changed_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms)) == std::cv_status::no_timeout;
 }
@@ -383,7 +384,7 @@ bool Mailbox::move_some() {
     try {
       moved |= step(from, [&] { return read_some(from); });
       moved |= write_returns(from);
-      // Read returned credit before writing, because more messages can be sent whole with more credit.
+      // Read the credit that the peer has returned before writing, because with more credit, more messages can be sent whole.
       moved |= step(to, [&] { return read_returns(to); });
       moved |= step(to, [&] { return write_some(to); });
     } catch (const std::bad_alloc&) {
@@ -398,8 +399,8 @@ bool Mailbox::move_some() {
   return moved;
 }
 
-// Calls `step`, which moves bytes over a link, and returns its result. If the link has ended or the peer violates its protocol,
-// ends the link and its transfers, and returns true.
+// Calls `step`, which uses the link, and returns its result. If the link has ended or the peer violates its protocol, ends the
+// link and its transfers, and returns true.
 template <typename Step>
 bool Mailbox::step(Link& link, const Step& step) {
   try {

@@ -100,7 +100,7 @@ class Transfer : public Message {
   bool done() const { return done_.load(); }
   // Call this only after done() has returned true.
   const std::optional<Error>& error() const { return error_; }
-  // Valid once the transfer has completed without an error.
+  // Valid after the transfer has completed without an error.
   Matched matched() const { return {matched_peer_, matched_tag_}; }
 
  private:
@@ -280,7 +280,7 @@ class Mailbox {
   std::unique_ptr<std::condition_variable> changed_ = std::make_unique<std::condition_variable>();
   std::unique_ptr<std::condition_variable> detaching_ = std::make_unique<std::condition_variable>();
   std::vector<Outgoing> outgoing_;
-  std::vector<Incoming> incoming_;     // by source; this rank's own entry has no stream
+  std::vector<Incoming> incoming_;     // indexed by source; this rank's own entry has no stream
   std::deque<Shared> posted_for_any_;  // recvs from any source that have no message yet, in order
   uint64_t last_turn_ = 0;             // the turn number most recently given to a posted recv or a kept message
   int first_ = 0;                      // the peer whose links are served first; changes each time, so that no peer starves

@@ -253,7 +253,7 @@ void Mesh::poll_links(const Wait& wait) {
   const int ready = poll(polled.data(), polled.size(), looks_at_wire ? look_at_wire_ms : longest_sleep_ms);
   if (ready == 0 && looks_at_wire) return;
   // If poll() has timed out, tell the peers whose data is missing which call this rank is in. Do not tell them earlier, because a
-  // peer may have sent its part and exited. If we then sent anything to that peer, our kernel would discard the data from the
+  // peer may have sent its data and exited. If we then sent anything to that peer, our kernel would discard the data from the
   // peer that we have not read yet.
   for (Link& link : links_)
     if (ready == 0 && link.stream && !link.greeted && !link.received()) greet(link, false);
