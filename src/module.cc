@@ -357,7 +357,8 @@ current stream wait for the call. With a timeout, wait() returns when the device
            R"(Wait until the call has completed, and return its result. If the call has failed, raise its error.
 
 Raise TimeoutError if the call has not completed in time; the call then continues. timeout: a number of seconds or a
-timedelta; None waits as long as the call takes.)")
+timedelta; None sets no limit. For a call on the device, wait() without a timeout returns at once, and the library's current
+stream waits for the call.)")
       .def("done", &Handle::done, "Return whether the call has completed, with or without an error.")
       .def("is_completed", &Handle::done, "Do the same as done().")
       .def("exception", &Handle::exception, "Return the error of a call that has failed, otherwise None.")
