@@ -1,5 +1,5 @@
-// Each algorithm is one file in this folder and one row in registry.cc. select() lists the rows for a collective, and pick()
-// chooses one of them for a call.
+// An algorithm is a function in a file of its own in this folder. The table in registry.cc has one row for each collective that
+// the function implements. select() returns the rows that a collective may use, and pick() chooses one of them for a call.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace mscomm {
 class Arena;
 class Mesh;
 
-// Which host each rank of a group runs on. `rank` is this rank. All other members have the same values on all ranks.
+// Says on which host each rank of a group runs. `rank` is this rank. All other fields have the same values on all ranks.
 struct Layout {
   int rank = 0;
   int size = 1;
@@ -31,14 +31,14 @@ struct Layout {
   bool mixed() const { return hosts() > 1 && hosts() < size; }
 };
 
-// What an algorithm works with. The algorithm's carrier says whether it uses the arena, the mesh or both. The arena contains the
-// group's ranks on this host. If there is no mesh, these are all ranks of the group. If there is a mesh, `arena` is nullptr when
-// this rank is alone on its host.
+// The carriers through which an algorithm moves data, and its scratch memory. The algorithm's row says whether it uses the arena,
+// the mesh or both. The arena contains the group's ranks on this host. If there is no mesh, all ranks of the group are in the
+// arena. If there is a mesh, `arena` is nullptr when this rank is alone on its host.
 struct Ranks {
   const Layout& layout;
   Arena* arena;
   Mesh* mesh;
-  std::vector<char>& scratch;  // a buffer that all calls of a group reuse
+  std::vector<char>& scratch;  // a buffer that the calls of a group reuse
 
   char* scratch_of(size_t bytes) const {
     if (scratch.size() < bytes) scratch.resize(bytes);
@@ -55,8 +55,7 @@ struct Algorithm {
   Collective what;
   Carrier carrier;
   void (*run)(const Call& call, const Ranks& ranks, const Wait& wait);
-  // Returns whether this algorithm is the best choice for a message of `bytes` bytes among the algorithms with the same carrier.
-  // nullptr if the algorithm accepts any size.
+  // Returns whether this algorithm should run a call whose message has `bytes` bytes. nullptr if the algorithm accepts any size.
   bool (*fits)(const Layout& layout, size_t bytes) = nullptr;
 };
 
@@ -66,9 +65,9 @@ std::span<const Algorithm> algorithms();
 using Forced = std::array<std::string, collectives.size()>;
 
 // select() returns the rows of the table that a collective may use. pick() then chooses the first of these rows whose `fits`
-// accepts the size. If no other row fits, it chooses the last row, without calling its `fits`. The result of select() depends
-// only on its arguments, so all ranks with the same layout and the same forced names get the same rows. select() throws
-// Error("ValueError") if a forced name is unknown, or if the layout does not allow the forced algorithm.
+// accepts the size. If no row before the last one fits, pick() chooses the last row without calling its `fits`. The result of
+// select() depends only on its arguments, so all ranks with the same layout and the same `forced` get the same rows. select()
+// throws Error("ValueError") if a name in `forced` is unknown, or if the layout does not allow the forced algorithm.
 using Choice = std::vector<const Algorithm*>;
 Choice select(Collective what, const Layout& layout, const Forced& forced);
 inline const Algorithm& pick(const Choice& rows, const Layout& layout, size_t bytes) {

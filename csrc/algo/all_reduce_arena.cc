@@ -1,14 +1,15 @@
-// All-reduce and reduce in shared memory. Each rank reduces one part of the message and delivers the result to all ranks, or to
-// the root. Data moves in one of four ways.
+// All-reduce and reduce in shared memory. Data moves in one of four ways. In the first three, each rank reduces one part of the
+// message, and the result of that part goes to all ranks, or to the root.
 //
-// If all arrays are in heaps, rank r reads part r of every x and writes the result into part r of every out. This takes two
-// rounds and no staging. Arrays in foreign memory (memory outside the heaps) go through staging in chunks, with one round for
-// each chunk. The steps overlap: while the slowest rank is still copying the result of chunk k-1 from staging, others reduce
-// chunk k and copy chunk k+1 into staging. A rank does not stage its own part of x: it reads that part directly, and writes the
-// result to its out. If there are only two ranks, with long arrays in foreign memory, each reads the other's arrays directly from
-// the other's process, provided that the kernel allows it. If the messages are tiny and not all of them are in heaps, every rank
-// reads the messages of all ranks from the ranks' buffers for tiny messages. This takes one round, or two if some arrays are in
-// heaps.
+// 1. If all arrays are in heaps, rank r reads part r of every x and writes the result into part r of every out. This takes two
+//    rounds and no staging.
+// 2. Arrays in foreign memory (memory outside the heaps) go through staging in chunks, with one round for each chunk. The steps
+//    overlap: while the slowest rank is still copying the result of chunk k-1 from staging, others reduce chunk k and copy chunk
+//    k+1 into staging. A rank does not stage its own part of x. It reads that part directly, and writes the result to its out.
+// 3. If there are only two ranks, and they have long arrays in foreign memory, each rank reads the other's arrays directly from
+//    the other's process. This is possible only if the kernel allows it.
+// 4. If the messages are tiny and not all arrays are in heaps, every rank that receives the result reads all ranks' messages from
+//    their buffers for tiny messages, and reduces them itself. This takes one round, or two if the x of some rank is in a heap.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -21,13 +22,14 @@ namespace mscomm {
 namespace {
 
 // A rank reduces its part in pieces of hot_bytes bytes, so that the result of a piece is still in the cache when the rank copies
-// it to all outputs. A part of at least long_part bytes does not fit into any cache, and longer pieces are faster for it.
+// it to all outputs. A part of at least long_part bytes does not fit into any cache, so it is reduced in longer pieces, which
+// takes less time.
 constexpr size_t hot_bytes = 4 << 10, hot_bytes_of_long_parts = 16 << 10, long_part = 8 << 20;
 
 bool receives(const Call& call, int rank) { return call.signature.root < 0 || rank == call.signature.root; }
 
-// Returns whether every x, and every out that receives a result, is in a heap. Call this after the first round. The result is the
-// same on all ranks.
+// Returns whether every x, and every out that receives a result, is in a heap. All ranks get the same answer. Call this after the
+// first round.
 bool all_in_heaps(const Call& call, const Arena& arena) {
   for (int rank = 0; rank < arena.size(); rank++)
     if (!arena.x_in_heap(rank) || (receives(call, rank) && arena.posted(rank).out_offset == not_in_heap)) return false;
@@ -57,7 +59,7 @@ void in_heaps(const Call& call, const Ranks& ranks, const Wait& wait) {
 }
 
 // If the total size of all ranks' messages is at most this many bytes, every rank reduces all of them itself, because that takes
-// less time than another round. Each message must also fit into its rank's buffer for tiny messages.
+// less time than one more round. Each message must also fit into its rank's buffer for tiny messages.
 constexpr size_t combined_by_all_bytes = 256 << 10;
 
 bool by_slots(size_t bytes, const Arena& arena) {
@@ -72,8 +74,9 @@ void from_slots(const Call& call, const Ranks& ranks) {
   reduce_in_order(call.signature, ranks.layout, in.data(), call.out, call.bytes());
 }
 
-// Copies this rank's x into its buffer for tiny messages if the x is in a heap, and then runs a round. Does nothing if no rank's
-// x is in a heap. Such an x is not copied before the first round, because no rank needs the copy if all arrays are in heaps.
+// Copies this rank's x into its buffer for tiny messages if x is in a heap, and then runs a round. Does nothing if no rank's x is
+// in a heap. Before the first round, a rank does not copy an x that is in a heap, because the copy is not needed if all arrays
+// are in heaps.
 void fill_slots(const Call& call, Arena& arena, const Wait& wait) {
   bool any_in_heap = false;
   for (int rank = 0; rank < arena.size(); rank++) any_in_heap |= arena.x_in_heap(rank);
@@ -112,7 +115,7 @@ class Chunks {
       char* const staged_at = staged(me_, k) + at;
       char* const result = receives(call_, me_) ? call_.result() + whole.begin + at : staged_at;
       reduce_in_order(call_.signature, ranks_.layout, in_.data(), result, now);
-      if (call_.signature.root < 0) copy(staged_at, result, now);  // otherwise the result is already in place
+      if (call_.signature.root < 0) copy(staged_at, result, now);  // with a root, the result is already in place
     }
   }
   void take(size_t k) const {
@@ -138,8 +141,8 @@ class Chunks {
 };
 
 // In a group of two ranks that can read each other's memory, a message of at least this many bytes needs no staging. Each rank
-// reads the peer's x for its own part, and later the peer's result for the other part. With more than two ranks, several ranks
-// would read the same result from one process, which takes longer than staging.
+// first reads its own part of the peer's x, and later the part of the result that the peer has reduced. With more than two ranks,
+// several ranks would read the same result from one process, which takes longer than staging.
 constexpr size_t pulled_bytes = 2 << 20;
 
 bool all_readable(const Arena& arena) {
@@ -175,8 +178,8 @@ void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   if (by_slots(call.bytes(), arena)) {
     if (!arena.x_in_heap(arena.rank())) copy(arena.tiny(arena.rank(), call.bytes()), call.x, call.bytes());
     meet(arena, wait);
-    // No rank offers an array of at most unoffered_bytes(). If the message is that small, all_in_heaps() would return false, so
-    // this rank need not read the posts, which are a cache line or two for each rank.
+    // No rank offers an array of at most unoffered_bytes(). If the message is that small, no post says that an array is in a
+    // heap, so this rank does not read the posts. This saves access to one or two cache lines for each rank.
     if (call.bytes() > arena.unoffered_bytes()) {
       if (all_in_heaps(call, arena)) return in_heaps(call, ranks, wait);
       fill_slots(call, arena, wait);
@@ -189,7 +192,8 @@ void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   meet(arena, wait);
   if (all_in_heaps(call, arena)) return in_heaps(call, ranks, wait);
   if (pull && arena.can_pull(wait) && all_readable(arena)) return pulled(call, ranks, wait);
-  // This rank expected that no staging would be needed, but some array of this call cannot be read from its owner's process.
+  // Chunk 0 has not been staged, because peers were expected to read x directly. But some array of this call cannot be read from
+  // its owner's process.
   if (!staged) {
     chunks.put(0);
     arena.round(wait);

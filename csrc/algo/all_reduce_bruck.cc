@@ -10,7 +10,7 @@ namespace mscomm {
 
 void all_reduce_bruck(const Call& call, const Ranks& ranks, const Wait& wait) {
   const int n = ranks.mesh->size(), me = ranks.mesh->rank();
-  // A message has several windows only if MSCOMM_ALGO forces this algorithm on long messages.
+  // A message usually fits into one window. MSCOMM_ALGO can force this algorithm for longer messages.
   const size_t window = std::max<size_t>(64, bruck_bytes / n / 64 * 64);
   char* const rotated = ranks.scratch_of(n * std::min(window, call.bytes()));
   std::vector<const void*> inputs(n);

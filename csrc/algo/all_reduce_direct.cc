@@ -1,8 +1,8 @@
 // All-reduce over the mesh in two steps, each of which takes one network latency. In the first step, every rank receives its part
 // of the message from all other ranks, and reduces the part in the canonical order. In the second step, it sends the result to
-// all other ranks. Each rank sends 2 (n-1)/n times the size of the message, as in a ring (Thakur, Rabenseifner, Gropp 2005,
-// "pairwise"). A rank queues all its inputs at once. It queues the result of each window as soon as the window is reduced. So the
-// rank sends and receives without interruption from the first byte to the last.
+// all other ranks. Each rank sends 2 (n-1)/n times the size of the message, as in a ring (see "pairwise" in Thakur, Rabenseifner,
+// Gropp 2005). A rank queues all its input at the start. It queues the result of each window as soon as the window is reduced. So
+// the rank sends and receives without interruption from the first byte to the last.
 //
 // A small message takes only one latency, because every rank sends its whole message to every other rank.
 #include "algo/mesh_steps.h"
@@ -22,8 +22,8 @@ void all_reduce_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
     reduce_window(call, ranks, parts, k, mine + now.begin, wait);
     send_to_all(mesh, mine + now.begin, now.bytes());
   }
-  // The call may be in place: the result from a peer overwrites only the part of x that this rank has sent to that peer, and the
-  // peer has already received this part.
+  // x and out may be the same array, because a result that arrives from a peer overwrites only data of x that the peer has
+  // already received from this rank.
   receive_blocks(call, mesh, parts, wait);
 }
 

@@ -1,8 +1,8 @@
 // All-reduce over several hosts, some of which have several ranks. On each host, every rank reduces one slice of the message in
-// the arena. Then the ranks that own the same slice on different hosts reduce it over the mesh, as all_reduce_direct does.
-// Finally, each of these ranks shares the result with the other ranks on its host. If there are H hosts, each host sends 2
-// (H-1)/H times the size of the message, however many ranks it has. With 16-bit floats, a host sends 1.5 times as much, because
-// partial sums are wider.
+// the arena. Then the ranks with the same slice on different hosts reduce it over the mesh, as all_reduce_direct does. Finally,
+// each of these ranks shares the result with the other ranks on its host. If there are H hosts, each host sends 2 (H-1)/H times
+// the size of the message, however many ranks it has. With 16-bit floats, a host sends 1.5 times as much, because partial sums
+// are sent as float32.
 //
 // The message moves in chunks, and the ranks work on several chunks at a time. In step k, the ranks on a host perform four tasks.
 // They reduce chunk k and send its partial sums to the other hosts. They merge the partial sums of chunk k-1 that the other hosts
@@ -22,14 +22,14 @@ namespace {
 // One half of a staging chunk is for x, and the other half is for results.
 constexpr size_t step_bytes = chunk_bytes / 2;
 // The number of buffers for partial sums, and also the number of buffers for results. Several of each are needed, because data of
-// one chunk may still be unsent when later chunks arrive. A buffer with partial sums of chunk k is free two steps later, when the
-// results of chunk k have arrived from the hosts to which these sums were sent. A buffer with the result of chunk k is free when
-// the partial sums of chunk k+3 have arrived from the hosts to which this result was sent.
+// one chunk may still be unsent when the rank works on the next chunks. A buffer with partial sums of chunk k is free two steps
+// later, when the results of chunk k have arrived from the hosts to which these sums were sent. A buffer with the result of chunk
+// k is free when the partial sums of chunk k+3 have arrived from the hosts to which this result was sent.
 constexpr size_t buffers = 4;
 // A message of at most this many bytes is not cut into slices: one rank on each host sends all of it.
 constexpr size_t least_slice_bytes = 4 << 10;
 
-// The ranks of each host, and how many slices a chunk has.
+// Says which ranks are on each host, and how many slices a chunk has.
 struct House {
   House(const Layout& layout, size_t bytes) : hosts(layout.hosts()) {
     here = layout.here();
@@ -46,12 +46,12 @@ struct House {
 
   std::vector<std::vector<int>> hosts;  // the ranks of each host, lowest first
   size_t here = 0;                      // this rank's host
-  std::vector<size_t> others;           // the other hosts, beginning with the next one, so that not all send to the same host
+  std::vector<size_t> others;           // the other hosts; each host begins with a different one, to spread the load
   int place = 0;                        // the index of this rank in hosts[here]
   int slices;                           // the number of slices of a chunk; on every host, slice i belongs to the rank at place i
 };
 
-// The Watch used while this rank waits in the arena for ranks on its own host. In the meantime, this rank continues to send to
+// A rank uses this Watch while it waits in the arena for ranks on its own host. During the wait, look() continues to send data to
 // other hosts, and reads the headers that have arrived from them.
 class AtHome final : public Watch {
  public:
@@ -93,7 +93,8 @@ class Hierarchy {
         // The partial results of an average are sums, which are divided once, at the end.
         sum_(call.signature.op == Op::avg ? reduction(call.signature.dtype, Op::sum) : row_),
         first_(arena_ ? arena_->steps() : 0) {
-    // Chunk 0, slice 0 and share 0 are the largest ones, so buffers of their sizes are large enough for all others.
+    // The largest slice is slice 0 of chunk 0, and its largest share is share 0. So buffers of these sizes are large enough for
+    // all slices and shares.
     const size_t slice = elements(this->slice(0, 0)), share = in_one_latency() ? slice : share_of(slice, 0).count;
     const auto room = [](size_t count, size_t bytes) { return (count * bytes + 63) / 64 * 64; };
     const size_t partial = room(slice, row_.accumulator_bytes), result = room(slice, row_.element_bytes),
@@ -139,8 +140,8 @@ class Hierarchy {
   // into shares at multiples of 64 bytes.
   bool shares_are_full() const { return step_bytes / 64 / house_.slices >= hosts(); }
   size_t elements(Range range) const { return range.bytes() / row_.element_bytes; }
-  // Returns whether the message is so small that every host receives the partial sums of all other hosts and merges them itself,
-  // so that no host sends a result.
+  // Returns whether the message is so small that every host receives the partial sums of all other hosts and merges them itself.
+  // No host then sends a result.
   bool in_one_latency() const { return hosts() * call_.bytes() <= one_latency_bytes; }
   // A range of elements.
   struct Span {
@@ -160,8 +161,8 @@ class Hierarchy {
   bool out_in_heap(int place) const { return arena_->posted(place).out_offset != not_in_heap; }
   int at_hand() const { return static_cast<int>(house_.mine().size()); }
 
-  // Copies chunk k of x into staging, unless x is in the heap. Skips this rank's own slice, which no other rank reads. Also posts
-  // the call if k is 0.
+  // Copies chunk k of x into staging, unless x is in this rank's heap. Skips this rank's own slice, which no other rank reads.
+  // Also posts the call if k is 0.
   void stage(size_t k) {
     if (!arena_) return;
     if (k == 0) arena_->post(call_);
@@ -211,8 +212,9 @@ class Hierarchy {
     }
     mesh_.send(out);
   }
-  // Merges the partial sums of all hosts for this host's share of this rank's slice of chunk k. Each host merges one share. Sends
-  // the result to the other hosts, unless in_one_latency().
+  // Each host merges one share of a slice. merge() merges the partial sums of all hosts for this host's share of this rank's
+  // slice of chunk k, and sends the result to the other hosts. If in_one_latency(), every host merges the whole slice, and no
+  // result is sent.
   void merge(size_t k) {
     if (!owns()) return;
     const Span mine = share(k, house_.here);
@@ -222,7 +224,7 @@ class Hierarchy {
       if (k == 0 || mine.count > 0) in.push_back({owner(host), coming_[host], mine.count * row_.accumulator_bytes});
     mesh_.receive(in, wait_);
     // Merge in host order, into the memory that holds the sums of host 0. If in_one_latency(), use a copy of our own partial
-    // sums, because the sums themselves may still be on their way to other hosts.
+    // sums, because the sums themselves may still be queued for other hosts.
     char* const own = partial_[k % buffers] + mine.begin * row_.accumulator_bytes;
     if (in_one_latency()) copy(coming_[house_.here], own, mine.count * row_.accumulator_bytes);
     const auto of = [&](size_t host) { return host == house_.here && !in_one_latency() ? own : coming_[host]; };
@@ -243,13 +245,14 @@ class Hierarchy {
       if (theirs.count > 0)
         in.push_back({owner(host), result_[k % buffers] + theirs.begin * row_.element_bytes, theirs.count * row_.element_bytes});
     }
-    // When data from a host arrives, that host has received what we sent it before, so the buffer with what we sent is free. But
-    // a host with an empty share sends nothing. If there may be such hosts, wait until all our data has been sent.
+    // A host sends its result of chunk k after it has received our partial sums of chunk k. So when all these results have
+    // arrived, the buffer with our sums is free. But a host with an empty share sends no result. If there may be such hosts, wait
+    // until all our data has been sent.
     if (shares_are_full()) mesh_.receive(in, wait_);
     else mesh_.exchange({}, in, wait_);
   }
-  // Delivers the result of this rank's slice of chunk k to all ranks on the host. For a rank whose out is not in a heap,
-  // publish() puts the result into staging. After the round of step `step`, that rank copies the result from there in take().
+  // Delivers the result of this rank's slice of chunk k to all ranks on the host. For ranks whose out is not in a heap, publish()
+  // puts the result into staging. After the round of step `step`, these ranks copy it from staging to out in take().
   void publish(size_t k, size_t step) {
     if (!owns()) return;
     const Range own = slice(k, house_.place);

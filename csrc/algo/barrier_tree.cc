@@ -1,4 +1,4 @@
-// Barrier over the mesh. Empty messages go up a binomial tree to the top, and then down again.
+// Barrier over the mesh. Empty messages go up a binomial tree to the root, and then down again.
 #include "algo/mesh_steps.h"
 
 namespace mscomm {

@@ -22,7 +22,7 @@ Range part(size_t bytes, int parts, int index);
 Range piece(size_t bytes, size_t piece_bytes, size_t index);
 size_t pieces(size_t bytes, size_t piece_bytes);
 
-// Copies bytes. Does nothing if there are none, or if `to` and `from` are the same.
+// Copies `bytes` bytes. Does nothing if `bytes` is 0, or if `to` and `from` are the same.
 inline void copy(void* to, const void* from, size_t bytes) {
   if (bytes && to != from) std::memcpy(to, from, bytes);
 }

@@ -1,5 +1,5 @@
-// Broadcast along a chain of ranks that starts at the root, window by window. It has the best bandwidth for large messages, but
-// takes n-1 latencies.
+// Broadcast along a chain of ranks that starts at the root, window by window. This algorithm has the best bandwidth for large
+// messages, but takes n-1 latencies.
 #include "algo/mesh_steps.h"
 
 namespace mscomm {

@@ -1,5 +1,5 @@
-// Functions that several mesh algorithms share: a tree, moving windows down a tree, two ways to reduce block r of every x on rank
-// r, and gathering these blocks.
+// Functions that several mesh algorithms share. They send a message down a tree, reduce block r of every x on rank r, and gather
+// the blocks of all ranks.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +12,11 @@
 
 namespace mscomm {
 
-// The size of a window. A rank receives one window from each peer before it uses any of them, and all of them should still be in
-// the cache then. A larger window would also need more scratch memory.
+// The size of a window. In a reduction, a rank receives one window from each peer before it reduces any of them. Windows are
+// small, because all of them should still be in the cache at that time. A larger window would also need more scratch memory.
 inline constexpr size_t window_bytes = 128 << 10;
 // If the size of a message times the number of ranks (or hosts) that exchange it is at most this many bytes, every rank sends its
-// whole message to all others at once. This takes less time than a second network latency.
+// whole message to all others at once. Sending the additional bytes takes less time than a second network latency.
 inline constexpr size_t one_latency_bytes = 8 << 10;
 // Bruck's algorithm is for messages whose total size over all ranks is at most this many bytes.
 inline constexpr size_t bruck_bytes = 256 << 10;
@@ -28,11 +28,11 @@ inline size_t windows(size_t bytes, size_t each_bytes) { return std::max<size_t>
 struct Tree {
   Tree(int rank, int size, int root);
   int parent = -1;            // -1 if this rank is the root
-  std::vector<int> children;  // nearest first
+  std::vector<int> children;  // nearest rank first
 };
 
-// Broadcasts the root's message down any tree, window by window. A rank forwards one window while it is receiving the next.
-// parent: -1 if this rank is the root.
+// Broadcasts the root's message down any tree, window by window. While a rank forwards one window, the next one is already being
+// sent to it. parent: -1 if this rank is the root.
 void relay(const Call& call, Mesh& mesh, int parent, const std::vector<int>& children, const Wait& wait);
 
 // Queues the blocks of x for all other ranks. If piece_bytes is given, queues only piece k of each block.
@@ -41,7 +41,7 @@ void send_blocks(const Call& call, Mesh& mesh, const Blocks& blocks, size_t piec
 void receive_blocks(const Call& call, Mesh& mesh, const Blocks& blocks, const Wait& wait);
 // Queues the same bytes to be sent to all other ranks.
 void send_to_all(Mesh& mesh, const char* data, size_t bytes);
-// Reduces x on the root, or on all ranks if the call has no root. Every rank sends its whole x at once.
+// Reduces x on the root, or on all ranks if the call has no root. Every rank sends its whole x to each rank that gets the result.
 void reduce_in_one_latency(const Call& call, const Ranks& ranks, const Wait& wait);
 // Receives window k of this rank's block from all other ranks, reduces these windows together with this rank's own, and writes
 // the result to `to`. The window from rank r is received at r * window_bytes in the scratch memory. The place for this rank's own
@@ -49,9 +49,9 @@ void reduce_in_one_latency(const Call& call, const Ranks& ranks, const Wait& wai
 void reduce_window(const Call& call, const Ranks& ranks, const Blocks& blocks, size_t k, char* to, const Wait& wait);
 // For each r, reduces block r of every rank's x around a ring. Rank r writes the result for block r to `to`.
 void reduce_ring(const Call& call, const Ranks& ranks, const Blocks& blocks, char* to, const Wait& wait);
-// Gathers the blocks of all ranks on all ranks in log2(n) latencies (Bruck et al. 1997). Blocks are forwarded by other ranks.
-// rotated: on entry, holds this rank's own block; on return, holds the blocks of this rank, of the following ranks up to n-1,
-// then of rank 0 and so on.
+// Gathers the blocks of all ranks on all ranks in log2(n) latencies (Bruck et al. 1997). In each step, a rank sends its own block
+// together with blocks that it has received. rotated: on entry, holds this rank's own block; on return, holds the blocks of this
+// rank, of the following ranks up to n-1, and then of ranks 0, 1 and so on.
 void gather_bruck(Mesh& mesh, const Blocks& blocks, char* rotated, const Wait& wait);
 // Gathers all blocks of out on all ranks around a ring in n-1 steps. At first, rank r has block r. In the first step, every rank
 // sends its own block to its right neighbour. In each later step, it sends the block that it received in the previous step.

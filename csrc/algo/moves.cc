@@ -15,8 +15,8 @@ Blocks parts_of(const Call& call, int n) {
 
 }  // namespace
 
-// A head carries the counts or the shape of the next call. Its signature may name the root of that call, although the collective
-// that moves the head has no root.
+// The signature of a head may name the root of the call that follows, although the collective that moves the head has no root. So
+// signature.root is used only if this collective has a root.
 Moves::Moves(const Call& call, int n, int me, Of of)
     : me_(me),
       root_(rooted(call.signature.what) ? call.signature.root : -1),

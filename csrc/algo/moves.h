@@ -12,16 +12,17 @@ namespace mscomm {
 
 struct Ranks;
 
-// The data that goes from one rank to another. from: its offset in the source's x. to: its offset in the destination's out.
+// Describes the data that one rank sends to another. from: the data's offset in the source's x. to: the data's offset in the
+// destination's out.
 struct Move {
   size_t from = 0, to = 0, bytes = 0;
 };
 
 class Moves {
  public:
-  // Which moves the caller will ask between() for: all of them, or only those to and from this rank. In the latter case, `from`
-  // is valid only if this rank is the source, and `to` only if it is the destination. In an uneven all_to_all, preparing the
-  // moves of one rank takes less time.
+  // Says which moves the caller will ask between() for. all_ranks: the moves between any two ranks. this_rank: only moves from
+  // and to this rank, which take less time to prepare in an uneven all_to_all. Move::from is then valid only in moves from this
+  // rank, and Move::to only in moves to this rank.
   enum class Of { all_ranks, this_rank };
   // n: the number of ranks in the group. me: this rank.
   Moves(const Call& call, int n, int me, Of of);
@@ -38,13 +39,13 @@ class Moves {
   // receives.
   Blocks blocks_of(int source) const;
   // largest_x() returns the size in bytes of the largest x of any rank. largest_from() returns the size of the largest move from
-  // `source`, and is only for a collective without a root.
+  // `source`. It must not be called for a collective with a root.
   size_t largest_x() const;
   size_t largest_from(int source) const;
 
-  // Returns the array that this rank sends from, or nullptr if it sends nothing. This array is x itself, except in an in-place
-  // uneven all_to_all: then it is a copy of x in scratch memory, so that received blocks do not overwrite blocks that are still
-  // to be sent.
+  // Returns the array that this rank sends from, or nullptr if it sends nothing. This array is usually x itself. In an in-place
+  // uneven all_to_all, it is a copy of x in scratch memory, so that received blocks do not overwrite blocks that have not been
+  // sent yet. No copy is made if the blocks have the same places in x and in out.
   const char* source_array(const Call& call, const Ranks& ranks) const;
 
  private:
@@ -53,10 +54,11 @@ class Moves {
 
   const int me_;
   const int root_;
-  const bool to_root_;  // gather
+  const bool to_root_;  // whether the collective is gather
   const bool divides_;  // whether each destination receives a different part of x
   const bool gathers_;  // whether the data from each source goes to a different part of out
-  // The parts of the root's message (a single one in a broadcast), of one rank's x, or of all ranks' x together.
+  // The collective determines what is divided into these parts: the root's message (into a single part in a broadcast), one
+  // rank's x, or the x of all ranks together.
   Blocks parts_;
   // Used instead of parts_ in an uneven all_to_all: the blocks of each source's x, and the blocks of each destination's out.
   std::vector<Blocks> sent_, got_;

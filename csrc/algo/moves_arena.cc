@@ -1,7 +1,7 @@
 // The collectives that only move data, in shared memory. Data moves between each pair of ranks in the fastest way available. If
-// one rank's array is in a heap, the other rank reads or writes this array directly. If the array is in private memory, the other
-// rank reads it directly from the owner's process, provided that this is possible and faster. Otherwise, both ranks copy, through
-// staging.
+// one rank's array is in a heap, the other rank reads or writes this array directly. If x is in foreign memory, the destination
+// reads it directly from the source's process, provided that this is possible and faster than staging. Otherwise, the data goes
+// through staging, and both ranks copy it.
 #include <algorithm>
 #include <optional>
 
@@ -12,8 +12,8 @@ namespace mscomm {
 
 namespace {
 
-// How a rank obtains data from its source. own: the rank itself is the source. read: directly from the source's heap. staged:
-// through the source's staging. pulled: directly from the private memory of the source's process.
+// How a rank obtains data from its source. own: the rank itself is the source. read: it reads the source's heap. staged: it reads
+// the source's staging. pulled: it reads the source's x directly from the source's process.
 enum class Way { own, read, staged, pulled };
 
 struct Plan {
@@ -28,8 +28,8 @@ struct Plan {
 // decisions.
 class Ways {
  public:
-  // for_all: whether all destinations receive the same data. pull: whether ranks may read private memory directly from its
-  // owner's process, if the owner has posted the address.
+  // for_all: whether all destinations receive the same data. pull: whether a rank reads foreign memory directly from its owner's
+  // process if the owner has posted the address.
   Ways(const Moves& moves, const Arena& arena, bool for_all, bool pull)
       : moves_(moves), arena_(arena), root_(moves.root()), for_all_(for_all), pull_(pull) {
     if (root_ >= 0) look_at_the_root();
@@ -45,11 +45,11 @@ class Ways {
     const Way way = readable ? Way::read : pullable ? Way::pulled : Way::staged;
     if (!writable) return {move, way, 0};
     // If the root sends the same message to all ranks, the root writes only a share of it into the out of each rank, and each
-    // rank copies the rest. Otherwise all ranks would wait for the root, which would copy the whole message for every rank.
+    // rank copies the rest. If the root copied the whole message for every rank, all ranks would wait for the root.
     if (for_all_ && source == root_)
       return {move, way, readable ? part(move.bytes, arena_.size(), arena_.size() - 1).bytes() : 0};
-    // In all other cases, only one of the two ranks copies. If both ranks could copy, the root does not, because it would have to
-    // copy for all ranks.
+    // In all other cases, one of the two ranks copies all bytes of the move. If either of them could do this, the root does not,
+    // because it would have to copy for all ranks.
     return {move, way, !readable || destination == root_ ? move.bytes : 0};
   }
   // Returns the size in bytes of the largest move that goes through staging, or 0 if no move does.
@@ -74,7 +74,7 @@ class Ways {
   void look_at_all() {
     // How many ranks have data, how many must stage their data, and how many have an out that no other rank can write.
     int sources = 0, staging = 0, fetching = 0;
-    bool both = false;  // whether one rank is counted both in staging and in fetching
+    bool both = false;  // whether some rank is counted both in staging and in fetching
     size_t largest = 0;
     for (int rank = 0; rank < arena_.size(); rank++) {
       const size_t bytes = moves_.largest_from(rank);
@@ -118,8 +118,8 @@ void moves_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   const Blocks blocks = moves.blocks_of(me);
   const bool for_all = blocks.size() == 1;
   const size_t largest_x = moves.largest_x();
-  // An in-place all_to_all overwrites data that other ranks still need. So this rank does not offer its array, and no other rank
-  // reads or writes the array.
+  // An in-place all_to_all overwrites data that other ranks still need. So this rank does not offer its array, and the data goes
+  // through staging.
   const bool hidden = call.signature.what == Collective::all_to_all && call.x == call.out;
   const Call unoffered{.signature = call.signature};
   const Call& posted = hidden ? unoffered : call;
@@ -153,8 +153,8 @@ void moves_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
     for (int i = 0; i < n; i++) {
       const int source = (me + i) % n;
       const auto [move, way, share] = ways->between(source, me);
-      // Even data that is read directly moves piece by piece, because in an in-place call this rank may write a piece of out only
-      // after it has staged that piece of x.
+      // Even data that is read directly moves piece by piece. In an in-place call, this rank must not write a piece of out before
+      // it has staged the same piece of x.
       Range now = piece(move.bytes - share, staging.piece_bytes(), k);
       if (last && way != Way::staged) now.end = move.bytes - share;
       if (now.bytes() == 0) continue;

@@ -1,4 +1,4 @@
-// The canonical reduction order, which all algorithms except the rings use.
+// The canonical order of a reduction over all ranks. All algorithms except the rings use it.
 #pragma once
 
 #include <cstddef>

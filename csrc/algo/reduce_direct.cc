@@ -1,5 +1,5 @@
 // Reduce over the mesh in two latencies. Every rank reduces its part of the message, as in all_reduce_direct, and sends the
-// result to the root. So the root receives only 2 (n-1)/n times the size of the message, instead of n-1 messages.
+// result to the root. So the root receives only 2 (n-1)/n times the size of the message, instead of n-1 times.
 //
 // A small message takes only one latency, because every rank sends its whole message to the root.
 #include <vector>

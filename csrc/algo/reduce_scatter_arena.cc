@@ -33,7 +33,8 @@ void reduce_scatter_arena(const Call& call, const Ranks& ranks, const Wait& wait
       else from = staging.at(rank, k);
     }
     reduce_in_order(call.signature, ranks.layout, in.data(), call.result() + now.begin, now.bytes());
-    // Once the last round has ended, a rank may change its x, even if other ranks have read the x directly.
+    // The last round is needed only if some x was read directly. The owner of that x must not change it before all ranks have
+    // read it.
     if (!last || any_shared) arena.round(wait);
   }
   arena.steps() += steps;

@@ -27,22 +27,22 @@ constexpr int many_ranks = 32;
 bool many_short(const Layout& layout, size_t bytes) { return layout.size > many_ranks && layout.size * bytes <= bruck_bytes; }
 
 // Returns whether a ring is better than direct. In direct, n-1 ranks send to the same rank at the same time, so switches may drop
-// packets. x_bytes: the number of bytes that a rank sends in each step of the ring; it must be so large that sending it takes
-// longer than the latency of a step. The rings for all_reduce and reduce_scatter are never chosen, because their results would
-// not be bitwise equal to those of direct.
+// packets. x_bytes is the number of bytes that a rank sends in each step of the ring. A ring is better only if sending them takes
+// longer than the latency of a step. The rings for all_reduce and reduce_scatter are used only if MSCOMM_ALGO names them, because
+// their results would not be bitwise equal to those of direct.
 bool in_a_long_ring(const Layout& layout, size_t x_bytes) {
   return layout.hosts() == layout.size && layout.size > many_ranks && x_bytes >= 1 << 20;
 }
 
-// Returns whether a broadcast along a chain takes less time than one down a tree. In a tree of n ranks, the root sends the
-// message log2(n) times. In a chain, the root sends it only once, but the last rank receives the message later than the second
-// rank by the time that n-2 windows take.
+// Returns whether a broadcast along a chain takes less time than a broadcast down a tree. In a tree of n ranks, the root sends
+// the message log2(n) times. In a chain, the root sends it only once, but each window passes n-2 ranks before it reaches the last
+// rank.
 bool in_a_long_chain(const Layout& layout, size_t bytes) {
   const size_t n = layout.size, times = std::bit_width(n - 1);
   return n > 2 && bytes * (times - 1) >= (n - 2) * window_bytes;
 }
 
-// The rows of each collective are in order of preference. The first row is chosen whose carrier the group has and whose `fits`
+// The rows of each collective are in order of preference. mscomm takes the first row whose carrier the group has and whose `fits`
 // accepts the size. A group has the carrier `both` only if it spans several hosts and has several ranks on at least one of them.
 constexpr Algorithm table[] = {
     {"arena", Collective::all_reduce, Carrier::arena, all_reduce_arena},
@@ -95,9 +95,9 @@ std::string names_of(Collective what) {
   return names;
 }
 
-// Returns the carrier that all collectives of a group use. There is only one, so that ranks that make different calls by mistake
-// reach each other and notice the difference. For the same reason, a rank that waits in the arena during a call with carrier
-// `both` also reads the headers that arrive over the mesh.
+// Returns the carrier that all collectives of a group use. They all use the same one, because ranks that call different
+// collectives by mistake must still reach each other to notice the difference. For the same reason, a rank that waits in the
+// arena during a call with carrier `both` also reads the headers that arrive over the mesh.
 Carrier carrier_of(const Layout& layout, const Forced& forced) {
   bool arena = false, mesh = layout.hosts() > 1;
   for (size_t i = 0; i < forced.size(); i++) {

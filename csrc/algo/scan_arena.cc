@@ -1,8 +1,8 @@
 // Scan and exscan in shared memory. Each rank computes one part of the results of all ranks. It goes through the ranks in order,
 // combines this part of their x, and writes this part of each rank's result on the way. So every x is read once, every result is
-// written once, and the ranks share the work evenly. Arrays in foreign memory go through staging, where a result overwrites an x,
-// with one round for each chunk, as in all_reduce_arena.cc. If messages are tiny, each rank reads the messages of the ranks
-// before it from their buffers for tiny messages, in one round.
+// written once, and the ranks share the work evenly. Arrays in foreign memory go through staging in chunks, with one round for
+// each chunk. In staging, a rank's result overwrites its x. If messages are tiny, each rank reads the messages of the ranks
+// before it from their buffers for tiny messages. This takes one round.
 #include <utility>
 
 #include "algo/arena_steps.h"
@@ -56,7 +56,8 @@ void scan_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   const Reduction& row = reduction(call.signature.dtype, call.signature.op);
   const uint64_t first = arena.steps();
   const auto staged = [&](int rank, size_t k) { return arena.chunk(rank, first + k); };
-  // This rank's own part of a chunk needs no staging, because this rank reads it from x and writes the result to out.
+  // This rank combines one part of each chunk. For that part, it reads its own x and writes to its own out directly, so put() and
+  // take() skip the part.
   const auto put = [&](size_t k) {
     if (arena.x_in_heap(me)) return;
     const Range whole = piece(bytes, chunk_bytes, k);

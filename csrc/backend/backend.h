@@ -19,12 +19,13 @@ class Backend {
   // Makes sure that no peer can access the call's arrays any more. Called by the thread whose call failed, after the group was
   // broken.
   virtual void withdraw(const Call& call) = 0;
-  // Compares this rank's own calls with those headers from peers that no call has read yet. Does not wait. Throws Differs if a
-  // header belongs to another call.
+  // Compares this rank's own calls with those headers of the peers that have not been read yet. Does not wait. Throws Differs if
+  // a peer made a different call.
   virtual void last_look() = 0;
-  // Delivers the data that is still on its way to the peers. Called when this rank leaves the group without an error.
+  // Ends the group's communication, after delivering the data that is still on its way to the peers. Called when this rank leaves
+  // the group without an error.
   virtual void close() = 0;
-  // Closes the child's copies of the descriptors, and does nothing else. Called in a forked child. Takes no lock.
+  // Called in a forked child. Closes the child's copies of the descriptors, and does nothing else. Takes no lock.
   virtual void close_descriptors() = 0;
 };
 

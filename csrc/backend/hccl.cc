@@ -103,8 +103,8 @@ constexpr Numbers numbers{
     t_int8,
 };
 
-// Implements the limits in the documentation of HcclAllReduce and HcclReduce. The first device generation ("Ascend910A" and
-// "Ascend910ProB") cannot reduce int16 and bfloat16. No device can multiply these two types.
+// Returns nullopt for reductions that the documentation of HcclAllReduce and HcclReduce excludes. The first device generation
+// ("Ascend910A" and "Ascend910ProB") cannot reduce int16 and bfloat16. No device can reduce these two types by prod.
 std::optional<VendorReduction> reduction_on(bool first_generation, Dtype dtype, Op op) {
   const auto found = reduction_of(numbers, dtype, op);
   const bool newer = found && (found->type == t_int16 || found->type == t_bfloat16);
@@ -170,7 +170,7 @@ class Hccl final : public Vendor {
   const Functions functions;
 };
 
-// What the library's join function returned. A communicator that has not been taken is destroyed.
+// Holds what the library's join function returned. Destroys the communicator, unless HcclGroup has taken it.
 struct Joined {
   int result;
   mutable std::unique_ptr<void, int (*)(Comm)> comm;
@@ -261,7 +261,7 @@ class HcclGroup final : public VendorGroup {
   void abort(bool beside) noexcept override {
     if (!comm_ || aborted_.exchange(true)) return;
     // HCCL has no abort. If it has no suspend either, the work on the device ends after HCCL_EXEC_TIMEOUT. A communicator cannot
-    // be destroyed while another thread is inside one of its functions, so in that case the communicator is leaked.
+    // be destroyed while another thread is inside one of its functions, so it is leaked if `beside` is true.
     if (functions_.suspend) (void)functions_.suspend(comm_);
     if (!beside) (void)functions_.destroy(comm_);
   }

@@ -1,4 +1,4 @@
-// What the vendor backend needs from a vendor's communication library. nccl.cc and hccl.cc implement it.
+// The functions that the vendor backend needs from a vendor's communication library. nccl.cc and hccl.cc implement them.
 #pragma once
 
 #include <array>
@@ -22,7 +22,8 @@ struct Part {
   size_t bytes;
 };
 
-// The library's numbers for types and operations, with -1 for types and operations that the library cannot reduce.
+// The library's numbers for types and operations. A number is -1 if the library cannot reduce the type, or does not know the
+// operation.
 struct Numbers {
   std::array<int, dtypes.size()> types;            // by Dtype; -1 for bool and complex numbers
   std::array<int, mscomm::ops.size()> operations;  // by Op
@@ -58,17 +59,17 @@ class VendorGroup {
   virtual void broadcast(const void* x, void* out, size_t bytes, int root, StreamHandle stream) = 0;
   // Moves all parts at once. There is at most one part from one rank to another, and none from this rank to itself.
   virtual void exchange(std::span<const Part> parts, StreamHandle stream) = 0;
-  // Runs `calls`, which calls functions of this group. All of them together become one operation of the library.
+  // Runs `calls`, which calls functions of this group. If the library can combine these calls, they become one operation.
   virtual void batch(const std::function<void()>& calls) = 0;
 
-  // Returns whether the library is still setting up the last call. Throws if the group has failed in the last call or an earlier
-  // one.
+  // Returns whether the library is still setting up the most recent call. Throws if the group has failed in this or an earlier
+  // call.
   virtual bool busy() = 0;
-  // Ends what the device is doing for this group. Any thread may call abort(), but only once, and no other function may be called
-  // after it. The abort may take a long time. beside: whether another thread is inside the library; if so, abort() must make that
+  // Ends the group's work on the device. Any thread may call abort(), but only once, and no other function may be called after
+  // it. The abort may take a long time. beside: whether another thread is inside the library; if so, abort() must make that
   // thread return.
   virtual void abort(bool beside) noexcept = 0;
-  // Starts freeing the group, which has ended without an error. Once busy() returns false, the destructor frees the rest.
+  // Starts to free the group, which has ended without an error. After busy() has returned false, the destructor frees the rest.
   virtual void finish() = 0;
 };
 

@@ -85,7 +85,8 @@ class Nccl final : public Vendor {
     if (result != success && result != in_progress) throw error(result, what);
   }
 
-  // The library keeps only the last error message of the whole process, and never clears it.
+  // NCCL keeps only the most recent error message of the whole process, and never clears it. So the message may be about another
+  // group.
   Error error(int result, const char* what) const {
     const char* last = functions.last_error(nullptr);
     std::string text =
@@ -169,8 +170,8 @@ class NcclGroup final : public VendorGroup {
   }
 
   void abort(bool) noexcept override {
-    // The result is ignored, because an error in the abort itself would tell us nothing new. The library frees the communicator
-    // in a thread of its own.
+    // The result is ignored, because an error in the abort itself would tell us nothing new. NCCL frees the communicator in a
+    // thread of its own.
     if (comm_ && !aborted_.exchange(true)) (void)functions_.abort(comm_);
   }
 

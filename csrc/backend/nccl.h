@@ -13,7 +13,7 @@ namespace mscomm {
 namespace nccl {
 
 enum Result { success = 0, remote_error = 6, in_progress = 7 };
-// Both are numbered from 0, as in nccl.h.
+// The values of both enums begin at 0, as in nccl.h.
 enum DataType { int8, uint8, int32, uint32, int64, uint64, float16, float32, float64, bfloat16 };
 enum RedOp { sum, prod, max, min, avg };
 
@@ -21,8 +21,8 @@ struct UniqueId {
   char bytes[128];
 };
 
-// The fields that ncclConfig_t had in NCCL 2.14, and the first field that was added later. A newer library reads the fields of
-// the version that is specified here, and uses defaults for the rest.
+// The fields that ncclConfig_t had in NCCL 2.14, and the first field that was added later. `version` tells a newer library to
+// read only the fields of NCCL 2.14, and to use defaults for the rest.
 struct Config {
   size_t size = sizeof(Config);
   unsigned magic = 0xcafebeef;
@@ -33,7 +33,7 @@ struct Config {
 
 }  // namespace nccl
 
-// Throws BackendUnavailable if NCCL is not found, or is older than 2.14.
+// Opens NCCL. Throws BackendUnavailable if NCCL is not found, or is older than 2.14.
 std::unique_ptr<Vendor> open_nccl(const std::vector<Candidate>& candidates);
 
 }  // namespace mscomm

@@ -14,7 +14,7 @@ using namespace std::chrono_literals;
 // An abort waits for at most this long for another thread that is inside the library.
 constexpr auto call_takes_at_most = 1s;
 
-// Keeps a group that cannot be freed until the process ends.
+// Keeps a group until the process ends, because it cannot be freed earlier.
 void leave_behind(std::unique_ptr<VendorGroup> group) {
   static std::mutex mutex;  // protects `left`
   static auto& left = *new std::vector<std::unique_ptr<VendorGroup>>;
@@ -48,7 +48,7 @@ void SharedGroup::finish(bool captured) {
   const std::lock_guard calling(calling_);
   if (!group_) return;
   if (captured) {
-    // Freeing the group would wait until the graph is destroyed.
+    // Do not free the group, because this would block until the graph is destroyed.
     leave_behind(std::move(group_));
     return;
   }
@@ -58,7 +58,7 @@ void SharedGroup::finish(bool captured) {
     while (group_->busy() && !deadline.passed()) std::this_thread::sleep_for(1ms);
     if (deadline.passed()) group_->abort(false);
   } catch (const Error&) {
-    group_->abort(false);  // another rank has failed; its own calls and the hub report the failure
+    group_->abort(false);  // another rank has failed; the calls of that rank and the hub report the failure
   }
   group_.reset();
 }

@@ -46,7 +46,7 @@ class Turn {
   bool taken_ = false;
 };
 
-// Lets the threads of this process call the library for the group one at a time.
+// Allows only one thread at a time to call the library for the group.
 class SharedGroup {
  public:
   // Joins the group; see Vendor::join.
@@ -55,7 +55,7 @@ class SharedGroup {
       : vendor_(std::move(vendor)), group_(vendor_->join(id, size, rank, std::move(runtime), device)) {}
 
   Vendor& vendor() const { return *vendor_; }
-  // Calls `question` with the library's group, and returns its result. Throws if the group was aborted.
+  // Calls `question` with the library's group, and returns what `question` returns. Throws if the group was aborted.
   template <typename Question>
   auto ask(const Question& question) {
     const std::lock_guard lock(calling_);
@@ -76,7 +76,7 @@ class SharedGroup {
   const std::shared_ptr<Vendor> vendor_;
   Turn calling_;  // protects group_
   std::unique_ptr<VendorGroup> group_;
-  std::atomic<bool> aborted_{false};  // whether group_ was aborted while a caller was inside it
+  std::atomic<bool> aborted_{false};  // whether group_ was aborted while a thread was inside the library
 };
 
 }  // namespace mscomm

@@ -17,12 +17,12 @@ namespace {
 using namespace std::chrono_literals;
 
 // After a call, we poll the library without pausing for this long, to see whether it has set up the call. This is about the time
-// that the library needs if it sets up calls in a thread. Only after that do we sleep between polls, because each sleep takes 50
-// us longer than requested.
+// that the library needs if it sets up calls in a thread of its own. After this time, we sleep between polls. We do not
+// sleep earlier, because each sleep takes 50 us longer than requested.
 constexpr auto asks_at_once = 200us;
 
-// Returns the device's Turn. A group holds it while it enqueues a call, so that two groups never enqueue on the same device at
-// the same time. An abort does not wait for it.
+// Returns the device's Turn. A group holds the Turn while it enqueues a call, so that two groups never enqueue on the same device
+// at the same time. An abort does not wait for the Turn.
 Turn& issuing_on(const Runtime* runtime, int device) {
   static std::mutex mutex;                                                 // protects `all`
   static auto& all = *new std::map<std::pair<const Runtime*, int>, Turn>;  // never destroyed: a thread left behind may use a turn
@@ -179,7 +179,8 @@ void VendorBackend::exchange(const Call& call, StreamHandle stream) {
       if (received.bytes) parts.push_back({false, peer, out + received.to, received.bytes});
     }
   }
-  // Only this part asks the library: a copy may block while the device is busy, and an abort may then free the library's group.
+  // The copy above does not run inside ask(), because it may block while the device is busy. ask() holds the group's lock, and an
+  // abort would have to wait for this lock.
   if (!parts.empty()) group_->ask([&](VendorGroup& group) { group.exchange(parts, stream); });
 }
 

@@ -40,7 +40,7 @@ class VendorBackend final : public Backend {
   void pack(const Packing& packing, StreamHandle stream);
   // Fills device memory with zeros, in stream order.
   void clear(void* memory, size_t bytes, StreamHandle stream);
-  // Returns whether the device has kernels that scale, and that cast if the dtypes differ.
+  // Returns whether the device has kernels that scale elements and, if the dtypes differ, also cast them.
   bool converts(Dtype part, Dtype bucket) const;
   // Returns why the library cannot reduce elements of this type with this operation, or "" if it can.
   std::string refuses(Dtype dtype, Op op) const;

@@ -76,7 +76,7 @@ void Watcher::captured(const Signature& call) {
 }
 
 void Watcher::order(uint64_t number, StreamHandle stream) {
-  const std::lock_guard lock(mutex_);  // so that the event cannot be reused for another call now
+  const std::lock_guard lock(mutex_);  // keeps the event from being reused for another call
   for (const Pending& one : pending_)
     if (one.call.number == number) return runtime_->wait(stream, one.event);
 }

@@ -39,8 +39,8 @@ class Watcher {
   EventHandle take_event();
   // Returns the group's own stream, for calls that do not run on the caller's stream.
   StreamHandle beside();
-  // Watches a call that has been enqueued. before: if the call runs on the group's own stream, the event for which the call
-  // waits.
+  // Watches a call that has been enqueued. before: the event for which the call waits if it runs on the group's own stream,
+  // otherwise nullptr.
   void add(const Signature& call, StreamHandle stream, EventHandle before, const Deadline& deadline);
   // Records that a graph has captured the call. The call does not run now, but each time the graph runs.
   void captured(const Signature& call);
@@ -80,7 +80,7 @@ class Watcher {
   const std::shared_ptr<SharedGroup> group_;
   StreamHandle beside_ = nullptr;  // created by the first call that needs it
 
-  mutable std::mutex mutex_;  // protects the members below; never held while the library is called
+  mutable std::mutex mutex_;  // protects the fields down to ended_; never held during a call to the vendor library
   std::condition_variable changed_;
   std::deque<Pending> pending_;      // ordered by number
   std::vector<EventHandle> events_;  // events that are not in use

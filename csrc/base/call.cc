@@ -8,7 +8,6 @@ namespace mscomm {
 
 namespace {
 
-// How many elements of x one rank reads, and how many elements of out it writes.
 struct Elements {
   uint64_t x = 0, out = 0;
 };
@@ -34,7 +33,7 @@ Elements elements(const Call& call, size_t me, size_t n) {
   const Collective what = call.signature.what;
   const uint64_t count = call.signature.count;
   const std::vector<uint64_t>& counts = call.counts;
-  // The sums cannot overflow, because check() has already added up all counts.
+  // The sums cannot overflow, because check() has already checked the sum of all counts.
   const uint64_t own = counts.empty() ? count / (divides(what) ? n : 1) : counts[me];
   const uint64_t whole = counts.empty() ? count * (gathers(what) ? n : 1) : *sum(counts, 0, counts.size(), 1);
   if (what == Collective::barrier) return {};
@@ -48,7 +47,7 @@ Elements elements(const Call& call, size_t me, size_t n) {
 
 void check(const Call& call, int rank, int size) {
   const Signature& signature = call.signature;
-  // The text begins with words like "gather on rank 1 of 4: ".
+  // An error text begins like this: "gather on rank 1 of 4: ".
   const auto refuse = [&](const std::string& why) {
     throw Error("ValueError", std::string(name(signature.function)) + " on rank " + std::to_string(rank) + " of " +
                                   std::to_string(size) + ": " + why);
@@ -59,7 +58,8 @@ void check(const Call& call, int rank, int size) {
   const size_t n = size, me = rank;
 
   // If a call has a root, the signature of its head also names this root, even if the collective that moves the head has no root.
-  // Reductions are an exception, because a reduction with a root would deliver the result only to the root.
+  // But if this collective is a reduction, the head must not name a root, because the reduction would then deliver its result
+  // only to that rank.
   const bool may_have_root = rooted(what) || (signature.head && !reduces(what));
   if (signature.root < (rooted(what) ? 0 : -1) || signature.root >= (may_have_root ? size : 0))
     refuse("root " + std::to_string(signature.root) + ", expected " +

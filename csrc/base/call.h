@@ -24,8 +24,8 @@ struct Signature {
   uint8_t dims = 0;
   int32_t root = -1;   // -1 if the call has no root
   uint64_t count = 0;  // the number of elements, which is the product of shape
-  // The shape of x, if it is the same on all ranks. In an uneven call, the length of axis 0 is the sum of its lengths in all
-  // ranks' parts. In an uneven all_to_all, it may also be 0.
+  // The shape of x, if it is the same on all ranks. In an uneven call, the length of axis 0 is the sum of the lengths of all
+  // ranks' parts. In an uneven all_to_all, the length of axis 0 may also be 0.
   uint64_t shape[max_dims] = {};
   uint64_t digest = 0;  // a hash of the arrays of a fused call, or of the counts of an uneven call; 0 for other calls
   Function function = Function::barrier;
@@ -54,13 +54,13 @@ struct Call {
   void* out = nullptr;  // nullptr if this rank receives nothing
   size_t out_bytes = 0;
   // The number of elements in each rank's part, if the sizes differ. Empty if all parts have the same size. For all_to_all,
-  // counts is an n x n matrix with one row for each sender. All ranks have the same counts, which add up to signature.count,
-  // except that signature.count may be 0 in an all_to_all.
+  // counts is an n x n matrix with one row for each sender. All ranks have the same counts. The counts add up to signature.count.
+  // In an all_to_all, signature.count may also be 0.
   std::vector<uint64_t> counts{};
   // The caller's stream. The call runs on the device after the work that is already on this stream. nullopt if the arrays are in
   // CPU memory.
   std::optional<void*> stream{};
-  // Whether the call runs on the group's own stream, so that work that is enqueued on `stream` later need not wait for the call.
+  // Whether the call runs on the group's own stream. If so, work that is enqueued on `stream` later need not wait for the call.
   bool beside = false;
 
   size_t element_bytes() const { return size_of(signature.dtype); }
@@ -72,8 +72,8 @@ struct Call {
 
 // Checks a call on one rank of a group of `size` ranks. This is the last check before memory is touched: the algorithms trust a
 // call that passes it. Throws Error("ValueError") unless x and out have exactly the sizes that the collective reads and writes on
-// this rank, the counts add up, the root is a rank, and the operation is defined on the type. In broadcast and scatter, x may be
-// missing on ranks other than the root, because they do not read it.
+// this rank. Also throws it if the counts do not add up, if the root is not a rank of the group, or if the operation is not
+// defined on the type. In broadcast and scatter, x may be missing on ranks other than the root, because they do not read it.
 void check(const Call& call, int rank, int size);
 
 // Thrown when ranks made different calls with the same number. calls: the ranks and their calls, as far as this rank knows them.

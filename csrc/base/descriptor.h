@@ -9,7 +9,7 @@ namespace mscomm {
 
 class Descriptor {
  public:
-  explicit Descriptor(int fd = -1) : fd_(fd) {}  // takes ownership; -1 is no descriptor
+  explicit Descriptor(int fd = -1) : fd_(fd) {}  // takes ownership; -1 means no descriptor
   Descriptor(Descriptor&& other) noexcept : fd_(other.release()) {}
   Descriptor& operator=(Descriptor&&) = delete;
   ~Descriptor() { close(); }

@@ -18,7 +18,7 @@ struct Candidate {
 
 class Dynlib {
  public:
-  // Whether libraries that are loaded later can find this library's functions by name (everybodys) or not (own).
+  // everybodys: libraries that are loaded later can find this library's functions by name. own: they cannot.
   enum class Names { own, everybodys };
   // Opens the first candidate that can be opened. If there is none, throws BackendUnavailable with a list of what was tried.
   Dynlib(std::string name, const std::vector<Candidate>& candidates, Names names = Names::own);
@@ -33,8 +33,8 @@ class Dynlib {
     }
     void* address = nullptr;
   };
-  // Both return the address of the function with this name. If the library has no such function, find() returns a null address,
-  // and need() throws BackendUnavailable.
+  // find() and need() return the address of the function with this name. If the library has no such function, find() returns a
+  // null address, and need() throws BackendUnavailable.
   Symbol find(const char* name) const;
   Symbol need(const char* name) const;
 

@@ -2,8 +2,8 @@
 // and the instruction set is chosen at run time.
 //
 // Every loop is an instance of pass(), which has no intrinsics. For each instruction set (a "level"), the body of pass() is
-// inlined into a function that is compiled for that instruction set. The arithmetic is IEEE without contraction, so all levels
-// give the same bits.
+// inlined into a function that is compiled for that instruction set. The arithmetic is IEEE arithmetic without contraction (fused
+// multiply-add), so all levels give the same bits.
 #include "base/reduce.h"
 
 #include <algorithm>
@@ -64,8 +64,8 @@ template <class T>
   }
 }
 
-// Operations. combine() merges two accumulators, finish() turns the final accumulator into the value to round, and identity is
-// the neutral value of combine().
+// Operations. combine() merges two accumulators, finish() turns the final accumulator into the value that is then rounded,
+// and identity is the neutral value of combine().
 
 struct Arithmetic {
   template <class T>
@@ -103,8 +103,8 @@ struct Prod : Arithmetic {
   template <class T>
   [[gnu::always_inline]] static T combine(T a, T b) {
     if constexpr (is_complex<T>) {
-      // The real part is a.re * b.re - a.im * b.im. It is written without a minus, because GCC 12 would compile that to
-      // vfmaddsub, even with -ffp-contract=off.
+      // The real part is a.re * b.re - a.im * b.im. It is written without a minus sign, because GCC 12 would compile the
+      // subtraction to vfmaddsub, even with -ffp-contract=off.
       return {a.re * b.re + minus(a.im) * b.im, a.re * b.im + a.im * b.re};
     } else if constexpr (std::unsigned_integral<T>) {
       return static_cast<T>(1u * a * b);  // without 1u, uint16 * uint16 is a signed int, which can overflow

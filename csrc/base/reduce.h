@@ -39,8 +39,8 @@ const Reduction& reduction(Dtype dtype, Op op);
 int levels();
 const Reduction& reduction_at(Dtype dtype, Op op, int level);
 
-// As long as this object lives, its thread computes in the default floating-point environment (round to nearest, keep
-// subnormals). A framework may have set another mode for the thread, such as flush-to-zero.
+// As long as this object lives, the thread that created it computes in the default floating-point environment (round to nearest,
+// keep subnormals). A framework may have set another mode for the thread, such as flush-to-zero.
 class DefaultFloatMode {
  public:
   DefaultFloatMode();

@@ -1,4 +1,4 @@
-// The vocabulary of the core: element types, reductions, collectives, and their names.
+// The element types, reductions and collectives of the core, and their names.
 #pragma once
 
 #include <array>
@@ -29,7 +29,7 @@ enum class Dtype : uint8_t {
 
 enum class Op : uint8_t { sum, prod, min, max, avg, band, bor, bxor };
 
-// The ways in which data can move between the ranks of a group. Each algorithm implements one of them.
+// The collectives that algorithms implement. Each row of the table in algo/registry.cc is for one of them.
 enum class Collective : uint8_t {
   all_reduce,
   all_gather,
@@ -121,7 +121,8 @@ constexpr bool divides(Collective what) {
 }
 // Returns whether the collective concatenates the x of all ranks.
 constexpr bool gathers(Collective what) { return what == Collective::all_gather || what == Collective::gather; }
-// Returns whether the collective combines, for each rank, the data of the ranks up to it (scan) or before it (exscan).
+// Returns whether each rank's result combines the data of all ranks up to and including that rank (scan), or of all ranks before
+// it (exscan).
 constexpr bool scans(Collective what) { return what == Collective::scan || what == Collective::exscan; }
 // Returns whether the collective combines elements with an operation.
 constexpr bool reduces(Collective what) {

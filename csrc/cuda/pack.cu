@@ -2,9 +2,9 @@
 // scale, cast and apply error feedback. The kernels are memory-bound, so all loads and stores should be wide, and many should be
 // in flight at once, regardless of the sizes of the parts. batch.h describes which block moves what.
 //
-// nvcc compiles this file for devices, and the host compiler compiles it for tests (tests/core/cuda_on_cpu.h). Both give the same
-// bits, because every operation rounds once (--fmad=false), subnormal numbers are kept, and a computed NaN is always the same
-// one.
+// nvcc compiles this file for devices, and the host compiler compiles it for tests (tests/core/cuda_on_cpu.h). Both compilers
+// give the same bits, because every operation rounds once (--fmad=false), subnormal numbers are kept, and every computed NaN is
+// replaced with the same NaN.
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -55,8 +55,8 @@ struct Scaled {
 };
 
 // Moves an element with error feedback: keeps what rounding and the limit `largest` remove from the value, and adds it when the
-// same element is next moved. Infinities and NaNs are passed on unchanged, because other code looks for them, and nothing is kept
-// for them. python/mscomm/train/buckets.py does the same on the CPU.
+// same element is next moved. Infinities and NaNs are passed on unchanged, because other code looks for them. Nothing is kept for
+// them. python/mscomm/train/buckets.py does the same on the CPU.
 template <class To_>
 struct Owing {
   using From = float;
@@ -154,8 +154,8 @@ __device__ inline void run(const Batch& batch) {
 
 }  // namespace
 
-// device/kernels.h finds the kernels by these names. __grid_constant__ leaves the batch where the driver puts parameters, so that
-// threads do not copy it.
+// The table in device/kernels.h lists the kernels by these names. __grid_constant__ leaves the batch where the driver puts
+// parameters, so that threads do not copy the batch.
 #define KERNEL(name, ...) \
   extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ Batch batch) { run<__VA_ARGS__>(batch); }
 

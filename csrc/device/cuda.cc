@@ -31,8 +31,8 @@ constexpr int multiprocessor_count = 16;  // the number of the device attribute
 struct Driver {
   const Dynlib& library;
 
-  // Returns a null address if the driver is older than CUDA 12. This function uses driver_version, which must therefore be
-  // declared before all members that call this function.
+  // Returns a null address if the driver is older than CUDA 12 or does not have the function. since_12() uses driver_version,
+  // which must therefore be declared before all members that call since_12().
   Dynlib::Symbol since_12(const char* name) const {
     int version = 0;
     return driver_version(&version) == success && version >= 12000 ? library.find(name) : Dynlib::Symbol{};
@@ -218,7 +218,8 @@ class Cuda final : public Runtime {
     std::string without;  // why the device has no kernels; "" if it has them
   };
 
-  // Returns what was set up when the device was first used. It stays unchanged until the process ends.
+  // Returns the device's context and kernels. Sets them up when the device is first used, and then keeps them until the process
+  // ends.
   const Used& used(Device device) {
     if (device < 0 || device >= devices())
       throw Error("ValueError", "there is no GPU " + std::to_string(device) + "; this process sees " + std::to_string(devices()));

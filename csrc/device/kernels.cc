@@ -11,7 +11,7 @@ namespace mscomm {
 namespace {
 
 // Limits on the number of bytes that a block moves. Each multiprocessor gets about blocks_each blocks, which is about as many as
-// it can run at a time. But a block moves at least least_cell_bytes, which hides the cost of starting it, and at most
+// it can run at a time. But a block moves at least least_cell_bytes, which hides the cost of starting the block. It moves at most
 // most_cell_bytes.
 constexpr uint64_t least_cell_bytes = 4096, most_cell_bytes = 32768, blocks_each = 8;
 
@@ -78,7 +78,7 @@ std::optional<std::vector<Launch>> plan(const Packing& packing, int multiprocess
   const int kernel = kernel_for(packing, unit);
   if (kernel < 0) return std::nullopt;
   const Kernel& row = kernels[static_cast<size_t>(kernel)];
-  // For a copy, positions count units. For the other kernels, positions count elements.
+  // Positions in the bucket are in units for a copy, and in elements for the other kernels.
   const uint64_t times = packing.plain() ? size_of(packing.dtype) : 1, by = packing.plain() ? unit : 1;
   const auto units = [&](uint64_t elements) { return elements * times / by; };
 

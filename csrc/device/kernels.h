@@ -1,5 +1,5 @@
 // Divides a packing into launches of the kernels in csrc/cuda, and gives access to the compiled image of these kernels. This file
-// is not in csrc/cuda, because the code there is also compiled for devices, and knows neither dtypes nor vectors.
+// is not in csrc/cuda, because the code in that folder is also compiled for devices, and uses neither Dtype nor std::vector.
 #pragma once
 
 #include <array>

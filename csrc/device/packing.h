@@ -11,7 +11,7 @@ namespace mscomm {
 
 struct Packing {
   struct Part {
-    void* data;             // if `packs`, the data is only read
+    void* data;             // read but not written if `packs` is true
     uint64_t begin, count;  // where the part begins in the bucket and how long it is, in elements
   };
 
@@ -20,9 +20,9 @@ struct Packing {
   void* bucket;
   std::vector<Part> parts;  // in bucket order; a part begins where the previous part ends, or later
   double scale = 1;         // each element is multiplied by this factor
-  // For error feedback, and only if `packs`: a float32 array with one number for each bucket element. The number is added to the
-  // value that goes into the bucket, and the sum is clamped to `largest`. Afterwards, the array holds what the clamping and the
-  // rounding have removed.
+  // For error feedback, and only if `packs` is true: a float32 array with one number for each bucket element. The number is added
+  // to the value that goes into the bucket, and the sum is clamped to the range from -largest to largest. Afterwards, the array
+  // holds what the clamping and the rounding have removed.
   void* residual = nullptr;
   double largest = std::numeric_limits<double>::infinity();
 

@@ -1,5 +1,5 @@
-// What the vendor backend needs from a device's runtime library: the current device, streams, events and copies. There is one
-// file for each vendor that implements it.
+// The functions that the vendor backend needs from a device's runtime library: the current device, streams, events and copies.
+// Each vendor has one file that implements them.
 #pragma once
 
 #include <cstddef>
@@ -49,7 +49,7 @@ class Runtime {
   virtual void destroy_stream(StreamHandle stream) noexcept = 0;
   virtual EventHandle make_event() = 0;
   virtual void destroy_event(EventHandle event) noexcept = 0;
-  // Returns whether an event can be recorded again while something still waits for its last recording.
+  // Returns whether an event can be recorded again while something still waits for its previous recording.
   virtual bool events_can_be_used_again() const = 0;
   virtual void record(EventHandle event, StreamHandle stream) = 0;
   // After wait(), work that is enqueued on the stream waits for the event.
@@ -77,7 +77,7 @@ class Runtime {
   virtual bool captures(StreamHandle stream) = 0;
 
  protected:
-  // Returns false, and does nothing, if the device is already the thread's current device, as is usual.
+  // Does nothing and returns false if the device is already the thread's current device, which is usually the case.
   virtual bool push(int device) = 0;
   virtual void pop() noexcept = 0;
 };
