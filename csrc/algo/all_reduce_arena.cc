@@ -179,7 +179,7 @@ void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
     if (!arena.x_in_heap(arena.rank())) copy(arena.tiny(arena.rank(), call.bytes()), call.x, call.bytes());
     meet(arena, wait);
     // No rank offers an array of at most unoffered_bytes(). If the message is that small, no post says that an array is in a
-    // heap, so this rank does not read the posts. This saves access to one or two cache lines for each rank.
+    // heap, so this rank does not read the posts. This avoids reading one or two cache lines of each rank.
     if (call.bytes() > arena.unoffered_bytes()) {
       if (all_in_heaps(call, arena)) return in_heaps(call, ranks, wait);
       fill_slots(call, arena, wait);

@@ -90,7 +90,7 @@ class Hierarchy {
         house_(ranks.layout, call.bytes()),
         at_home_(wait, house_, mesh_),
         row_(reduction(call.signature.dtype, call.signature.op)),
-        // The partial results of an average are sums, which are divided once, at the end.
+        // The partial results of an average are sums. Only the final sum is divided by the number of ranks.
         sum_(call.signature.op == Op::avg ? reduction(call.signature.dtype, Op::sum) : row_),
         first_(arena_ ? arena_->steps() : 0) {
     // The largest slice is slice 0 of chunk 0, and its largest share is share 0. So buffers of these sizes are large enough for

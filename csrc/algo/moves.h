@@ -1,5 +1,5 @@
-// Which rank sends what to which rank in the collectives that only move data: all_gather, all_to_all, broadcast, gather and
-// scatter.
+// Determines which data each rank sends to each other rank in the collectives that only move data: all_gather, all_to_all,
+// broadcast, gather and scatter.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +31,7 @@ class Moves {
   // only receiver.
   int root() const { return root_; }
   bool sends(int rank) const { return root_ < 0 || to_root_ || rank == root_; }
-  // Returns whether `source` sends to `destination`. It may send an empty block.
+  // Returns whether `source` sends a block, which may be empty, to `destination`.
   bool pairs(int source, int destination) const { return root_ < 0 || (to_root_ ? destination : source) == root_; }
   Move between(int source, int destination) const;
 

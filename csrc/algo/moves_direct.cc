@@ -15,8 +15,8 @@ void moves_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
 
   const Move own = moves.between(me, me);
   copy(call.result() + own.to, x + own.from, own.bytes);
-  // An in-place all_to_all moves window by window. A received window stays in scratch memory until the window that it will
-  // overwrite has been sent.
+  // An in-place all_to_all moves its data window by window. A received window stays in scratch memory until the window that it
+  // will overwrite has been sent.
   const bool swaps = call.signature.what == Collective::all_to_all && call.x_bytes > 0 && x == call.out;
   const size_t each = swaps ? window_bytes : SIZE_MAX, steps = swaps ? windows(moves.blocks_of(me).largest(), each) : 1;
   char* const scratch = swaps ? ranks.scratch_of(n * window_bytes) : nullptr;

@@ -1,5 +1,5 @@
-// Reduce-scatter over the mesh. Every rank receives its block directly from all other ranks, so the call takes only one network
-// latency. It reduces the block in the canonical order.
+// Reduce-scatter over the mesh. Every rank receives its block directly from all other ranks, and reduces the block in the
+// canonical order. The call takes only one network latency.
 #include "algo/mesh_steps.h"
 
 namespace mscomm {

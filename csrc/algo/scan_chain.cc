@@ -1,6 +1,6 @@
-// Scan and exscan over the mesh, along the chain of ranks. Window by window, each rank receives what the ranks before it have
-// combined, adds its own x, and passes the result on. While a rank combines one window, the next one is already being sent to it.
-// The call takes n-1 latencies, and each link carries the message once, in the accumulator type.
+// Scan and exscan over the mesh, along the chain of ranks. Window by window, each rank receives the combined data of the ranks
+// before it, combines this data with its own x, and passes the result on. While a rank combines one window, the next one is
+// already being sent to it. The call takes n-1 latencies, and each link carries the message once, in the accumulator type.
 #include "algo/mesh_steps.h"
 #include "algo/order.h"
 #include "base/reduce.h"

@@ -47,8 +47,8 @@ class VendorGroup {
  public:
   virtual ~VendorGroup() = default;
 
-  // Each of these functions enqueues its operation and returns at once. After one of them, or after a whole batch, no other
-  // function is called until busy() has returned false. Counts are in elements. x and out may be the same.
+  // The functions from all_reduce() to exchange() enqueue their operation and return at once. After one of them, or after a whole
+  // batch, no other function is called until busy() has returned false. Counts are in elements. x and out may be the same.
   virtual void all_reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) = 0;
   virtual void reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, int root, StreamHandle stream) = 0;
   // count: the number of elements of out.

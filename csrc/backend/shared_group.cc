@@ -11,7 +11,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// An abort waits for at most this long for another thread that is inside the library.
+// The longest time that an abort waits for another thread to leave the library.
 constexpr auto call_takes_at_most = 1s;
 
 // Keeps a group until the process ends, because it cannot be freed earlier.

@@ -17,8 +17,8 @@ namespace {
 using namespace std::chrono_literals;
 
 // After a call, we poll the library without pausing for this long, to see whether it has set up the call. This is about the time
-// that the library needs if it sets up calls in a thread of its own. After this time, we sleep between polls. We do not
-// sleep earlier, because each sleep takes 50 us longer than requested.
+// that the library needs if it sets up calls in a thread of its own. After this time, we sleep between polls. We do not sleep
+// earlier, because each sleep takes 50 us longer than requested.
 constexpr auto asks_at_once = 200us;
 
 // Returns the device's Turn. A group holds the Turn while it enqueues a call, so that two groups never enqueue on the same device

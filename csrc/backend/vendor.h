@@ -28,7 +28,7 @@ class VendorBackend final : public Backend {
                 int rank, const Deadline& deadline, const std::function<void()>& check);
   ~VendorBackend() override;
 
-  // Sets the observer. Must be called before the first call, and with nullptr before the observer is destroyed.
+  // Sets the observer. Must be called before the first run(), and with nullptr before the observer is destroyed.
   void observe(Observer* observer);
 
   // Returns when the call has been enqueued. The observer is notified when the call has completed.

@@ -223,11 +223,11 @@ struct Float16 : Half {
     const uint32_t all = std::bit_cast<uint32_t>(x);
     const int32_t magnitude = static_cast<int32_t>(all & 0x7fffffff);
     // This uses ?: instead of std::min, because GCC compiles std::min to a jump here.
-    const int32_t bounded = magnitude < (143 << 23) ? magnitude : 143 << 23;  // 2^16: larger numbers also become inf
+    const int32_t bounded = magnitude < (143 << 23) ? magnitude : 143 << 23;  // at most 2^16, which becomes inf
     const int32_t biased = bounded & (255 << 23);
     const int32_t exponent = biased > (113 << 23) ? biased : 113 << 23;  // 2^-14: smaller numbers are subnormal
-    // `weight` is 2^13 times the power of two in `exponent`. Adding it to the number rounds the number to the last bit of a
-    // float16.
+    // `weight` is 2^13 times the power of two in `exponent`. Adding it to the number rounds the number to the precision of
+    // a float16.
     const int32_t weight = exponent + (13 << 23);
     const float sum = std::bit_cast<float>(bounded) + std::bit_cast<float>(weight);
     const int32_t fraction = std::bit_cast<int32_t>(sum) - weight;  // includes the leading 1 of a normal number

@@ -48,10 +48,10 @@ constexpr Bfloat16 narrow<Bfloat16, float>(float x) {
 template <>
 constexpr Float16 narrow<Float16, float>(float x) {
   const uint32_t all = std::bit_cast<uint32_t>(x), magnitude = all & 0x7fffffff, sign = all >> 16 & 0x8000;
-  const uint32_t bounded = magnitude < (143u << 23) ? magnitude : 143u << 23;  // 2^16: larger numbers also become inf
+  const uint32_t bounded = magnitude < (143u << 23) ? magnitude : 143u << 23;  // at most 2^16, which becomes inf
   const uint32_t biased = bounded & (255u << 23);
   const uint32_t exponent = biased > (113u << 23) ? biased : 113u << 23;  // 2^-14: smaller numbers are subnormal
-  // `weight` is 2^13 times the power of two in `exponent`. Adding it to the number rounds the number to the last bit of a
+  // `weight` is 2^13 times the power of two in `exponent`. Adding it to the number rounds the number to the precision of a
   // float16.
   const uint32_t weight = exponent + (13u << 23);
   const float sum = std::bit_cast<float>(bounded) + std::bit_cast<float>(weight);

@@ -121,7 +121,7 @@ __device__ inline void move(const Way& way, const Sides& sides, uint32_t first, 
   }
 }
 
-// Returns how many elements precede the first one that is aligned to a vector.
+// Returns how many elements precede the first vector-aligned element.
 template <class T, unsigned width>
 __device__ inline uint32_t before_vectors(uint64_t address) {
   return static_cast<uint32_t>((width - address / sizeof(T) % width) % width);
@@ -138,8 +138,8 @@ __device__ inline void run(const Batch& batch) {
   const Sides sides{batch.packs ? part : bucket, batch.packs ? bucket : part, batch.residual + piece.begin * sizeof(float)};
   const auto count = static_cast<uint32_t>(piece.end - piece.begin);
 
-  // Use 16-byte vectors on the side with the wider elements. This is possible only if the same element is the first
-  // vector-aligned one on all sides. Otherwise, elements are moved one at a time.
+  // Use 16-byte vectors on the side with the wider elements. This is possible only if the first vector-aligned element is the
+  // same on all sides. Otherwise, elements are moved one at a time.
   constexpr unsigned width = 16 / (sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To));
   uint32_t head = before_vectors<To, width>(sides.to);
   const bool together =

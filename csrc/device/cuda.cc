@@ -128,7 +128,7 @@ class Cuda final : public Runtime {
     check(driver_.stream_create(&stream, stream_non_blocking, greatest), "cuStreamCreateWithPriority");
     return stream;
   }
-  // This fails only if the device has failed. The result is ignored, because the caller could do nothing about it.
+  // Destroying fails only if the device has failed. The result is ignored, because the caller could do nothing about it.
   void destroy_stream(StreamHandle stream) noexcept override { (void)driver_.stream_destroy(stream); }
 
   EventHandle make_event() override {
