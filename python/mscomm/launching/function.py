@@ -50,10 +50,11 @@ def launch(function: Callable[..., Any], n: int, *args: Any, timeout: float | ti
     timeout: the limit for the whole launch, in seconds or as a timedelta; None means no limit.
 
     If a rank fails, launch() raises the exception of the first rank that failed. If that exception cannot be pickled,
-    launch() raises an Error with its text. If the rank ended without an exception, launch() raises PeerLost. After the
-    timeout, launch() raises CollectiveTimeout, whose waiting_for holds the ranks that had not returned. The __cause__
-    of each of these errors contains the tracebacks of all ranks as text; its `.rank` is the first rank that failed. In
-    all these cases, and after KeyboardInterrupt, the remaining ranks are terminated.
+    launch() raises an Error with its text. If the rank ended without an exception, launch() raises the first failure of
+    the job, or PeerLost if the job has reported none. After the timeout, launch() raises CollectiveTimeout, whose
+    waiting_for holds the ranks that had not returned. The __cause__ of each of these errors contains the tracebacks of
+    all ranks as text; its `.rank` is the first rank that failed. In all these cases, and after KeyboardInterrupt, the
+    remaining ranks are terminated.
 
     Raise TypeError if function or args cannot be pickled, ValueError if n < 1, and BrokenPipeError if the ranks print
     something while sys.stdout or sys.stderr is closed.
