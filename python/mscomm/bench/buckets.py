@@ -38,7 +38,7 @@ def gradients() -> list[int]:
             outputs = 4 * width
             for source, target, kernel in ((inputs, width, 1), (width, width, 9), (width, outputs, 1)):
                 sizes += [source * target * kernel, target, target]
-            if block == 0:  # the shortcut changes the number of channels
+            if block == 0:  # the first block's shortcut has a convolution, too
                 sizes += [inputs * outputs, outputs, outputs]
             inputs = outputs
     return [*sizes, inputs * 1000, 1000]
@@ -114,7 +114,7 @@ def _each(arrays: list[Array], op: str) -> Callable[[], object]:
 
 
 def _overlap(plan: Plan, dtype: np.dtype[Any]) -> list[dict[str, Any]]:
-    """Return, for each bucket size, the times of the backward pass alone, the communication alone and a step, in us."""
+    """For each bucket size, time the backward pass alone, the communication alone, and a step. Return microseconds."""
     counts = gradients()[::-1]  # in the order in which a backward pass computes them
     works = _works(counts, _step(counts, dtype, plan.op, max(BUCKETS_MB)))
     rows: list[dict[str, Any]] = [

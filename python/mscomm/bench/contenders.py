@@ -1,7 +1,7 @@
-"""The interface of contenders, and the class of those that run in mscomm's ranks: mscomm itself and some peers.
+"""The interface of contenders, and a class for the contenders that run in mscomm's own ranks: mscomm and some peers.
 
 A contender creates one cell for each size. All ranks of the job create the same cells, and call the same methods on
-them in the same order. Only the results that a cell returns on rank 0 count.
+the cells in the same order. Only the results that a cell returns on rank 0 are reported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Cell(Protocol):
     """Measures one contender at one size."""
 
     def measure(self, warmup: int, iterations: int) -> list[float]:
-        """Make untimed calls, then timed calls. Return the time of each timed call in us, averaged over the ranks."""
+        """Make untimed calls, then timed calls. Return microseconds for each timed call, averaged over the ranks."""
 
     def wrong(self) -> int:
         """Make one call. Return the number of wrong elements in the results of all ranks."""
@@ -79,7 +79,7 @@ class Local:
 
 
 def times_us(call: Callable[[], object], warmup: int, iterations: int, op: str) -> list[float]:
-    """Make untimed calls, then timed calls. Return the time of each timed call in us, reduced over ranks with `op`."""
+    """Make untimed calls, then timed calls. Return microseconds for each timed call, reduced over ranks with `op`."""
     for _ in range(warmup):
         call()
     mscomm.barrier()
@@ -107,7 +107,7 @@ class _LocalCell:
 
 
 def mscomm_call(case: Case, buffers: Buffers, group: Group | None = None) -> Callable[[], object]:
-    """Return a function that makes one mscomm call on these buffers. group: None, or a group of all ranks."""
+    """Return a function that makes one mscomm call on these buffers. group: a group of all ranks, or None."""
     x, out = buffers.x, buffers.out
     if case.row.name == "send_recv":
         send, recv = mscomm.send, mscomm.recv
@@ -128,7 +128,7 @@ def mscomm_call(case: Case, buffers: Buffers, group: Group | None = None) -> Cal
 def ourselves(case: Case, shared: bool, name: str = "mscomm", group: Group | None = None) -> Contender:
     """Return mscomm as a contender. If `shared`, arrays come from mscomm.empty; otherwise they are ordinary arrays.
 
-    group: None, or a group of all ranks for the calls.
+    group: the group to make the calls on. It must contain all ranks. None means the world.
     """
     chosen = assemble.chosen(resolve(group).core).get(case.row.name, "not known")
     memory = "arrays of mscomm.empty" if shared else "private arrays"

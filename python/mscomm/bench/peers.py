@@ -1,4 +1,5 @@
-"""The peers to compare with: torch.distributed's gloo, in the ranks' own processes, and MPIs, in separate processes.
+"""The peers that mscomm is compared with. torch.distributed's gloo runs in the ranks' own processes. MPIs run in
+separate processes.
 
 Each peer has two functions, `check` and `start`. `check` runs before anything is measured, and says what to install if
 the peer is missing. Some peers appear twice, with their defaults and with another setting. Two rows are not real peers.

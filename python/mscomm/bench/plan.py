@@ -53,14 +53,14 @@ class Plan(NamedTuple):
         return Case(COLLECTIVES[self.collective], dtype_of(self.dtype), self.op, self.root, ranks, rank)
 
     def counts(self, case: Case) -> list[int]:
-        """Return the number of elements in a part, for each size. If two sizes have the same number, return it once."""
+        """Return, for each size, the number of elements in a part. Leave out duplicate numbers."""
         return list(dict.fromkeys(case.count(size) for size in self.sizes))
 
     def calls(self, us: float) -> tuple[int, int]:
         """Return how many warm-up calls and timed calls a contender makes in one round. us: the time of a call.
 
-        A round must be so long that the state in which the previous contender left the machine hardly matters. For
-        example, the previous contender's data is in the caches, and the kernel has placed some ranks on the same CPU.
+        A round must be long, because the previous contender affects the first calls of a round. For example, the caches
+        still hold the previous contender's data, and the kernel may have placed some ranks on the same CPU.
         """
         warmup = max(WARMUP_CALLS, int(_WARMUP_US / us)) if self.warmup is None else self.warmup
         iterations = min(1000, max(5, int(_ROUND_US / us))) if self.iterations is None else self.iterations
@@ -74,8 +74,8 @@ class Plan(NamedTuple):
     def modes(self, case: Case) -> tuple[bool, ...]:
         """Return which forms to measure: True is in place, False is out of place.
 
-        If there are peers, only one form is measured: the in-place form if the collective has one, because all
-        contenders support it.
+        If there are peers, measure only one form. All contenders support the in-place form, so measure the in-place
+        form if the collective has one, and otherwise the out-of-place form.
         """
         if self.peers:
             return (case.row.in_place,)

@@ -1,4 +1,4 @@
-"""Plots what `mscomm bench` measured: call time over message size, in a panel for each collective and number of ranks.
+"""Plots what `mscomm bench` measured: call time against message size. A panel shows one collective at one job size.
 
     python -m mscomm.bench.plot all_reduce-2.json all_reduce-4.json compare.svg
 
@@ -64,7 +64,7 @@ def _line_of(name: str, shared: bool) -> str:
 
 
 def _in_units(value: float, units: tuple[str, ...], step: int) -> str:
-    """Return the value with a fitting unit: _in_units(65536, ("B", "KiB"), 1024) is "64 KiB"."""
+    """Return the value with a suitable unit: _in_units(65536, ("B", "KiB"), 1024) is "64 KiB"."""
     for unit in units[:-1]:
         if value < step:
             return f"{value:g} {unit}"
@@ -114,7 +114,7 @@ def draw(documents: list[dict[str, Any]], picture: Path) -> None:
 
 
 def _style(ax: Any, panels: dict[tuple[str, int], Panel]) -> None:
-    """Style the axes alike in all panels."""
+    """Give the axes of all panels the same style."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     cells = [cell for panel in panels.values() for cell in panel.values()]

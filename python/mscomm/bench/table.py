@@ -15,11 +15,11 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 PERIOD = 127  # a prime number, so that the check notices data that is misplaced by a power of two
-POISON = 127  # the value in `out` before a call; data that is only moved never has this value
+POISON = 127  # the value in `out` before a call; collectives without a reduction never write this value
 
 
 class Collective(NamedTuple):
-    """A row of COLLECTIVES. An array "in parts" has `count` elements for each rank; any other array has `count`."""
+    """A row of COLLECTIVES. An array "in parts" has `count` elements per rank; any other array has `count` elements."""
 
     name: str
     bus: Callable[[int], float]  # for n ranks, the ratio of bus bandwidth to algorithm bandwidth
@@ -77,11 +77,11 @@ class Contents:
         self._op = case.op if case.row.reduces else ""
 
     def of(self, rank: int, start: int, count: int) -> Array:
-        """Return the elements from start to start + count of the x of `rank`."""
+        """Return `count` elements of the array x of `rank`, from index `start`."""
         return _repeated(self._pattern(rank).astype(self._dtype), start, count)
 
     def reduced(self, start: int, count: int, ranks: int | None = None) -> Array:
-        """Return the elements from start to start + count of a reduction over all ranks or the first `ranks` ranks."""
+        """Return `count` elements, from index `start`, of the reduction over all ranks or the first `ranks` ranks."""
         ranks = self.ranks if ranks is None else ranks
         if ranks == 0 and self._op in ("min", "max"):
             return np.full(count, _limit(self._dtype, self._op), self._dtype)
@@ -157,7 +157,7 @@ class Buffers:
         self.x[...] = self._contents.of(self.case.rank, 0, self.x.size)
 
     def fill_for_repetition(self) -> None:
-        """Fill the arrays so that each repeated call gets the same values. Otherwise, in-place sums keep growing."""
+        """Fill the arrays so that each repeated call gets the same values. Without this, in-place sums would grow."""
         if self.in_place and self.case.row.reduces:
             self.x[...] = 0
         else:

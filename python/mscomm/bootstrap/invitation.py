@@ -19,7 +19,7 @@ _turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def turn(launcher: str) -> int:
-    """Return how many joins through this launcher came before this one. The number makes each meeting place unique."""
+    """Return the number of earlier joins through this launcher. The number makes socket and key names unique."""
     return next(_turns[launcher])
 
 
@@ -36,8 +36,8 @@ class Seat(NamedTuple):
 class Invitation:
     """What a rank needs to join: a socket connected to the hub, the job's key, and its place in the job.
 
-    `where`: the name of the hub in messages. `greeted`: whether the hello is done, or is not needed because the socket
-    is inherited. `hub`: the hub process, if this rank started it.
+    `where`: the name of the hub in error messages. `greeted`: whether the hello is done, or is not needed because the
+    socket is inherited. `hub`: the hub process, if this rank started it.
     """
 
     launcher: str

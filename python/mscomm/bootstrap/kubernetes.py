@@ -1,9 +1,9 @@
 """Joins a Kubernetes indexed job that runs one rank per pod.
 
 JOB_COMPLETION_INDEX is the rank, and WORLD_SIZE is the number of ranks. MASTER_ADDR names pod 0. If MASTER_ADDR is not
-set, mscomm takes this pod's full name, which ends with the domain of the job's headless service, and replaces the index
-in this name with 0. The name of pod 0 cannot be resolved until some time after pod 0 has started, so the other ranks
-retry until the deadline.
+set, mscomm takes this pod's full name and replaces the index in it with 0. A pod's full name ends with the domain of
+the job's headless service. The name of pod 0 cannot be resolved until some time after pod 0 has started, so the other
+ranks retry until the deadline.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Names(NamedTuple):
     rank: tuple[str, ...]
     size: tuple[str, ...]
     local_rank: tuple[str, ...]
-    local_size: tuple[str, ...]  # may be no number: for two hosts with four ranks each, Slurm writes "4(x2)"
+    local_size: tuple[str, ...]  # not always a number: for two hosts with four ranks each, Slurm writes "4(x2)"
 
 
 class Store(NamedTuple):
@@ -59,7 +59,7 @@ def place(env: Mapping[str, str], names: Names, launcher: str) -> Seat:
 
 
 def _first(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    """Return the value of the first of these variables that is set; None if none is set, or if it is not a number."""
+    """Return the value of the first variable that is set; None if no variable is set or the value is not a number."""
     text = next((env[name] for name in names if name in env), "")
     return int(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else None
 

@@ -119,8 +119,8 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
             listener = stack.enter_context(rendezvous.bind(settings.host, settings.port))
             host, port = listener.getsockname()[:2]
             # Several schedulers can bind the port until one of them listens, and each of them would write its key file.
-            # So bind an abstract unix name, too, which only one process can do. Like the port, the name belongs to the
-            # network namespace. The kernel frees it when the process ends.
+            # So also bind an abstract unix name, because only one process can bind it. Like the port, the name belongs
+            # to the network namespace. The kernel frees the name when the process ends.
             claim.bind(f"\0mscomm-sched-{host}-{port}")
         key, file = security.scheduler_key(env, host, port, permit_plain)
         if file:
@@ -159,8 +159,8 @@ def _listening(settings: Settings, env: Mapping[str, str], permit_plain: bool) -
 def _why_not(settings: Settings, error: OSError, env: Mapping[str, str], permit_plain: bool) -> str:
     taken = ""
     if error.errno == errno.EADDRINUSE:
-        # Use the key of the address in MS_SCHED_HOST, not of the peer's address. If MS_SCHED_HOST is a wildcard address
-        # such as 0.0.0.0, the peer's address is a loopback address, which can have another key.
+        # Use the key of the address in MS_SCHED_HOST, not the key of the address that we connect to. If MS_SCHED_HOST
+        # is a wildcard address such as 0.0.0.0, we connect to a loopback address, which can have another key.
         host = str(socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][4][0])
         taken = rendezvous.contend(
             host, settings.port, lambda _: security.worker_key(env, host, settings.port, permit_plain), env

@@ -32,7 +32,7 @@ PLACE = (_NAMES.rank, _NAMES.size)
 _HELPER = os.path.join(os.path.dirname(__file__), "pmix_helper")
 _TIMED_OUT = 75  # the exit status of the helper if rank 0 stored nothing in time
 _ANSWER_MAX = 4096
-_connections: list[int] = []  # stays open until the next helper returns its own connection; pmix_helper.cc says why
+_connections: list[int] = []  # kept open until the next helper returns its connection; pmix_helper.cc says why
 
 
 def detect(env: Mapping[str, str]) -> bool:

@@ -1,11 +1,11 @@
 """Reads and writes Ascend's rank table, a JSON file that says which rank runs on which server and device.
 
 The reader is strict on every backend. Contradictions are errors, and so are values that the HCCL documentation does not
-allow. The message says where they are. Examples are a field that is missing or has the wrong type, a number that is out
-of range, and a rank, device or address that occurs twice. HCCL also refuses some tables that the CPU core can use, for
-example if the order of the servers is wrong, or if the addresses of network cards are missing. The reader accepts such
-a table, and adds a remark to it. `unfit_for_910` finds what HCCL allows but Atlas 910 servers cannot run. Unknown
-fields are ignored.
+allow. Examples are a field that is missing or has the wrong type, a number that is out of range, and a rank, device or
+address that occurs twice. The error message gives the place of the error. HCCL also refuses some tables that the CPU
+core can use. In these tables, the order of the servers is wrong, for example, or the addresses of network cards are
+missing. The reader accepts such a table, and adds a remark to it. `unfit_for_910` finds what HCCL allows but Atlas 910
+servers cannot run. Unknown fields are ignored.
 
     >>> from mscomm.bootstrap.rank_table_file import Server, make, parse
     >>> text = make([Server("10.0.0.1", [0, 1]), Server("10.0.0.2", [0, 1])])
@@ -31,7 +31,7 @@ LARGEST_BYTES = 16 << 20  # enough for about 100,000 ranks
 LONGEST_SERVER_ID = 63  # characters
 MOST_DEVICES = 1024  # on one server
 VERSIONS = ("1.0", "1.2")
-MOST_PROBLEMS = 100  # report at most this many errors; a file that is no rank table may have an error in every line
+MOST_PROBLEMS = 100  # report at most this many errors; a file that is not a rank table may have an error in every line
 # HCCL's other kinds of tables, recognised by the key that holds their servers.
 _OTHER_KINDS = {
     "group_list": "this is the older template, with group_list",
@@ -69,7 +69,7 @@ class Table(NamedTuple):
 
     @property
     def servers(self) -> list[str]:
-        """Each server_id once, in the order of the servers' first ranks."""
+        """The server_ids without duplicates, ordered by the lowest rank of each server."""
         return list(dict.fromkeys(seat.server for seat in self.seats))
 
 
@@ -85,7 +85,7 @@ class InvalidTable(ValueError):
 def load(path: str, named_by: str = "") -> Table:
     """Read a table. Raise InvalidTable, a ValueError, if the file cannot be read or the table has an error.
 
-    named_by: the variable that names the file. The error message contains it if the file cannot be read.
+    named_by: the variable that names the file. If the file cannot be read, the error message mentions this variable.
     """
     try:
         content = _content(path)
@@ -96,7 +96,7 @@ def load(path: str, named_by: str = "") -> Table:
 
 
 def parse(content: bytes, path: str) -> Table:
-    """Parse the content of a file. Raise InvalidTable if it has an error. `path` is the file's name in messages."""
+    """Parse the content of a file. Raise InvalidTable if the content has an error. path: used in error messages."""
     document, digest = _document(content, path)
     walk = _Walk()
     with contextlib.suppress(_EnoughError):
@@ -158,7 +158,10 @@ def _document(content: bytes, path: str) -> tuple[Any, str]:
 
 
 def _integer(text: str) -> int | str:
-    """Return a very long number as text, so that the error can name its place. int() refuses thousands of digits."""
+    """Return the number, or its text if it is very long.
+
+    int() refuses thousands of digits, and its error would not say where in the table the number is.
+    """
     return int(text) if len(text) < 20 else text
 
 
@@ -399,7 +402,7 @@ def is_host(text: str) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Return the value as text for messages: null, true and false as in JSON, and a long text cut off."""
+    """Return the value as text for error messages: null, true and false as in JSON, and long text shortened."""
     if isinstance(value, (list, dict)):
         return "a list" if isinstance(value, list) else "an object"
     if isinstance(value, str):
@@ -434,7 +437,7 @@ def _remarks(seats: list[Seat], version: str, unquoted: list[str]) -> list[Probl
 
 
 def unfit_for_910(seats: Sequence[Seat]) -> list[Problem]:
-    """Return why Atlas 910 servers cannot run these ranks. Their devices 0 to 3 and 4 to 7 are on two networks."""
+    """Return why Atlas 910 servers cannot run these ranks. Devices 0 to 3 and 4 to 7 are on separate networks."""
     devices: dict[str, list[int]] = {}
     for seat in seats:
         devices.setdefault(seat.server, []).append(seat.device)

@@ -35,12 +35,12 @@ _ATTEMPT_S = 5.0  # the time limit of one attempt if there are several addresses
 _SAYS_WAITING_AFTER_S = 10.0
 _LAST_JOB_S = 5.0  # how long rank 0 retries if the address is taken; the hub of the previous job may still hold it
 _HIGH_PORTS = range(61440, 1 << 16)  # above Linux's ephemeral ports, 32768 to 60999
-_TELL_S = 2.0  # how long to try to reach the hub at a taken address; this hub may have bound it, but not listen yet
+_TELL_S = 2.0  # how long to try to reach the hub at a taken address, because that hub may not be listening yet
 _SILENCES = 3  # fail after this many connections that are closed without an answer; a previous job's hub may close one
 
 
 class Spot(NamedTuple):
-    """Where the ranks meet. `job`: a text that identifies the job among all jobs that may use the same address."""
+    """Where the ranks meet. `job`: text that identifies the job among all jobs that may use the same address."""
 
     job: str
     host: str = ""  # the name or address of rank 0's host
@@ -80,7 +80,7 @@ def number(launcher: str, env: Mapping[str, str], name: str, low: int, high: int
 
 
 def ports_after(port: int, env: Mapping[str, str]) -> Sequence[int]:
-    """Return the hub's ports if `port` is another program's: eight of MSCOMM_PORTS, or else the eight after `port`."""
+    """Return the hub's ports if another program uses `port`: eight of MSCOMM_PORTS, or else the eight after `port`."""
     if allowed := environment.read("MSCOMM_PORTS", env):
         return _eight_of(allowed, str(port))
     return range(port + 1, port + 9) if port + 8 < 1 << 16 else range(port - 8, port)
@@ -100,7 +100,7 @@ def _eight_of(ports: range, job: str) -> range:
 
 
 def port_range(ports: Sequence[int]) -> str:
-    """Return the ports as text for messages."""
+    """Return the ports as text for error messages."""
     return f"ports {ports[0]} to {ports[-1]}" if len(ports) > 1 else f"port {ports[0]}"
 
 
@@ -123,12 +123,13 @@ def reach(
     key_at: a function that takes the listener's address and returns the key for the hello.
 
     Retry until the deadline, because the listener may start after us. At the deadline, raise BackendUnavailable with
-    the message "<absent> within 3 s: <problems>. <advice>". If there is only one target, raise an Error from `key_at`
-    or the hello at once. But if the listener closes the connection without an answer, try again until this has happened
-    _SILENCES times.
+    the message "<absent> within 3 s: <problems>. <advice>".
+
+    If there is only one target, do not retry after an Error from `key_at` or from the hello: raise it. But if the
+    listener closes the connection without an answer, try again until this has happened _SILENCES times.
     """
     started, pause_s, said, silences = time.monotonic(), _RETRY_S[0], False, 0
-    heard: dict[links.Address, str] = {}  # by target: why the most recent hello failed
+    heard: dict[links.Address, str] = {}  # for each target, why the most recent hello failed
     while True:
         problems = {}
         for target in targets:
@@ -174,14 +175,14 @@ def _connect(target: links.Address, deadline: Deadline, source: str | None) -> s
 
 
 def words(error: OSError) -> str:
-    """Return the error as text for messages."""
+    """Return the error as text for error messages."""
     if isinstance(error, socket.gaierror):
         return f"the name cannot be resolved ({error.strerror})"
     return error.strerror or str(error)
 
 
 def _summary(problems: Mapping[links.Address, str]) -> str:
-    """Return the problems as one text without repetitions. If there are different problems, name the ports of each."""
+    """Return the problems as text, without repetitions. If problems differ, name the ports of each problem."""
     different = list(dict.fromkeys(problems.values()))
     if len(different) == 1:
         return different[0]
@@ -302,9 +303,9 @@ def is_loopback_name(host: str) -> bool:
 def contend(host: str, port: int, key: Callable[[Any], bytes], env: Mapping[str, str]) -> str:
     """Find out which process has taken our hub's address. If it is another hub, tell it that our job wants the address.
 
-    Return text about that process, for messages. The other hub must know about our job, because ranks of both jobs may
-    have joined it, and it cannot tell them apart. key: a function that takes the other hub's address and returns its
-    key. It is called only after the other hub has accepted our connection.
+    Return text about that process, for error messages. The other hub must know about our job, because ranks of both
+    jobs may have joined that hub, and the hub cannot tell the ranks apart. key: a function that takes the other hub's
+    address and returns that hub's key. The function is called only after the other hub has accepted our connection.
     """
     import psutil
 
@@ -312,7 +313,7 @@ def contend(host: str, port: int, key: Callable[[Any], bytes], env: Mapping[str,
     who = f"{_words_of(me)} on host {socket.gethostname()}"
     deadline = Deadline(_TELL_S)
     words = {"t": "rival", "who": who, "seconds": max(0.0, time.time() - me.create_time())}
-    # An error means that no hub listens, or that the hub also refuses our ranks. In both cases, no message is needed.
+    # An error means that no hub listens, or that the hub also refuses our ranks. In both cases, tell the hub nothing.
     with contextlib.suppress(Error, OSError):
         sock, _ = reach([(host, port)], deadline, key, links.newcomer(env), "", "", purpose=LAUNCHER)
         with sock:
@@ -346,9 +347,9 @@ def _words_of(process: psutil.Process) -> str:
 def _key(spot: Spot, address: Any, env: Mapping[str, str], permit_plain: bool, *, new: bool = False) -> bytes:
     """Return the key of the job. It comes from the user's key file, or else from a file that rank 0 writes.
 
-    If no file can be read by all ranks and nobody else, and the user permits a job without a key, return a key that
-    anybody can compute. new: whether this is rank 0, which writes the file. The other ranks call this after they have
-    connected. Raise FileNotFoundError if rank 0's file is missing.
+    A key file must be readable by all ranks and by nobody else. If no such file is possible, and the user permits a job
+    without a key, return a key that anybody can compute. new: whether this is rank 0, which writes the file. The other
+    ranks call this function after they have connected. Raise FileNotFoundError if rank 0's file is missing.
     """
     path = _path(spot, address)
     if users := environment.read("MSCOMM_JOB_KEY_FILE", env):

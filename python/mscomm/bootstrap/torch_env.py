@@ -1,4 +1,4 @@
-"""Joins by RANK, WORLD_SIZE and MASTER_ADDR that Kubeflow's PyTorchJob or a user's script has set, not torchrun."""
+"""Joins by RANK, WORLD_SIZE and MASTER_ADDR if Kubeflow's PyTorchJob or a user's script has set them, not torchrun."""
 
 from __future__ import annotations
 

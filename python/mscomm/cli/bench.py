@@ -144,7 +144,7 @@ def _check_files(json_file: Path | None, picture: Path | None) -> None:
 
 
 def check_peers(names: Iterable[str], prefixes: Mapping[str, Path]) -> None:
-    """Raise ClickException if a peer is not installed. prefixes: by name of an MPI, the folder that has it."""
+    """Raise ClickException if a peer is not installed. prefixes: the name of an MPI peer -> its folder."""
     from mscomm.bench.peers import PEERS, SINGLE, Missing
 
     for name in names:

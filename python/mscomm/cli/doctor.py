@@ -217,7 +217,10 @@ def accelerator(name: str) -> str:
 
 
 def kernels(runtime: _core.Runtime) -> str:
-    """Return the kernels that run on device 0, as text, or why they are unknown. Another process may own the device."""
+    """Return text that names the kernels that run on device 0, or says why they are unknown.
+
+    For example, another process may own the device.
+    """
     try:
         return runtime.kernels(0)
     except Error as error:
@@ -240,7 +243,7 @@ def machine(ranks: int, env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def threads(ranks: int, cpus: float, omp_num_threads: str | None) -> str:
-    """Return a text that says whether this host has enough CPUs for `ranks` ranks with OMP_NUM_THREADS threads each."""
+    """Return text that says whether this host has enough CPUs for `ranks` ranks with OMP_NUM_THREADS threads each."""
     fitting = max(1, int(cpus // ranks))
     if omp_num_threads is None:
         return f"OMP_NUM_THREADS unset: `mscomm run -n {ranks}` sets {fitting}; under mpirun set it yourself"
@@ -359,7 +362,7 @@ def populates() -> bool:
 
 
 def pidfd() -> str:
-    """Return a text that says whether a rank can watch the process of another rank."""
+    """Return text that says whether a rank can watch the process of another rank."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError) as error:  # AttributeError: Python was built for a kernel without pidfds
@@ -368,7 +371,7 @@ def pidfd() -> str:
 
 
 def vm_readv() -> str:
-    """Return a text that says whether a process may read the memory of another process."""
+    """Return text that says whether a process may read the memory of another process."""
 
     class Piece(ctypes.Structure):
         _fields_ = (("base", ctypes.c_void_p), ("bytes", ctypes.c_size_t))
@@ -410,7 +413,7 @@ def launchers(ranks: int, env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def find_mpiruns(env: Mapping[str, str]) -> list[Mpirun]:
-    """Return the mpirun that PATH leads to, and the one in this Python's environment."""
+    """Return the mpirun that PATH leads to, and the mpirun in this Python's environment."""
     first = shutil.which("mpirun", path=env.get("PATH"))
     beside = shutil.which("mpirun", path=os.path.join(sys.prefix, "bin"))
     found = []

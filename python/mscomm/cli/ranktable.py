@@ -119,7 +119,7 @@ def make_command(
 def _dealt(device_ips: Sequence[str], servers: int, devices: list[int]) -> list[dict[int, str]]:
     """Return a dict from device number to address for each server.
 
-    device_ips: the addresses of all devices of the first server, then those of the second server, and so on.
+    device_ips: the addresses of all devices, first on the first server, then on the second server, and so on.
     """
     per = len(devices)
     if len(device_ips) != servers * per:

@@ -58,9 +58,9 @@ class Share(NamedTuple):
 
 
 def listed(text: str) -> list[tuple[str, int | None]]:
-    """Parse the text of --hosts, such as a:4,b:4. Return each host's name and its number of ranks, or None if omitted.
+    """Parse the text of --hosts, such as a:4,b:4. For each host, return its name and its number of ranks.
 
-    Raise ClickException for an invalid host.
+    If the text does not give a host's number of ranks, return None for it. Raise ClickException for an invalid host.
     """
     return [_host(item.strip(), f"--hosts {text}") for item in text.split(",")]
 
@@ -132,7 +132,7 @@ def _is_here(name: str) -> bool:
 
 
 class Hosts(Node0):
-    """Runs this host's ranks and the hub, as node 0 does, and in addition one ssh process for each other host."""
+    """Runs this host's ranks and the hub, as node 0 does. Also runs one ssh process for each other host."""
 
     def __init__(
         self,
@@ -238,14 +238,14 @@ class Hosts(Node0):
     def needed(self, well: bool) -> bool:
         """Return whether to wait for the launchers on other hosts, or for their output.
 
-        After a failure, wait at most _ENDS_S, unless ranks continue without the lost ones.
+        After a failure, wait at most _ENDS_S, unless the other ranks continue without the lost ranks.
         """
         self.over()
         if self._hub.goes_on or (well and not super().over()):
             self._heard_at = float("inf")
         else:
             self._heard_at = min(self._heard_at, time.monotonic() + _ENDS_S)
-        # Once every ssh process has ended, wait only briefly for the rest of the output. A process that ssh has started
+        # When every ssh process has ended, wait only briefly for the rest of the output. A process that ssh has started
         # may still hold the pipes open.
         if all(agent.told for agent in self._agents):
             self._until = min(self._until, time.monotonic() + DRAIN_S)

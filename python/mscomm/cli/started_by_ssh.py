@@ -73,7 +73,7 @@ def _read(count: int) -> bytes:
 
 
 def _obey() -> None:
-    """Send to this process the signals whose numbers come through stdin, and SIGTERM when stdin is closed."""
+    """Read signal numbers from stdin, and send these signals to this process. Send SIGTERM when stdin is closed."""
     while number := os.read(0, 1):
         os.kill(os.getpid(), number[0])
     os.kill(os.getpid(), signal.SIGTERM)

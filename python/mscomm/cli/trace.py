@@ -125,7 +125,7 @@ def read(folder: Path) -> tuple[list[Record], list[str]]:
     records: dict[int, Record] = {}
     complaints = []
     # Read shorter names first, so that a rank's record of the world comes before its records of other groups. The
-    # combined record keeps the cause of the first one.
+    # combined record keeps the cause of the rank's first record.
     for path in sorted(folder.glob("rank_*.json"), key=lambda path: (len(path.name), path.name)):
         try:
             record = parse(path.read_bytes())
@@ -221,10 +221,10 @@ def _end(records: list[Record]) -> Iterator[str]:
 def lateness(records: list[Record]) -> list[Late]:
     """Return, for each call, the rank that arrived last.
 
-    Leave out calls that only one record contains, and calls that some rank with a record has not reached.
+    Leave out a call if only one record contains it, or if any rank that has a record did not reach it.
     """
     arrivals: dict[tuple[str, int], list[tuple[float, int, RecordedCall]]] = defaultdict(list)
-    reached: dict[str, int] = {}  # by group: the highest call number that all ranks with a record have reached
+    reached: dict[str, int] = {}  # for each group, the highest call number that all ranks with a record have reached
     for record in records:
         for group, number in {call.group: call.number for call in record.calls}.items():
             reached[group] = min(reached.get(group, number), number)
@@ -258,7 +258,7 @@ def _ranking(late: list[Late]) -> Iterator[str]:
 def chrome(records: list[Record]) -> dict[str, Any]:
     """Return trace events: one process per rank, one thread per group, one event per call.
 
-    The times are in us since the beginning of the first call.
+    The times are in microseconds since the beginning of the first call.
     """
     calls = [call for record in records for call in record.calls]
     start_s = min((call.began_s for call in calls), default=0.0)
