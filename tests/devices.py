@@ -70,8 +70,8 @@ def devices(n: int | str, env: dict[str, str] | Callable[..., dict[str, str]] | 
 
 # -- kernels, which the stand-in for the CUDA driver runs on the CPU
 
-# Two driver functions can load kernels. LOADED has, for each function, the variables that make mscomm use it. WITHOUT
-# lists the cases in which no kernels can be loaded, with the reason that mscomm must report.
+# Two driver functions can load kernels. For each function, LOADED has the variables that make mscomm use the function.
+# For each case in which no kernels can be loaded, WITHOUT has the reason that mscomm must report.
 LOADED = {"library": {"FAKE_CUDA_VERSION": "13000"}, "module": {"FAKE_CUDA_VERSION": "11080"}}
 WITHOUT = {
     "no image": "none, this mscomm was built without nvcc",
@@ -81,7 +81,7 @@ WITHOUT = {
 
 
 def kernel_variables(rank: int, how: str, **_: Any) -> dict[str, str]:
-    """Return the variables for `how`, a key of LOADED or WITHOUT. They make the driver load or refuse the kernels."""
+    """Return the variables that make the driver load or refuse the kernels. `how` is a key of LOADED or WITHOUT."""
     if how in LOADED:
         return {"FAKE_CUDA_KERNELS": str(build_kernels()), **LOADED[how]}
     return {"FAKE_CUDA_VERSION": "11080"} if how == "refused module" else {}

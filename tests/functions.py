@@ -99,9 +99,10 @@ def bits(x: Array) -> Array:
 
 
 class How(NamedTuple):
-    """The arguments of a call besides x: op, root, and rows[sender][receiver], the number of rows sent.
+    """The arguments of a call besides x.
 
-    For functions whose parts all have the same size, that size is rows[0][0].
+    rows[sender][receiver] is the number of rows that the sender sends to the receiver. If all parts have the same size,
+    that size is rows[0][0].
     """
 
     op: str

@@ -3,7 +3,7 @@
 Forking a rank takes a few milliseconds; starting an interpreter and importing NumPy and the file takes a third of a
 second. A forked rank is a process of its own, which joins, fails and ends like any other.
 
-    python interpreter.py serve FILE DESCRIPTOR    # forks a rank for each order from that socket
+    python interpreter.py serve FILE DESCRIPTOR    # forks a rank for each order from the socket DESCRIPTOR
     python interpreter.py be ORDER                 # becomes one rank itself
 """
 
@@ -157,7 +157,7 @@ def import_tests(file: str) -> None:
 
 
 def _serve(orders: socket.socket) -> Order | None:
-    """Fork a rank for each order. Return the rank's order in each forked rank. In the interpreter itself, return None
+    """Fork a rank for each order. In each forked rank, return the rank's order. In the interpreter itself, return None
     when the tests are over.
     """
     orders.send(b"y" if len(os.listdir("/proc/self/task")) == 1 else b"n")

@@ -37,7 +37,7 @@ from interpreter import Forked, Order
 from mscomm.bootstrap.launcher import CONTROL_FD
 from mscomm.cluster import hub, security
 
-GRACE_S = 5.0  # how long the other ranks have to report after the first failure
+GRACE_S = 5.0  # after the first failure, the other ranks get this much time to report
 TOLD = "RANKS_TOLD"  # the variable that names a folder, in which ranks signal each other with files
 
 
@@ -108,7 +108,8 @@ class Job:
         return self.log(rank).read_text(errors="replace")
 
     def wait(self, timeout_s: float) -> list[int | None]:
-        """Wait at most timeout_s, and at most GRACE_S after the first failure, for all ranks to end. Kill the others.
+        """Wait for all ranks to end, at most timeout_s in total and at most GRACE_S after the first failure. Then kill
+        the ranks that are still running.
 
         Return the exit codes, with None for each rank that had to be killed.
         """
@@ -226,16 +227,14 @@ _meetings = itertools.count()
 
 
 def everybody_is_here() -> None:
-    """Wait until all ranks of the job are in this function, which means that they have returned from every earlier
-    call.
-    """
+    """Wait until all ranks of the job are in this function. All ranks have then returned from every earlier call."""
     turn = next(_meetings)
     tell(f"here {turn} {os.environ['MSCOMM_RANK']}")
     until_told(*(f"here {turn} {rank}" for rank in range(int(os.environ["MSCOMM_WORLD_SIZE"]))))
 
 
 def when_inside(number: int, then: Callable[[], object], group: Any = None) -> None:
-    """Start a thread that calls then() once this rank is in call `number` of the group, or in a later call."""
+    """Start a thread that calls then() as soon as this rank is in call `number` of the group, or in a later call."""
     from mscomm.job import resolve
 
     core = resolve(group).core
@@ -255,7 +254,7 @@ def be_a_rank(where: Order) -> None:
     """Run the test as one rank: join the job, run the body, leave. The test file must be imported already."""
     import mscomm
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with SIGINT ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests with SIGINT ignored
     for prepare in before_joining:
         prepare()
     body = getattr(sys.modules["under_test"], where["name"]).body

@@ -80,21 +80,21 @@ def plan(seed: int, index: int) -> dict[str, Any]:
         "hosts": [{"one": 0, "halves": int(2 * rank >= size), "turns": rank % 2}[split] for rank in range(size)],
         "fault": fault,
         "victim": victim,
-        "at": draw.randrange(ITERATIONS),  # the iteration of the fault, if it happens at an iteration
-        "after_s": draw.random() * 0.2,  # the delay of the fault, if it happens after a delay
+        "at": draw.randrange(ITERATIONS),  # for faults that happen at an iteration
+        "after_s": draw.random() * 0.2,  # for faults that happen after a delay
         "pause_s": 0.1 + draw.random() * 0.5,
-        # The groups besides the world: one of the even ranks and one of the odd ranks, made by create_group or split.
-        # "moving": the ranks create and destroy groups between their calls.
+        # The groups besides the world. "created" and "split": a group with all even ranks and a group with all odd
+        # ranks, made by create_group or split. "moving": the ranks create and destroy groups between their calls.
         "groups": draw.choice(("none", "none", "none", "created", "split", "moving", "moving")),
         # Whether the surviving ranks continue after PeerLost. They do so only in jobs without other groups. Otherwise,
-        # a rank in shrink could wait for a rank that waits for it in a group that still works.
+        # rank A in shrink could wait for rank B, while rank B waits for rank A in a group that still works.
         "shrinks": draw.random() < 0.7,
         "beside": draw.random() < 0.2,  # whether a second job, which does not fail, runs at the same time
     }
 
 
 def neighbour(job: dict[str, Any]) -> dict[str, Any]:
-    """Return the second job: two ranks on the same hosts, with the same transport. One of them is slow, none fails."""
+    """Return the second job: two ranks on the same hosts, with the same transport. Rank 0 is slow. No rank fails."""
     calm = {"fault": "slow", "victim": 0, "work": "calls"}
     return {**job, **calm, "seed": f"{job['seed']}:beside", "size": 2, "hosts": job["hosts"][:2]}
 
@@ -193,7 +193,9 @@ def is_broken() -> bool:
 
 
 def use_new_group(job: dict[str, Any], i: int) -> None:
-    """Create a group of the lower ranks and one of the upper ranks, or one of all ranks. Use it once and destroy it."""
+    """Create a group with the lower ranks and a group with the upper ranks, or one group with all ranks. Use this
+    rank's group once and destroy it.
+    """
     size, rank, draw = job["size"], mscomm.get_rank(), random.Random(f"{job['seed']}:new {i}")
     at = draw.randrange(size)
     own = list(range(at)) if rank < at else list(range(at, size))
@@ -214,7 +216,9 @@ def refused(group: Any) -> None:
 
 
 def misbehave(job: dict[str, Any]) -> None:
-    """Cause the job's fault on the victim. Do nothing if the fault happens after a delay: other code causes it."""
+    """Cause the job's fault on the victim. If the fault happens after a delay, do nothing, because other code causes
+    such a fault.
+    """
     match job["fault"]:
         case "kill" if job["work"] == "train":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -241,7 +245,7 @@ def one_call(draw: random.Random, group: Any, i: int, functions: list[str]) -> N
     function = draw.choice(functions)
     each, root = draw.choice(SIZES), draw.randrange(n)
     count = each * n if function in ("reduce_scatter", "scatter", "all_to_all") else each
-    dtype = draw.choice(("int64", "int32", "float64"))  # whole numbers: sums are exact in any order
+    dtype = draw.choice(("int64", "int32", "float64"))  # the values are whole numbers, so sums are exact in any order
     shared, beside = draw.random() < 0.4, draw.random() < 0.2
     x = [(np.arange(count) % 1009 * (rank + 1) + i).astype(dtype) for rank in range(n)]
     given = mscomm.empty(count, dtype) if shared else np.empty(count, dtype)
@@ -463,7 +467,9 @@ def shared_files() -> set[str]:
 
 
 def soak(faults: int, seed: int, only: int | None = None, minutes: float = float("inf")) -> Counter[str]:
-    """Run the jobs. Return how many jobs went well, for each fault, and how many "failed". Print the failed jobs."""
+    """Run the jobs. Return the number of successful jobs for each fault, and the number of jobs that "failed". Print
+    the failed jobs.
+    """
     done: Counter[str] = Counter()
     shared_before, until = shared_files(), time.monotonic() + 60 * minutes
     interpreter = Interpreter(__file__, ENVIRONMENT)

@@ -189,7 +189,8 @@ def test_two_threads_that_wait_for_a_work_get_the_same_result(rank, group, funct
     def slowly(_: Any) -> None:
         time.sleep(0.2)  # in the meantime, other threads reach wait()
 
-    arrays.written_all = slowly  # called after the result was copied to `out`, whose type is a subclass
+    # mscomm calls this function after it has copied the result to `out`, because `out` is of a subclass of ndarray.
+    arrays.written_all = slowly
     x, out = np.full(500, rank + 1.0), np.zeros(1000).view(Slow)[::2]
     if function == "all_reduce":
         work = mscomm.all_reduce(x, out=out, async_op=True)

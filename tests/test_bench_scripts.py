@@ -233,7 +233,9 @@ def test_hosts_measures_and_reports(tmp_path: Path) -> None:
 
 @with_scripts
 def test_the_first_kind_that_exchanges_is_the_reference_for_the_weights() -> None:
-    """Check that different weights of two kinds are found even if no job runs in graph mode."""
+    """If jobs of two kinds end with different weights, check_weights() must report them even without a job in graph
+    mode.
+    """
     import click
     from mindspore_step import MINDSPORE, MSCOMM, NOBODY, Kind, check_weights
 

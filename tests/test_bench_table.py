@@ -60,7 +60,7 @@ def test_a_part_in_the_wrong_place_is_wrong(row: table.Collective) -> None:
     for one in buffers:
         one.fill()
     x = [one.x.copy() for one in buffers]
-    rank = 0 if row.out_at_root else ranks - 1  # not rank 0, because rank 0 of a scan combines nothing
+    rank = 0 if row.out_at_root else ranks - 1  # rank 0 of a scan combines nothing, so test the last rank
     right, last = result_by_hand(row.name, x, rank, 0), buffers[rank]
     assert last.out is not None
     for shift in (1, 64, 1024):

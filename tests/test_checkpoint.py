@@ -469,7 +469,7 @@ class Halving(mscomm.Callback):
 def test_callbacks_go_on_too(tmp_path, steps, kept):
     config = CheckpointConfig(steps)
     first, second = Halving(), Halving()
-    # ModelCheckpoint writes a file after `first` has run for the step, although it is listed before `first`.
+    # ModelCheckpoint writes a file after `first` has run for the step, although ModelCheckpoint is listed first.
     model().train(1, Batches(), [ModelCheckpoint("m", tmp_path, config), first])
     if steps == 3:
         (tmp_path / "m-1_5.safetensors").unlink()

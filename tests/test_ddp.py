@@ -207,7 +207,7 @@ def test_after_backward_gradients_are_the_mean_of_the_ranks(rank: int) -> None:
                     mean = mscomm.all_reduce(plain.grad.detach().contiguous(), "avg")
                     assert (mine.grad - mean).abs().max() < 1e-12 * (1 + mean.abs().max()), (name, again)
             if kept is not None and not as_view:
-                # The last passes did not overwrite the gradients that were kept before them.
+                # The two passes of this turn did not overwrite the gradients that were kept in the previous turn.
                 assert all(torch.equal(one, copy) for one, copy in kept)
             kept = [(p.grad.detach(), p.grad.detach().clone()) for p in model.parameters()]
 

@@ -136,7 +136,7 @@ def test_parameters_without_a_gradient(rank: int, backend: str) -> None:
             else:
                 assert name not in mine
     model.zero_grad()
-    with reducer.no_sync():  # wait() reduces the gradients of this pass, even if the last pass produces none
+    with reducer.no_sync():  # wait() must reduce the gradients of this pass, even if the next pass produces none
         model(torch.ones(2, 4), True).sum().backward()
     model(torch.ones(2, 4), False).sum().backward()
     reducer.wait()

@@ -293,7 +293,7 @@ def test_running_means_and_dropout_on_two_ranks(rank: int, group: None, backend:
     managed_torch.settle_in_steps()
     data_parallel(parameter_broadcast=True)
     net = managed_torch.module(torch_net())
-    torch.manual_seed(rank)  # dropout then zeroes different elements on each rank
+    torch.manual_seed(rank)  # different seeds, so that dropout zeroes different elements on each rank
     with torch.no_grad():
         net[1].running_mean.fill_(rank)
     with tempfile.TemporaryDirectory() as folder:

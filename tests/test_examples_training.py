@@ -242,8 +242,8 @@ def test_the_rank_tables_are_good_ones_also_for_atlas_910(size: int, servers: li
 
 
 def own_table(size: int, folder: Path, *addresses: str) -> str:
-    """Return a copy of the example's table that differs between runs of this test, because two jobs cannot share a
-    table.
+    """Copy the example's table. Return the path of the copy. Each run of this test needs a different table, because two
+    jobs cannot share a table.
     """
     content = json.loads((FOLDER / f"rank_table_{size}pcs.json").read_text())
     for server, address in zip(content["server_list"], addresses, strict=bool(addresses)):
@@ -346,7 +346,7 @@ def test_run_goes_on_behind_the_newest_checkpoint_of_all_ranks_with_the_same_bit
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_run_learns_the_digits(folder: Path, digits: Path, table: str) -> None:
-    """The network learns small images slowly at the tutorial's learning rate. When measured, the accuracy was 0.39."""
+    """The network learns small images slowly at the tutorial's learning rate. In one run, the accuracy was 0.39."""
     sizes = {"EPOCH_SIZE": "5", "BATCH_SIZE": "16"}
     done = bash(folder, "run.sh", digits, "2", timeout_s=800, RANK_TABLE_FILE=table, **sizes)
     log = (folder / "device0/train.log0").read_text()

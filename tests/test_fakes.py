@@ -294,7 +294,9 @@ def test_arrays_by_dlpack(ranks):
 
 
 def real_header() -> Path | None:
-    """Return the path of nccl.h, from MSCOMM_TEST_NCCL_HEADER or an installed wheel, or None without a header."""
+    """Return the path of nccl.h: the value of MSCOMM_TEST_NCCL_HEADER, or the file in an installed wheel. If there is
+    no such file, return None.
+    """
     named = os.environ.get("MSCOMM_TEST_NCCL_HEADER")
     places = [Path(named)] if named else [Path(one) / "nvidia/nccl/include/nccl.h" for one in sys.path]
     return next((place for place in places if place.exists()), None)

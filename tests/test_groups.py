@@ -497,7 +497,7 @@ class Enough(Exception):
 
 
 def when_the_main_thread_meets(number: int) -> None:
-    """Wait until the main thread waits for the other ranks of a meeting. Then send this process the signal."""
+    """Wait until the main thread is waiting for the other ranks of a meeting. Then send this process the signal."""
     main = threading.main_thread().ident
 
     def functions() -> list[str]:

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.huge, pytest.mark.timeout(1200)]
 
 
 def marked(rank: int) -> np.ndarray:
-    """Return an array of zeros with rank + 1 at the indices MARKS. Pages without these indices take no memory yet."""
+    """Return an array of zeros with rank + 1 at the indices MARKS. Pages without these indices take no memory."""
     x = np.zeros(BYTES, np.uint8)
     x[MARKS] = rank + 1
     return x

@@ -268,9 +268,9 @@ def test_mpi4py_may_come_before_or_after_init_or_not_at_all(mpi: Environment, or
     assert (done.returncode, done.stdout) == (0, "ok\n" * 4), done.stderr
 
 
-# In prterun, one thread answers PMIx_Finalize, and then another thread notes that the client has finalized. If the
-# client closes its connection before prterun has noted this, prterun treats the client as dead. The library below is
-# preloaded into prterun and delays the note, as a busy machine would.
+# In prterun, one thread answers PMIx_Finalize, and then another thread records that the client has finalized. If the
+# client closes its connection before the second thread has done this, prterun treats the client as dead. The library
+# below is preloaded into prterun and delays the second thread, as a busy machine would.
 LATE_NOTE = r"""
 #include <dlfcn.h>
 #include <errno.h>
@@ -304,8 +304,8 @@ def test_mpi4py_works_with_a_pmix_server_that_is_late(openmpi: Environment, orde
     subprocess.run([compiler, "-shared", "-fPIC", "-D_GNU_SOURCE", source, "-o", library, "-ldl"], check=True)
     done = openmpi.start(4, script, order, LD_PRELOAD=str(library))
     assert (done.returncode, done.stdout) == (0, "ok\n" * 4), done.stderr
-    # At least 12 answers must be late. Each of the 4 ranks gets one for each of its two PMIx helpers, and one for
-    # MPI_Finalize.
+    # At least 12 answers must be late. Each of the 4 ranks gets one answer for each of its two PMIx helpers, and one
+    # answer for MPI_Finalize.
     assert done.stderr.count("late\n") >= 12, done.stderr
 
 

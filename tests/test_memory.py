@@ -106,7 +106,7 @@ def give_up_tracing() -> None:
     """Drop CAP_SYS_PTRACE from this thread. Ordinary users do not have this capability (see capabilities(7))."""
     version, sys_ptrace = 0x20080522, 19
     header = (ctypes.c_uint32 * 2)(version, 0)
-    # (effective, permitted, inheritable) for capabilities 0 to 31, then for those from 32.
+    # (effective, permitted, inheritable) for capabilities 0 to 31, then the same for capabilities 32 to 63.
     sets = (ctypes.c_uint32 * 6)()
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.capget(header, sets) == 0
@@ -137,7 +137,9 @@ def test_a_rank_that_is_killed_while_it_is_read_is_lost(rank, group):
 
 
 def secret_memory(bytes_: int) -> mmap.mmap:
-    """Return memory that no other process can read directly, such as memory that a driver maps (memfd_secret(2))."""
+    """Return memory that no other process can read directly (memfd_secret(2)). Memory that a driver maps can be like
+    this.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     fd = libc.syscall(447, 0)
     if fd < 0:
@@ -184,8 +186,8 @@ print(_core.describe_memory(True))
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="unshare is not installed (util-linux)")
 @pytest.mark.skipif(not _core.describe_memory(True).startswith("a tmpfs"), reason="memory is in memfds in any case")
 def test_without_a_tmpfs_of_ones_own_it_is_a_memfd(tmp_path):
-    """The job runs as root of a user namespace. This root user may not mount a tmpfs in the outer mount namespace, and
-    cannot create another namespace.
+    """The job runs as root of a user namespace. This root user is not allowed to mount a tmpfs in the outer mount
+    namespace, and cannot create another namespace.
     """
     script = tmp_path / "sum.py"
     script.write_text(SUM)

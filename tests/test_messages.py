@@ -696,7 +696,7 @@ def until_in_a_message(thread: threading.Thread) -> None:
 
 
 def interrupt_in_a_message() -> None:
-    """Send SIGINT, as Ctrl-C does, once the main thread is waiting in send or recv."""
+    """Wait until the main thread is waiting in send or recv. Then send SIGINT, as Ctrl-C does."""
     until_in_a_message(threading.main_thread())
     os.kill(os.getpid(), signal.SIGINT)
 

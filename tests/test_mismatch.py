@@ -20,7 +20,7 @@ import mscomm
 from mscomm import _core
 from mscomm.cluster import hub, security
 
-PAIRS = 67  # with `arena`, the number of jobs with 2 ranks, with 3 ranks and with 4 ranks: 201 jobs in all
+PAIRS = 67  # with `arena`, the number of jobs for each of 2, 3 and 4 ranks: 201 jobs in all
 Made = tuple[str, str, tuple[int, ...], str, int]  # collective, dtype, shape, op, root
 
 

@@ -281,7 +281,7 @@ def test_every_operator_and_function_says_what_it_is(module):
     for name, value in vars(module).items():
         if getattr(value, "__module__", None) == module.__name__ and not name.startswith("_"):
             words = inspect.getdoc(value)
-            # Python gives a dataclass without a docstring one that begins with the class's name and "(".
+            # For a dataclass without a docstring, Python makes a docstring that begins with the class's name and "(".
             assert words and not words.startswith(f"{name}(")
 
 

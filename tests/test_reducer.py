@@ -410,7 +410,7 @@ def convolutions() -> Any:
 
 def trained_on_shards(wrap: Any, rank: int, n: int) -> Any:
     """Train for 20 steps on this rank's part of each batch. Return the trained model. wrap(model) returns three
-    functions: the forward function, one to call before backward(), and one to call after backward().
+    functions: the forward function, a function to call before backward(), and a function to call after backward().
     """
     import torch
 
@@ -538,7 +538,7 @@ def test_parameters_without_a_gradient(rank, group):
         expected = mscomm.all_reduce(model.always.bias.grad.clone(), "avg")
         assert (model.always.bias.grad == expected).all()
     model.zero_grad()
-    with reducer.no_sync():  # wait() reduces the gradients of this pass, even if the last pass produces none
+    with reducer.no_sync():  # wait() must reduce the gradients of this pass, even if the next pass produces none
         model(torch.ones(2, 4, dtype=torch.double), True).sum().backward()
     model(torch.ones(2, 4, dtype=torch.double), False).sum().backward()
     reducer.wait()
@@ -620,7 +620,7 @@ def test_gradients_that_the_program_changes_or_replaces(rank, group):
     reducer.zero_grad()
     step()
     reducer.zero_grad()
-    second = GradientReducer([("weight", weight)])  # the second reducer takes the parameter over from the first one
+    second = GradientReducer([("weight", weight)])  # the second reducer takes over the parameter from the first one
     (weight * (rank + 1)).sum().backward()
     assert not reducer._step.begun
     second.wait()

@@ -822,7 +822,7 @@ model.train(1, Batches(rank, 2), ModelCheckpoint("line", folder, mscomm.Checkpoi
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Any:
-    """Mount a file system of one page. Yield a function that enlarges it, or None if this process may not mount."""
+    """Mount a file system of one page. Yield a function that enlarges it, or None if mounting is not allowed."""
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "full", folder], capture_output=True).returncode:
         yield None
@@ -863,7 +863,8 @@ def test_a_first_checkpoint_that_one_rank_could_not_write(tmp_path):
         (tmp_path / "0/line_1-1_6.safetensors").unlink()
         codes, job = run("again")
         assert codes == [0, 0] and all("goes on after (1, 4)" in job.output(rank) for rank in range(2)), job.logs()
-        # Now rank 0 has only files of an older training run, with the same names as files of the last one on rank 1.
+        # Now rank 0 has only files of an older training run. They have the same names as rank 1's files of the last
+        # training run.
         (tmp_path / "0/line_1-1_4.safetensors").unlink()
         (tmp_path / "0/line_1-1_6.safetensors").unlink()
         codes, job = run("mixed")

@@ -172,7 +172,7 @@ def test_seeds_and_places_that_differ_are_told(rank):
 
 @ranks(2)
 def test_a_dataset_that_is_not_shared_is_not_compared(rank):
-    if rank == 1:  # rank 0 makes no dataset, so rank 1 would wait forever if it compared its own with other ranks
+    if rank == 1:  # rank 0 makes no dataset, so a comparison of datasets would wait forever
         assert len(list(ds.GeneratorDataset(numbers(10), "x"))) == 10
         assert len(list(ds.GeneratorDataset(numbers(10), "x", num_shards=4, shard_id=3))) == 3
 

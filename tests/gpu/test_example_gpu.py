@@ -1,4 +1,4 @@
-"""The tutorial's training script for GPUs, on a real GPU. Without a GPU, the test is skipped, with the reason."""
+"""The tutorial's training script for GPUs, on a real GPU. Without a GPU, the test is skipped with a reason."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Calls on a real GPU, with the real NCCL and driver, on CuPy's and PyTorch's arrays. Several ranks share one GPU.
 
 NCCL treats processes with different values of NCCL_HOSTID as processes on different hosts, and connects them with
-sockets. So one GPU is enough. The tests measure nothing. Without a GPU, they are skipped, with the reason.
+sockets. So one GPU is enough. The tests do not measure speed. Without a GPU, the tests are skipped with a reason.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The kernels of csrc/cuda on a real GPU: Group.pack and unpack in a job with one rank, compared with NumPy.
 
-tests/core/pack_test.cc tests the same sources on the CPU, at more sizes. Without a GPU the tests are skipped, with the
+tests/core/pack_test.cc tests the same sources on the CPU, at more sizes. Without a GPU, the tests are skipped with a
 reason.
 """
 
@@ -97,7 +97,7 @@ def same(got: Array, expected: Array) -> bool:
 
 
 def scaled(x: Array, scale: float, into: np.dtype[Any]) -> Array:
-    """Scale x as a kernel does, which rounds each product once. float64 holds the exact product of two float32."""
+    """Scale x like a kernel, which rounds each product once. float64 holds the exact product of two float32 numbers."""
     with np.errstate(over="ignore", invalid="ignore"):
         if x.dtype == np.float64:
             return x * scale

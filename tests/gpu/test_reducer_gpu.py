@@ -1,6 +1,6 @@
 """GradientReducer on a real GPU: with CuPy's and PyTorch's arrays, with and without kernels, on several streams.
 
-Several ranks share one GPU, as in test_gpu.py. Without a GPU the tests are skipped, with the reason.
+Several ranks share one GPU, as in test_gpu.py. Without a GPU, the tests are skipped with a reason.
 """
 
 from __future__ import annotations

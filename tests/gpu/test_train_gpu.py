@@ -1,6 +1,6 @@
 """Model and checkpoints on a real GPU: PyTorch's modules and CuPy's arrays.
 
-Several ranks share one GPU, as in test_gpu.py. Without a GPU the tests are skipped, with the reason.
+Several ranks share one GPU, as in test_gpu.py. Without a GPU, the tests are skipped with a reason.
 """
 
 from __future__ import annotations
