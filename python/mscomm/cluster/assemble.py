@@ -118,16 +118,16 @@ def heap_bytes(ranks: int) -> int:
 
 
 def chosen(core: _core.Group) -> dict[str, str]:
-    """Return the algorithm of each collective: for example "direct", or "tree or ring" if large arrays use ring."""
+    """Return the algorithms of each collective as text: "direct", or "tree or ring" if large arrays use ring."""
     sizes = [core.chosen(2**power) for power in range(_LARGEST_POWER + 1)]
     return {what: " or ".join(dict.fromkeys(names[what] for names in sizes)) for what in sizes[0]}
 
 
 class Founded(NamedTuple):
-    """A group's core, and its control memory.
+    """A group's core, and the location of its control memory.
 
-    `control`: the offset of the control memory in this rank's heap; `control_ranks` ranks share this memory. It is None
-    if the control memory is in another rank's heap, or if the group has none.
+    `control`: the offset of the control memory in this rank's heap. `control` is None if the control memory is in
+    another rank's heap, or if the group has no control memory. `control_ranks`: how many ranks share this memory.
     """
 
     core: _core.Group
@@ -247,8 +247,8 @@ class Epoch:
         except BaseException as error:
             if control is not None and not met:
                 assert self.heap
-                # If the hub did not refuse the meeting, other ranks may be using this memory. The heap must then keep
-                # the memory until these ranks have stopped using it.
+                # If the hub did not refuse the meeting, other ranks may be using this memory. In that case, the heap
+                # must keep the memory until these ranks have stopped using it.
                 if came and self.member and not self.member.was_refused(group):
                     self.heap.abandon_control(control, len(at_home))
                 else:

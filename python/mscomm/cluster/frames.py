@@ -16,7 +16,8 @@ from mscomm.errors import Error
 FROM_MEMBER_BYTES = 64 << 10
 FROM_HUB_BYTES = 16 << 20
 
-JOIN, READY = "join", "ready"  # the keys of the two waits in init() that are not meetings
+# The keys of two waits that are not meetings: until all ranks have joined, and until all ranks are ready.
+JOIN, READY = "join", "ready"
 
 Frame = dict[str, Any]
 _LENGTH = struct.Struct("<I")

@@ -1,7 +1,7 @@
 """The hello that opens a connection; docs/design/0001-call.md lists its messages. The caller does all I/O.
 
-Both ends prove that they know the job's key. The acceptor proves it first. Every message has a fixed size, so a peer
-that has not proved this yet cannot decide how many bytes the other end parses or allocates.
+Both ends prove that they know the job's key, the acceptor first. Every message has a fixed size. Therefore, a peer that
+does not know the key cannot decide how many bytes the other end parses or allocates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mscomm.version import VERSION
 MAGIC = b"MSCM"
 WIRE = 1
 CONTROL, MEMORY, DATA, MESSAGES, LAUNCHER = 1, 2, 3, 4, 5
-OF_THE_HUB = (CONTROL, LAUNCHER)  # links to the hub, which a process opens before it has joined the job
+OF_THE_HUB = (CONTROL, LAUNCHER)  # links to the hub; a process opens them before it has joined the job
 HELLO_S = 5.0  # a hello that takes longer is abandoned
 
 _OPENING = struct.Struct("<4sHBB32s")  # messages 1 and 2: magic, wire version, purpose (in 1) or status (2), 0, nonce

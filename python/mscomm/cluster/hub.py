@@ -68,8 +68,9 @@ class Hub:
     launcher says whether it restarts the rank. `named`: the job id, which every hello must contain (links.job_of).
     `log`: a function that writes a short line to the log; it must not raise an error.
 
-    `nodes`: the ranks of each other host, by the host's name in messages. The launchers of these hosts connect to the
-    hub. `layout`: the options that determine each launcher's ranks, as text; they must be the same on all hosts.
+    `nodes`: maps the name of each other host, as shown in messages, to the ranks of the host. The launchers of these
+    hosts connect to the hub. `layout`: the options that determine each launcher's ranks, as text; the options must be
+    the same on all hosts.
     `tell`: a function that writes a line for a user who is waiting.
     """
 
@@ -102,18 +103,18 @@ class Hub:
         self._tell = tell or (lambda text: None)
         self._tell_at: float | None = None  # when the user is next told which hosts or ranks are missing
         self._turned_away = ""  # the most recent rejected connection, as text; "" if the user has been told
-        self._unproven = 0  # how many connections had no key of the job since the latest message to the user about this
-        self._unproven_at = 0.0  # when the user may next be told about such connections
+        self._unproven = 0  # how many peers had another key since the latest message to the user about such peers
+        self._unproven_at = 0.0  # when the user may next be told about such peers
         self._listening = False
         self._own: set[int] = set()  # ranks that the launcher of this host started; the hub adopted their links
         self.attended: set[int] = set()  # ranks of other hosts whose launcher has connected; any thread may read this
         self._absent: dict[int, str] = {}  # ranks that were lost before any rank had joined: how each was lost
         self._starter_gone = False
-        self._ended_well: set[int] = set()  # ranks whose process ended with status 0, after its bye if it had joined
+        self._ended_well: set[int] = set()  # ranks that ended with status 0; ranks that had joined also sent a bye
         self._ended_badly: dict[int, str] = {}  # ranks that failed and are not restarted: how each process ended
         self._started_again: set[int] = set()  # ranks that were lost in this epoch and are restarted
-        # Why the job cannot continue. Launchers must then end their ranks. None if the job can continue. Any thread may
-        # read this.
+        # The reason why the job cannot continue, or None if it can. If there is such a reason, launchers must end their
+        # ranks. Any thread may read this.
         self.over: Error | None = None
         # Whether ranks continue without the lost ranks (mscomm.shrink), or wait to do so. Any thread may read this.
         self.goes_on = False
@@ -122,7 +123,7 @@ class Hub:
         self._welcomed = False
         self._ready: set[int] = set()
         self._never_began: str | None = None
-        self._contested_until = 0.0  # if two jobs use one port: until when processes that join are refused
+        self._contested_until = 0.0  # if two jobs use one port, processes that join before this time are refused
         self._groups: dict[str, _Group] = {}
         self._world = self._open_group(world_id(0), range(size))
         self._meetings = Meetings(self._roster.gone, self._roster.name, lambda: self._world.judge)
@@ -270,7 +271,7 @@ class Hub:
                 if group is self._world:
                     self._answer(self._meetings.look())  # meetings with lost ranks were waiting for this verdict
         if self._aborted and not self._abort_announced:
-            self._abort_announced = True  # announced last: groups that failed earlier already have their own verdicts
+            self._abort_announced = True  # last, because groups that failed earlier got their own verdicts above
             self._broadcast({"t": "verdict", "group": "", **self._aborted.fields()}, self._world.ranks)
         if self.over is None and (end := self._end()):
             self._give_up(end)
@@ -393,7 +394,7 @@ class Hub:
         return [group for group in self._groups.values() if group is self._world or rank in group.ranks]
 
     def _members(self, group: _Group) -> list[int]:
-        """Return the ranks that are still in the group and have an open control link, so that the hub can ask them."""
+        """Return the ranks that the hub can ask: they are still in the group and have an open control link."""
         return [
             link.number
             for link in self._roster
@@ -574,7 +575,7 @@ class Hub:
             return
         verdict = self._world.judge.verdict
         if self._restarts and not self._watched and verdict and link.number in verdict.ranks:
-            self._board.end(link, "left after its failure")  # lost now: no launcher will say how it ended
+            self._board.end(link, "left after its failure")  # lost now, because no launcher will report how it ended
             return
         link.left, link.waits = True, False
         for name, group in self._groups.items():
@@ -814,13 +815,13 @@ class Hub:
         ended = self._ended_well | self._ended_badly.keys()
         for rank in [rank for rank in launcher.ranks if rank not in ended]:
             member = self._roster.at(rank)
-            if member is not None and member.left:  # it said bye, and only the report on how it ended is missing
+            if member is not None and member.left:  # the rank said bye; only the report on how it ended is missing
                 self._ended_well.add(rank)
             elif self._restarts:
                 self._ended_badly.setdefault(rank, why)
             elif member is None:
                 self._process_ended(rank, why, badly=True, again=False)
-        self._begin_epoch()  # if there can be no epoch, this tells the ranks that wait for one
+        self._begin_epoch()  # if there can be no new epoch, this tells the ranks that wait for it
 
     def _dismiss_launchers(self) -> None:
         """Tell the launchers that the job is over, and wait until they have closed their links.

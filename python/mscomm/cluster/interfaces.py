@@ -1,8 +1,8 @@
 """Chooses the address of this host for a job: this host listens at the address, and other hosts connect to it.
 
-MSCOMM_SOCKET_IFNAME determines the address. If it is not set, NCCL_SOCKET_IFNAME does, and otherwise
-GLOO_SOCKET_IFNAME. Each variable has its own syntax. If none of them is set, this host uses the address from which it
-reaches the scheduler, and does not need to list its interfaces.
+The user can choose the address with MSCOMM_SOCKET_IFNAME, NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME. If several of these
+variables are set, the first one counts. Each variable has its own syntax. If no variable is set, this host uses the
+address from which it reaches the scheduler, and does not need to list its interfaces.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def listen_address(control: socket.socket, env: Mapping[str, str] = os.environ) 
 def host_address(env: Mapping[str, str] = os.environ) -> str:
     """Return the address at which other hosts reach this host.
 
-    Call this while the scheduler's address is not known, so that no route to it can be looked up. If one of VARIABLES
-    is set, it chooses the address. Otherwise, the result is the source address of packets to other networks. If there
-    is no route to them, it is the address of the only interface that is not loopback.
+    Call this if the scheduler's address, and therefore the route to it, is not known yet. If one of VARIABLES is set,
+    it chooses the address. Otherwise, the result is the source address of packets to other networks. If there is no
+    route to other networks, the result is the address of the only interface that is not loopback.
     """
     if chosen := _chosen(env, VARIABLES, "0.0.0.0"):
         return chosen
@@ -87,8 +87,8 @@ def name_of(address: str) -> str | None:
 def dial_address(published: str, own: str = "", env: Mapping[str, str] = os.environ) -> str:
     """Return the address that another host published, in a form to which this host can connect.
 
-    Raise ValueError if it is not an address. A link-local address needs a scope, which must be an interface of this
-    host, not of the other host. If `own` has a scope, use this scope. Otherwise, use the interface that one of
+    Raise ValueError if `published` is not an address. A link-local address needs a scope. This scope is an interface of
+    this host, not of the other host. If `own` has a scope, use this scope. Otherwise, use the interface that one of
     VARIABLES chooses or, if none is set, the only interface with a link-local address.
     """
     address = published.partition("%")[0]
@@ -143,7 +143,7 @@ def _matching(env: Mapping[str, str], variables: Iterable[str], own: str) -> lis
     rules = list(_rules(variable, environment.read(variable, env), {interface.name for interface in here}))
     excluding = [rule for rule in rules if rule.excludes]
     left = [interface for interface in here if not any(rule.matches(interface) for rule in excluding)]
-    if len(excluding) == len(rules):  # all items exclude: the other interfaces match, except loopback
+    if len(excluding) == len(rules):  # there are only exclusions, so all other interfaces match, except loopback
         rules = [_Rule(False, lambda interface: not interface.loopback or interface.address == own)]
     for rule in rules:
         matching = [interface for interface in left if not rule.excludes and rule.matches(interface)]

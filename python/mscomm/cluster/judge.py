@@ -14,7 +14,7 @@ from mscomm.errors import CollectiveTimeout, Error, PeerLost
 BELIEVED_AFTER_S = 0.2  # how long the judge waits for a report from the rank that a symptom names
 ANSWERS_WITHIN_S = 0.3  # after a timeout: how long the ranks may take to answer "where are you"
 REASON_WITHIN_S = 0.5  # how long the launcher may take to say how a process ended
-RESTARTED_WITHIN_S = 0.1  # used instead of REASON_WITHIN_S if ranks are restarted: the survivors wait for the verdict
+RESTARTED_WITHIN_S = 0.1  # replaces REASON_WITHIN_S if ranks are restarted, because survivors wait for the verdict
 ASKED_EVERY_S = 1.0  # the minimum time between two comparisons of the calls; every stuck rank asks for a comparison
 _CALLS_KEPT = 16
 
@@ -88,7 +88,7 @@ class Judge:
             if error.kind == "PeerLost" and self._watched and self._unexplained() & named:
                 # A rank that the error names has said bye. Wait until the launcher says how its process ended.
                 self._symptoms.append(_Symptom(rank, error, now + self._reason_s))
-            elif not self._gone.keys() - {rank}:  # if another rank was lost before, look() reports that rank instead
+            elif not self._gone.keys() - {rank}:  # if another rank was lost earlier, look() reports it instead
                 self.verdict = error
         self.look(now)
 
@@ -212,12 +212,12 @@ class Judge:
         self.verdict = CollectiveTimeout(f"{timeout}. Waiting for: {found}", timeout.ranks, sorted(waiting_for))
 
     def _how_they_left(self, error: Error) -> Error:
-        """Return the error. If it is a PeerLost about ranks that have left, its text then says how they left."""
+        """Return the error. If it is a PeerLost about ranks that have left, add to its text how these ranks left."""
         text = str(error)
         for lost in error.ranks if error.kind == "PeerLost" else ():
             if lost not in self._left:
                 continue
-            # A peer reports `seen` even if the rank only destroyed the group, because the peer sees no difference.
+            # A peer reports this text even if the rank only destroyed the group, because the peer sees no difference.
             seen = f"{self._name(lost)} has left the job"
             words = f"{self._name(lost)} has destroyed the group" if lost in self._destroyed else seen
             text = text.replace(seen, words)
@@ -228,8 +228,8 @@ class Judge:
     def _root(self) -> _Symptom:
         """Return the symptom that becomes the verdict.
 
-        Start from the first symptom. Go to the symptom that its lost rank reported, and repeat this until a lost rank
-        has reported no symptom. If this leads in a circle, return the first symptom.
+        Start with the first symptom. If a rank that this symptom names has also reported a symptom, continue with that
+        rank's symptom, and so on. If this leads in a circle, return the first symptom.
         """
         by_reporter = {symptom.reporter: symptom for symptom in reversed(self._symptoms)}
         first = symptom = self._symptoms[0]
@@ -244,6 +244,6 @@ class Judge:
             seen.add(symptom.reporter)
 
     def _circular(self) -> bool:
-        """Return whether each rank that a symptom names has sent a report. Then there is nothing left to wait for."""
+        """Return whether each rank that a symptom names has sent a report. If so, there is nothing left to wait for."""
         # A symptom from NCCL names no rank, because NCCL does not know which rank is lost. So wait for other reports.
         return all(symptom.error.ranks and self._spoke.issuperset(symptom.error.ranks) for symptom in self._symptoms)

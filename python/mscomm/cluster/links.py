@@ -70,7 +70,7 @@ def _connect_unix(sock: socket.socket, address: str | bytes, deadline: Deadline)
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Return whether the error says that this process or host lacks descriptors or memory. No peer is then to blame."""
+    """Return whether the error says that this process or host lacks descriptors or memory, so no peer is to blame."""
     return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 
@@ -118,7 +118,7 @@ def newcomer(env: Mapping[str, str], rank: int = UNKNOWN_RANK) -> Identity:
 
 
 def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadline: Deadline) -> None:
-    """Run the connecting side of the hello. Errors name the address. The caller must then close the socket."""
+    """Run the connecting side of the hello. Errors name the address. The caller must close the socket on an error."""
     # Only a hub on TCP must answer soon: it accepts at once, so a silent listener is not a hub. A hub on a unix socket
     # may still be starting, which can take a while on a busy host. A rank may be busy for long before it accepts.
     if purpose in OF_THE_HUB and sock.family != socket.AF_UNIX:
@@ -135,7 +135,7 @@ def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadlin
             received = sock.recv(hello.needs)
             if not received:
                 raise ConnectionResetError("it closed the connection")
-            if answer := hello.feed(received):  # an empty answer is not sent, because the peer may have closed
+            if answer := hello.feed(received):  # do not send an empty answer: the peer may have closed the link
                 sock.sendall(answer)
     except NotMscomm as error:
         raise NotMscomm(f"{where} is not an {expected}: {error}") from error
@@ -294,8 +294,8 @@ class Door:
             if is_shortage(error) and len(self._half_open) > expected:
                 self._drop(next(iter(self._half_open)), "its descriptor is needed for a newer connection")
             elif is_shortage(error):
-                # Pause the listener. The connection stays in its backlog, so the selector would report the listener
-                # again at once.
+                # Pause the listener. Otherwise, the selector would report it again at once, because the connection is
+                # still in the listener's backlog.
                 self._selector.unregister(listener)
                 self._paused[listener] = time.monotonic() + _PAUSE_S
                 if self._on_shortage:
@@ -373,9 +373,9 @@ def accept_all(
 ) -> dict[int, socket.socket]:
     """Accept one connection from each wanted rank. Return them by rank, authenticated, as blocking sockets.
 
-    At the deadline, raise CollectiveTimeout, which names the missing ranks, or OSError if the host lacked descriptors
-    or memory. If this process runs out of descriptors, raise OSError at once. `check` is called at least every 100 ms.
-    If it raises an error, the wait ends with this error.
+    At the deadline, raise CollectiveTimeout, which names the missing ranks. If the host has run short of descriptors or
+    memory during the wait, raise OSError instead. If this process has no descriptors left, raise OSError at once.
+    `check` is called at least every 100 ms. If `check` raises an error, the wait ends with this error.
     """
     missing = set(wanted)
     shortage: OSError | None = None

@@ -58,7 +58,7 @@ class Meetings:
         self._name = name
         self._judge = judge
         self._open: dict[str, _Meeting] = {}
-        self._shrunk: list[list[int]] = []  # the ranks of each completed meeting of survivors, until one is lost
+        self._shrunk: list[list[int]] = []  # the ranks that met in each meeting of survivors, until one of them is lost
 
     def come(self, rank: int, key: str, name: str, ranks: list[int], facts: Frame, survivors: bool) -> Iterable[Answer]:
         """Handle the arrival of a rank at the meeting. survivors: the meeting does not wait for lost ranks."""
@@ -122,7 +122,7 @@ class Meetings:
         return bool(self._shrunk) or any(meeting.survivors and meeting.facts for meeting in self._open.values())
 
     def lost(self, rank: int) -> None:
-        """Record that the rank was lost. Survivors that continued in a group with this rank no longer continue."""
+        """Record that the rank was lost. Survivors in a group with this rank no longer count as continuing."""
         self._shrunk = [ranks for ranks in self._shrunk if rank not in ranks]
 
     def forget_survivors(self) -> None:

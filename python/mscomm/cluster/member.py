@@ -33,7 +33,7 @@ from mscomm.errors import Aborted, CollectiveTimeout, Error, PeerLost, of_fields
 SETTLE_S = 2.0  # how long a rank that reported a failure waits for the verdict
 LEAVE_S = 2.0
 _CALL_CHARACTERS = 1000
-_NUMBERS = 500  # a bye holds the final call number of at most this many groups; for others, the hub assumes 0
+_NUMBERS = 500  # a bye holds the final call number of at most this many groups; for other groups, the hub assumes 0
 # The errors that a link reports if the host at the other end, or the network to it, is down.
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
@@ -55,7 +55,7 @@ class Communicator(Protocol):
 
 
 class Welcome(NamedTuple):
-    """What the hub tells a rank when all ranks have joined. facts: indexed by rank."""
+    """What the hub tells a rank when all ranks have joined. facts[rank]: the facts of this rank."""
 
     rank: int
     size: int
@@ -117,8 +117,8 @@ class Member:
         self._closed: dict[str, list[int]] = {}  # by group in set-up: the ranks that have already destroyed it
         self._leaving = False
         self._forked = False
-        # The core writes to this eventfd when it has a notice, when a call is stuck, and when a call has failed for
-        # which no thread is waiting.
+        # The core writes to this eventfd when it has a notice, when a call is stuck, and when a call has failed while
+        # no thread was waiting for it.
         self.news_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._reader = threading.Thread(target=self._read, name="mscomm-member", daemon=True)
         _members.add(self)
@@ -144,7 +144,10 @@ class Member:
         return {"pid": os.getpid(), "hostname": host, "host": host, "link": link}
 
     def rejoin(self, facts: Mapping[str, Any], deadline: Deadline) -> Welcome:
-        """Wait until every rank has called rejoin() or joined again, which begins a new epoch. Return its Welcome."""
+        """Wait for the next epoch, and return the Welcome of that epoch.
+
+        The next epoch begins when every rank has called rejoin() or joined again.
+        """
         assert self._welcome
         now = self._welcome.epoch
         self._rejoins += 1
@@ -256,7 +259,7 @@ class Member:
         dialled(rank, address) is called when `rank` asks this rank to connect to the address; it must return at once.
         """
         with self._news:
-            self._told.discard(group)  # an earlier attempt to set up the group may have failed
+            self._told.discard(group)  # an earlier attempt to set up the group may have failed and been reported
             self._communicators[group] = communicator
             self._dialled[group] = dialled
             early = self._early.pop(group, [])
@@ -306,7 +309,7 @@ class Member:
         with self._news:
             self._news.wait_for(lambda: self._settled(group), deadline.left())
             if not self._settled(group) and self._hub_is_silent():
-                # The hub's host may be down. The link then reports this soon, which explains more than our symptom.
+                # If the hub's host is down, the link will report this soon. That report explains more than our symptom.
                 self._news.wait_for(lambda: self._settled(group), node_timeout_s() + 1)
             verdict = self._verdict(group)
             if verdict is None and isinstance(symptom, (PeerLost, CollectiveTimeout)):

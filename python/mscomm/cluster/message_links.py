@@ -61,7 +61,7 @@ class MessageLinks:
         """Connect to a rank that wants to send to this rank and has asked for a connection. Return at once."""
         peer = self._ranks.index(rank)
         # The thread that reads the control link calls this. The core must expect the link before this thread reads the
-        # next frame. That frame may say that the sender has left, which a sender may do right after its message.
+        # next frame. That frame may say that the sender has left, because a sender may leave right after its message.
         self._core.expect_incoming(peer)
         try:
             threading.Thread(target=self._answer, args=(peer, addresses), name="mscomm-dial", daemon=True).start()

@@ -43,7 +43,7 @@ class Link(Line):
 
 
 class Roster:
-    """The members of a job of `size` ranks in the order of joining, including those that have ended."""
+    """The members of a job of `size` ranks in the order of joining, including members that have ended."""
 
     def __init__(self, size: int, ranks_known: bool) -> None:
         self.size = size

@@ -109,7 +109,7 @@ def _plain_key(host: str, port: int, permit_plain: bool) -> bytes:
         f"this job has no key: anybody who can reach {host}:{port} can join it. "
         "MSCOMM_JOB_KEY_FILE=/path/to/key gives it one."
     )
-    # Do not use the host, because the scheduler and the workers may know it by different names or addresses.
+    # Hash only the port. The scheduler and the workers may know the host by different names or addresses.
     return hashlib.sha256(f"mscomm, open to all: {port}".encode()).digest()
 
 

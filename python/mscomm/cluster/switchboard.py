@@ -1,6 +1,6 @@
 """Serves many control links in one selector loop.
 
-It reads whole control frames, queues unsent data up to a limit, and never waits for a single link.
+It reads whole control frames, queues unsent data up to a limit, and never waits for a slow link.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ L = TypeVar("L", bound=Line)
 class Switchboard(Generic[L]):
     """Calls `handle(line, frame)` for each control frame, and `ended(line, how)` when a line has ended.
 
-    `how` says why the line ended. It is "" if the other end closed the line, or if its process ended.
+    `how` says why the line ended. It is "" if the other end closed the line, or if the process at the other end ended.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Switchboard(Generic[L]):
         except BlockingIOError:
             pass  # the rest is sent when the selector says that the socket has room
         except OSError:
-            line.unsent.clear()  # _read() first reads the other end's final frames, and then sees the end of the line
+            line.unsent.clear()  # _read() ends the line, but first reads the other end's final frames
         key = self._selector.get_key(line.sock)
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.unsent else 0)
         if key.events != events:

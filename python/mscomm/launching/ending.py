@@ -11,7 +11,7 @@ from mscomm.errors import Error
 from mscomm.launching.tracebacks import LastWords, numbers
 
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
-_OF_ONE_RANK = ("PeerLost", "Aborted")  # verdicts that name a rank; the way this rank ended says more
+_OF_ONE_RANK = ("PeerLost", "Aborted")  # verdicts that name one rank; the message says how this rank ended
 
 
 class End(NamedTuple):

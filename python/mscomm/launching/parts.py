@@ -34,7 +34,9 @@ Say = Callable[[str], None]
 
 
 class Part(Protocol):
-    """One launcher's part in a job. The methods with a return statement fit launchers that start no other launchers.
+    """One launcher's part in a job.
+
+    The defaults of serve(), streams(), forward() and needed() are for a launcher that starts no other launchers.
 
     `size`: the number of ranks in the job. `first`: the first rank of this host. `look_s`: the seconds between two
     calls of over(), or None.
@@ -78,7 +80,7 @@ class Part(Protocol):
         """Return why the job cannot continue, whichever host caused this; None if the job can continue."""
 
     def goes_on(self) -> bool:
-        """Return whether ranks continue without the lost ranks (shrink), or wait to do so. Then do not end them."""
+        """Return whether ranks continue without the lost ranks (shrink), or wait to do so. If so, do not end them."""
 
     def needed(self, well: bool) -> bool:
         """Return whether other hosts still need this launcher after its own ranks have ended.
@@ -111,7 +113,7 @@ class _WithHub(Part):
 
 @dataclass(eq=False)
 class WholeJob(_WithHub):
-    """The launcher of all ranks, on one host. Nothing listens, so no other process can join."""
+    """The launcher of all ranks of a job on one host. Nothing listens, so no other process can join."""
 
     size: int
     topo_timeout_s: float
@@ -175,7 +177,7 @@ class Node0(_WithHub):
         self._key, file = security.scheduler_key(os.environ, host, port, self.permit_plain)
         if file:
             stack.callback(file.remove)
-        listener.listen(socket.SOMAXCONN)  # only now: a node that can connect can read the key file
+        listener.listen(socket.SOMAXCONN)  # not earlier: the key file must exist before a node can connect
         self._serve_at(listener, log, tell)
         print(self.announcement, file=sys.stderr, flush=True)
 
@@ -185,7 +187,7 @@ class Node0(_WithHub):
         self._hub = _hub(self.size, self._key, self.topo_timeout_s, self.restarts, log, **words)
         self._hub.listen(listener)
         self._until = float("inf")
-        self._heard_at = float("inf")  # by when the ranks on other hosts must have learned about a failure
+        self._heard_at = float("inf")  # the time by which ranks on other hosts must have learned about a failure
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
         ours, theirs, variables = _key_link(self._key, self._where)

@@ -29,7 +29,7 @@ from mscomm.launching.tracebacks import PYTHONS_STATUS, LastWords, Tracebacks
 REPORT_S = 5.0  # after the first failure, the other ranks have this long to report before SIGTERM
 TERM_S = 2.0  # the time from SIGTERM to SIGKILL
 DRAIN_S = 1.0  # how long to read output that is still in the pipes when all ranks have ended
-STOPPED_S = 10.0  # when all other ranks have ended, ranks that have been stopped for this long are killed
+STOPPED_S = 10.0  # if only ranks that are stopped (SIGSTOP) are left, they are killed after this time
 STALLED_S = 10.0  # at the end, drop the output if its reader takes nothing for this long
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 PIPE_CLOSED = 128 + signal.SIGPIPE  # our exit status when nobody reads our output any more
@@ -64,15 +64,15 @@ class Launch:
     def __post_init__(self) -> None:
         self._logs: dict[str, Log] = {}  # by the name of the file
         self._started = time.monotonic()
-        # By local rank. A process is reaped only at the end or before its successor starts, so until then, its pid is
-        # not reused.
+        # By local rank. A process is reaped only at the end, or when its rank is restarted. Until then, the pid of the
+        # process is not reused.
         self._processes: list[subprocess.Popen[bytes]] = []
         self._restarts: list[int] = []  # the local rank of each restart, in order
         self._ends: dict[int, End] = {}  # by local rank
         self._until = self._started + self.timeout_s
         self.late: list[int] = []  # ranks that were ended at the timeout
         self._stopped_at = float("inf")  # since when all remaining ranks are stopped, in time.monotonic() seconds
-        self._stopped: list[int] = []  # ranks that were killed because they were stopped
+        self._stopped: list[int] = []  # ranks that were killed because they were stopped (SIGSTOP)
         self.signals: list[int] = []  # the signals that this process received and passed on
         self._failed = False  # whether a rank of this or another host has failed, and is not restarted
         self._must_end = False  # whether something other than a failure ends the ranks
@@ -95,7 +95,7 @@ class Launch:
         try:
             return self._run()
         finally:
-            # A writing thread that has not ended may still call wake(), whose descriptor must then stay open.
+            # A writing thread that has not ended may still call wake(), so the descriptor of wake() must stay open.
             if self._stdout.close(DRAIN_S) and self._stderr.close(DRAIN_S):
                 self._streams.release()
 

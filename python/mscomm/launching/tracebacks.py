@@ -1,4 +1,4 @@
-"""Shows the ranks' tracebacks. A traceback that several ranks write is shown only once, with all their numbers.
+"""Shows the ranks' tracebacks. If several ranks write the same traceback, it is shown once, with these ranks' numbers.
 
 From the first line of a traceback on, a rank's stderr is held back for a moment, because other ranks may write the same
 lines in that time. All held lines are then shown together, unchanged, at the latest when the ranks have ended.
@@ -50,12 +50,12 @@ class LastWords(NamedTuple):
 
 
 class Tracebacks:
-    """Holds the tracebacks from this host's ranks, and shows them on our stderr. full: omit none after Ctrl-C."""
+    """Holds the tracebacks from this host's ranks, and shows them on our stderr. full: show all, even after Ctrl-C."""
 
     def __init__(self, output: Output, full: bool) -> None:
         self._output = output
         self._full = full
-        self._held: dict[int, list[bytes]] = {}  # the held lines by rank, in the order of the first held lines
+        self._held: dict[int, list[bytes]] = {}  # by rank: the held lines; the rank that was held first comes first
         self._began_s: dict[int, float] = {}  # by rank: the time.monotonic() of its first held line
         self._last: dict[int, LastWords] = {}  # by rank: the exception in its latest traceback
         self.due = float("inf")  # when to show the held lines, unless the ranks are being ended after a failure
