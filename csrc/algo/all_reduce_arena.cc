@@ -8,8 +8,8 @@
 //    k+1 into staging. A rank does not stage its own part of x. It reads that part directly, and writes the result to its out.
 // 3. If there are only two ranks, and they have long arrays in foreign memory, each rank reads the other's arrays directly from
 //    the other's process. This is possible only if the kernel allows it.
-// 4. If the messages are tiny and not all arrays are in heaps, every rank that receives the result reads all ranks' messages from
-//    their buffers for tiny messages, and reduces them itself. This takes one round, or two if the x of some rank is in a heap.
+// 4. If the messages are tiny and not all arrays are in heaps, every rank that receives the result reads the messages from all
+//    ranks' buffers for tiny messages, and reduces them itself. This takes one round, or two if the x of some rank is in a heap.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -59,7 +59,8 @@ void in_heaps(const Call& call, const Ranks& ranks, const Wait& wait) {
 }
 
 // If the total size of all ranks' messages is at most this many bytes, every rank reduces all of them itself, because that takes
-// less time than one more round. Each message must also fit into its rank's buffer for tiny messages.
+// less time than one more round. Each message must also fit into its rank's buffer for tiny messages. A message of at most
+// inline_bytes is always reduced in this way.
 constexpr size_t combined_by_all_bytes = 256 << 10;
 
 bool by_slots(size_t bytes, const Arena& arena) {
@@ -74,9 +75,9 @@ void from_slots(const Call& call, const Ranks& ranks) {
   reduce_in_order(call.signature, ranks.layout, in.data(), call.out, call.bytes());
 }
 
-// Copies this rank's x into its buffer for tiny messages if x is in a heap, and then runs a round. Does nothing if no rank's x is
-// in a heap. Before the first round, a rank does not copy an x that is in a heap, because the copy is not needed if all arrays
-// are in heaps.
+// Called after the first round if not all arrays are in heaps. An x that is in a heap is not yet in its rank's buffer for tiny
+// messages, because this copy is not needed if all arrays are in heaps. So a rank with such an x copies it now, and then all
+// ranks run a round. Does nothing if no rank's x is in a heap.
 void fill_slots(const Call& call, Arena& arena, const Wait& wait) {
   bool any_in_heap = false;
   for (int rank = 0; rank < arena.size(); rank++) any_in_heap |= arena.x_in_heap(rank);
@@ -178,8 +179,8 @@ void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   if (by_slots(call.bytes(), arena)) {
     if (!arena.x_in_heap(arena.rank())) copy(arena.tiny(arena.rank(), call.bytes()), call.x, call.bytes());
     meet(arena, wait);
-    // No rank offers an array of at most unoffered_bytes(). If the message is that small, no post says that an array is in a
-    // heap, so this rank does not read the posts. This avoids reading one or two cache lines of each rank.
+    // Posts never give the heap locations of arrays of at most unoffered_bytes(). So this rank reads the posts only for larger
+    // arrays. For small arrays, this saves reading one or two cache lines of each rank.
     if (call.bytes() > arena.unoffered_bytes()) {
       if (all_in_heaps(call, arena)) return in_heaps(call, ranks, wait);
       fill_slots(call, arena, wait);

@@ -21,10 +21,10 @@ namespace {
 
 // One half of a staging chunk is for x, and the other half is for results.
 constexpr size_t step_bytes = chunk_bytes / 2;
-// The number of buffers for partial sums, and also the number of buffers for results. Several of each are needed, because data of
-// one chunk may still be unsent when the rank works on the next chunks. A buffer with partial sums of chunk k is free two steps
-// later, when the results of chunk k have arrived from the hosts to which these sums were sent. A buffer with the result of chunk
-// k is free when the partial sums of chunk k+3 have arrived from the hosts to which this result was sent.
+// The number of buffers for partial sums, and also the number of buffers for results. Several buffers of each kind are needed,
+// because data of one chunk may still be unsent when the rank works on the next chunks. A buffer with partial sums of chunk k is
+// free in step k+2, when the results of chunk k have arrived from the hosts to which these sums were sent. A buffer with the
+// result of chunk k is free when the partial sums of chunk k+3 have arrived from the hosts to which this result was sent.
 constexpr size_t buffers = 4;
 // A message of at most this many bytes is not cut into slices: one rank on each host sends all of it.
 constexpr size_t least_slice_bytes = 4 << 10;

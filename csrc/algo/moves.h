@@ -20,7 +20,7 @@ struct Move {
 
 class Moves {
  public:
-  // Says which moves the caller will ask between() for. all_ranks: the moves between any two ranks. this_rank: only moves from
+  // Says for which moves the caller will call between(). all_ranks: the moves between any two ranks. this_rank: only moves from
   // and to this rank, which take less time to prepare in an uneven all_to_all. Move::from is then valid only in moves from this
   // rank, and Move::to only in moves to this rank.
   enum class Of { all_ranks, this_rank };
@@ -39,7 +39,7 @@ class Moves {
   // receives.
   Blocks blocks_of(int source) const;
   // largest_x() returns the size in bytes of the largest x of any rank. largest_from() returns the size of the largest move from
-  // `source`. It must not be called for a collective with a root.
+  // `source`. largest_from() must not be called for a collective with a root.
   size_t largest_x() const;
   size_t largest_from(int source) const;
 

@@ -48,8 +48,8 @@ class Ways {
     // rank copies the rest. If the root copied the whole message for every rank, all ranks would wait for the root.
     if (for_all_ && source == root_)
       return {move, way, readable ? part(move.bytes, arena_.size(), arena_.size() - 1).bytes() : 0};
-    // In all other cases, one of the two ranks copies all bytes of the move. If either of them could do this, the root does not,
-    // because it would have to copy for all ranks.
+    // In all other cases, one of the two ranks copies all bytes of the move. If both ranks could do this, the root leaves the
+    // copy to the other rank, because the root would have to copy for all ranks.
     return {move, way, !readable || destination == root_ ? move.bytes : 0};
   }
   // Returns the size in bytes of the largest move that goes through staging, or 0 if no move does.
@@ -97,10 +97,9 @@ class Ways {
   bool touched_ = false;
 };
 
-// If data is in foreign memory, and only one rank needs it, that rank reads the data directly from the owner's process, provided
-// that the kernel allows it. One copy takes less time than the two copies through staging. But staging takes less time in two
-// cases: when several ranks need the same data, and when one rank would copy a long message while the only other rank waits. See
-// the measurements in docs/performance.md.
+// If the kernel allows it, a rank reads foreign memory directly from the owner's process. One copy usually takes less time than
+// the two copies through staging. But staging takes less time in two cases: when several ranks need the same data, and when one
+// rank would copy a long message while the only other rank waits. See the measurements in docs/performance.md.
 constexpr size_t pulled_from_root_bytes = 1 << 20;
 
 bool worth_pulling(const Call& call, bool for_all, size_t largest_x, int n) {

@@ -13,7 +13,7 @@ struct Layout;
 // of their lowest ranks. Partial results have the accumulator type. out may be one of the inputs.
 void reduce_in_order(const Signature& signature, const Layout& layout, const void* const* in, void* out, size_t bytes);
 
-// Writes the result of exscan on rank 0, which has no rank before it.
+// Fills out with the operation's identity. This is the result of exscan on rank 0, which has no rank before it.
 void write_identity(const Call& call);
 
 }  // namespace mscomm

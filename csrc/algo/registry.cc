@@ -27,9 +27,9 @@ constexpr int many_ranks = 32;
 bool many_short(const Layout& layout, size_t bytes) { return layout.size > many_ranks && layout.size * bytes <= bruck_bytes; }
 
 // Returns whether a ring is better than direct. In direct, n-1 ranks send to the same rank at the same time, so switches may drop
-// packets. x_bytes is the number of bytes that a rank sends in each step of the ring. A ring is better only if sending them takes
-// longer than the latency of a step. The rings for all_reduce and reduce_scatter are used only if MSCOMM_ALGO names them, because
-// their results would not be bitwise equal to those of direct.
+// packets. x_bytes is the number of bytes that a rank sends in each step of the ring. A ring is better only if sending these
+// bytes takes longer than the latency of a step. The rings for all_reduce and reduce_scatter are used only if MSCOMM_ALGO names
+// them, because their results would not be bitwise equal to those of direct.
 bool in_a_long_ring(const Layout& layout, size_t x_bytes) {
   return layout.hosts() == layout.size && layout.size > many_ranks && x_bytes >= 1 << 20;
 }

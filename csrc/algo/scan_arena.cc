@@ -1,8 +1,8 @@
-// Scan and exscan in shared memory. Each rank computes one part of the results of all ranks. It goes through the ranks in order,
-// combines this part of their x, and writes this part of each rank's result on the way. So every x is read once, every result is
-// written once, and the ranks share the work evenly. Arrays in foreign memory go through staging in chunks, with one round for
-// each chunk. In staging, a rank's result overwrites its x. If messages are tiny, each rank reads the messages of the ranks
-// before it from their buffers for tiny messages. This takes one round.
+// Scan and exscan in shared memory. Each rank computes one part of the results of all ranks. For this part, it goes through the
+// ranks in order, combines their x, and writes each rank's result on the way. So every x is read once, every result is written
+// once, and the ranks share the work evenly. Arrays in foreign memory go through staging in chunks, with one round for each
+// chunk. In staging, a rank's result overwrites its x. If messages are tiny, each rank reads the messages of the ranks before it
+// from their buffers for tiny messages. This takes one round.
 #include <utility>
 
 #include "algo/arena_steps.h"

@@ -183,9 +183,9 @@ class HcclGroup final : public VendorGroup {
     if (id.size() != root_info_bytes)
       throw Error("Error", "hccl: the group's id has " + std::to_string(id.size()) + " bytes, expected " +
                                std::to_string(root_info_bytes));
-    // The library's join function waits for the other ranks. So a separate thread calls it, and is left behind if the function
-    // does not return. The thread can safely outlive this object, because it has its own copies of the function pointers, and
-    // because the libraries are never closed.
+    // The library's join function waits for the other ranks. So a separate thread calls the function, and is left behind if the
+    // function does not return. The thread can safely outlive this object, because it has its own copies of the function
+    // pointers, and because the libraries are never closed.
     std::promise<Joined> joined;
     joining_ = joined.get_future();
     std::thread([joined = std::move(joined), functions = functions_, runtime = runtime_, id, size, rank, device]() mutable {
@@ -261,7 +261,8 @@ class HcclGroup final : public VendorGroup {
   void abort(bool beside) noexcept override {
     if (!comm_ || aborted_.exchange(true)) return;
     // HCCL has no abort. If it has no suspend either, the work on the device ends after HCCL_EXEC_TIMEOUT. A communicator cannot
-    // be destroyed while another thread is inside one of its functions, so it is leaked if `beside` is true.
+    // be destroyed while another thread is inside one of its functions. If there is such a thread (`beside`), the communicator is
+    // leaked.
     if (functions_.suspend) (void)functions_.suspend(comm_);
     if (!beside) (void)functions_.destroy(comm_);
   }

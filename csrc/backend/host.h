@@ -1,4 +1,4 @@
-// The CPU backend picks an algorithm for each call, and passes it the arena, the mesh or both.
+// The CPU backend picks an algorithm for each call, and gives the algorithm the arena, the mesh or both.
 #pragma once
 
 #include <atomic>

@@ -88,7 +88,7 @@ class Vendor {
   // the id to the others.
   virtual std::string make_id() = 0;
   // Joins the group with this id as the given rank. The given device must be the thread's current device. The group can be used
-  // once busy() has returned false.
+  // after busy() has returned false.
   virtual std::unique_ptr<VendorGroup> join(const std::string& id, int size, int rank, std::shared_ptr<Runtime> runtime,
                                             int device) = 0;
 };

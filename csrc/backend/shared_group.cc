@@ -48,7 +48,7 @@ void SharedGroup::finish(bool captured) {
   const std::lock_guard calling(calling_);
   if (!group_) return;
   if (captured) {
-    // Do not free the group, because this would block until the graph is destroyed.
+    // Do not free the group. This would block until the graph that contains the group's calls is destroyed.
     leave_behind(std::move(group_));
     return;
   }
@@ -58,7 +58,7 @@ void SharedGroup::finish(bool captured) {
     while (group_->busy() && !deadline.passed()) std::this_thread::sleep_for(1ms);
     if (deadline.passed()) group_->abort(false);
   } catch (const Error&) {
-    group_->abort(false);  // another rank has failed; the calls of that rank and the hub report the failure
+    group_->abort(false);  // another rank has failed; that rank's calls and the hub report the failure
   }
   group_.reset();
 }

@@ -16,13 +16,13 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// After a call, we poll the library without pausing for this long, to see whether it has set up the call. This is about the time
-// that the library needs if it sets up calls in a thread of its own. After this time, we sleep between polls. We do not sleep
-// earlier, because each sleep takes 50 us longer than requested.
+// For this long after a call, we poll the library without sleeping, to see whether the library has set up the call. This is about
+// the time that the library needs if it sets up calls in a thread of its own. After this time, we sleep between polls. We do not
+// sleep earlier, because each sleep takes 50 us longer than requested.
 constexpr auto asks_at_once = 200us;
 
-// Returns the device's Turn. A group holds the Turn while it enqueues a call, so that two groups never enqueue on the same device
-// at the same time. An abort does not wait for the Turn.
+// Returns the device's Turn, which is a mutex. A group holds the Turn while it enqueues a call, so that two groups never enqueue
+// on the same device at the same time. An abort does not wait for the Turn.
 Turn& issuing_on(const Runtime* runtime, int device) {
   static std::mutex mutex;                                                 // protects `all`
   static auto& all = *new std::map<std::pair<const Runtime*, int>, Turn>;  // never destroyed: a thread left behind may use a turn
@@ -92,8 +92,8 @@ void VendorBackend::take(std::unique_lock<Turn>& issuing, const Wait& wait) {
   }
 }
 
-// Waits until the library has set up the call. In the first call of a kind, the library may connect to other ranks, which may
-// first have to finish a call of another group. So the device's Turn is released during the wait.
+// Waits until the library has set up the call. In the first call of each kind, the library may connect to other ranks. These
+// ranks may first have to finish a call of another group. So the device's Turn is released during the wait.
 void VendorBackend::settle(std::unique_lock<Turn>& issuing, const Wait& wait) {
   auto pause = 20us;
   std::optional<Clock::time_point> asked;

@@ -58,8 +58,8 @@ void check(const Call& call, int rank, int size) {
   const size_t n = size, me = rank;
 
   // If a call has a root, the signature of its head also names this root, even if the collective that moves the head has no root.
-  // But if this collective is a reduction, the head must not name a root, because the reduction would then deliver its result
-  // only to that rank.
+  // But a head that is moved by a reduction must not name a root, because a reduction with a root delivers its result only to the
+  // root.
   const bool may_have_root = rooted(what) || (signature.head && !reduces(what));
   if (signature.root < (rooted(what) ? 0 : -1) || signature.root >= (may_have_root ? size : 0))
     refuse("root " + std::to_string(signature.root) + ", expected " +

@@ -185,7 +185,7 @@ struct Plain {
 struct Bool : Plain<uint8_t> {
   using Wide = Bool;
   [[gnu::always_inline]] static uint8_t widen(uint8_t x) { return x != 0; }
-  // Keeps only the lowest bit, because true is stored as 1, while the identity of And has all bits set.
+  // Keeps only the lowest bit: true is stored as 1, but the identity of And has all bits set.
   [[gnu::always_inline]] static uint8_t narrow(uint8_t x) { return x & 1; }
 };
 

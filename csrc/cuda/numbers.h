@@ -25,8 +25,8 @@ constexpr float widen(Bfloat16 x) { return std::bit_cast<float>(static_cast<uint
 
 constexpr float widen(Float16 x) {
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13, sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
-  // Adding 224 to the exponent gives infinity and NaN the exponent 255 that they must have in a float. It makes finite numbers
-  // 2^112 times too large, which the multiplication corrects. A subnormal number is 2^-14 * (1 + fraction) - 2^-14. The
+  // The exponent of infinity and NaN is 255 in a float and 31 in a float16, so 224 is added to the exponent. This makes finite
+  // numbers 2^112 times too large, which the multiplication corrects. A subnormal number is 2^-14 * (1 + fraction) - 2^-14. The
   // subtraction is exact and normalises the number.
   const float normal = std::bit_cast<float>(magnitude + (224u << 23)) * 0x1p-112f;
   const float subnormal = std::bit_cast<float>(magnitude + (113u << 23)) - 0x1p-14f;

@@ -29,7 +29,7 @@ struct Vector {
   T at[width];
 };
 
-// Which NaN results from a computation depends on the machine. So every NaN is replaced with this one, as in base/reduce.cc.
+// The bits of a computed NaN depend on the machine. So one_nan() replaces every NaN with the same NaN, as in base/reduce.cc.
 __device__ inline float one_nan(float x) { return x == x ? x : std::bit_cast<float>(0x7fc00000u); }
 __device__ inline double one_nan(double x) { return x == x ? x : std::bit_cast<double>(0x7ff8000000000000u); }
 

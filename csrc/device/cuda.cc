@@ -128,7 +128,8 @@ class Cuda final : public Runtime {
     check(driver_.stream_create(&stream, stream_non_blocking, greatest), "cuStreamCreateWithPriority");
     return stream;
   }
-  // Destroying fails only if the device has failed. The result is ignored, because the caller could do nothing about it.
+  // Destroying a stream fails only if the device has failed. The result is ignored, because the caller could do nothing about the
+  // failure.
   void destroy_stream(StreamHandle stream) noexcept override { (void)driver_.stream_destroy(stream); }
 
   EventHandle make_event() override {

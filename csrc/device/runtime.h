@@ -40,8 +40,8 @@ class Runtime {
     const bool pushed_;
   };
 
-  // Makes sure that this thread's queries do not break a graph capture that another thread has begun. Called once by a watcher
-  // thread.
+  // Makes sure that this thread's queries do not break a graph capture that another thread has begun. Called once by each
+  // watcher thread.
   virtual void leave_captures_alone() = 0;
 
   // All functions below act on the current device, except those that take a device number.
@@ -77,7 +77,8 @@ class Runtime {
   virtual bool captures(StreamHandle stream) = 0;
 
  protected:
-  // Does nothing and returns false if the device is already the thread's current device, which is usually the case.
+  // Makes the device the thread's current device, and returns true. If the device is already current, which is usually the case,
+  // does nothing and returns false.
   virtual bool push(int device) = 0;
   virtual void pop() noexcept = 0;
 };
