@@ -8,7 +8,7 @@ from typing import Any
 
 from mscomm import job, objects
 
-# The facts in which ranks may differ, and what the user can do about a difference.
+# The facts that the ranks compare, and what the user can do if the ranks differ in a fact.
 _CURES = {
     "rows": "Give every rank the same data.",
     "files": "Give every rank the same files.",
@@ -21,9 +21,10 @@ _CURES = {
 def compare(source: str, num_shards: int, facts: dict[str, Any], where: str, problem: Exception | None) -> None:
     """Raise ValueError on every rank if the ranks' facts differ, or if a rank has a problem.
 
-    source, where: names for the dataset and for this rank's data in messages. problem: the exception that this rank got
-    when it read its data, or None. A rank with a problem raises its own exception instead. If no job was joined, or if
-    num_shards is not the size of the job, nothing is compared, and only ranks with a problem raise an error.
+    source, where: names for the dataset and for this rank's data, for error messages. problem: the exception that this
+    rank got when it read its data, or None. A rank with a problem raises its own exception instead. If no job was
+    joined, or if num_shards is not the size of the job, nothing is compared, and only ranks with a problem raise an
+    error.
     """
     alone = not job.is_initialized() or num_shards < 2 or num_shards != job.get_group_size()
     if not alone:
@@ -48,7 +49,7 @@ def compare(source: str, num_shards: int, facts: dict[str, Any], where: str, pro
 
 
 def _tell(source: str, ranks: list[Any], differing: list[str]) -> str:
-    kinds: dict[str, list[int]] = {}  # for each set of facts: all ranks that sent it
+    kinds: dict[str, list[int]] = {}  # for each set of facts: the ranks that sent these facts
     for rank, theirs in enumerate(ranks):
         kinds.setdefault(repr(theirs["facts"]), []).append(rank)
     firsts = [ranks[members[0]] for members in kinds.values()]

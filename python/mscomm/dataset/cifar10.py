@@ -28,7 +28,7 @@ RECORD_BYTES = 1 + CHANNELS * SIDE * SIDE
 TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST = "test_batch.bin"
 _USAGES = ("train", "test", "all")
-_PIECE = 2048  # how many records are hashed and checked at once; they take 6 MiB
+_PIECE = 2048  # how many records are hashed and checked at once; these records take 6 MiB
 _GET_IT = (
     "Take cifar-10-binary.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html, or make a small set of real images"
     " by `mscomm data make --from digits --out DIR`"
@@ -48,11 +48,11 @@ class Cifar10Dataset(Source):
     The column `image` has dtype uint8 and shape (32, 32, 3): height, width, and the channels red, green and blue. The
     column `label` has dtype uint32 and shape (); its values are 0 to 9.
 
-    usage: "train" reads data_batch_1.bin to data_batch_5.bin, of which the last ones may be missing; "test" reads
-    test_batch.bin; "all" or None reads all these files, which have 60,000 rows in CIFAR-10. num_shards, shard_id: which
-    part of the rows this rank reads, as in DistributedSampler. shuffle: if None or True, each pass has a different
-    order; if False, the rows are in the order of the files. num_samples: the maximum number of rows for this rank.
-    sampler: a DistributedSampler, or row numbers, in place of num_shards, shard_id, shuffle and num_samples.
+    usage: "train" reads data_batch_1.bin to data_batch_5.bin; files at the end of this series may be missing. "test"
+    reads test_batch.bin. "all" or None reads all these files, which have 60,000 rows in CIFAR-10. num_shards, shard_id:
+    which part of the rows this rank reads, as in DistributedSampler. shuffle: if None or True, each pass has a
+    different order; if False, the rows are in the order of the files. num_samples: the maximum number of rows for this
+    rank. sampler: a DistributedSampler, or row numbers, in place of num_shards, shard_id, shuffle and num_samples.
     num_parallel_workers: as in Dataset.map; None means that any number of threads may read.
 
     The constructor checks the files' names and sizes. Before the first pass, each rank reads all files once to check
@@ -102,7 +102,7 @@ class Cifar10Dataset(Source):
 
     def _open(self) -> None:
         files: list[int] = []
-        # Do not close the files when the process exits, because a thread may still read them.
+        # Do not close the files when the process exits, because a thread may still be reading them.
         weakref.finalize(self, _close, files).atexit = False
         for name in self._names:
             files.append(os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC))
@@ -118,8 +118,8 @@ class Cifar10Dataset(Source):
             for record, ticket in zip(records, tickets, strict=True):
                 which = bisect.bisect_right(self._ends, ticket.sample)
                 place = ticket.sample - (self._ends[which - 1] if which else 0)
-                # Read the file instead of mapping it. If a mapped file were truncated, reading it would kill the
-                # process.
+                # Read the file instead of mapping it. If another process truncated a mapped file, reading it would kill
+                # this process.
                 if _read(self._files[which], record.data, place * RECORD_BYTES) != RECORD_BYTES:
                     where = self._folder / self._names[which]
                     raise ValueError(f"{where}: record {place} is gone; the file was cut short")
@@ -206,7 +206,7 @@ def _read(fd: int, into: memoryview, at: int) -> int:
     return got
 
 
-# The hashes of the files that this process has read, by path, size and modification time in ns.
+# The hashes of the files that this process has read. The keys are (path, size, modification time in ns).
 _digests: dict[tuple[str, int, int], str] = {}
 
 

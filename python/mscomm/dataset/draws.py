@@ -1,7 +1,7 @@
-"""Stateless random numbers. Each number is a function of its purpose. A purpose is a sequence of integers, for example
-the seed and the number of the sample.
+"""Computes random numbers from keys, without a generator state. A key is a sequence of integers, for example the seed
+and the number of the sample. The functions take the key as the argument `purpose`.
 
-The generator is SplitMix64 (Steele, Lea and Flood, 2014), with one step for each number of the purpose. It produces the
+The generator is SplitMix64 (Steele, Lea and Flood, 2014), with one step for each integer of the key. It produces the
 same bits on every machine and in every version, which NumPy's generators do not guarantee. The random number for sample
 40,000 can be computed without computing those for earlier samples.
 """
@@ -19,7 +19,10 @@ Bits = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def bits(*purpose: Any) -> Bits:
-    """Return 64 random bits for a purpose: non-negative integers. If any of them are arrays, return an array.
+    """Return an array of 64-bit random numbers for a key of non-negative integers.
+
+    The key may contain arrays of the same length in place of integers. The result then has as many elements as these
+    arrays. Otherwise, it has one element.
 
     >>> bits(5489, 0, [7, 8]).shape
     (2,)
@@ -34,12 +37,12 @@ def bits(*purpose: Any) -> Bits:
 
 
 def permutation(n: int, *purpose: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the numbers 0 to n-1 in a random order, which depends only on the purpose."""
+    """Return the numbers 0 to n-1 in a random order, which depends only on n and the key."""
     return np.argsort(bits(*purpose, np.arange(n)), kind="stable").astype(np.int64)
 
 
 def below(n: int, draw: int) -> int:
-    """Compute an integer from 0 to n-1 from 32 bits of `draw`. The bias, n / 2**32, is negligible for small n."""
+    """Map the low 32 bits of `draw` to an integer from 0 to n-1. The bias, n / 2**32, is negligible for small n."""
     return (draw & 0xFFFFFFFF) * n >> 32
 
 

@@ -21,12 +21,12 @@ class GeneratorDataset(Source):
     item is an array, or something that numpy.asarray can convert to an array; the dtype must not be object. If there is
     only one column, a row may also be the item itself. column_names: one name or several.
 
-    num_shards, shard_id, shuffle, sampler: as in Cifar10Dataset. They raise ValueError if the source has no random
-    access. With random access, rows are shuffled unless shuffle=False, as in MindSpore. num_samples: the maximum number
-    of rows for this rank. num_parallel_workers: as in Dataset.map, but None means 1, as in MindSpore. A source without
-    random access is read by only one thread. Raises ValueError if source is an iterator, because it can be read only
-    once. The source may be called in a thread other than the caller's. If the source raises an exception, or if a row
-    is invalid, the iterator raises a RuntimeError that names the row.
+    num_shards, shard_id, shuffle, sampler: as in Cifar10Dataset. If the source has no random access, these arguments
+    raise ValueError, except shuffle=False. With random access, rows are shuffled unless shuffle=False, as in MindSpore.
+    num_samples: the maximum number of rows for this rank. num_parallel_workers: as in Dataset.map, but None means 1, as
+    in MindSpore. A source without random access is read by only one thread. Raises ValueError if source is an iterator,
+    because it can be read only once. The source may be called in a thread other than the caller's. If the source raises
+    an exception, or if a row is invalid, the iterator raises a RuntimeError that names the row.
 
     >>> data = GeneratorDataset(lambda: iter([(1, 2.0), (3, 4.0)]), ["input", "label"])
     >>> [(x.item(), y.item()) for x, y in data]
@@ -75,7 +75,7 @@ class GeneratorDataset(Source):
                 f"GeneratorDataset: source is a {type(source).__name__}, which can be read only once; give the function"
                 " that makes it"
             )
-        # choose() only checks the remaining arguments here. The sampler that it returns is not used to choose rows.
+        # This call only checks the remaining arguments. Rows are read in order, so the returned sampler is not used.
         self._sampler = choose("GeneratorDataset", num_samples, False, None, None, shard_id)
 
     def compare(self, facts: Callable[[], dict[str, Any]]) -> None:
@@ -85,7 +85,7 @@ class GeneratorDataset(Source):
         problem: Exception | None = None
         try:
             mine = {"rows": len(self._source), **facts()}
-        except Exception as error:  # the user's __len__ may raise anything; compare() tells the other ranks
+        except Exception as error:  # the user's __len__ may raise any exception; agree.compare() tells the other ranks
             problem = error
         agree.compare("GeneratorDataset", self._sampler.num_shards, mine, type(self._source).__name__, problem)
 

@@ -15,7 +15,7 @@ from mscomm.dataset.workers import Turn, in_order
 
 
 class Pipeline(Protocol):
-    """The members of a pipeline that DatasetIterator uses. pipeline.Dataset describes them."""
+    """The attributes and methods of a pipeline that DatasetIterator uses. See pipeline.Dataset for their meaning."""
 
     columns: tuple[str, ...]
     position: tuple[int, int]
@@ -73,7 +73,7 @@ class DatasetIterator:
             row = next(self._rows)
         except StopIteration:
             self._rows = None
-            if 0 < self._batch == self._first:  # resumed at the end of a pass: begin the next one
+            if 0 < self._batch == self._first:  # resumed at the end of a pass: begin the next pass
                 return next(self)
             self._left -= self._left > 0
             self._dataset.position = (self._epoch + 1, 0)

@@ -1,9 +1,9 @@
 """A pipeline is a source of rows, followed by steps: map, shuffle, batch, repeat.
 
 A pass has two parts. `tickets` yields one ticket for each row, in the order of the pass, without reading rows. `load`
-makes the rows for given tickets. So a pass can be resumed without making the rows that come before that point, and
-`load` gets all rows of a batch at once. The result of `load` depends only on its arguments, so several threads may make
-batches (workers.py).
+makes the rows for given tickets. So a pass can be resumed without making the rows before the resumed position, and one
+call of `load` makes all rows of a batch. The result of `load` depends only on its arguments, so several threads may
+make batches at the same time (workers.py).
 
 Rows of one shape are put into one array, whose first axis indexes the rows. mscomm's operations transform all rows of
 the array in one call.
@@ -31,9 +31,9 @@ _PIECE_BYTES = 1 << 20  # how many bytes map's operations process at once; these
 class Ticket(NamedTuple):
     """Stands for a row or a batch that has not been made yet."""
 
-    epoch: int  # the number of the pass over the source; with repeat, a pass over the pipeline has several of them
-    sample: int  # the row's number in the source, the same on every rank; for a batch, that of its first row
-    held: Any = None  # for a batch, its rows' tickets; for a row of a source without random access, the row
+    epoch: int  # the number of the pass over the source; one pass over `repeat` makes several passes over the source
+    sample: int  # the row's number in the source, the same on every rank; for a batch, the number of its first row
+    held: Any = None  # for a batch, its rows' tickets; for a row of a source without random access, the row itself
 
 
 Tickets = Generator[Ticket, None, None]
@@ -50,11 +50,11 @@ class Dataset(ABC):
 
     def __init__(self, place: int, workers: int | None) -> None:
         self._place = place  # the place in the pipeline; the source has place 0
-        self._workers = workers  # how many threads may work in this step at once; None: any number
+        self._workers = workers  # how many threads may work in this step at once; None means any number
         self._seed: int | None = None
-        self._next = (0, 0)  # where the next pass begins: (epoch, batch)
+        self._next = (0, 0)  # the position at which the next pass begins: (epoch, batch)
         self._agreed = False
-        self.position = (0, 0)  # how far the latest pass has got: (epoch, batches taken)
+        self.position = (0, 0)  # the position in the latest pass: (epoch, number of batches taken)
 
     # -- adding steps --------------------------------------------------------------------------------------------------
 
@@ -100,9 +100,9 @@ class Dataset(ABC):
     def batch(self, batch_size: int, drop_remainder: bool = False, num_parallel_workers: int | None = None) -> Dataset:
         """Combine every batch_size rows into a batch: each column's arrays are stacked along a new first axis.
 
-        drop_remainder: if True, the last batch is dropped if it has fewer rows. If the rows of a batch have different
-        shapes or dtypes, the iterator raises RuntimeError in place of the batch. num_parallel_workers: as in map. Raise
-        TypeError or ValueError for invalid arguments.
+        drop_remainder: if True, the last batch of a pass is dropped if it has fewer than batch_size rows. If the rows
+        of a batch have different shapes or dtypes, the iterator raises RuntimeError in place of the batch.
+        num_parallel_workers: as in map. Raise TypeError or ValueError for invalid arguments.
 
         >>> data = data.batch(batch_size=32, drop_remainder=True)
         """
@@ -216,10 +216,11 @@ class Dataset(ABC):
         self._seed, self._next, self.position, self._agreed = seed, (epoch, batch), (epoch, batch), False
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next pass, counted from 0. It determines the order and the random transformations.
+        """Set the number of the next pass, counted from 0.
 
-        Without this call, each pass gets the next number. Model.train makes this call for its initial_epoch. Raise
-        TypeError if epoch is not an int, and ValueError if it is outside 0..2**32-1.
+        The number determines the order and the random transformations. Without this call, each pass gets the next
+        number. Model.train makes this call for its initial_epoch. Raise TypeError if epoch is not an int, and
+        ValueError if it is outside 0..2**32-1.
 
         >>> data.set_epoch(3)
         """
@@ -281,7 +282,7 @@ class Source(Dataset):
 
 
 class _Step(Dataset):
-    """A dataset that transforms the dataset before it. This base class leaves it unchanged."""
+    """A dataset that transforms the dataset before it. This base class passes the rows on unchanged."""
 
     def __init__(self, before: Dataset, workers: int | None = None) -> None:
         super().__init__(before._place + 1, workers)
@@ -376,8 +377,8 @@ class _Map(_Step):
         ]
 
     def _by_pieces(self, rows: Array, drawn: list[list[int]], tickets: Sequence[Ticket]) -> Column:
-        """Run the operations on all rows at once, up to the first operation with a large result. Run this operation and
-        the following ones on a few rows at a time."""
+        """Run the operations that come before the first operation with a large result on all rows at once. Run the
+        remaining operations on a few rows at a time."""
         large = [len(rows) * size > _PIECE_BYTES for size in self._row_bytes]
         first = large.index(True) if True in large else len(large)
         step = max(1, _PIECE_BYTES // max(self._row_bytes))
@@ -393,7 +394,7 @@ class _Map(_Step):
                     result = np.empty((len(rows), *piece.shape[1:]), piece.dtype)
                 result[some] = piece
         except Exception:
-            return self._by_rows([rows], drawn, tickets)[0]  # this raises the error again, with the row's number
+            return self._by_rows([rows], drawn, tickets)[0]  # raises the error again, with the row's number
         assert result is not None
         return result
 
@@ -404,7 +405,7 @@ class _Map(_Step):
         return rows
 
     def _by_rows(self, inputs: list[Column], drawn: list[list[int]], tickets: Sequence[Ticket]) -> list[list[Any]]:
-        """Run each operation on one row after the other, and return the results column by column."""
+        """Run each operation separately on each row. Return the results column by column."""
         values = [tuple(row_of(column, which) for column in inputs) for which in range(len(tickets))]
         for number, (operation, bits) in enumerate(zip(self._operations, drawn, strict=True)):
             for which, ticket in enumerate(tickets):
@@ -509,7 +510,7 @@ class _Repeat(_Step):
         if self._count > 0:
             passes: Any = range(epoch * self._count, (epoch + 1) * self._count)
         else:
-            passes = itertools.count(epoch << 32)  # so that no two endless passes have the same orders
+            passes = itertools.count(epoch << 32)  # different numbers for each pass over an endless repeat
         for number in passes:
             some = False
             for ticket in self._before.tickets(seed, number):
@@ -551,7 +552,7 @@ def _stacked(name: str, arrays: Column, tickets: Sequence[Ticket]) -> Array:
                 f"batch: column {name} is {array.dtype}{list(array.shape)} in row {ticket.sample} of the source and"
                 f" {first.dtype}{list(first.shape)} in row {tickets[0].sample}; make them alike by map"
             )
-    # The result must be in C order, even if the rows are not. For example, HWC2CHW returns views.
+    # The result must be in C order, even if the rows are not. For example, HWC2CHW returns views with other strides.
     dtype = np.result_type(*arrays) if first.dtype.kind in "SU" else first.dtype
     return np.stack(arrays, out=np.empty((len(arrays), *first.shape), dtype))
 

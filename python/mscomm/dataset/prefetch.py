@@ -27,8 +27,8 @@ class _Queue:
     def __init__(self, room: int) -> None:
         self.pid = os.getpid()
         self.room = room
-        # This condition guards the fields below, and both the thread and the consumer wait on it. The lock is
-        # reentrant, because the garbage collector may run `stop` in a thread that holds the lock.
+        # This condition guards the fields below. Both the thread and the consumer wait on it. Its lock is reentrant,
+        # because the garbage collector may run `stop` in a thread that holds the lock.
         self.news = threading.Condition()
         self.items: deque[Any] = deque()
         self.ended = False
@@ -60,7 +60,7 @@ class Prefetch:
         ended_at_exit(self._thread, self._queue.stop)
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._queue.stop)
-        self._finalizer.atexit = False  # when the process exits, _end_all calls stop
+        self._finalizer.atexit = False  # at exit, _end_all calls stop
 
     def __iter__(self) -> Prefetch:
         return self
@@ -86,7 +86,7 @@ class Prefetch:
         raise StopIteration
 
     def close(self) -> None:
-        """End the thread. Calling close() twice is allowed. The generator `source` must not call it."""
+        """End the thread. Calling close() twice is allowed. The generator `source` must not call close()."""
         self._finalizer()
         if self._queue.pid == os.getpid():
             self._thread.join()
@@ -97,7 +97,7 @@ os.register_at_fork(after_in_child=_running.clear)
 
 
 def ended_at_exit(thread: threading.Thread, stop: Callable[[], None]) -> None:
-    """Register a thread. When the process exits, it calls stop, and waits for the thread for at most a few seconds."""
+    """Register a thread. At exit, the process calls stop(), and waits at most a few seconds for the thread to end."""
     _running[thread] = stop
 
 
@@ -114,7 +114,7 @@ def _fill(queue: _Queue, source: Generator[Any, None, None]) -> None:
                         return
                     queue.items.append(item)
                     queue.news.notify_all()
-    except BaseException as raised:  # the consumer raises it again, because nobody would see it in this thread
+    except BaseException as raised:  # the consumer raises it again, because the user would not see it in this thread
         error = raised
     finally:
         with queue.news:

@@ -72,7 +72,7 @@ class DistributedSampler:
         return max(-(-(rows + self.offset - self.shard_id) // self.num_shards), self._first)
 
     def __str__(self) -> str:
-        """Return a text for state_dict(). The text is the same on all ranks that share the rows."""
+        """Return a text for state_dict(). The text is the same on all ranks among which the rows are divided."""
         words = [f"{self.num_shards} shards" if self.num_shards > 1 else "", "shuffle" if self.shuffle else "in order"]
         words += [f"num_samples {self.num_samples}" if self.num_samples else ""]
         words += [f"offset {self.offset}" if self.offset >= 0 else ""]
@@ -80,7 +80,7 @@ class DistributedSampler:
 
 
 class Listed:
-    """A sampler for the rows that the user lists, in the same order in every pass. Its methods are those of
+    """A sampler for a list of row numbers from the user. Each pass has the order of the list. The methods are those of
     DistributedSampler."""
 
     num_shards = 1
@@ -112,7 +112,8 @@ def choose(
     num_shards: int | None,
     shard_id: int | None,
 ) -> DistributedSampler | Listed:
-    """Return the sampler that a source's arguments describe. shuffle=None means True. Raise MindSpore's errors."""
+    """Return the sampler that a source's arguments describe. shuffle=None means True. Raise errors as MindSpore
+    does."""
     if sampler is not None:
         for name, value in (("shuffle", shuffle), ("num_shards", num_shards), ("num_samples", num_samples)):
             if value is not None:

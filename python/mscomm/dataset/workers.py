@@ -35,11 +35,11 @@ def checked(step: str, number: Any) -> int | None:
 
 
 class Gate:
-    """Lets at most `width` batches into a step at once. With width 1, they enter in order. Each batch enters once.
+    """Lets at most `width` batches into a pipeline step at once. With width 1, batches enter in order.
 
-    So with width 1, a function that keeps a state sees the rows in the same order, whatever the number of threads.
-    Batch k may enter when all batches before batch k - width + 1 have left. The threads begin batches in order, so they
-    have already begun the batches that batch k waits for. Therefore, there is no deadlock.
+    Each batch enters once. With width 1, a function that keeps a state sees the rows in the same order for any number
+    of threads. Batch k may enter when all batches before batch k - width + 1 have left. The threads begin batches in
+    order, so they have already begun the batches that batch k waits for. Therefore, there is no deadlock.
     """
 
     def __init__(self, width: int) -> None:
@@ -68,7 +68,7 @@ class Turn(NamedTuple):
 
     seed: int
     number: int = 0
-    gates: Mapping[int, Gate] = {}  # the gates of steps, by the steps' places; empty with one thread
+    gates: Mapping[int, Gate] = {}  # the gates of steps, by place of the step; empty with one thread
 
     def at(self, place: int) -> AbstractContextManager[None]:
         """Return a context in which the step at this place works on the batch. On entry, the context waits until the
@@ -85,7 +85,7 @@ class Turn(NamedTuple):
             gate.leave(self.number)
 
     def over(self) -> None:
-        """Leave all gates. Call this when the batch is made or has failed, so that no later batch waits for it."""
+        """Leave all gates. Call this when the batch is complete or has failed, so that no later batch waits for it."""
         for gate in self.gates.values():
             gate.leave(self.number)
 
@@ -163,7 +163,7 @@ def _work(make: Callable[[Turn, Any], Any], tasks: SimpleQueue[tuple[Future[Any]
         try:
             if task.set_running_or_notify_cancel():
                 task.set_result(make(turn, ticket))
-        except BaseException as error:  # _result raises it again, because nobody would see it in this thread
+        except BaseException as error:  # _result raises it again, because the user would not see it in this thread
             task.set_exception(error)
         finally:
             turn.over()

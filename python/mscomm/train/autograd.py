@@ -2,7 +2,8 @@
 
 When the first gradient of a backward pass is ready, its hook queues a callback in autograd's engine. The engine runs
 the callback at the end of the pass. For GradientReducer, the callback records the gradients' versions, so that wait()
-can tell whether the program changed a gradient too early. For DistributedDataParallel, the callback finishes the step.
+can tell whether the program changed a gradient before it was reduced. For DistributedDataParallel, the callback
+finishes the step.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class Autograd:
     """Keeps the gradients of the parameters in the step's buffers.
 
     others: parameters whose gradients are not reduced; zero() sets these gradients to zero. The gradients of a backward
-    pass are reduced if `syncing` is True. autograd sometimes allocates a gradient outside its buffer. If so, a CPU
-    gradient is copied into the buffer at once. A device gradient is copied only when its bucket is started, so that one
-    launch copies all such gradients of the bucket.
+    pass are reduced if `syncing` is True. autograd sometimes allocates a gradient outside its buffer. A CPU gradient is
+    then copied into its buffer at once. A device gradient is copied when its bucket is started, so that one kernel
+    launch can copy all such gradients of the bucket.
     """
 
     def __init__(self, step: Step, names: list[str], parameters: list[Any], others: Iterable[Any]) -> None:
@@ -46,19 +47,19 @@ class Autograd:
         self._end_of_pass: Any = lambda: None  # weak reference to the callback queued in this pass
         self._optimizers: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._within = False  # whether the backward pass itself finishes the step
-        self._as_views = True  # whether gradients lie in the buffers
-        self._opaque = False  # whether the output of the last forward pass has no tensor that can take a hook
-        self.accumulating = False  # whether the last forward pass ran inside no_sync()
+        self._as_views = True  # whether gradients stay in the buffers after the step
+        self._opaque = False  # whether the output of the latest forward pass has no tensor that can take a hook
+        self.accumulating = False  # whether the latest forward pass ran inside no_sync()
         self._told = self._told_of_state = False
-        self._taken_over = ""  # the parameter that a later reducer took over; if not "", this object does nothing
+        self._taken_over = ""  # if not "", a later reducer took over this parameter and ended this object
         mine = {id(parameter) for parameter in parameters}
-        for earlier in list(_alive):  # only one reducer may write a gradient, so end earlier ones
+        for earlier in list(_alive):  # only one reducer may write a gradient, so end earlier reducers
             common = [name for name, p in zip(earlier._names, earlier._parameters, strict=True) if id(p) in mine]
             if common:
                 earlier._taken_over = common[0]
                 earlier.end()
-        # The hooks hold only a weak reference to this object. So this object is deleted together with the reducer, and
-        # removes the hooks, even if the parameters live longer.
+        # The hooks hold only a weak reference to this object. When the reducer is deleted, this object is deleted too
+        # and removes the hooks, even if the parameters live longer.
         accumulated = functools.partial(_if_alive, weakref.ref(self), Autograd.accumulated)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(functools.partial(accumulated, index))
@@ -77,7 +78,8 @@ class Autograd:
     def _look_at_buffers(self) -> None:
         self._on_device = isinstance(self._step.buffers[0], torch.Tensor)
         self._views = self._step.buffers if self._on_device else [arrays.over(one) for one in self._step.buffers]
-        # Store addresses rather than tensor objects, because the program may replace the memory of a gradient.
+        # Recognize gradients by their addresses rather than by their tensor objects, because the program may replace
+        # the memory of a tensor.
         self._addresses = [view.data_ptr() for view in self._views]
         self._strides = [view.stride() for view in self._views]
 
@@ -144,14 +146,14 @@ class Autograd:
     # -- for DistributedDataParallel
 
     def finish_within(self, as_views: bool) -> None:
-        """Finish each step at the end of its backward pass from now on.
+        """From now on, finish each step at the end of its backward pass.
 
-        expect() determines which passes are reduced.
+        expect() determines in which passes gradients are reduced.
         """
         self._within, self._as_views, self.syncing = True, as_views, False
 
     def check_before_forward(self) -> None:
-        """Raise RuntimeError if the last backward pass failed in the middle of a step."""
+        """Raise RuntimeError if the previous backward pass failed in the middle of a step."""
         self._end_of_pass = lambda: None
         if self._step.begun:
             raise RuntimeError(
@@ -161,7 +163,7 @@ class Autograd:
             )
 
     def check_not_taken_over(self) -> None:
-        """Raise RuntimeError if a later wrapper or reducer took over a parameter and so ended this object."""
+        """Raise RuntimeError if a later wrapper or reducer took over a parameter of this object."""
         if self._taken_over:
             raise RuntimeError(
                 f"DistributedDataParallel: a wrapper or GradientReducer that was made later reduces {self._taken_over},"
@@ -172,9 +174,9 @@ class Autograd:
     def expect(self, output: Any) -> None:
         """Reduce the gradients of the backward pass that will begin at this output of the module.
 
-        When that pass begins, a hook on the output calls reached(), before any gradient is ready. So only the end of
-        this outermost pass ends the step. Layers under torch.utils.checkpoint(use_reentrant=True) run separate backward
-        passes inside the outermost pass, and these must not end the step.
+        Layers under torch.utils.checkpoint(use_reentrant=True) run inner backward passes inside the outermost pass.
+        Only the end of the outermost pass may end the step. Therefore, a hook on the output calls reached() when the
+        outermost pass begins. reached() queues the callback for the end of this pass before an inner pass can begin.
         """
         self.syncing, self.accumulating = True, False
         reached = functools.partial(_if_alive, weakref.ref(self), Autograd.reached)
@@ -184,8 +186,10 @@ class Autograd:
         self._opaque = not watched
 
     def expect_nothing(self) -> None:
-        """DistributedDataParallel calls this after a forward pass inside no_sync(). If a backward pass begins at the
-        output of this forward pass, the gradients stay on this rank."""
+        """Leave gradients on this rank if their backward pass begins at the latest output of the module.
+
+        DistributedDataParallel calls this method after a forward pass inside no_sync().
+        """
         self.syncing, self._opaque, self.accumulating = False, False, True
 
     def reached(self, _gradient: torch.Tensor) -> None:
@@ -213,7 +217,7 @@ class Autograd:
             )
 
     def warn_of_optimizers(self, given: list[Any]) -> None:
-        """Warn about optimizers whose state is outdated on ranks that left early, after a join() with unequal steps.
+        """After a join() with unequal steps, warn about optimizers whose state is outdated on ranks that left early.
 
         given: the objects whose state the program has asked join() to send.
         """
@@ -264,8 +268,8 @@ class Autograd:
     def _follow(self, on_it: torch.Tensor) -> None:
         """Make the current stream wait for the previous gradient's stream.
 
-        A bucket is started on the stream that is current at that time. That stream must wait for the streams of all
-        gradients in the bucket.
+        The reduction of a bucket is enqueued on the stream that is current when the bucket is started. So this stream
+        must wait for the streams on which the bucket's gradients are computed.
         """
         if not on_it.is_cuda:
             return
@@ -275,7 +279,7 @@ class Autograd:
         self._stream = stream
 
     def _take_over(self, indices: Iterable[int]) -> None:
-        """Release the tensors that autograd allocated for these gradients, which are now in their buffers."""
+        """Release the tensors that autograd allocated for these gradients. They have been copied into their buffers."""
         for index in self._elsewhere.intersection(indices):
             parameter = self._parameters[index]
             if parameter.grad is not None:
@@ -285,15 +289,15 @@ class Autograd:
             self._elsewhere.remove(index)
 
     def _gather(self) -> list[int]:
-        """Mark gradients from earlier backward passes as ready, if the last pass did not change them. Return the
-        indices of the gradients that this rank does not have."""
+        """Mark gradients as ready that come only from earlier backward passes. Return the indices of the gradients that
+        this rank does not have."""
         self._follow(self._views[0])
         for index in self._step.missing():
             self._put(index)
         return self._step.missing()
 
     def _hand_out(self, missing: list[int]) -> None:
-        """After the step, hand all gradients to the program, including those that only other ranks had."""
+        """After the step, hand all gradients to the program, including gradients that only other ranks had."""
         here = [index for index, parameter in enumerate(self._parameters) if parameter.grad is not None]
         new = [index for index in missing if self._step.was_used(index)]
         self._take_over(list(self._elsewhere))
@@ -308,7 +312,7 @@ class Autograd:
         """Copy the gradients of these parameters from the buckets into tensors outside the buckets."""
         for index in indices:
             parameter = self._parameters[index]
-            # With create_graph=True, autograd's graph may still need the old gradient.
+            # With create_graph=True, autograd's graph may still need the old gradient, so do not overwrite it.
             if parameter.grad is None or parameter.grad.requires_grad:
                 parameter.grad = torch.empty_like(parameter, requires_grad=False)
         if indices:
@@ -316,7 +320,7 @@ class Autograd:
             torch._foreach_copy_(into, [self._views[index] for index in indices])
 
     def move(self) -> None:
-        """Point the gradients at the new buffers."""
+        """Make the gradients views of the new buffers."""
         self._look_at_buffers()
         for view, parameter in zip(self._views, self._parameters, strict=True):
             if parameter.grad is not None and self._as_views:
@@ -349,7 +353,8 @@ def loader(optimizer: Any) -> Callable[[Any], None]:
 
     def load(state: Any) -> None:
         loaded = with_arrays(state, arrays.over)
-        # PyTorch moves moments to the devices of the parameters. It does not move a learning rate that is a tensor.
+        # PyTorch's load_state_dict moves the moments to the devices of the parameters. It does not move tensors in
+        # param_groups, such as a learning rate.
         for mine, theirs in zip(optimizer.param_groups, loaded["param_groups"], strict=False):
             for name, x in theirs.items():
                 if isinstance(x, torch.Tensor) and isinstance(mine.get(name), torch.Tensor):

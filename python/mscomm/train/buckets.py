@@ -1,11 +1,11 @@
 """Fusion buckets: gradients of one dtype that lie side by side in memory and are reduced in one call.
 
 This file defines the layout of buckets, and CPU buckets, which are in memory that the ranks share. Device buckets are
-in device_buckets.py. A bucket has one mark per gradient, which is 1 if this rank has the gradient. The marks are summed
-like the gradients, so every rank learns which gradients no rank has. In a CPU bucket, the marks are stored after the
-gradients, in the same dtype. One carried number follows the marks (see Step.carry). The marks of device buckets are
-sent in a separate call (see Step): if they were in device memory, a rank would have to wait for the device to read
-them.
+in device_buckets.py. A bucket has one mark per gradient, which is 1 if this rank has the gradient. The marks are
+reduced like the gradients, so every rank learns which gradients no rank has. In a CPU bucket, the marks are stored
+after the gradients, in the same dtype. One carried number follows the marks (see Step.carry). The marks of device
+buckets are in CPU memory, and are sent in a separate call (see Step.finish). If they were in device memory, a rank
+could read them only after waiting for the device.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ LARGEST = {"bfloat16": float.fromhex("0x1.fep127"), "float16": 65504.0}
 
 
 def largest(dtype: np.dtype[Any], ranks: int) -> float:
-    """Return the largest value that a rank may send, so that the sum over the ranks still fits into dtype."""
+    """Return the largest value that each rank may send if the sum over the ranks must fit into dtype."""
     limit = LARGEST[dtype.name] / ranks
     given = np.array(limit, dtype)
     return float(given if float(given) <= limit else np.nextafter(given, np.zeros((), dtype)))
 
 
 class Span(NamedTuple):
-    """Where a gradient lies in its bucket, in elements."""
+    """Says where a gradient lies in its bucket. begin and size are numbers of elements."""
 
     number: int  # the index of the parameter
     begin: int
@@ -49,7 +49,7 @@ class Span(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The content of a bucket: the gradients, then one mark per gradient, then the carried number."""
+    """Describes the content of a bucket: the gradients, then one mark per gradient, then the carried number."""
 
     dtype: np.dtype[Any]
     places: tuple[Span, ...]
@@ -63,11 +63,11 @@ def layouts(
     """Distribute gradients over buckets, and return the bucket layouts in the order in which the buckets fill up.
 
     kinds: the dtype and the size of each gradient. order: the gradients' indices in the order in which the gradients
-    become ready. The result depends only on values that are equal on all ranks. A bucket holds at most bucket_bytes,
-    and the first bucket of each dtype holds at most first_bytes. A gradient that is larger than this limit gets a
-    bucket of its own.
+    become ready. The result depends only on values that are equal on all ranks, so all ranks create the same buckets. A
+    bucket holds at most bucket_bytes, and the first bucket of each dtype holds at most first_bytes. A gradient that is
+    larger than this limit gets a bucket of its own.
     """
-    made: list[tuple[int, list[int]]] = []  # for each bucket: the position in `order` where it is full, its gradients
+    made: list[tuple[int, list[int]]] = []  # for each bucket: the turn of its final gradient, and its gradients
     filling: dict[np.dtype[Any], tuple[list[int], int]] = {}
     limits: dict[np.dtype[Any], int] = {}
     for turn, index in enumerate(order):
@@ -103,35 +103,35 @@ def wired(dtype: np.dtype[Any], compression: str | None) -> np.dtype[Any]:
 
 
 class Bucket(ABC):
-    """A bucket's memory, and its state in the current step. A subclass sets `array`, `memory` and `marks`."""
+    """Holds a bucket's memory, and its state in the current step. A subclass sets `array`, `memory` and `marks`."""
 
     array: Any
-    """The gradients, one after the other, in a one-dimensional array of NumPy or of the parameters' library."""
+    """Holds the gradients one after the other. It is a one-dimensional array of NumPy or of the parameters' library."""
     memory: np.ndarray[Any, Any]
-    """The memory of `array`, which may continue after the gradients."""
+    """The memory of `array`. In a CPU bucket, this memory also holds the marks and the carried number."""
     marks: np.ndarray[Any, Any]
-    """One number per gradient. After the step, the number is nonzero if some rank had the gradient."""
+    """Holds one number per gradient. After the step, the number is nonzero if at least one rank had the gradient."""
     marks_go_along = False
     """Whether the marks are reduced with the gradients. If not, Step sends them in a separate call."""
     residual: Any = None
-    """With compression, the gradients' residuals, in an array like `array`. Otherwise None."""
+    """With compression, an array like `array` that holds the gradients' residuals. Without compression, None."""
     carries = False
-    """Whether the number `carried` can be sent with the gradients: the dtype must be precise enough for a loss."""
+    """Whether the number `carried` can be sent with the gradients. Their dtype must be precise enough for a loss."""
     carried = 0.0
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.there = bytearray(len(layout.places))  # 1 for each gradient of this step that is ready
+        self.there = bytearray(len(layout.places))  # 1 for each gradient that is ready in this step
         self.missing = len(layout.places)
         self._work: Work | None = None
 
     @functools.cached_property
     def parts(self) -> list[Any]:
-        """The memory of each gradient, one-dimensional."""
+        """Return the memory of each gradient as a one-dimensional array."""
         return [self.memory[place.span] for place in self.layout.places]
 
     def array_of(self, turn: int, shape: tuple[int, ...]) -> Any:
-        """Return one gradient, as a view of `array`. turn: its position in the layout."""
+        """Return one gradient, as a view of `array`. turn: the gradient's position in the layout."""
         return self.array[self.layout.places[turn].span].reshape(shape)
 
     def residual_of(self, turn: int) -> np.ndarray[Any, Any] | None:
@@ -147,8 +147,8 @@ class Bucket(ABC):
 
     @abstractmethod
     def put(self, turn: int, source: np.ndarray[Any, Any]) -> None:
-        """Copy this step's gradient from source, which is in C order. A device bucket makes the copy only when the
-        bucket is started."""
+        """Copy a gradient of this step from source, which is in C order. A device bucket copies it only when the bucket
+        is started."""
 
     @abstractmethod
     def take(self, turn: int, other: Any, its_turn: int) -> None:
@@ -235,10 +235,10 @@ class HostBucket(Bucket):
 
         This is error feedback (Seide et al., "1-bit stochastic gradient descent", 2014). A value outside the range of
         the narrow dtype is clipped, and the clipped part counts as error. Infinities and NaN are sent as they are,
-        because programs look for them. If a CPU bucket has such an element, no element of the bucket carries an error
-        into the next step. On a device, only this element carries no error. If this rank does not have a gradient, the
-        gradient's residual stays here until the rank has the gradient again. If the residual were sent although no rank
-        had the gradient, the result would not be used, and the residual would be lost.
+        because programs check for them. If a CPU bucket contains an infinity or NaN, no element of the bucket carries
+        an error into the next step. On a device, only the element itself carries no error. If this rank does not have a
+        gradient, the gradient's residual stays on this rank until the rank has the gradient again. If the residual were
+        sent although no rank had the gradient, the result would not be used, and the residual would be lost.
         """
         end = self.layout.marks
         gradients, wire = self.array, self._wire[:end]

@@ -2,8 +2,8 @@
 
 A rank's file also holds state that differs between ranks: random states, the position in the data, and the compression
 residual. Therefore, each rank writes to its own directory. In data-parallel training, a rank that has reduced the
-gradients of step k + 1 knows that all ranks have finished step k and written their checkpoints for step k. Only then
-does the rank delete the files that this checkpoint replaces. So at any time, there is a checkpoint that every rank has.
+gradients of step k + 1 knows that all ranks have finished step k and written their checkpoints for step k. The rank
+deletes older files only when it knows this. So at any time, there is a checkpoint that every rank has.
 """
 
 from __future__ import annotations
@@ -76,11 +76,12 @@ class CheckpointConfig:
 
 
 class ModelCheckpoint(Callback):
-    """Writes `<prefix>-<epoch>_<step>.safetensors` to this rank's directory, at config's intervals and at the end.
+    """Writes `<prefix>-<epoch>_<step>.safetensors` to this rank's directory, at config's intervals and at the end of
+    training.
 
     prefix: the beginning of the file names. If the directory already has files with that prefix, a new training run
     uses `<prefix>_1`, `<prefix>_2` and so on; after Model.resume(directory), training continues with the prefix of the
-    resumed file. directory: where to write the files; it is created if it does not exist. None means the working
+    resumed file. directory: where to write the files; it is created if it does not exist. None means the current
     directory. If two ranks on one host use the same directory, all ranks raise an error before training begins. config:
     a CheckpointConfig.
 
@@ -113,8 +114,8 @@ class ModelCheckpoint(Callback):
         self._given_prefix = self._prefix = prefix
         self._directory = Path(directory or os.curdir)
         self._config = config or CheckpointConfig()
-        # The files of this series, in the order in which they will be deleted. Each is paired with the time when it was
-        # written.
+        # The files with the current prefix, in the order in which they will be deleted. Each file is paired with the
+        # time when it was written.
         self._kept: list[tuple[Path, float]] = []
         self._has_saved = False  # whether this training run has saved a file
         self._is_due_at_epoch_end = False
@@ -141,8 +142,8 @@ class ModelCheckpoint(Callback):
         if resumed is not None and self._is_of_series(resumed.prefix) and self._is_here(resumed.path):
             self._prefix = resumed.prefix
             mine = sorted((epoch, step, path) for path, prefix, epoch, step in there if prefix == resumed.prefix)
-            # Files later than the resumed one will be deleted first: they are damaged or missing on some ranks, and
-            # training repeats their steps.
+            # The files of later steps than the resumed file will be deleted first. These checkpoints are damaged or
+            # missing on some ranks, and training repeats their steps.
             later = [path for epoch, step, path in mine if (epoch, step) > (resumed.epoch, resumed.step)]
             others = [path for _, _, path in mine if path not in later]
             self._kept = [(path, path.stat().st_mtime) for path in (*later, *others)]
@@ -156,8 +157,8 @@ class ModelCheckpoint(Callback):
         now = run_context.original_args()
         self._delete_surplus()
         due = self._is_due(now)
-        # A run that resumes after the last step of an epoch begins with the next epoch, and does not call epoch_end
-        # again. So save the last step only after the other callbacks' epoch_end has run.
+        # At the final step of an epoch, save only after the other callbacks' epoch_end has run. A run that resumes from
+        # the saved file begins with the next epoch, and does not call epoch_end for the finished epoch.
         self._is_due_at_epoch_end = due and now.cur_step_num % now.batch_num == 0
         if due and not self._is_due_at_epoch_end:
             self._save(now)

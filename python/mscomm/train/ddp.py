@@ -20,7 +20,7 @@ PREFIX = "module."
 
 
 class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
-    """Wraps a module that all ranks train together. When backward() returns, gradients are averaged over the ranks.
+    """Wraps a module that all ranks train together. backward() also averages the gradients over the ranks.
 
     The names and rules are those of torch.nn.parallel.DistributedDataParallel, so only two lines of a script change:
     the line that joins the job, and the import of the wrapper. Clipping, GradScaler and optimizer.step() come after
@@ -34,8 +34,8 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
     ...     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     ...     optimizer.step()
 
-    device_ids: None, or a list with the module's GPU; the forward pass then moves its arguments to that GPU.
-    output_device: None, or the module's GPU. broadcast_buffers: unless this is False, all ranks receive rank 0's
+    device_ids: None, or a list with the module's GPU. If it is a list, the forward pass moves its arguments to that
+    GPU. output_device: None, or the module's GPU. broadcast_buffers: unless this is False, all ranks receive rank 0's
     buffers (such as BatchNorm's running means) when the module is wrapped and before the first forward pass of each
     step. forward_sync_buffers: if given, it replaces broadcast_buffers for the forward passes; the buffers are still
     sent when the module is wrapped. init_sync: if True, all ranks receive rank 0's parameters when the module is
@@ -44,20 +44,20 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
     ranks. bucket_cap_mb: the size of a bucket in MiB (default 4). gradient_as_bucket_view: if True, the gradients stay
     in the buckets. This saves two copies, but the next step overwrites gradient tensors that the program has kept.
     find_unused_parameters: no effect, because a parameter that is not used in a step is never an error. If only some
-    ranks used a parameter, all ranks get the mean of the gradients, and the other ranks count as zeros. static_graph:
-    no effect; True prints a warning. compression: as in GradientReducer.
+    ranks use a parameter in a step, all ranks get its mean gradient, in which the other ranks count as zeros.
+    static_graph: no effect; True prints a warning. compression: as in GradientReducer.
 
     The gradients of a backward pass are reduced if the pass begins at an output of a forward pass that ran outside
     no_sync(). If a step has several such backward passes, the gradients of each are reduced. A forward pass under
-    torch.no_grad() does not change which gradients are reduced, but the ranks may exchange buffers in it; to evaluate
-    on one rank only, call `.module`. Layers under torch.utils.checkpoint are supported; if two of these layers share
-    parameters, they need use_reentrant=False.
+    torch.no_grad() does not change which gradients are reduced, but the ranks may exchange buffers before it, so all
+    ranks must run it. To evaluate on one rank only, call `.module`. Layers under torch.utils.checkpoint are supported;
+    if two of these layers share parameters, they need use_reentrant=False.
 
     The wrapper reduces the gradients of the parameters that the module has when it is wrapped. The forward pass raises
     RuntimeError if a parameter that was frozen at that time now needs a gradient, if a parameter was added or replaced,
     or if a later wrapper or reducer has taken over a parameter. The parameters and buffers that are named in
     module._ddp_params_and_buffers_to_ignore are not shared: each rank keeps its own values. The constructor raises
-    ValueError if the module contains SyncBatchNorm, which needs torch.distributed, and torch.distributed is not
+    ValueError if the module contains SyncBatchNorm and torch.distributed, which SyncBatchNorm needs, is not
     initialized. The other errors are those of GradientReducer.
     """
 
@@ -134,12 +134,13 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context for forward passes whose gradients stay on this rank until a later pass is reduced.
+        """Return a context for forward passes whose gradients stay on this rank until a later backward pass reduces
+        them.
 
         >>> with model.no_sync():
         ...     for images, labels in micro_batches[:-1]:
         ...         loss_fn(model(images), labels).backward()
-        >>> loss_fn(model(*micro_batches[-1]), ...).backward()          # reduces all of it
+        >>> loss_fn(model(*micro_batches[-1]), ...).backward()          # reduces the sum of the gradients
         """
         before, self._syncing = self._syncing, False
         try:
@@ -156,19 +157,20 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         *,
         sync: Iterable[Any] | None = None,
     ) -> Iterator[None]:
-        """Return a context for training loops in which some ranks have fewer steps. A rank that has run out of batches
-        sends zeros until no rank has batches left.
+        """Return a context for training loops in which some ranks have fewer steps than others. A rank that has run out
+        of batches sends zeros until no rank has batches left.
 
-        At the end, all ranks receive the parameters of the last rank: the highest of the ranks that ran out of batches
-        last. With broadcast_buffers, they also receive the last rank's buffers. sync: other objects whose state all
-        ranks receive from the last rank, such as [optimizer, scheduler]; without sync, a rank that ran out early keeps
-        its older state. divide_by_initial_world_size: if True, the mean is taken over all ranks; if False, over the
-        ranks that still have batches. enable: if False, join() does nothing. throw_on_early_termination: if True, all
-        ranks raise RuntimeError as soon as one rank has no batches left.
+        At the end, all ranks receive the parameters of the last rank. This is the rank that ran out of batches last, or
+        the highest such rank if there are several. With broadcast_buffers, all ranks also receive the last rank's
+        buffers. sync: other objects whose state all ranks receive from the last rank, such as [optimizer, scheduler].
+        Without sync, a rank that ran out early keeps the older state of these objects. divide_by_initial_world_size: if
+        True, the mean is taken over all ranks; if False, over the ranks that still have batches. enable: if False,
+        join() does nothing. throw_on_early_termination: if True, all ranks raise RuntimeError as soon as one rank has
+        no batches left.
 
-        The loop must make no other calls on the group. Inside join(), the buffers that are sent before a forward pass
-        are not those of rank 0, but those of the highest rank that still has batches. If one rank's loop raises an
-        exception, the other ranks raise Aborted.
+        The loop must make no other calls on the group. Inside join(), the highest rank that still has batches sends its
+        buffers before a forward pass, instead of rank 0. If one rank's loop raises an exception, the other ranks raise
+        Aborted.
 
         >>> with model.join(sync=[optimizer]):
         ...     for images, labels in batches:
@@ -199,7 +201,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
                 yield
         finally:
             self._refuses_uneven = False
-            self._buffers_due = True  # True on all ranks, so that all make the same calls
+            self._buffers_due = True  # the same value on all ranks, so that all ranks make the same calls
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state as torch.nn.Module does. The names in state_dict may have the prefix "module.", but need not.
@@ -243,7 +245,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
                     f"DistributedDataParallel: {name} was added or replaced after the module was wrapped; change the"
                     " module first, and then wrap it on every rank"
                 )
-        self._places = _places(self.module)  # no parameter is new; perhaps a layer was renamed
+        self._places = _places(self.module)  # no parameter is new, but a layer may have been renamed
 
     def _before_forward(self) -> None:
         """Exchange the buffers before a forward pass, if they are due. Inside join(), this may raise OutOfBatches."""
@@ -282,7 +284,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
 def _device(module: torch.nn.Module, device_ids: Any, output_device: Any) -> torch.device | None:
     """Return the device to which forward() moves its arguments, or None.
 
-    Raise ValueError if the module is elsewhere.
+    Raise ValueError unless each given argument names the one GPU that the module is on.
     """
     devices = sorted({str(p.device) for p in module.parameters()})
     given = [] if device_ids is None else list(device_ids)

@@ -1,8 +1,9 @@
-"""Fusion buckets in device memory, as arrays of the array library.
+"""Fusion buckets in device memory. The buckets are arrays of the parameters' array library.
 
-If csrc/cuda has a kernel for the dtypes, one launch copies the gradients that lie outside their bucket into the bucket,
-casts them and applies error feedback. Otherwise, the gradients are copied first, and the array library then casts them
-and applies error feedback. All work is enqueued on the library's current stream; nothing here waits for the device.
+If csrc/cuda has a kernel for the dtypes, one kernel launch copies the gradients that lie outside their bucket into the
+bucket, casts them and applies error feedback. Otherwise, the gradients are copied first, and the array library then
+casts them and applies error feedback. All work is enqueued on the library's current stream. No function in this file
+waits for the device.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def has_kernel(group: Group, dtype: np.dtype[Any], on_wire: np.dtype[Any]) -> bo
 
 
 def why_not(group: Group, dtype: np.dtype[Any], compression: str | None, model: Any) -> str:
-    """Return why gradients of this dtype, in arrays of model's library, cannot be reduced here; "" if they can."""
+    """Return why this rank cannot reduce gradients of this dtype in arrays like `model`, or "" if it can."""
     arrays = library(model, "parameters", "GradientReducer")
     if not hasattr(arrays, "namespace"):
         return f"of {type(model).__name__} mscomm knows a protocol alone; use PyTorch's or CuPy's arrays"
@@ -42,7 +43,7 @@ def why_not(group: Group, dtype: np.dtype[Any], compression: str | None, model: 
 
 
 class DeviceBucket(Bucket):
-    """A bucket that is an array of model's library in device memory. Create one only if why_not() returns ""."""
+    """A bucket in device memory. It is an array of the same library as `model`. Create it only if why_not() is ""."""
 
     memory: OnDevice
 
@@ -67,24 +68,24 @@ class DeviceBucket(Bucket):
             if not self._has_kernel:
                 self._wire_array = bits.view(getattr(self._arrays.namespace, on_wire.name))
             self._limit = largest(on_wire, group.size)
-        # Compute the mean from the sum if gradients are sent in a narrow dtype, or if the vendor's library has no mean.
-        # For a mean, NCCL multiplies by 1 / n in the dtype that is sent (hostToDevRedOp in NCCL's enqueue.cc). In
-        # bfloat16, 1 / n has a relative error of up to 1/512.
+        # Compute the mean from the sum if gradients are sent in a narrow dtype, or if the vendor's library cannot
+        # compute a mean. For a mean, NCCL multiplies by 1 / n in the dtype that is sent (hostToDevRedOp in NCCL's
+        # enqueue.cc). In bfloat16, 1 / n has a relative error of up to 1/512.
         narrow = on_wire != layout.dtype or on_wire.name == "bfloat16"
         sums = op == "sum" or narrow or bool(group.refuses(dtype_code(on_wire), _core.ops.index("avg")))
         self._op = "sum" if sums else "avg"
         self._factor = 1 / group.size if op == "avg" and sums else 1.0
 
     def _new(self, model: Any, size: int) -> tuple[Any, OnDevice]:
-        """Return an array of zeros with model's dtype, and the memory of this array."""
+        """Return an array of zeros with the dtype of `model`, and the memory of this array."""
         memory, made = self._arrays.new(model, (size,))
         self._group.clear(memory, memory.stream)
         self._made.append(made())
         return self._made[-1], memory
 
     def _stream(self) -> int:
-        """Return the current stream. If the bucket has not used this stream before, tell the array library about it,
-        because the library may have allocated the memory on another stream."""
+        """Return the current stream. If the bucket has not used this stream before, tell the array library about it.
+        Otherwise, a library that allocated the memory on another stream might reuse the memory too early."""
         stream = self.memory.current()
         if stream not in self._streams:
             self._streams.add(stream)

@@ -1,10 +1,10 @@
-"""Tells datasets and samplers the number of each epoch, because their order may depend on this number.
+"""Tells datasets and samplers the number of each epoch, because the order of their rows may depend on this number.
 
 Before each epoch, Epochs calls set_epoch() on the dataset and on the samplers of a PyTorch DataLoader, if they have
-this method. Numbers begin at 0. Without these calls, torch.utils.data.DistributedSampler, for example, would use the
-same order in every epoch. A script may call set_epoch() itself, before train() or in a callback. The script's number
-then takes effect, and later epochs continue from it. A second call of train() continues the numbers of the first. A
-dataset with state_dict and load_state_dict, such as an mscomm dataset, counts its passes itself.
+this method. Epochs are counted from 0. Without these calls, torch.utils.data.DistributedSampler, for example, would use
+the same order in every epoch. A script may call set_epoch() itself, before train() or in a callback. The script's
+number then takes effect, and later epochs continue from it. A second call of train() continues the numbers of the
+first. A dataset with state_dict and load_state_dict, such as an mscomm dataset, counts its passes itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import weakref
 from typing import Any
 
 _PLACES = ("", "sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
-_last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # the latest number that each object was given
+_last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # the latest epoch number of each object
 
 
 def knows_its_place(dataset: Any) -> bool:
@@ -22,12 +22,12 @@ def knows_its_place(dataset: Any) -> bool:
 
 
 class Epochs:
-    """The objects of one training run that have set_epoch(), and the numbers of their epochs."""
+    """Keeps the objects of one training run that have set_epoch(), and the epoch numbers of these objects."""
 
     def __init__(self, dataset: Any, initial_epoch: int, resumed: dict[str, int] | None, first: int) -> None:
         """initial_epoch: the argument of train(). first: the number of the first epoch of this run. resumed: the result
         of numbers() that is in the resumed checkpoint, {} if an earlier version of mscomm wrote the checkpoint, or None
-        if there is no checkpoint."""
+        if training does not resume from a checkpoint."""
         self._found: dict[str, Any] = {}
         self._next: dict[str, int] = {}  # an object's next number, if it does not follow from the previous one
         self._told: dict[str, int] = {}
@@ -54,7 +54,7 @@ class Epochs:
             number = self._next.pop(place) if place in self._next else self._after(place)
             one.set_epoch(number)
             self._told[place] = number
-            with contextlib.suppress(TypeError):  # for objects without weak references
+            with contextlib.suppress(TypeError):  # for objects that do not support weak references
                 _last[one] = number
 
     def numbers(self, ended: bool) -> dict[str, int]:
@@ -69,7 +69,7 @@ class Epochs:
             with contextlib.suppress(TypeError):
                 last = _last.get(self._found[place], -1)
         there = self._there(place, last)
-        return last + 1 if there == last else there  # if the numbers differ, the script has set the new one
+        return last + 1 if there == last else there  # if the numbers differ, the script has called set_epoch()
 
     def _there(self, place: str, otherwise: int) -> int:
         """Return the number that the object has now. If it cannot be read, return the number that begin() has set, or

@@ -1,4 +1,4 @@
-"""Callback, the base class of callbacks, and RunContext, their argument. The names are MindSpore's."""
+"""Defines Callback, the base class of callbacks, and RunContext, the argument of their methods, as in MindSpore."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class RunContext:
-    """The argument of all callbacks. It describes the state of the training run, and can end the run."""
+    """The argument of all callback methods. It describes the state of the training run, and can end the run."""
 
     def __init__(self, arguments: SimpleNamespace) -> None:
         self._arguments = arguments
@@ -17,14 +17,14 @@ class RunContext:
         """Return the values of the training run, as attributes.
 
         * cur_epoch_num, cur_step_num: the current epoch and step, counted from 1; steps are counted over all epochs.
-          epoch_num: the last epoch. batch_num: the number of steps in an epoch.
+          epoch_num: the number of the final epoch. batch_num: the number of steps in an epoch.
         * net_outputs: the step's loss, a NumPy scalar with the dtype of the loss. In data-parallel training it is the
           mean over the ranks, and has the same bits on all ranks. local_loss: this rank's own loss.
         * network, loss_fn, optimizer, train_dataset, list_callback, parallel_mode, dataset_sink_mode: as the program
           passed them.
         * train_dataset_element: the batch, as a tuple.
         * group: the ranks that train together, or None if this rank trains alone. device_number: how many ranks train
-          together. rank: this rank's number in the group, or in the job if this rank trains alone.
+          together. rank: the number of this rank in the group, or in the job if this rank trains alone.
         * communication_s: how many seconds this rank has waited for communication since training began.
         * training_state: a function that returns what ModelCheckpoint writes: (weights, state).
         """
@@ -46,9 +46,9 @@ class RunContext:
 class Callback:
     """The base class of callbacks: override the methods that you need. Model.train calls them with a RunContext.
 
-    on_train_begin, on_train_epoch_begin, on_train_step_begin, on_train_step_end, on_train_epoch_end, on_train_end call
-    begin, epoch_begin, step_begin, step_end, epoch_end and end. You can override a method under either name. A callback
-    is also a context manager, which is entered before begin and exited when training ends, even after an exception.
+    The methods begin, epoch_begin, step_begin, step_end, epoch_end and end have second names, as in MindSpore:
+    on_train_begin, on_train_epoch_begin and so on. You can override a method under either name. A callback is also a
+    context manager, which is entered before begin and exited when training ends, even after an exception.
 
     >>> class StopAt(mscomm.Callback):
     ...     def step_end(self, run_context):

@@ -1,8 +1,9 @@
 """join(): lets some ranks train fewer steps than others, and gives all ranks the same model at the end.
 
-Before each step, all ranks meet: in an all_gather, each rank says what it will do next. A rank that has no batches left
-is said to have left. It makes the same calls as the other ranks, with zeros, until all ranks have left. Then the last
-rank sends its model and its states to all ranks. The last rank is the highest of the ranks that left last.
+Before each step, the ranks meet: they call all_gather, in which each rank says what it will do next. In this module, a
+rank "has left" when it has run out of batches. It still makes the same calls as the other ranks, with zeros, until all
+ranks have left. At the end, the last rank sends its model and its states to all ranks. The last rank is the rank that
+left last, or the highest such rank if there are several.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ def join(
 
     sync: as in GradientReducer.join. by_all: if True, sums are divided by the number of all ranks; if False, by the
     number of ranks that have not left. on_forward(root): called on a rank that has left, to receive the buffers that
-    rank root sends before a forward pass. at_end(root, uneven): called to make the models equal; `uneven` says whether
-    some ranks left before others. throw: if True, all ranks raise OutOfBatches as soon as one rank has left. own:
-    parameters that each rank keeps for itself.
+    rank root sends before a forward pass. at_end(root, uneven): called after the loops to make the models equal;
+    `uneven` says whether some ranks left before others. throw: if True, all ranks raise OutOfBatches as soon as one
+    rank has left. own: parameters that each rank keeps for itself.
     """
     step.check_between("join")
     if group.name in _open:  # the ranks would mix up the meetings of the two loops
@@ -123,7 +124,7 @@ def _check_alike(kinds: list[str], by_all: bool, throw: bool, group: Group) -> N
 
 
 def _take_over(one: Any, root: int, group: Group, own: Iterable[Any]) -> None:
-    if hasattr(one, "named_parameters") and hasattr(one, "named_buffers"):  # a torch.nn.Module, written in place
+    if hasattr(one, "named_parameters") and hasattr(one, "named_buffers"):  # overwrite a torch.nn.Module in place
         arrays = {**dict(one.named_parameters()), **dict(one.named_buffers())}
         kept = {id(x) for x in own}
         broadcast_all([(name, x) for name, x in arrays.items() if id(x) not in kept], root, group)
@@ -149,9 +150,8 @@ def broadcast_all(arrays: Iterable[tuple[str, Any]], root: int, group: Group) ->
 
 
 def _broadcast_state(state: Any, root: int, group: Group) -> Any:
-    """Return the state of rank root on all ranks. The state is sent as JSON and CPU arrays. On the other ranks, all
-    arrays in the state are PyTorch tensors if rank root's state has any PyTorch tensors. Otherwise they are NumPy
-    arrays."""
+    """Return the state of rank root on all ranks. The state is sent as JSON and CPU arrays. If the state contains
+    PyTorch tensors, the other ranks get all of its arrays as PyTorch tensors. Otherwise, they get NumPy arrays."""
     head: Any = None
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     if root == group.rank:

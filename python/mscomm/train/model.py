@@ -62,7 +62,7 @@ class Model:
         if loss_fn is not None and not callable(loss_fn):
             raise TypeError(f"Model: loss_fn is a {type(loss_fn).__name__}; expected a callable(output, label)")
         if group is not None and is_initialized():
-            resolve(group)  # raises an error if this rank is not a member
+            resolve(group)  # raises an error if this rank is not in the group
         self._given = {"network": network, "loss_fn": loss_fn, "optimizer": optimizer}
         self._network = networks.adapt(network, loss_fn, optimizer)
         self._compression = compression
@@ -80,7 +80,7 @@ class Model:
     ) -> None:
         """Train until the end of epoch number `epoch`.
 
-        epoch: the number of the last epoch, 1 or more. train_dataset: an iterable with get_dataset_size() or len().
+        epoch: the number of the final epoch, 1 or more. train_dataset: an iterable with get_dataset_size() or len().
         Each pass over train_dataset yields the batches of an epoch. A batch is a tuple, list or dict of NumPy arrays or
         of arrays of the network's library. If there is a loss_fn, a batch is (data, ..., label). With PyTorch, integer
         labels become int64, and CPU arrays are moved to the device of the module's first parameter. callbacks: one
@@ -102,7 +102,7 @@ class Model:
         other errors are those of all_reduce.
         """
         listed = hooks.checked(callbacks)
-        listed.sort(key=lambda one: isinstance(one, ModelCheckpoint))  # last, because it saves the others' states
+        listed.sort(key=lambda one: isinstance(one, ModelCheckpoint))  # last: it saves the other callbacks' states
         batches = _checked(epoch, train_dataset, sink_size, initial_epoch)
         notices.tell_without_effect("Model.train", dataset_sink_mode=dataset_sink_mode, sink_size=sink_size)
         if self._given["optimizer"] is None:
@@ -118,7 +118,7 @@ class Model:
             own = self._network.own()
             shared = {name: x for name, x in self._network.weights().items() if name not in own}
             sent = broadcast_parameters(shared, group=group)
-            new = {name: x for name, x in sent.items() if x is not shared[name]}  # arrays not written in place
+            new = {name: x for name, x in sent.items() if x is not shared[name]}  # arrays not overwritten in place
             self._network.load({name: on_host(x, name, "Model.train") for name, x in new.items()})
         _check_same_start(
             group,
@@ -173,17 +173,17 @@ class Model:
     def resume(self, path: str | os.PathLike[str]) -> tuple[int, int] | None:
         """Load a checkpoint, so that the next train() continues with the same bits as an uninterrupted run.
 
-        path: a file, or a directory that ModelCheckpoint has written to, which must be a separate one for each rank. In
-        a directory, resume() considers only the training run that wrote last. It loads the newest checkpoint that is
-        complete and undamaged on every rank. A warning names the checkpoints that are skipped. In data-parallel mode,
-        all ranks must call resume() together, after set_auto_parallel_context.
+        path: a file, or a directory that ModelCheckpoint has written to. Each rank must have its own directory. In a
+        directory, resume() considers only the training run that wrote the newest file. It loads the newest checkpoint
+        that is complete and undamaged on every rank. A warning names the checkpoints that are skipped. In data-parallel
+        mode, all ranks must call resume() together, after set_auto_parallel_context.
 
         Return the (epoch, step) of the checkpoint, or None if there is nothing to resume, so a script can always call
         resume(). The result is None if no rank has a checkpoint. It is also None, with a warning, if some ranks have
         only the first checkpoint of the run and the others have none. No file is deleted.
 
         The dataset's load_state_dict() restores the position in the dataset. If the dataset has no such method, train()
-        reads the batches of the epoch again and skips those that were already used. If the number of ranks or of
+        reads the batches of the epoch again and skips the batches that were already used. If the number of ranks or of
         batches has changed, resume() or train() raises ValueError. You can then load only the weights, with
         load_checkpoint.
 
@@ -459,7 +459,7 @@ def _check_same_start(group: Group | None, what: str, mine: dict[str, Any], advi
     first = everybodys[0]
     for rank, theirs in enumerate(everybodys):
         if what == "weights" and theirs.keys() != first.keys():
-            continue  # GradientReducer will raise an error that says more
+            continue  # GradientReducer will raise a more detailed error
         name = next((name for name in {**first, **theirs} if theirs.get(name) != first.get(name)), None)
         if name is not None:
             raise ValueError(
@@ -468,8 +468,8 @@ def _check_same_start(group: Group | None, what: str, mine: dict[str, Any], advi
 
 
 def _tell_if_one_of_several(group: Group | str | None) -> None:
-    """Warn if there are several processes and each trains alone. This is the default, as in MindSpore, but users rarely
-    want it."""
+    """Warn if there are several processes and each trains its own model. This is the default parallel mode, as in
+    MindSpore, but users rarely want it."""
     if is_initialized():
         size = resolve(group).size
         if size > 1:

@@ -15,8 +15,8 @@ _EVERY_S = 5.0  # the interval at which ProgressBar prints lines if there is no 
 
 
 def _say(line: str) -> None:
-    """Print a line with a single write, because other ranks may write to the same pipe. print() writes the newline
-    separately."""
+    """Print a line with a single write, so that it is not mixed with lines that other ranks write to the same pipe.
+    print() would write the newline separately."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
@@ -51,11 +51,11 @@ class LossMonitor(Callback):
             )
         if self._per_print_times and now.cur_step_num % self._per_print_times == 0:
             loss = now.local_loss if self._local else now.net_outputs
-            _say(f"{where}, loss is {loss!s}")  # str() prints a float32 with few digits; format() would not
+            _say(f"{where}, loss is {loss!s}")  # str() writes a float32 with few digits; format() writes more
 
 
 class TimeMonitor(Callback):
-    """Prints after each epoch how long it took: `Train epoch time: 1234.567 ms, per step time: 12.346 ms`.
+    """Prints after each epoch how long the epoch took: `Train epoch time: 1234.567 ms, per step time: 12.346 ms`.
 
     data_size: the number of steps in an epoch; by default, the dataset's size. data_time: no effect; True prints a
     warning.
@@ -90,7 +90,7 @@ class ProgressBar(Callback):
     def __init__(self, console: Any = None) -> None:
         self._console = console
         self._active = False  # True on rank 0 during training
-        self._state = ""  # without a terminal: the last step's line, or "" if this line has been printed
+        self._state = ""  # without a terminal: the latest step's line, or "" if this line has been printed
         self._printed = 0.0
         self._bar: Any = None
         self._task: Any = None
@@ -141,7 +141,7 @@ class ProgressBar(Callback):
             self._print()
 
     def _print(self) -> None:
-        """Print the line of the last step, unless it has already been printed."""
+        """Print the line of the latest step, unless it has already been printed."""
         if self._state:
             self._console.print(self._state, highlight=False, soft_wrap=True)
         self._state, self._printed = "", time.monotonic()

@@ -14,7 +14,7 @@ from mscomm.train import trees
 
 
 class _Optimizer:
-    """The common part of both optimizers: the parameters, and a velocity for each parameter."""
+    """The base class of both optimizers. It holds the parameters, and a velocity for each parameter."""
 
     def __init__(self, params: Any, learning_rate: float, momentum: float, weight_decay: float) -> None:
         name = type(self).__name__
@@ -44,7 +44,7 @@ class _Optimizer:
                 gradient = gradient + self.weight_decay * parameter
             if self.momentum:
                 if first:
-                    self._velocities.append(gradient + 0)  # a copy, because the next step overwrites gradients
+                    self._velocities.append(gradient + 0)  # a copy, because the next step overwrites the gradient
                 else:
                     self._velocities[i] = self._next(self._velocities[i], gradient)
                 gradient = self._direction(gradient, self._velocities[i])
@@ -79,8 +79,8 @@ class Momentum(_Optimizer):
     """Gradient descent with momentum: v = momentum v + g; p = p - learning_rate v.
 
     params: arrays in a list, a tuple or a dict, possibly nested. g is the gradient. use_nesterov: if True, p = p -
-    learning_rate (g + momentum v). weight_decay: weight_decay p is added to g. Raises TypeError if an argument that
-    must be a number is not one, and ValueError if it is negative.
+    learning_rate (g + momentum v). weight_decay: weight_decay p is added to g. Raises TypeError if learning_rate,
+    momentum or weight_decay is not a number, and ValueError if one of them is negative.
 
     >>> optimizer = mscomm.train.Momentum({"w": np.zeros((10, 3))}, 0.01, 0.9)
     >>> optimizer.step({"w": np.ones((10, 3))})

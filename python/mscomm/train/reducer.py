@@ -33,20 +33,20 @@ class GradientReducer:
 
     parameters: for PyTorch, `model.parameters()` or `model.named_parameters()`; for NumPy, JAX, MindSpore and CuPy, a
     list or a dict of arrays with the shapes and dtypes of the gradients, preferably the weights themselves. PyTorch
-    parameters on a GPU and CuPy arrays must be on the device with which this rank has joined. All ranks must pass the
-    same parameters in the same order; otherwise all ranks raise a ValueError that names the first difference. mean: if
-    True, the sum is divided by the number of ranks. bucket_mb: the size of a bucket in MiB (default 4); the first
-    bucket of each dtype has at most 1 MiB. compression: with "bf16" or "fp16", ranks send 16 bits per element and carry
-    the rounding error into the next step. exclude: parameters, or their names, that each rank keeps for itself.
+    parameters on a GPU and CuPy arrays must be on the device with which this rank has joined the job. All ranks must
+    pass the same parameters in the same order; otherwise all ranks raise a ValueError that names the first difference.
+    mean: if True, the sum is divided by the number of ranks. bucket_mb: the size of a bucket in MiB (default 4); the
+    first bucket of each dtype has at most 1 MiB. compression: with "bf16" or "fp16", ranks send 16 bits per element and
+    carry the rounding error into the next step. exclude: parameters, or their names, that each rank keeps for itself.
     parameter_broadcast: if True, all ranks receive rank 0's parameters at the start. group: a Group or its name; None
     means all ranks.
 
     Without parameter_broadcast, the ranks compare the bits of their parameters, including frozen ones. If PyTorch or
     MindSpore parameters differ, all ranks raise a ValueError that names the rank and the parameter. Arrays of other
-    libraries need not be the weights, so if they differ, rank 0 only prints a warning. The reducer does not change
-    buffers that differ between ranks, such as BatchNorm's running means. To give all ranks the buffers of rank 0, for
-    example before evaluation, call broadcast_parameters(dict(model.named_buffers())). DistributedDataParallel makes the
-    buffers equal by itself.
+    libraries need not be the weights, so if they differ, rank 0 only prints a warning. The reducer does not change a
+    module's buffers, such as BatchNorm's running means, which may differ between ranks. To give all ranks the buffers
+    of rank 0, for example before evaluation, call broadcast_parameters(dict(model.named_buffers())).
+    DistributedDataParallel makes the buffers equal by itself.
 
     With PyTorch, each gradient is a view into the memory of a bucket. The reduction of a bucket starts as soon as the
     backward pass has filled it and all buckets before it; wait() reduces the last bucket. After the first step, the
@@ -54,15 +54,15 @@ class GradientReducer:
 
     >>> reducer = GradientReducer(model.parameters())
     >>> for images, labels in batches:
-    ...     reducer.zero_grad()                        # optimizer.zero_grad() costs a copy more
+    ...     reducer.zero_grad()                        # optimizer.zero_grad() costs one more copy
     ...     loss_fn(model(images), labels).backward()
     ...     reducer.wait()
     ...     optimizer.step()
 
-    If no rank used a parameter in a step, the parameter keeps its gradient, which may be None. If only some ranks used
-    it, all ranks get the mean of the gradients, and the other ranks count as zeros. Clip and unscale gradients after
-    wait(). wait() raises RuntimeError if a gradient was changed after backward(). optimizer.step() raises RuntimeError
-    if wait() was not called.
+    If no rank used a parameter in a step, the parameter keeps its old gradient, which may be None. If only some ranks
+    used a parameter, all ranks get its mean gradient, in which the other ranks count as zeros. Clip and unscale
+    gradients after wait(). wait() raises RuntimeError if a gradient was changed after backward(). optimizer.step()
+    raises RuntimeError if wait() was not called.
 
     With other libraries, `reduce(gradients)` returns the combined gradients.
 
@@ -70,15 +70,15 @@ class GradientReducer:
 
     On a device, work is enqueued on the library's current stream. Only buckets that become full during the backward
     pass are reduced in parallel with that stream. wait() and reduce() return when all ranks have enqueued their calls;
-    they do not wait for the device. If this build of mscomm has kernels (see `mscomm doctor`), one launch copies
-    gradients that lie outside their bucket into the bucket, and compresses them on the way. Without kernels, the
-    gradients are copied first, and the array library compresses them.
+    they do not wait for the device. If this build of mscomm has kernels (see `mscomm doctor`), one kernel launch copies
+    gradients that lie outside their bucket into the bucket, and also compresses them. Without kernels, the gradients
+    are copied first, and the array library compresses them.
 
-    Parameters without requires_grad are not reduced. The reducer works only while the program holds a reference to it.
-    On the CPU, the results have the same bits as with one all_reduce per gradient, whatever the buckets are. On a
-    device, the order in which the vendor's library adds values may depend on the number of elements in the call. The
-    errors are those of all_reduce. After an error, the group is broken and the gradients are undefined. After rejoin(),
-    each rank must create a new reducer.
+    The gradients of a parameter are not reduced if its requires_grad is False. The reducer works only while the program
+    holds a reference to it. On the CPU, the results have the same bits as with one all_reduce per gradient, and do not
+    depend on the buckets. On a device, the order in which the vendor's library adds values may depend on the number of
+    elements in the call. The errors are those of all_reduce. After an error, the group is broken and the gradients are
+    undefined. After rejoin(), each rank must create a new reducer.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class GradientReducer:
 
     @property
     def buffers(self) -> list[Any]:
-        """One array per parameter, with the parameter's shape. The gradient is reduced in this memory.
+        """One array per parameter, with the parameter's shape. Each gradient is reduced in the memory of its array.
 
         These are NumPy arrays on the CPU, and arrays of the parameters' library on a device.
         """
@@ -179,8 +179,8 @@ class GradientReducer:
 
     @property
     def carried(self) -> float:
-        """The mean of the numbers that the ranks passed to carry() in the last step. A rank that passed none counts as
-        0."""
+        """The mean of the numbers that the ranks passed to carry() in the latest step. A rank that passed no number
+        counts as 0."""
         return self._step.carried
 
     @property
@@ -198,17 +198,18 @@ class GradientReducer:
             self._autograd.end()
 
     def join(self, sync: Iterable[Any] | None = None) -> contextlib.AbstractContextManager[None]:
-        """Return a context for training loops in which some ranks have fewer steps. A rank that has run out of batches
-        sends zeros until no rank has batches left.
+        """Return a context for training loops in which some ranks have fewer steps than others. A rank that has run out
+        of batches sends zeros until no rank has batches left.
 
         The mean is taken over the ranks that still have batches. Every rank must run its loop inside join(), reduce
         once in each step, and make no other calls on the group. If one rank's loop raises an exception, the other ranks
         raise Aborted.
 
-        At the end, all ranks receive the parameters of `last_rank`, the highest of the ranks that ran out of batches
-        last. sync: other objects whose state all ranks receive from last_rank: optimizers, schedulers, and PyTorch
-        modules with their buffers. All ranks must pass them in the same order. Raise TypeError if an item does not have
-        state_dict() and load_state_dict(). Without sync, a rank that ran out early keeps its older momentum.
+        At the end, all ranks receive the parameters of `last_rank`. This is the rank that ran out of batches last, or
+        the highest such rank if there are several. sync: other objects whose state all ranks receive from last_rank:
+        optimizers, schedulers, and PyTorch modules with their buffers. All ranks must pass these objects in the same
+        order. Raise TypeError if an item does not have state_dict() and load_state_dict(). Without sync, a rank that
+        ran out early keeps the older state of its optimizer.
 
         >>> with reducer.join(sync=[model, optimizer]):
         ...     for images, labels in batches:
@@ -281,7 +282,7 @@ class GradientReducer:
     def state_dict(self) -> dict[str, Any]:
         """Return the state with which another reducer of the same parameters can continue with the same bits.
 
-        Call this between steps. In the dict, "order" is the list of the parameters' indices in the order of the
+        Call this between steps. In the result, "order" is the list of the parameters' indices in the order of the
         buckets, or None if this order is not known yet. "residual" maps names to compression residuals, which are NumPy
         arrays with the parameters' shapes. Without compression, "residual" is empty.
         """
@@ -291,7 +292,9 @@ class GradientReducer:
         return {"order": self._step.order_of_rank_0, "residual": residual}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state_dict(). All ranks must call this between the same two steps, each with its own state.
+        """Continue from a result of state_dict().
+
+        All ranks must call this between the same two steps, each with its own state.
 
         The residuals are used only if this reducer compresses gradients. Raise ValueError if the state belongs to other
         parameters. All ranks raise ValueError if the orders in their states differ.
@@ -344,7 +347,7 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context in which backward passes only add to this rank's gradients, to accumulate several batches.
+        """Return a context for gradient accumulation: backward passes inside it only add to this rank's gradients.
 
         After the context, run one backward pass whose gradients are reduced. Raise RuntimeError between backward() and
         wait().
@@ -386,7 +389,7 @@ class GradientReducer:
             at = self._step.where_is(source)
             if at is None:
                 elsewhere.append(source)
-            else:  # a gradient in the buffer of another one would be overwritten too early, so copy it
+            else:  # a gradient in another gradient's buffer would be overwritten too early, so copy it
                 elsewhere.append(None if at == index else self._copy(source, given[index]))
         with self._step.owed():
             for index in self._step.order:

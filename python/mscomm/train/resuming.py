@@ -32,7 +32,7 @@ def agree_on(path: Path, group: Group | None) -> tuple[Saved, Weights, dict[str,
     except (OSError, ValueError) as error:
         problem = str(error)
     newest = serialization.newest_prefix(found)
-    found = [one for one in found if one.run or one.prefix == newest]  # files of earlier versions have no run
+    found = [one for one in found if one.run or one.prefix == newest]  # earlier versions of mscomm wrote no run
     while True:
         files = [tuple(one) for one in found]
         offers = _gathered([files, problem, os.path.realpath(path)], group)
@@ -64,7 +64,7 @@ def _gathered(mine: Any, group: Group | None) -> list[Any]:
 
 
 class _Offer(NamedTuple):
-    """What a rank tells the other ranks: its checkpoints, its problem (or ""), and its path."""
+    """Holds what a rank tells the other ranks: its checkpoints, its problem (or ""), and its path."""
 
     files: list[Saved]
     problem: str
@@ -72,10 +72,10 @@ class _Offer(NamedTuple):
 
 
 def _newest_of_all(offers: list[_Offer]) -> tuple[tuple[str, int, int, str] | None, str]:
-    """Return the place of the newest checkpoint that all ranks have, or None; and the text of a warning, or "".
+    """Return the place of the newest checkpoint that all ranks have (or None), and a warning text (or "").
 
-    Only checkpoints of the training run that wrote last count. Raise ValueError if a rank has a problem, or if the run
-    got further than its first checkpoint but there is no checkpoint that all ranks have.
+    Only checkpoints of the training run that wrote the newest file are considered. Raise ValueError if a rank has a
+    problem, or if the run got further than its first checkpoint but there is no checkpoint that all ranks have.
     """
     for rank, offer in enumerate(offers):
         if offer.problem:

@@ -16,7 +16,8 @@ from mscomm.arrays import memory_anywhere, on_host
 from mscomm.train import networks, states, tensorfile, trees
 
 SUFFIX = ".safetensors"
-# Keys in the metadata of mscomm's files: the fields of Saved, the training's state, save_checkpoint's append_dict.
+# Keys in the metadata of mscomm's files, for the fields of Saved, the training state, and the append_dict of
+# save_checkpoint.
 EPOCH, STEP, SAVED, RUN, PART, FIRST, STATE, APPENDED = (
     f"mscomm.{word}" for word in ("epoch", "step", "saved", "run", "part", "first", "state", "appended")
 )
@@ -31,9 +32,9 @@ class Saved(NamedTuple):
     epoch: int
     step: int
     time: float  # when the file was written, in seconds since 1970
-    # run and part are random names that are the same on all ranks, or "" in files of earlier versions. run identifies
-    # the training run, from its first step to its last. part identifies the call of train() that wrote the file,
-    # because a resumed run may write the same step again.
+    # run and part are random names that are the same on all ranks, or "" in files that earlier versions of mscomm
+    # wrote. run identifies the training run, from its first step to its last. part identifies the call of train() that
+    # wrote the file, because a resumed run may write the same step again.
     run: str
     part: str
     first: bool  # whether this is the first file of the training run
@@ -155,7 +156,10 @@ def _newest_undamaged(directory: Path) -> tuple[dict[str, np.ndarray[Any, Any]],
 
 
 def save_training(path: Path, weights: dict[str, Any], state: dict[str, Any], time: float, first: bool) -> None:
-    """Write a file for load_training. state: a dict with epoch, step, run, part and more. time, first: see Saved."""
+    """Write a file for load_training.
+
+    state: a dict with at least the keys epoch, step, run and part. time, first: see Saved.
+    """
     text, arrays = states.to_text(state)
     arrays |= {name: on_host(x, name, "ModelCheckpoint") for name, x in weights.items()}
     place = {EPOCH: str(state["epoch"]), STEP: str(state["step"]), SAVED: repr(time)}
@@ -193,7 +197,7 @@ def named_like_one(directory: Path) -> list[tuple[Path, str, int, int]]:
 def complete(directory: Path) -> list[Saved]:
     """Return a directory's complete checkpoints. Warn about incomplete ones. Raise ValueError if all are incomplete.
 
-    Damage in the arrays of a file is not found here, but only when the arrays are read.
+    Damage in the arrays of a file is detected only when the arrays are read.
     """
     found, faults = [], []
     for path, *_ in named_like_one(directory) if directory.is_dir() else []:
@@ -209,5 +213,5 @@ def complete(directory: Path) -> list[Saved]:
 
 
 def newest_prefix(found: list[Saved]) -> str:
-    """Return the prefix of the file that was written last, or "" if there are no files."""
+    """Return the prefix of the newest file, or "" if there are no files."""
     return max(found, key=lambda one: one.time).prefix if found else ""

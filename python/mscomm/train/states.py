@@ -20,9 +20,9 @@ PREFIX = "mscomm.state."  # the names of a state's arrays begin with this; the o
 def to_text(state: Any) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
     """Convert a state to (text, arrays): JSON that refers to arrays by name, and a dict of these arrays.
 
-    A state can contain None, bool, int, float, str, list, tuple, dict, arrays of a known library, and NumPy scalars,
-    which from_text returns as arrays. For any other object, raise a TypeError that says where the object is in the
-    state.
+    A state can contain None, bool, int, float, str, list, tuple, dict, arrays of a known library, and NumPy scalars.
+    from_text returns NumPy scalars as arrays. For any other object, raise a TypeError that says where the object is in
+    the state.
     """
     arrays: dict[str, np.ndarray[Any, Any]] = {}
 

@@ -19,7 +19,7 @@ LEFT, FORWARD, REDUCES = 0, 1, 2
 
 
 class Step:
-    """The buckets and the state of the current step. Between two steps, no reduction is running.
+    """Holds the buckets and the state of the current step. Between two steps, no reduction is running.
 
     names, kinds, shapes: the name, the (dtype, number of elements) and the shape of each gradient. op: how the ranks of
     the group combine gradients, "avg" or "sum". make: a function that creates a bucket with a given layout. in_order:
@@ -54,7 +54,8 @@ class Step:
         self.joining = False
         self.by_all = False  # inside join(): whether the mean also counts ranks that have left
         self._meeting: Work | None = None  # inside join(): a running all_gather of what each rank does next
-        # Inside join(): what each rank does next, from the latest meeting with at least one rank that had not left.
+        # Inside join(): the result of the latest meeting in which at least one rank had not left. It says what each
+        # rank does next.
         self.last_met: np.ndarray[Any, Any] = np.zeros(group.size, np.int64)
         self._carry = 0.0
         self.carried = 0.0
@@ -81,7 +82,7 @@ class Step:
     @contextlib.contextmanager
     def owed(self) -> Iterator[None]:
         """Return a context for work that other ranks wait for. If the work raises an exception, the other ranks are
-        told, and this object becomes unusable."""
+        notified, and this object becomes unusable."""
         self._check_usable()
         try:
             with self._group.committed("a step of GradientReducer"):
@@ -97,8 +98,7 @@ class Step:
         the order of the buckets.
 
         Return the indices of the gradients in the buckets that were started; these gradients now lie in their buffers.
-        The last bucket is not started here but by finish(), so that the calling thread reduces it without a thread
-        switch.
+        finish() starts the last bucket, so that the calling thread reduces it without a thread switch.
         """
         self._check_usable()
         bucket, turn = self._bucket_of[index]
@@ -148,8 +148,8 @@ class Step:
     def where_is(self, gradient: np.ndarray[Any, Any]) -> int | None:
         """Return the index of the gradient whose buffer is this memory.
 
-        Return -1 if the memory is another part of the buckets, and None if it is outside the buckets. The memory must
-        be in C order.
+        Return -1 if the memory overlaps the buckets in another way, and None if it is outside the buckets. The memory
+        must be in C order.
         """
         begin, end = span = _span(gradient)
         if not any(begin < last and first < end for first, last in self._spans):

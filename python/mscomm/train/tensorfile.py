@@ -3,7 +3,8 @@
 Reading these files never executes anything in them. This module adds two things to the package safetensors: a file is
 written completely or not at all, and its metadata contains a checksum of everything in the file. The checksum is zlib's
 CRC-32. It detects every single-bit error, every burst of up to 32 wrong bits, and all but one in 2^32 of other errors.
-It does not protect against deliberate changes. SHA-256 and BLAKE2 would, but they take two to four times as long.
+It does not protect against deliberate changes. SHA-256 and BLAKE2 would protect against them, but take two to four
+times as long as CRC-32.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def _checked_metadata(path: Path, file: Any) -> tuple[dict[str, str], str | None]:
-    """Check the metadata. Return it and the checksum of the arrays. The checksum is None if the file has none."""
+    """Check the metadata. Return the metadata and the checksum of the arrays, or None if there is no checksum."""
     metadata: dict[str, str] = file.metadata() or {}
     if CHECKSUM not in metadata:
         return metadata, None

@@ -13,7 +13,7 @@ from mscomm.dataset.operation import Array, RandomOperation, images_of, two_size
 
 
 class Border(enum.Enum):
-    """How a padded border is filled. The values are modes of numpy.pad."""
+    """Says how a padded border is filled. The values are modes of numpy.pad."""
 
     CONSTANT = "constant"
     EDGE = "edge"
@@ -24,11 +24,12 @@ class Border(enum.Enum):
 class RandomCrop(RandomOperation):
     """Crops the image at a random position. All positions are equally likely.
 
-    size: (height, width) of the result, or one int for both. padding: how many pixels are first added around the image:
-    one int for all sides, (left and right, top and bottom), or (left, top, right, bottom). pad_if_needed: if True, an
-    image with too few rows for size is padded at the top and bottom, and an image with too few columns is padded at the
-    left and right, as in torchvision. fill_value: the value of a constant border, from 0 to 255: one int for all
-    channels, or one for each channel. padding_mode: Border.CONSTANT, EDGE, REFLECT or SYMMETRIC.
+    size: (height, width) of the result, or one int for both. padding: how many pixels to add around the image before
+    the crop. It is one int for all sides, two ints (left and right, top and bottom), or four ints (left, top, right,
+    bottom). pad_if_needed: if True, an image with too few rows for size is padded at the top and bottom, and an image
+    with too few columns is padded at the left and right, as in torchvision. fill_value: the value of a constant border,
+    from 0 to 255. It is one int for all channels, or a tuple with one int for each channel. padding_mode:
+    Border.CONSTANT, EDGE, REFLECT or SYMMETRIC.
 
     The operation accepts images of shape (height, width, channels) or (height, width) and any dtype, and keeps the
     dtype. Raises TypeError or ValueError for invalid arguments, and ValueError if an image is smaller than size after
@@ -90,7 +91,7 @@ class RandomCrop(RandomOperation):
             raise ValueError(
                 f"RandomCrop: fill_value has {len(self._fill)} numbers, the image is {rows.dtype}{list(rows.shape[1:])}"
             )
-        # Do not call numpy.pad, which takes five times as long for a 32 x 32 image.
+        # For a 32 x 32 image, numpy.pad would take five times as long as the following code.
         shape = (len(rows), rows.shape[1] + top + bottom, rows.shape[2] + left + right, *rows.shape[3:])
         padded: Array = np.empty_like(rows, shape=shape)
         padded[...] = self._fill

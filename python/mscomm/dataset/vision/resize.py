@@ -13,7 +13,7 @@ from mscomm.dataset.operation import Array, Operation, image_of, images_of, two_
 
 
 class Inter(enum.Enum):
-    """How pixels are interpolated; the values are Pillow's names."""
+    """Says how pixels are interpolated. The values are Pillow's names."""
 
     NEAREST = "NEAREST"
     LINEAR = BILINEAR = "BILINEAR"
@@ -23,13 +23,13 @@ class Inter(enum.Enum):
 class Resize(Operation):
     """Changes the size of an image.
 
-    size: (height, width), or one int for the shorter side; the image then keeps its proportions. interpolation:
-    Inter.LINEAR, NEAREST or CUBIC.
+    size: (height, width), or one int for the shorter side. With one int, the image keeps its proportions.
+    interpolation: Inter.LINEAR, NEAREST or CUBIC.
 
     The pixels are computed as in Pillow: the centres of pixels have half-integer coordinates. When an image is shrunk,
     each new pixel depends on all old pixels that it replaces (antialiasing), as in torchvision. When an image is
-    enlarged, antialiasing has no effect. The result is then the same as in MindSpore, which uses OpenCV, except for the
-    rounding to uint8.
+    enlarged, antialiasing has no effect. Except for the rounding to uint8, an enlarged image is then the same as in
+    MindSpore, which uses OpenCV.
 
     The operation accepts uint8 or float32 images of shape (height, width, channels) or (height, width), and keeps the
     dtype. Raises TypeError for another dtype, ImportError if Pillow is not installed, and TypeError or ValueError for
@@ -95,8 +95,8 @@ _BLOCK_BYTES = 1 << 18  # how many bytes of int32 results are computed at once, 
 def _enlarged(rows: Array, height: int, width: int) -> Array:
     """Enlarge the images in rows: uint8 of shape (n, high, wide) or (n, high, wide, channels).
 
-    In memory, the channels of the result come before height and width. The next steps are faster with this layout, and
-    after HWC2CHW the array is in C order.
+    In memory, the channels of the result come before height and width. This layout makes the next operations faster,
+    and after HWC2CHW the array is in C order.
     """
     images = rows[..., None] if rows.ndim == 3 else rows
     count, high, _, channels = images.shape

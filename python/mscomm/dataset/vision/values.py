@@ -10,7 +10,7 @@ import numpy as np
 
 from mscomm.dataset.operation import Array, Operation
 
-_RUN = 512  # elements in a run; in longer runs, NumPy's cost per run is negligible
+_RUN = 512  # elements in a run; for runs of this length or more, NumPy's cost per run is negligible
 
 
 class Rescale(Operation):
@@ -89,9 +89,9 @@ class Normalize(Operation):
         lines = x.transpose(order)
         if math.prod(lines.shape[inside + 1 :]) >= _RUN or not lines.flags.c_contiguous or not x.size:
             return _divided(np.subtract(x, mean, dtype=np.float32), std)
-        # NumPy makes a separate loop for each run of elements with the same mean, so it is up to seven times slower if
-        # the runs are short. Instead, repeat mean and std over a longer line of memory, and compute line by line. The
-        # results have the same bits.
+        # NumPy runs a separate loop for each run of elements with the same mean, so short runs are up to seven times
+        # slower than long runs. Instead, repeat mean and std over a longer line of memory, and compute line by line.
+        # The results have the same bits.
         begin = inside
         while begin and math.prod(lines.shape[begin:]) < _RUN:
             begin -= 1
@@ -105,7 +105,8 @@ class Normalize(Operation):
 class HWC2CHW(Operation):
     """Moves the channels before height and width: (height, width, channels) becomes (channels, height, width).
 
-    There may be a batch axis in front. Any dtype is allowed. Raises ValueError if there are fewer than three axes.
+    The array may have a batch axis in front of these axes. Any dtype is allowed. Raises ValueError if there are fewer
+    than three axes.
 
     >>> HWC2CHW()(np.zeros((32, 24, 3))).shape
     (3, 32, 24)

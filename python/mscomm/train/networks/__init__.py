@@ -1,6 +1,6 @@
 """Adapts each library's networks to Model. There is one file per library, chosen by the type of the network.
 
-Each file has a class Network(network, loss_fn, optimizer), which inherits from the protocol below.
+Each file has a class Network(network, loss_fn, optimizer), which inherits from the protocol networks.Network.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Network(Protocol):
         return set()
 
     def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Write the given weights into the network. Names, shapes and dtypes must be those of weights()."""
+        """Write the given weights into the network, by name. Raise ValueError if a shape or dtype does not fit."""
         write_over(self.weights(), weights)
 
     def begin(self) -> None:
@@ -42,7 +42,7 @@ class Network(Protocol):
     def step(self, batch: tuple[Any, ...], reducer: GradientReducer | None) -> np.generic:
         """Train on one batch, which holds NumPy arrays or arrays of the network's library. Return this rank's loss.
 
-        The loss is sent along with the gradients (reducer.carry).
+        If there is a reducer, the loss is sent with the gradients (reducer.carry).
         """
 
     def optimizer_state(self) -> Any:

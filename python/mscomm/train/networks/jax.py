@@ -1,8 +1,9 @@
 """JAX networks: a function loss(parameters, *batch), or output(parameters, *data) if there is a loss_fn.
 
-The optimizer holds the parameters. It is either mscomm.train.Momentum or SGD over JAX arrays in a dict or a list,
-possibly nested, or an object of your own with `parameters`, step(gradients), state_dict() and load_state_dict(). The
-function is compiled with jax.jit. Gradients are reduced outside of the compiled code.
+The optimizer holds the parameters: JAX arrays in a dict or a list, possibly nested. The optimizer is
+mscomm.train.Momentum or SGD, or an object of your own with `parameters`, step(gradients), state_dict() and
+load_state_dict(). The loss function and its gradients are compiled with jax.jit. Gradients are reduced outside of the
+compiled code.
 """
 
 from __future__ import annotations

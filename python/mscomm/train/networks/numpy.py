@@ -1,9 +1,9 @@
 """NumPy and CuPy networks: an object that computes its own gradients.
 
 The object's `parameters` are float arrays in a dict or a list, possibly nested. Its `loss_and_gradients(*batch)` takes
-a batch as the dataset yields it. It returns the loss, a number or an array of shape (), and the gradients in the same
-structure as the parameters. The optimizer is mscomm.train.Momentum or SGD over the same `parameters`, or an object of
-your own with step(gradients), state_dict() and load_state_dict().
+a batch as the dataset yields it. It returns two values: the loss, which is a number or an array of shape (), and the
+gradients, which have the same structure as the parameters. The optimizer is mscomm.train.Momentum or SGD over the same
+`parameters`, or an object of your own with step(gradients), state_dict() and load_state_dict().
 """
 
 from __future__ import annotations

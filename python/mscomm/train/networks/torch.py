@@ -63,7 +63,7 @@ class Network(networks.Network):
             return self._module(*batch)
         data, label = data_and_label(batch)
         if not (label.is_floating_point() or label.is_complex() or label.dtype is torch.bool):
-            label = label.long()  # PyTorch's losses need class numbers in int64
+            label = label.long()  # PyTorch's losses need class indices in int64
         return self._loss_fn(self._module(*data), label)
 
     def load_optimizer_state(self, state: Any) -> None:
