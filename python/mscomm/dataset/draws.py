@@ -2,8 +2,8 @@
 and the number of the sample. The functions take the key as the argument `purpose`.
 
 The generator is SplitMix64 (Steele, Lea and Flood, 2014), with one step for each integer of the key. It produces the
-same bits on every machine and in every version, which NumPy's generators do not guarantee. The random number for sample
-40,000 can be computed without computing those for earlier samples.
+same bits on every machine and with every version of NumPy, which NumPy's generators do not guarantee. The random number
+for sample 40,000 can be computed without computing the numbers for earlier samples.
 """
 
 from __future__ import annotations

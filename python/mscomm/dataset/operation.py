@@ -41,7 +41,7 @@ class RandomOperation(Operation):
     """An operation whose result depends on 64 random bits.
 
     In a pipeline, the bits depend on the seed, the pass, the sample and the operation's place in the pipeline. In a
-    direct call, they depend on the seed and on how often this object was called before.
+    direct call, the bits depend on the seed and on how often this object was called before.
     """
 
     _calls = 0

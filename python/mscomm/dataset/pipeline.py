@@ -67,11 +67,11 @@ class Dataset(ABC):
     ) -> Dataset:
         """Apply operations to some columns of each row, one operation after the other.
 
-        operations: one callable or several. The first is called with the arrays of the input columns, and each later
-        operation with what the previous operation returned: an array, or a tuple of arrays. User-defined functions get
+        operations: one callable or several. The first operation gets the arrays of the input columns. Each later
+        operation gets the result of the previous operation: an array, or a tuple of arrays. User-defined functions get
         arrays in C order. input_columns: one name or several; None means the first column. output_columns: names for
-        the results. They are needed if there are more or fewer results than input columns; the results then become the
-        first columns.
+        the results. These names are needed if there are more or fewer results than input columns. In this case, the
+        results become the first columns.
 
         num_parallel_workers: how many threads may work in this step at once, from 1 to the number of CPUs. None means
         no limit if all operations are from mscomm.dataset. If there is a user-defined function, None means 1, so the
@@ -109,7 +109,7 @@ class Dataset(ABC):
         return _Batch(self, batch_size, drop_remainder, workers.checked("batch", num_parallel_workers))
 
     def repeat(self, count: int | None = None) -> Dataset:
-        """Combine `count` passes into one. Each of them has its own order. None or -1 repeats endlessly.
+        """Combine `count` passes into one. Each of the combined passes has its own order. None or -1 repeats endlessly.
 
         Raise TypeError if count is not an int, and ValueError if it is 0 or below -1.
 
@@ -164,7 +164,7 @@ class Dataset(ABC):
         return list(self.columns)
 
     def get_batch_size(self) -> int:
-        """Return the batch_size of the last batch step, or 1 if there is none."""
+        """Return the batch_size of the pipeline's last batch step, or 1 if there is none."""
         return 1
 
     def get_repeat_count(self) -> int:
@@ -367,7 +367,8 @@ class _Map(_Step):
         return [columns[name] for name in self.columns]
 
     def _draws(self, seed: int, tickets: Sequence[Ticket]) -> list[list[int]]:
-        """Return one list per operation: random bits for each row. The list is empty if the operation needs no bits."""
+        """Return one list per operation: random bits for each row. An operation without random bits gets an empty
+        list."""
         epochs, samples = [ticket.epoch for ticket in tickets], [ticket.sample for ticket in tickets]
         return [
             draws.bits(seed, self._place, number, epochs, samples).tolist()

@@ -95,10 +95,10 @@ def in_order(
 ) -> Generator[Any, None, None]:
     """Call make(turn, ticket) for each ticket, in several threads, and yield the results in the order of the tickets.
 
-    Only the caller's thread reads tickets, and at most threads + 1 of them in advance. If make raises an exception, the
-    generator raises it in place of the result. With threads=1, make runs in the caller's thread. widths: how many
-    batches may be in a step at once, by the place of the step. When the generator is closed, it waits until each thread
-    has finished its current batch.
+    Only the caller's thread reads tickets. It reads at most threads + 1 tickets in advance. If make raises an
+    exception, the generator raises it in place of the result. With threads=1, make runs in the caller's thread. widths:
+    how many batches may be in a step at once, by the place of the step. When the generator is closed, it waits until
+    each thread has finished its current batch.
     """
     if threads == 1:
         for ticket in tickets:

@@ -1,4 +1,4 @@
-"""Data-parallel training: each rank computes gradients on its part of the batch, then all ranks take the same step."""
+"""Data-parallel training: each rank computes gradients on its own batch, then all ranks make the same update."""
 
 from __future__ import annotations
 

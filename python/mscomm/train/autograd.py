@@ -289,8 +289,8 @@ class Autograd:
             self._elsewhere.remove(index)
 
     def _gather(self) -> list[int]:
-        """Mark gradients as ready that come only from earlier backward passes. Return the indices of the gradients that
-        this rank does not have."""
+        """Mark the gradients that come only from earlier backward passes as ready. Return the indices of the gradients
+        that this rank does not have."""
         self._follow(self._views[0])
         for index in self._step.missing():
             self._put(index)

@@ -1,11 +1,11 @@
 """Fusion buckets: gradients of one dtype that lie side by side in memory and are reduced in one call.
 
-This file defines the layout of buckets, and CPU buckets, which are in memory that the ranks share. Device buckets are
-in device_buckets.py. A bucket has one mark per gradient, which is 1 if this rank has the gradient. The marks are
-reduced like the gradients, so every rank learns which gradients no rank has. In a CPU bucket, the marks are stored
-after the gradients, in the same dtype. One carried number follows the marks (see Step.carry). The marks of device
-buckets are in CPU memory, and are sent in a separate call (see Step.finish). If they were in device memory, a rank
-could read them only after waiting for the device.
+This file defines the layout of buckets. It also defines CPU buckets, which are in memory that the ranks share. Device
+buckets are in device_buckets.py. A bucket has one mark per gradient, which is 1 if this rank has the gradient. The
+marks are reduced like the gradients, so every rank learns which gradients no rank has. In a CPU bucket, the marks are
+stored after the gradients, in the same dtype. One carried number follows the marks (see Step.carry). The marks of
+device buckets are in CPU memory, and are sent in a separate call (see Step.finish). If they were in device memory, a
+rank could read them only after waiting for the device.
 """
 
 from __future__ import annotations

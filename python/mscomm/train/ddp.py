@@ -56,9 +56,9 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
     The wrapper reduces the gradients of the parameters that the module has when it is wrapped. The forward pass raises
     RuntimeError if a parameter that was frozen at that time now needs a gradient, if a parameter was added or replaced,
     or if a later wrapper or reducer has taken over a parameter. The parameters and buffers that are named in
-    module._ddp_params_and_buffers_to_ignore are not shared: each rank keeps its own values. The constructor raises
-    ValueError if the module contains SyncBatchNorm and torch.distributed, which SyncBatchNorm needs, is not
-    initialized. The other errors are those of GradientReducer.
+    module._ddp_params_and_buffers_to_ignore are not shared: each rank keeps its own values. SyncBatchNorm layers need
+    torch.distributed. If the module contains such a layer and torch.distributed is not initialized, the constructor
+    raises ValueError. The other errors are those of GradientReducer.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Tells datasets and samplers the number of each epoch, because the order of their rows may depend on this number.
 
 Before each epoch, Epochs calls set_epoch() on the dataset and on the samplers of a PyTorch DataLoader, if they have
-this method. Epochs are counted from 0. Without these calls, torch.utils.data.DistributedSampler, for example, would use
-the same order in every epoch. A script may call set_epoch() itself, before train() or in a callback. The script's
+this method. Without these calls, torch.utils.data.DistributedSampler, for example, would use the same order in every
+epoch. Epochs are counted from 0. A script may call set_epoch() itself, before train() or in a callback. The script's
 number then takes effect, and later epochs continue from it. A second call of train() continues the numbers of the
 first. A dataset with state_dict and load_state_dict, such as an mscomm dataset, counts its passes itself.
 """
@@ -59,7 +59,7 @@ class Epochs:
 
     def numbers(self, ended: bool) -> dict[str, int]:
         """Return the objects' numbers for a checkpoint: their numbers for the next epoch if the current epoch has
-        ended, otherwise those for the current epoch."""
+        ended, otherwise their numbers for the current epoch."""
         return {place: self._after(place) if ended else self._there(place, 0) for place in self._found}
 
     def _after(self, place: str) -> int:
@@ -72,7 +72,7 @@ class Epochs:
         return last + 1 if there == last else there  # if the numbers differ, the script has called set_epoch()
 
     def _there(self, place: str, otherwise: int) -> int:
-        """Return the number that the object has now. If it cannot be read, return the number that begin() has set, or
-        `otherwise` if begin() was not called yet."""
+        """Return the number that the object has now. If this number cannot be read, return the number that begin() has
+        set, or `otherwise` if begin() was not called yet."""
         number = getattr(self._found[place], "epoch", None)
         return number if isinstance(number, int) else self._told.get(place, otherwise)

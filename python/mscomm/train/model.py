@@ -35,8 +35,9 @@ class Model:
     * MindSpore, in graph or PyNative mode: a mindspore.nn cell, loss and optimizer.
     * JAX: a function loss(parameters, *batch), or output(parameters, *data) if there is a loss_fn;
       mscomm.train.Momentum or SGD over the parameters. After training, the parameters are `optimizer.parameters`.
-    * NumPy, CuPy: an object with `parameters`, a dict of float arrays, and `loss_and_gradients(*batch)`, which returns
-      the loss and a dict of gradients; Momentum or SGD over the same parameters, which are updated in place.
+    * NumPy, CuPy: an object with `parameters` (a dict of float arrays) and `loss_and_gradients(*batch)`, which returns
+      the loss and a dict of gradients; Momentum or SGD over the same parameters. The optimizer updates the parameters
+      in place.
 
     PyTorch modules and CuPy arrays are trained on the device that they are on. If there is no loss_fn, the network
     itself must return the loss. compression: "bf16" or "fp16", as in GradientReducer. group: the ranks that train
@@ -93,7 +94,7 @@ class Model:
         the epoch, which is counted from 0. A dataset with a state_dict() counts its epochs itself.
 
         In data-parallel mode (set_auto_parallel_context), the ranks of the group train one model. Each rank uses the
-        batches of its own dataset, and all ranks take the same steps; callbacks see the mean of the ranks' losses. In
+        batches of its own dataset, and all ranks make the same updates. Callbacks see the mean of the ranks' losses. In
         stand-alone mode, the default, each rank trains its own model.
 
         Raise TypeError or ValueError for invalid arguments, and RuntimeError if the dataset yields fewer batches than
@@ -421,8 +422,8 @@ def _place(group: Group | None) -> list[int]:
 
 
 def _agree(group: Group | None, facts: dict[str, Any], folders: list[str]) -> tuple[bool, str]:
-    """Return whether all ranks write checkpoints, and a random name for this call of train(), which is the same on all
-    ranks. Raise ValueError on all ranks if the facts differ, or if two ranks on one host write to the same folder."""
+    """Return whether all ranks write checkpoints, and a random name for this call of train(). All ranks get the same
+    name. Raise ValueError on all ranks if the facts differ, or if two ranks on one host write to the same folder."""
     part = secrets.token_hex(8)
     if group is None:
         return False, part

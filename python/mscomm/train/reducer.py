@@ -29,7 +29,7 @@ _AUTOGRAD = {"torch": "mscomm.train.autograd"}
 
 
 class GradientReducer:
-    """Combines the gradients of all ranks, so that all ranks take the same step, as for one large batch.
+    """Combines the gradients of all ranks, so that all ranks make the same update, as for one large batch.
 
     parameters: for PyTorch, `model.parameters()` or `model.named_parameters()`; for NumPy, JAX, MindSpore and CuPy, a
     list or a dict of arrays with the shapes and dtypes of the gradients, preferably the weights themselves. PyTorch
@@ -215,9 +215,9 @@ class GradientReducer:
         ...     for images, labels in batches:
         ...         ...
 
-        If the reducer was created with NumPy, CuPy or MindSpore arrays, these arrays are overwritten in place. If
-        mscomm's Momentum or SGD is in sync, its parameters are taken from last_rank, too. If the loop creates new
-        arrays in each step, as with JAX, get the final arrays after join():
+        If the reducer was created with NumPy, CuPy or MindSpore arrays, these arrays are overwritten in place. If an
+        item of sync is mscomm's Momentum or SGD, all ranks also receive its parameters from last_rank. If the loop
+        creates new arrays in each step, as with JAX, get the final arrays after join():
 
         >>> weights = broadcast_parameters(weights, root=reducer.last_rank)
         """
@@ -247,8 +247,8 @@ class GradientReducer:
         return [checksum(p, name, "GradientReducer") for name, p in self._named()]
 
     def _same_start(self, broadcast: bool) -> None:
-        """If broadcast is True, send rank 0's parameters to all ranks. Otherwise, compare the parameters: if they
-        differ, all ranks raise ValueError, or rank 0 warns."""
+        """If broadcast is True, send rank 0's parameters to all ranks. Otherwise, compare the parameters. If they
+        differ, all ranks raise ValueError for PyTorch and MindSpore parameters, and rank 0 warns for other arrays."""
         if self._group.size == 1:
             return
         weights = [*self._named(), *self._frozen.items()]
@@ -280,7 +280,7 @@ class GradientReducer:
     # -- state for checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with which another reducer of the same parameters can continue with the same bits.
+        """Return the state from which another reducer of the same parameters can continue with the same bits.
 
         Call this between steps. In the result, "order" is the list of the parameters' indices in the order of the
         buckets, or None if this order is not known yet. "residual" maps names to compression residuals, which are NumPy

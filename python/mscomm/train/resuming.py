@@ -21,8 +21,8 @@ def agree_on(path: Path, group: Group | None) -> tuple[Saved, Weights, dict[str,
 
     All ranks of the group must call this, each with its own directory or file. If path is a file, the checkpoint gets
     the prefix "", so that training begins a new series of files. The arrays of a file are read only after the ranks
-    have chosen this file. If the file turns out to be damaged on one rank, all ranks choose the next older one. All
-    ranks raise ValueError if they cannot agree.
+    have chosen this file. If the file turns out to be damaged on one rank, all ranks choose the next older checkpoint.
+    All ranks raise ValueError if they cannot agree.
     """
     is_file = path.is_file() or path.suffix == serialization.SUFFIX
     found: list[Saved] = []
@@ -32,7 +32,7 @@ def agree_on(path: Path, group: Group | None) -> tuple[Saved, Weights, dict[str,
     except (OSError, ValueError) as error:
         problem = str(error)
     newest = serialization.newest_prefix(found)
-    found = [one for one in found if one.run or one.prefix == newest]  # earlier versions of mscomm wrote no run
+    found = [one for one in found if one.run or one.prefix == newest]  # files of earlier versions of mscomm have no run
     while True:
         files = [tuple(one) for one in found]
         offers = _gathered([files, problem, os.path.realpath(path)], group)

@@ -35,7 +35,7 @@ def to_text(state: Any) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
             return [write(one, f"{where}[{i}]") for i, one in enumerate(x)]
         if isinstance(x, tuple):
             return {"tuple": [write(one, f"{where}[{i}]") for i, one in enumerate(x)]}
-        if isinstance(x, Mapping):  # not all keys are strings: PyTorch uses indices of parameters
+        if isinstance(x, Mapping):  # keys need not be strings: PyTorch uses the indices of parameters
             return {"dict": [[write(key, f"a key of {where}"), write(x[key], f"{where}[{key!r}]")] for key in x]}
         if next(names(x), None) is not None:
             name = f"{PREFIX}{len(arrays)}"

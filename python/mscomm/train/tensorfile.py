@@ -64,10 +64,10 @@ def _to_disk(path: Path, flags: int) -> None:
 
 
 def read(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
-    """Return the arrays of a file, which are new and writable, and the metadata.
+    """Return the arrays and the metadata of a file. The arrays are new and writable.
 
-    Raise ValueError if the file is truncated, damaged, or not a safetensors file. Earlier versions and other programs
-    write files without a checksum. Such files are not checked for damage.
+    Raise ValueError if the file is truncated, damaged, or not a safetensors file. Earlier versions of mscomm and other
+    programs write files without a checksum. Such files are not checked for damage.
     """
     with _opened(path) as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -85,7 +85,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def _checked_metadata(path: Path, file: Any) -> tuple[dict[str, str], str | None]:
-    """Check the metadata. Return the metadata and the checksum of the arrays, or None if there is no checksum."""
+    """Check the metadata. Return the metadata, and the arrays' checksum (None if the file has no checksum)."""
     metadata: dict[str, str] = file.metadata() or {}
     if CHECKSUM not in metadata:
         return metadata, None
