@@ -303,8 +303,9 @@ Share share_of(const Wanted& wanted, const Shape& whole, size_t me, size_t n) {
   return {shape, before * shape.row()};
 }
 
-// Refuses a call that needs new memory on a stream that the user chose. The library allocates new memory for its current stream.
-// Earlier work on the current stream may still be using this memory, and the chosen stream does not wait for that work.
+// Refuses a call that has a stream chosen by the user and needs new memory. The library allocates new memory for the library's
+// current stream. Earlier work on the current stream may still be using this memory, and the chosen stream does not wait for that
+// work.
 [[noreturn]] void refuse_new_memory(Function function) {
   type_error(function, "with stream= give out=, in C order and apart from x");
 }

@@ -60,7 +60,7 @@ struct PreparedCall {
   py::object out;         // what the user gets; if `finish` is set and `assigned` is false, result() creates it
   py::object out_memory;  // the memory of a strided `out`, to which result() copies the target
   py::object finish;      // a Python function that creates an array of the user's library over the target
-  bool assigned = false;  // whether result() copies what `finish` creates (or, without `finish`, the target) to `out`
+  bool assigned = false;  // whether result() copies the array from `finish` to `out`, or the target if `finish` is not set
   py::object written;     // a Python function to call when `out` has been written
 
   // Keeps the memory of x and of the target alive until the call has completed, even if the user assigns different memory to one
@@ -86,7 +86,7 @@ struct Calls {
   // Whether the core asks Python for the number of each call, and tells Python when the call has completed.
   bool noted;
   std::vector<std::shared_ptr<Started>> running{};  // the started calls and messages (see works.h); some may have completed
-  std::vector<std::shared_ptr<Started>> failed{};   // calls whose start failed, but which the device may have begun
+  std::vector<std::shared_ptr<Started>> failed{};   // calls whose start failed; the device may still have begun them
 };
 
 // Returns the Group object of python/mscomm/group.py, or None if it no longer exists.

@@ -1,5 +1,6 @@
-// Converts mscomm::Error to and from Python, where it is an exception of the class named by `kind` (python/mscomm/errors.py). So
-// Python code passes an exception to a bound function that takes an Error, and gets an exception from one that returns an Error.
+// Converts between mscomm::Error and Python exceptions. `kind` names the class of the exception (python/mscomm/errors.py). If a
+// bound function takes an Error, Python code passes an exception. If a bound function returns an Error, Python code gets an
+// exception.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -22,7 +22,7 @@ struct Entry {
   PyMethodDef definition{};
   std::vector<std::pair<PyObject*, Slot>> parameters;  // the names are interned
   Py_ssize_t positional = 0;                           // how many parameters can be passed by position
-  Arguments defaults{};                                // the default values; nullptr if the parameter has none
+  Arguments defaults{};                                // the default values; nullptr for a parameter without a default
   PyObject* model = nullptr;
 };
 
@@ -116,7 +116,7 @@ py::object collective_function(Collective what, const py::function& model, const
   Entry& entry = entries.at(number);
   entry = {};
   entry.name = model.attr("__name__").cast<std::string>();
-  // If a docstring has this form, CPython takes the function's signature from its beginning.
+  // If a docstring has this form, CPython reads the function's signature from the beginning of the docstring.
   entry.doc = entry.name;
   entry.doc.append(signature).append("\n--\n\n").append(model.attr("__doc__").cast<std::string>());
   entry.definition = {entry.name.c_str(), reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(functions[number])),

@@ -38,9 +38,9 @@ inline bool python_is_ending() {
 }
 
 // Calls the function without the GIL, and returns its result. A guard object whose destructor takes the GIL again would be wrong.
-// If a daemon thread asks for the GIL while the process is exiting, Python before 3.14 ends the thread by unwinding its stack,
-// and a stack cannot be unwound through a destructor. So this function makes a thread that needs the GIL while the process is
-// exiting wait forever, as Python 3.14 does.
+// If a daemon thread asks for the GIL while the process is exiting, Python before 3.14 ends the thread by unwinding its stack.
+// But a stack cannot be unwound through a destructor. So if the process is exiting when `function` returns, the thread waits
+// forever instead of taking the GIL. Python 3.14 does the same.
 template <typename Function>
 auto unlocked(const Function& function) {
   using Result = std::invoke_result_t<Function>;
@@ -83,11 +83,12 @@ struct Group {
   std::vector<std::string> notices;
   std::atomic<int> away{0};  // the number of threads in called(); a thread holds the GIL when it leaves called()
   std::unique_ptr<Calls> calls;
-  std::unique_ptr<Communicator> communicator;  // the last member: it is destroyed first, because its threads use the others
+  // This must be the last member. C++ destroys the last member first, and the communicator's threads use the other members.
+  std::unique_ptr<Communicator> communicator;
 
-  // news_fd: an eventfd, which the caller still owns, or -1. The core writes to news_fd when a started call, a started message or
-  // a call on the device has failed, when stuck() has a number, and when there are notices for the user. So no core thread has to
-  // call into Python: such a call might never return while the process is exiting.
+  // news_fd: an eventfd, or -1. The caller still owns the eventfd. The core writes to news_fd when a started call, a started
+  // message or a call on the device has failed, when stuck() has a number, and when there are notices for the user. So no core
+  // thread has to call into Python: such a call might never return while the process is exiting.
   Group(std::string called, std::shared_ptr<Peers> job, Founding founding, int news_fd)
       : name(std::move(called)), peers(std::move(job)), ranks(founding.ranks) {
     const int rank = founding.layout.rank;
@@ -144,8 +145,9 @@ struct Group {
     return unlocked(function);
   }
 
-  // Ends this rank's part in the group. Call this without holding the GIL. The process may exit after close(), and a thread must
-  // not ask for the GIL then. So close() waits, for at most 5 s, until the threads whose calls it has ended have the GIL again.
+  // Ends this rank's part in the group. Call this without holding the GIL. The process may exit after close(), and no thread may
+  // ask for the GIL while the process is exiting. close() ends the calls of other threads. Then close() waits until these threads
+  // have the GIL again, but for at most 5 s.
   void close() {
     communicator->close();
     const Deadline deadline(5);

@@ -15,8 +15,8 @@ namespace {
 template <typename Start>
 Handle started(Calls& calls, std::shared_ptr<Started> one, const Start& start) {
   forget_ended(calls);
-  // Keep the arrays alive from before the start, because the core's threads may use them as soon as the call or message has
-  // started.
+  // Store `one` before the start, so that its arrays stay alive. The core's threads may use the arrays as soon as the call or
+  // message has started.
   calls.running.push_back(one);
   try {
     one->work = calls.group->called(start);
@@ -179,8 +179,8 @@ void forget_ended(Calls& calls) {
   auto& running = calls.running;
   const auto ended =
       std::stable_partition(running.begin(), running.end(), [](const auto& one) { return !one->work || !one->work->done(); });
-  // These calls and messages are destroyed only after `running` has been updated. Their arrays may be destroyed with them, and
-  // this may run Python code that makes another call, which changes `running`.
+  // These calls and messages are destroyed only after `running` has been updated. The destruction may also destroy their arrays
+  // and run Python code. If that code makes another call, the call changes `running`.
   const std::vector<std::shared_ptr<Started>> last(std::make_move_iterator(ended), std::make_move_iterator(running.end()));
   running.erase(ended, running.end());
 }

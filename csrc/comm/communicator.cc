@@ -233,14 +233,14 @@ void Communicator::complete(Work& work, const Transfer* message, const std::func
       failure = error;
     }
   } catch (...) {
-    // Most likely, there was not enough memory to create a more exact error.
+    // Most likely, the memory for an Error that describes the failure could not be allocated.
     failure.emplace("Error", "a call or message beside the callers of " + name_of(rank_) + " failed: out of memory?");
     abort({*failure, false});
   }
   const bool failed = failure.has_value();
   leave_caller(failed ? 0 : work.number());
-  // Do this after leave_caller(). A thread that waits for the work may close the group as soon as the work has completed, and if
-  // close() still found a caller, it would break the group.
+  // Call leave_caller() first. As soon as the work has completed, a thread that waits for the work may call close(), and close()
+  // breaks the group if the group still has a caller.
   work.end(std::move(failure), message && !failed ? std::optional(message->matched()) : std::nullopt);
   if (failed && hooks_.failed) hooks_.failed();
 }
@@ -270,8 +270,8 @@ void Communicator::execute(const Call& call, const Deadline& deadline, bool its_
     recorder_.begin(call.signature, its_turn ? deadline.start() : Clock::now());
     next_notice_s_ = first_notice_s;
     backend_of(call).run(call, {*this, deadline});
-    // If this process was stopped during the call, for example by SIGSTOP, its peers may have given up on the call and changed
-    // their data before this rank read it. In that case, the result is wrong.
+    // This process may have been stopped during the call, for example by SIGSTOP. In that case, its peers may have given up on
+    // the call, broken the group and changed their data before this rank read the data. The result may then be wrong.
     if (broken()) throw_failure();
   } catch (...) {
     fail(&call, "");
@@ -306,7 +306,8 @@ void Communicator::fail(const Call* call, const std::string& message) {
   } catch (const Differs& differs) {
     error = differing(differs);
   } catch (const Error& cause) {
-    // Errors from the system, whose kind is "Error", and errors from a vendor library do not name the rank and the call yet.
+    // An error of the kind "Error" comes from the system. Such an error, or an error from a vendor library, does not name the
+    // rank and the call yet.
     const bool is_whole = call && !call->stream && cause.kind != "Error";
     error = is_whole ? cause : here(cause, call ? what() : "");
   } catch (const std::bad_alloc&) {
@@ -412,8 +413,8 @@ void Communicator::close() {
                  {in_job(rank_)}),
            false});
     turn.lock();
-    // Each caller leaves the next time that it wakes up, because the group is broken. The wait has a limit, because this thread
-    // may itself be a caller: close() may run in a signal handler that has interrupted a call.
+    // The group is now broken, so each caller's call ends with an error when the caller next wakes up. The wait has a limit,
+    // because close() may run in a signal handler that has interrupted a call. In that case, this thread is itself a caller.
     if (!turn_->wait_for(turn, std::chrono::seconds(5), [this] { return callers_ == 0; }))
       throw Error("RuntimeError", "release: a call is still running on this group");
   }
@@ -454,13 +455,13 @@ void Communicator::look(const Deadline& deadline, const Missing& missing) {
   look_for_the_dead(ranks, missing);
   if (!worker_thread) interrupt();
   const double waited_s = seconds_since(deadline.start());
-  // A call that is waiting for its turn has no missing ranks. It prints no notice, because the running call does.
+  // A call that is waiting for its turn has no missing ranks and prints no notice. The running call prints the notice.
   if (!ranks.empty() && waited_s >= next_notice_s_) say_waiting(waited_s, ranks, missing.by_memory);
 }
 
 void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missing& missing) const {
-  // Over links, a peer is lost only when its link has ended and all its data has been read, because the peer may have sent its
-  // data before it exited. The mesh detects a lost peer, so there is nothing to do here.
+  // A peer may send its data over a link and then exit. So over links, a peer counts as lost only when its link has ended and all
+  // its data has been read. The mesh detects this, so this function does nothing for links.
   if (ranks.empty() || !missing.by_memory) return;
   for (int rank : ranks) {
     const char* how = gone(rank);

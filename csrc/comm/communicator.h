@@ -1,6 +1,6 @@
-// A group's communicator numbers the group's calls and runs them in order. Independently of the calls, it sends and receives
-// messages (messages.cc). An error in a call or a message breaks the group (abort()). From then on, every call throws the first
-// cause of the failure.
+// A communicator belongs to one group. It gives each call of the group a number, and runs the calls in the order of their
+// numbers. It also sends and receives messages, independently of the calls (messages.cc). An error in a call or a message breaks
+// the group (abort()). From then on, every call throws the first cause of the failure.
 #pragma once
 
 #include <unistd.h>
@@ -79,8 +79,9 @@ class Work {
 class Communicator final : public Watch, private VendorBackend::Observer {
  public:
   // interrupt: called on a caller's thread each time the thread wakes from a bounded sleep, but never on the worker thread or the
-  // mailbox's thread. It may throw. notice: prints one line for the user. failed: called if a thread other than a caller's has
-  // broken the group. Without this hook, no caller might notice. Also called when stuck() has a new number to return.
+  // mailbox's thread. The hook may throw. notice: prints one line for the user. failed: called after a thread that is not a
+  // caller's thread has broken the group, because callers might not notice the failure otherwise. Also called when stuck() has a
+  // new number to return.
   struct Hooks {
     std::function<void()> interrupt;
     std::function<void(const std::string&)> notice;
@@ -146,7 +147,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // calls. Throws the same error as run() if they differ.
   void last_look();
   // Waits until the device has completed all enqueued work, or until the group is broken. drain() has no deadline: if a peer is
-  // lost, it returns only after another thread has called abort().
+  // lost, drain() returns only after another thread has called abort().
   void drain() const;
   // Ends this rank's part in the group. If a call or a message is still running, close() first breaks the group, so that the call
   // or message fails.
@@ -264,7 +265,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   Hooks hooks_;
 
   std::mutex turn_mutex_;  // protects next_, running_, callers_, jobs_, stopping_ and the creation of worker_
-  // turn_ is notified when running_ or callers_ changes, and job_ when the worker has something to do.
+  // turn_ is notified when running_ or callers_ changes. job_ is notified when the worker thread has something to do.
   std::unique_ptr<std::condition_variable> turn_ = std::make_unique<std::condition_variable>();
   std::unique_ptr<std::condition_variable> job_ = std::make_unique<std::condition_variable>();
   uint64_t next_ = 1;
@@ -287,9 +288,10 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   bool closed_ = false;  // protected by state_mutex_
 
   std::atomic<uint64_t> stuck_{0};
-  std::atomic<double> next_notice_s_{0};  // after how many seconds of waiting the next notice about the running call is due
+  std::atomic<double> next_notice_s_{0};  // the running call prints its next notice when it has waited this many seconds
   std::atomic<bool> forked_{false};
-  Mailbox mailbox_;  // the last member: it is destroyed first, because its thread uses the other members
+  // This must be the last member. C++ destroys the last member first, and the mailbox's thread uses the other members.
+  Mailbox mailbox_;
 };
 
 }  // namespace mscomm

@@ -47,19 +47,19 @@ class Communicator::Delivery final : public Watch {
   // Returns the message as text, such as "recv from rank 3, tag 7 (4 MiB)".
   std::string text() const { return group_.mailbox_.text(message_) + " (" + in_units(message_.bytes) + ")"; }
 
-  // The transfers that were started together with this one. If one of them fails, waiting for this transfer fails with the same
-  // error.
+  // The transfers that were started together with the transfer of message_. If one of these transfers fails, the wait for
+  // message_ fails with the same error.
   std::span<const std::shared_ptr<Transfer>> together;
 
  private:
-  // Returns the names of the ranks that the message is waiting for, for an error or a notice.
+  // Returns the names of the ranks that the message is waiting for. Errors and notices contain these names.
   std::string named(const std::vector<int>& peers) const {
     if (peers == std::vector{group_.rank_}) return group_.name_of(group_.rank_) + ", which is this rank itself";
     return (peers.size() > 1 ? "any of " : "") + group_.named(peers);
   }
-  // Throws if none of the peers can send any more. A peer that has a link to us, or is setting one up, counts as gone only when
-  // that link has ended and all its data has been read, because the peer may have sent the message before it exited. If the recv
-  // names one peer that has such a link, this function does nothing, because the mailbox ends the recv when the link ends.
+  // Throws if none of the peers can send any more. A peer may send the message and then exit. So if a link from a peer exists or
+  // is being set up, the peer counts as gone only when the link has ended and all its data has been read. If the recv names such
+  // a peer as its source, this function does nothing, because the mailbox ends the recv when the link ends.
   void look_for_senders(const std::vector<int>& peers, const Missing& missing) const {
     std::string how_they_went;
     for (int peer : peers) {
@@ -77,7 +77,7 @@ class Communicator::Delivery final : public Watch {
   Communicator& group_;
   const Message message_;
   const bool calls_python_;
-  std::list<const Delivery*>::iterator place_;  // the place of this Delivery in delivering_, if calls_python_
+  std::list<const Delivery*>::iterator place_;  // the place of this Delivery in delivering_; valid only if calls_python_ is true
   double next_notice_s_ = first_notice_s;
 };
 

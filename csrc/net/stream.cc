@@ -57,8 +57,9 @@ size_t Stream::receive(void* data, size_t bytes) {
 
 bool Stream::waits_for_reader() const {
   int unacknowledged = 0, unsent = 0;
-  // unacknowledged - unsent is the number of bytes on the wire. Ask for `unacknowledged` first: if bytes are sent or acknowledged
-  // between the two calls, this order makes the difference too large, but never zero by mistake.
+  // unacknowledged - unsent is the number of bytes on the wire. Query `unacknowledged` first. In this order, bytes that are sent
+  // or acknowledged between the two queries can only make the difference too large. So the difference is never zero while bytes
+  // are on the wire.
   if (ioctl(fd(), SIOCOUTQ, &unacknowledged) < 0 || ioctl(fd(), SIOCOUTQNSD, &unsent) < 0) return true;
   return unsent > 0 && unacknowledged == unsent;
 }
@@ -71,14 +72,13 @@ void Stream::check_silence() {
   socklen_t length = sizeof info;
   if (!option(fd(), SOL_SOCKET, SO_KEEPALIVE) || getsockopt(fd(), IPPROTO_TCP, TCP_INFO, &info, &length) < 0) return;
   // Whether the peer's host has not yet answered the most recent packet from this host. A healthy host answers even if the peer
-  // does not read, because it acknowledges each retransmission. But the kernel may retransmit only once every two minutes, so a
-  // long time without an acknowledgement proves nothing by itself. tcpi_probes is the number of unanswered probes with which the
-  // kernel has asked whether the peer is reading again. One unanswered probe proves nothing either, because it may have been
-  // lost.
+  // does not read, because it acknowledges each retransmission. But the kernel sometimes retransmits only every two minutes, so a
+  // long time without an acknowledgement proves nothing by itself. If the peer does not read, the kernel sends probes to ask
+  // whether the peer is reading again. tcpi_probes is the number of unanswered probes. One unanswered probe proves nothing
+  // either, because the probe may have been lost.
   const bool unanswered = (info.tcpi_unacked > 0 && info.tcpi_last_data_sent < info.tcpi_last_ack_recv) || info.tcpi_probes > 1;
   const auto acknowledged = now - std::chrono::milliseconds(info.tcpi_last_ack_recv);
-  // If check_silence() has not been called for longer than same_wait, a new wait has begun, so the silence is measured from now
-  // on.
+  // If the previous query was more than same_wait ago, a new wait has begun. The silence in this wait is measured from now.
   heard_ = now - before > same_wait || !unanswered ? now : std::max(heard_, acknowledged);
   const std::chrono::seconds limit(option(fd(), IPPROTO_TCP, TCP_KEEPIDLE) +
                                    option(fd(), IPPROTO_TCP, TCP_KEEPINTVL) * option(fd(), IPPROTO_TCP, TCP_KEEPCNT));

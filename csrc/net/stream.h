@@ -42,9 +42,9 @@ class Stream {
   bool waits_for_reader() const;
   // Throws Broken if sent data is waiting to be acknowledged, but the peer's host has acknowledged nothing for as long as the
   // socket's keepalive allows. The kernel does not detect this itself: it applies keepalive only while no sent data is waiting,
-  // and otherwise retransmits the data for 15 minutes or more. The kernel's time limit for data, TCP_USER_TIMEOUT, would also end
-  // the link to a healthy peer that is not reading. A rank that is waiting for the peer may call check_silence() often, because
-  // it queries the kernel only once a second.
+  // and otherwise retransmits the data for 15 minutes or more. Links between ranks do not set TCP_USER_TIMEOUT, the kernel's time
+  // limit for sent data, because this limit would also end the link to a healthy peer that is not reading. A rank that is waiting
+  // for the peer may call check_silence() often, because check_silence() queries the kernel at most once a second.
   void check_silence();
   // Ends the link in both directions, so that both sides notice. Wakes up any thread that is polling the socket.
   void shut_down() const;

@@ -1,7 +1,7 @@
 // Puts one string into the launcher's PMIx store, or gets one string from the store, and exits. The helper acts as the rank that
 // the environment variables name.
 //
-//     pmix_helper put KEY TIMEOUT_S LIBRARY...   reads the value from stdin, because it holds the job's key and argv is public
+//     pmix_helper put KEY TIMEOUT_S LIBRARY...   reads the value from stdin: the value holds the job's key, and argv is public
 //     pmix_helper get KEY TIMEOUT_S LIBRARY...   waits for rank 0's value
 //
 // The answer is one message on stdout, which must be a Unix socket. The message carries the socket of the connection
@@ -12,11 +12,11 @@
 // for rank 0. The ABI below is that of PMIx 3 to 6.
 //
 // The user's process keeps the connection open after PMIx_Finalize. This avoids a race in the servers of PMIx 4.0 to 6.0: one
-// thread answers PMIx_Finalize, and only later does another thread note that the client has finalized. If the client closes its
-// connection in between, the server considers the client dead. Every later fence, such as the one in MPI_Init, then waits for one
-// rank too few, and the job hangs or crashes. The connection may be closed when the server has answered the next PMIx_Init or
-// PMIx_Finalize of the same rank, from MPI or from the next helper. By that time, the server has noted that this client has
-// finalized.
+// thread answers PMIx_Finalize, and another thread records later that the client has finalized. If the client closes its
+// connection between these two steps, the server considers the client dead. Every later fence, such as the one in MPI_Init, then
+// waits for one rank too few, and the job hangs or crashes. The connection may be closed when the server has answered the same
+// rank's next PMIx_Init or PMIx_Finalize, which MPI or the next helper calls. By that time, the server has recorded that this
+// client has finalized.
 //
 // The exit status is 0 for success, 1 for an error (with a line on stderr), and TIMED_OUT if rank 0 did not put a value in time.
 
@@ -38,8 +38,9 @@ int connection = -1;  // after PMIx_Finalize, a copy of the connection to the se
 
 }  // namespace
 
-// libpmix ends its connection by calling shutdown() and close(). The dynamic linker finds this shutdown() before libc's. This
-// function keeps a copy of the socket and shuts nothing down, so the connection stays open.
+// libpmix ends its connection by calling shutdown() and close(). The dynamic linker finds the shutdown() in this file before the
+// shutdown() in libc. The shutdown() in this file keeps a copy of the socket and shuts nothing down, so the connection stays
+// open.
 extern "C" __attribute__((visibility("default"))) int shutdown(int socket, int) noexcept {
   if (connection >= 0) close(connection);
   connection = dup(socket);
@@ -101,7 +102,7 @@ void bind(void* library, const char* name, Function& function) {
 Pmix open_first(char** libraries) {
   void* library = nullptr;
   for (char** path = libraries; *path && !library; ++path) {
-    library = dlopen(*path, RTLD_NOW | RTLD_GLOBAL);  // global, because the plug-ins of libpmix need libpmix's symbols
+    library = dlopen(*path, RTLD_NOW | RTLD_GLOBAL);  // RTLD_GLOBAL, because libpmix's plug-ins need libpmix's symbols
     if (!library) fprintf(stderr, "%s\n", dlerror());
   }
   if (!library) fail("libpmix", "none of these could be opened");
@@ -137,7 +138,7 @@ int get(const Pmix& pmix, const Process& me, const char* key, int timeout_s, cha
 }
 
 void answer(int answers, char* text) {
-  // The message includes the terminating zero, because the reader could not tell an empty message from the end of the connection.
+  // Send the terminating zero as well. Without it, the reader could not tell an empty message from the end of the connection.
   iovec line{text, strlen(text) + 1};
   alignas(cmsghdr) char rights[CMSG_SPACE(sizeof connection)] = {};
   msghdr message{};

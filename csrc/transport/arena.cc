@@ -44,7 +44,7 @@ void Arena::abandon(Heap& heap, uint64_t control, int size) {
   try {
     populate(&common, sizeof common);
   } catch (const Error&) {
-    return;  // there is not even memory for the page that holds `closed`, so the range is never reused
+    return;  // there is no memory for the page that holds `closed`, so the control memory is never reused
   }
   common.closed.fetch_add(1);
   release(heap, control, size);

@@ -32,10 +32,10 @@ class Arena {
   // reserve() reserves zero-filled control memory for a group of `size` ranks, and returns its offset.
   static uint64_t reserve(Heap& heap, int size);
   // Lets the heap reuse the control memory after all ranks have destroyed their Arenas. If a rank never destroys its Arena, the
-  // memory is never reused, because that rank may wake up late and access it.
+  // memory is never reused, because that rank may wake up late and access the memory.
   static void release(Heap& heap, uint64_t control, int size);
-  // The lowest rank calls abandon() instead of release() if it has created no Arena itself, although other ranks may have created
-  // theirs.
+  // The lowest rank calls abandon() instead of release() if it has not created an Arena of its own. Other ranks may have created
+  // Arenas.
   static void abandon(Heap& heap, uint64_t control, int size);
 
   int rank() const { return rank_; }
@@ -59,9 +59,9 @@ class Arena {
   // Wakes all ranks that are sleeping in this arena, so that they call Wait::look().
   void ring() const { gate_.ring(); }
 
-  // Arrays of at most this many bytes are not offered to other ranks, because copying such an array takes less time than the
-  // additional round that sharing it needs. The limit is higher if there are more ranks than CPUs, because a round then takes
-  // longer: ranks must wait for the kernel to give them a CPU.
+  // Arrays of at most this many bytes are not offered to other ranks. Sharing an array needs one more round, and a round takes
+  // longer than copying such a small array. The limit is higher if there are more ranks than CPUs: a round then takes longer,
+  // because ranks must wait for the kernel to give them a CPU.
   size_t unoffered_bytes() const { return spin_ ? unshared_bytes : 2 * unshared_bytes; }
   // Returns the given rank's buffer for its tiny message in the current call. Each rank writes its own message before the first
   // round. All ranks may read this message between the first and the second round. bytes: the size of the largest message of any

@@ -46,7 +46,7 @@ class Control {
   // A cache line of one rank. If messages have at most inline_bytes, this is the only line of that rank that other ranks need to
   // read.
   struct alignas(64) Line {
-    std::atomic<uint64_t> arrived;  // the latest round that uses this line and at which the rank has arrived
+    std::atomic<uint64_t> arrived;  // the latest even (lines[0]) or odd (lines[1]) round at which the rank has arrived
     uint64_t fingerprint;           // a hash of the call's signature; set for the first round of a call
     char data[inline_bytes];
   };

@@ -15,10 +15,10 @@ namespace {
 
 // How long a waiting rank polls before it sleeps. See "Waiting" in docs/performance.md.
 constexpr std::chrono::microseconds awake{100};
-// If there are more ranks than CPUs, a yield can be futile: the kernel gives the CPU straight back to the yielding rank if that
-// rank has used less than its share of the CPU time, or if its time slice is not over. In the meantime, the rank that all others
-// are waiting for cannot run. So a rank goes to sleep when its consecutive futile yields have taken this long in total. A sleep
-// and a wake-up together take about as long.
+// If there are more ranks than CPUs, a yield can be futile: the kernel gives the CPU straight back to the yielding rank. The
+// kernel does this if that rank has used less than its share of the CPU time, or if its time slice is not over. In the meantime,
+// the rank that all others are waiting for cannot run. So a rank goes to sleep when its consecutive futile yields have taken this
+// long in total. This is about the time that a sleep and a wake-up take together.
 constexpr std::chrono::microseconds as_long_as_a_sleep{5};
 constexpr std::chrono::nanoseconds two_switches{1500};  // a yield that takes less time than two context switches was futile
 // This many polls take about a microsecond. In a small call, most peers arrive within that time.

@@ -35,7 +35,7 @@ void* Heap::allocate(size_t bytes) {
   void* const memory = mapping_.begin() + *start;
   if (need >= huge_page) want_huge_pages(memory, need, true);
   try {
-    // The mutex is not held during populate(), which takes a long time, because calls need the mutex to look up their arrays.
+    // populate() takes a long time, and calls need the mutex to look up their arrays. So the mutex is not held here.
     populate(memory, need);
   } catch (...) {
     release(memory);

@@ -33,8 +33,8 @@ class Heap {
   void release(void* memory);
   // Reserves sparse, zero-filled memory for a group's control memory, and returns its offset.
   uint64_t reserve(size_t bytes);
-  // Lets later calls of reserve() free the reserved memory at `offset`. They do so when unused() returns true, which must mean
-  // that no rank accesses the memory any more.
+  // Allows later calls of reserve() to free the reserved memory at `offset`, but only when unused() returns true. unused() must
+  // not return true while any rank may still access the memory.
   void release_when(uint64_t offset, std::function<bool()> unused);
 
   // Returns the offset of [memory, memory + bytes) in the heap, or nullopt if this range cannot be shared. A range can be shared

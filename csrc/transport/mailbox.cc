@@ -47,7 +47,8 @@ Mailbox::Mailbox(std::vector<int> ranks, int rank, uint32_t epoch)
 }
 
 Mailbox::~Mailbox() {
-  // The mailbox is already closed, or this is a forked child, in which mutex_ may be locked forever.
+  // If the descriptor is closed, the mailbox is already closed or this is a forked child. In a forked child, mutex_ may be locked
+  // forever.
   if (wake_fd_.get() < 0) return;
   shut_down();
   stop_thread();
@@ -294,7 +295,7 @@ void Mailbox::close_descriptors() {
   (void)detaching_.release();
 }
 
-// --- moving bytes: one of the waiting threads, the driver, polls for all of them ---
+// --- moving bytes: one waiting thread (the driver) polls for all waiting threads ---
 
 std::unique_lock<std::mutex> Mailbox::enter() const {
   entering_++;
@@ -313,8 +314,8 @@ void Mailbox::tell_finished() {
   if (std::exchange(finished_, false)) changed_->notify_all();
 }
 
-// Moves the bytes that can move now, for all transfers. If no bytes can move, waits for at most longest_sleep_ms until some can,
-// or until another thread wakes this one. Returns false if nothing has happened in that time.
+// Moves the bytes that can move now, for all transfers. If no bytes can move, sleeps until bytes can move or until another thread
+// wakes this thread, but for at most longest_sleep_ms. Returns false if longest_sleep_ms has passed without such an event.
 bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
   const bool moved = move_some();
   tell_finished();
@@ -342,7 +343,7 @@ bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
   return ready > 0;
 }
 
-// Ends each link that a transfer uses and whose peer's host is silent. Returns whether it has ended any link.
+// Checks each link that a transfer uses, and ends the link if the peer's host is silent. Returns whether any link was ended.
 bool Mailbox::end_silent_links() {
   bool ended = false;
   const auto check = [&](Link& link, bool used) {
@@ -384,7 +385,7 @@ bool Mailbox::move_some() {
     try {
       moved |= step(from, [&] { return read_some(from); });
       moved |= write_returns(from);
-      // Read the credit that the peer has returned before writing, because with more credit, more messages can be sent whole.
+      // Before this rank writes, read the credit that the peer has returned. With more credit, more messages can be sent whole.
       moved |= step(to, [&] { return read_returns(to); });
       moved |= step(to, [&] { return write_some(to); });
     } catch (const std::bad_alloc&) {
@@ -399,8 +400,8 @@ bool Mailbox::move_some() {
   return moved;
 }
 
-// Calls `step`, which uses the link, and returns its result. If the link has ended or the peer violates its protocol, ends the
-// link and its transfers, and returns true.
+// Calls `step`, which uses the link, and returns what `step` returns. If the link has ended or the peer violates the protocol of
+// the link, ends the link and its transfers, and returns true.
 template <typename Step>
 bool Mailbox::step(Link& link, const Step& step) {
   try {
@@ -575,7 +576,7 @@ void Mailbox::deliver(Incoming& link) {
 }
 
 // Removes the first posted recv that accepts this source and tag, and returns it. Returns nullptr if there is no such recv. A
-// recv that expects another type or size fails with Mismatch, and match() tries the next one.
+// recv that expects another type or size fails with Mismatch, and match() then tries the next recv.
 std::shared_ptr<Transfer> Mailbox::match(Incoming& link, const Envelope& envelope) {
   const auto first_of = [&](std::deque<Shared>& posted) {
     return std::ranges::find_if(posted, [&](const Shared& recv) { return takes(*recv, envelope.tag); });
@@ -618,8 +619,8 @@ void Mailbox::clear_to_send(Incoming& link, const Shared& recv, uint64_t id) {
   link.outbox.push_back(envelope(Kind::clear, id));
 }
 
-// Counts `bytes` bytes of matched messages. When the count reaches half of the eager window, returns this credit to the sender.
-// Returning credit more often would take more headers.
+// Adds `bytes` to the number of bytes of matched messages. When this number reaches half of the eager window, returns that many
+// bytes of credit to the sender. Returning credit more often would take more headers.
 void Mailbox::give_back(Incoming& link, size_t bytes) {
   link.matched += bytes;
   if (link.matched < eager_window / 2) return;

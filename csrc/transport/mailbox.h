@@ -108,7 +108,7 @@ class Transfer : public Message {
   char* at(size_t offset) const { return static_cast<char*>(data) + offset; }
 
   // The mailbox's mutex protects the memory at `data`, and the following fields:
-  bool begun_ = false;  // part of the message may already be on the link, so if the transfer is dropped, the link ends
+  bool begun_ = false;  // whether part of the message may be on the link; if so, dropping the transfer ends the link
   uint64_t id_ = 0;     // for a send that has begun: the number of the message on the link to the peer
   uint64_t turn_ = 0;   // for a recv: its place in the order in which recvs were posted
   std::atomic<int> matched_peer_;
@@ -211,7 +211,7 @@ class Mailbox {
     // The headers that are sent back:
     std::deque<Envelope> outbox;
     size_t outbox_sent = 0;
-    bool deaf = false;  // the peer no longer accepts data, but what it has sent can still be read
+    bool deaf = false;  // whether the peer no longer accepts data; the data that it has sent can still be read
 
     bool reads(bool for_any) const { return alive() && (for_any || !queue.empty() || !waiting.empty() || current); }
     bool writes() const { return alive() && !deaf && !outbox.empty(); }
@@ -285,7 +285,7 @@ class Mailbox {
   uint64_t last_turn_ = 0;             // the turn number most recently given to a posted recv or a kept message
   int first_ = 0;                      // the peer whose links are served first; changes each time, so that no peer starves
   std::list<Detached> detached_;
-  bool driving_ = false;   // whether one of the waiting threads, the driver, is polling for all of them
+  bool driving_ = false;   // whether a waiting thread (the driver) is polling for all waiting threads
   bool finished_ = false;  // whether a transfer has completed since changed_ was last notified
   bool stopping_ = false;
   std::optional<Error> shut_;

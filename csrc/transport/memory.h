@@ -9,9 +9,9 @@
 namespace mscomm {
 
 // Creates shared memory of `bytes` bytes and returns its descriptor, which is close-on-exec. The memory is sparse: a page is
-// allocated when it is first touched. Normally the memory is a memfd that is sealed against shrinking and growing. It is a file
-// in a tmpfs of our own instead if three conditions hold: own_tmpfs is true, memfds cannot have huge pages because shmem_enabled
-// is "never" (the kernel's default), and a file that can have huge pages can be created.
+// allocated when it is first touched. Normally the memory is a memfd that is sealed against shrinking and growing. If
+// shmem_enabled is "never" (the kernel's default), memfds cannot have huge pages. In that case, if own_tmpfs is true,
+// make_memory() first tries to create a file that can have huge pages, in a tmpfs of our own.
 int make_memory(const char* label, size_t bytes, bool own_tmpfs = true);
 
 // Describes whether make_memory() would create a memfd or a file in a tmpfs of our own, and whether the memory would have huge
@@ -24,7 +24,7 @@ std::string describe_memory(bool own_tmpfs);
 size_t check_memory(int fd);
 
 // Makes sure that the pages of [begin, begin + bytes) exist. Throws MemoryError if there is not enough memory. Without
-// populate(), a later access would raise SIGBUS in that case.
+// populate(), a lack of memory would cause SIGBUS at a later access.
 void populate(void* begin, size_t bytes);
 
 // Sets whether those pages of [begin, begin + bytes) that do not exist yet will be huge pages, if the kernel supports this. Only

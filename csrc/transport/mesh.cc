@@ -12,8 +12,8 @@ namespace {
 constexpr size_t at_once_bytes = 256 << 10;
 // At most this many bytes are sent to a peer in its turn. Then it is the next peer's turn.
 constexpr size_t turn_bytes = 128 << 10;
-// If data for other peers is queued behind the peer whose turn it is, this rank checks at this interval whether that peer has
-// stopped reading.
+// Data for other peers may be waiting for the end of a peer's turn. In that case, this rank checks at this interval whether the
+// peer has stopped reading.
 constexpr int look_at_wire_ms = 5;
 }  // namespace
 
@@ -88,8 +88,8 @@ void Mesh::transfer(std::span<const Piece> in, const Wait& wait, bool sends_all)
     link.receive_left = piece.bytes;
   }
   while (!all_received() || (sends_all && !all_sent())) {
-    // Call look() regularly even while bytes move. Call it before move_some(), so that it cannot throw when this transfer is
-    // already complete.
+    // Call look() regularly even while bytes move. Call look() before move_some(), so that look() cannot throw after this
+    // transfer has completed.
     if (seconds_since(looked_) > longest_sleep_ms * 1e-3 || wait.watch.broken()) look(wait);
     if (!move_some()) poll_links(wait);
   }
@@ -252,9 +252,9 @@ void Mesh::poll_links(const Wait& wait) {
   const bool looks_at_wire = others_ == Others::wait;
   const int ready = poll(polled.data(), polled.size(), looks_at_wire ? look_at_wire_ms : longest_sleep_ms);
   if (ready == 0 && looks_at_wire) return;
-  // If poll() has timed out, tell the peers whose data is missing which call this rank is in. Do not tell them earlier, because a
-  // peer may have sent its data and exited. If we then sent anything to that peer, our kernel would discard the data from the
-  // peer that we have not read yet.
+  // If poll() has timed out, send the header of the current call to each peer whose data is missing. Do not send the header
+  // earlier, because a peer may have sent its data and exited. If we sent anything to such a peer, our kernel would discard the
+  // peer's data that we have not read yet.
   for (Link& link : links_)
     if (ready == 0 && link.stream && !link.greeted && !link.received()) greet(link, false);
   if (ready <= 0) look(wait);

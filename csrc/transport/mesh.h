@@ -39,12 +39,13 @@ class Mesh {
   // Starts a call. Compares `mine` with the headers that peers have already sent. Does not wait.
   void begin(const Signature& mine);
   // Queues the pieces. Later calls to receive(), exchange() and progress() send them. The peers take turns, so that only one link
-  // at a time uses the wire. In a peer's turn, this rank sends a part of the piece that is for that peer. If that peer is not
-  // reading, the wire is free, so this rank also sends data to the other peers. The data of a piece must stay unchanged until the
-  // next exchange() has returned, or until this rank has received data that the peer sends only after it has received the piece.
+  // at a time uses the wire. In a peer's turn, this rank sends a part of that peer's piece. If that peer is not reading, the wire
+  // is free, so this rank also sends data to the other peers. The data of a piece must stay unchanged until the next exchange()
+  // has returned. The data may change earlier if this rank has received an answer that the peer sends only after it has received
+  // the whole piece.
   void send(std::span<const Piece> out);
-  // Receives all pieces, in any order. `in` has at most one piece from each peer. If no data arrives for a while, receive() tells
-  // the peers whose pieces are missing which call this rank is in.
+  // Receives all pieces, in any order. `in` has at most one piece from each peer. If no data arrives for a while, receive() sends
+  // the header of the current call to each peer whose piece is missing.
   void receive(std::span<const Piece> in, const Wait& wait);
   // Sends and receives at the same time. Returns when all pieces of `in` have been received, and all pieces of `out` and all
   // earlier queued pieces have been sent.

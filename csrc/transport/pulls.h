@@ -20,13 +20,13 @@ class Pulls {
  public:
   // ranks: the job rank of each rank of the arena.
   Pulls(const Control& control, int rank, const std::vector<int>& ranks) : control_(control), rank_(rank), ranks_(ranks) {}
-  // Tells the peers the id of this process, and the token with which they check it.
+  // Tells the peers the id of this process, and the token that they need to check this id.
   void introduce();
 
   // Returns whether each rank can read the memory of every other rank. See Arena::can_pull.
   bool possible(Gate& gate, const Wait& wait);
   bool known_possible() const { return possible_ == Tried::yes; }
-  // Writes the addresses of the arrays that `pulled` names into the post. `pulled` must not be `nothing`.
+  // Writes the address of each array named by `pulled` into the post. `pulled` must not be `nothing`.
   void offer(const Call& call, Pulled pulled, Post& post);
   // Copies `bytes` bytes from `address` in the given rank's process to `to`.
   void pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait) const;
