@@ -1,19 +1,19 @@
-"""Compares mscomm with Open MPI, MPICH and gloo, each with the better of two settings, and with memory bandwidth.
+"""Compares mscomm with Open MPI, MPICH, gloo and memory bandwidth. Open MPI, MPICH and gloo have two settings each.
 
     python bench/compare.py -n 2,4,8 --openmpi-prefix OPENMPI --mpich-prefix MPICH results
     python bench/compare.py --read results
 
-For each collective and number of ranks, `mscomm bench` runs twice: for 8 bytes, and for 4 KiB to 64 MiB. In each run,
-all contenders take turns in rounds, and the results of each contender are checked one time at each size. Only one run
-is active at a time. The folder keeps all samples, and the pictures ratio.svg and share.svg. Tables are printed in
-Markdown.
+For each collective and number of ranks, `mscomm bench` runs twice: first for 8 bytes, then for 4 KiB to 64 MiB. In each
+run, all contenders take turns in rounds, and the results of each contender are checked one time at each size. Only one
+run is active at a time. The script writes all samples, and the pictures ratio.svg and share.svg, to the given folder,
+and prints the tables in Markdown.
 
 The tables show the times, and the times of MPI and of gloo divided by the time of mscomm. MPI means the better MPI with
 its better setting, and gloo means gloo with its better setting. mscomm is measured with arrays of mscomm.empty
-("arena") and with ordinary arrays ("foreign"). From 64 KiB on, the tables also show the time that NumPy takes to read
-and write as many bytes as the collective must ("memory"), as a share of mscomm's time. A time is the median over rounds
-of the median time in a round. The interval of a ratio of two times comes from a paired bootstrap over rounds. Ratios
-below 1 are in bold. The goals, and the cells that miss them, follow the tables.
+("arena") and with ordinary arrays ("foreign"). From 64 KiB on, the tables also show the time of NumPy ("memory"), as a
+share of mscomm's time. NumPy reads and writes as many bytes as the collective must read and write. A time is the median
+over rounds of the median time in a round. The interval of a ratio of two times comes from a paired bootstrap over
+rounds. Ratios below 1 are in bold. The goals, and the cells that miss them, follow the tables.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Cell:
         return min(filter(self.has, names), key=self.us, default=None)
 
     def ratio(self, theirs: str, ours: str) -> Ratio:
-        """Return the ratio of the time of `theirs` to the time of `ours`."""
+        """Return the time of `theirs` divided by the time of `ours`."""
         return ratio(self._rounds[theirs], self._rounds[ours])
 
     def share(self, ours: str) -> float | None:
@@ -147,7 +147,7 @@ class Series:
         return {**facts, **{name: about[name] for name in (*MPI, *GLOO) if name in about}}
 
     def ratios(self, peers: tuple[str, ...], memory: str) -> list[tuple[Cell, str, Ratio]]:
-        """Return, for each size, the cell, the fastest of `peers`, and the ratio of that peer's time to mscomm's time.
+        """Return a tuple for each size: the cell, the fastest of `peers`, and this peer's time divided by mscomm's.
 
         memory: the kind of arrays that mscomm uses, "arena" or "foreign".
         """
@@ -160,7 +160,10 @@ class Series:
 
 
 def read_all(folder: Path) -> list[Series]:
-    """Return all series in the folder, by collective and number of ranks. Raise ClickException if settings differ."""
+    """Return all series in the folder, sorted by collective and number of ranks.
+
+    Raise ClickException if the settings of two series differ.
+    """
     found = [Series(path) for path in sorted(folder.glob("*-*.json"))]
     if not found:
         raise click.ClickException(f"{folder} has no measurements")
@@ -271,7 +274,7 @@ def _goal(goal: Goal, collective: str, ranks: int, who: str, cells: list[tuple[C
     mean = geometric_mean(one.value for *_, one in cells)
     missed = [(cell, best, one) for cell, best, one in cells if one.value < goal.each]
     unsure = sum(one.low < goal.each <= one.value for *_, one in cells)
-    if missed:  # then the goal is missed, whatever the unmeasured cells would show
+    if missed:  # one missed cell is enough, so unmeasured cells do not matter
         verdict = "MISSED"
     elif gaps:
         verdict = "not measured"

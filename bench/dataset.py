@@ -4,7 +4,7 @@
 
 The pipeline reads images of 32 x 32 pixels from files in CIFAR-10's format. It applies RandomCrop(32, padding 4),
 RandomHorizontalFlip, Resize, Rescale, Normalize, HWC2CHW and TypeCast, and makes batches of 32. For PyTorch, this
-script applies the same operations to Pillow images, as torchvision would, and keeps all images in memory from the
+script applies the same operations to Pillow images, as torchvision does, and keeps all images in memory from the
 start. Both sides take turns in one run, and the results are medians over the rounds. CPU seconds include the time of
 worker processes. The script prints the table of docs/performance.md.
 """
@@ -108,8 +108,8 @@ def write(folder: Path) -> None:
 
 
 Make = Callable[[Path, int, int, int], Iterable[Any]]
-# Maps each side to the function that makes its pipeline, and to how many workers to start for each number of workers in
-# the table. With 0 workers, PyTorch's DataLoader works in the main process.
+# For each side: the function that makes its pipeline, and how many workers to start. The keys 1 and 2 are the numbers
+# of workers in the printed table. With 0 workers, PyTorch's DataLoader works in the main process.
 SIDES: dict[str, tuple[Make, dict[int, int]]] = {
     "mscomm": (by_mscomm, {1: 1, 2: 2}),
     "torch": (by_torch, {1: 0, 2: 2}),

@@ -2,11 +2,11 @@
 
     python bench/gpu_pack.py [--json FILE]
 
-The buckets have 1 MiB to 256 MiB, in few or many parts. The plain copy is one cudaMemcpyAsync of the same number of
-bytes. Several calls of one kind are captured into a CUDA graph, so that events measure only the device's time. The
-graphs take turns, and the results are medians over the rounds. A rate counts all bytes that are read and written. With
-every kind of call, data that fits into the GPU's cache stays there from call to call. The last number in a line is the
-host's time for one call of pack. The script needs CuPy.
+Bucket sizes range from 1 MiB to 256 MiB. Each bucket has few or many parts. The plain copy is one cudaMemcpyAsync of
+the same number of bytes. Several calls of one kind are captured into a CUDA graph, so that events measure only the
+device's time. The graphs take turns, and the results are medians over the rounds. A rate counts all bytes that are read
+and written. With every kind of call, data that fits into the GPU's cache stays there from call to call. The last number
+in a line is the host's time for one call of pack. The script needs CuPy.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def host_us(call: Callable[[], Any], calls: int = 50) -> float:
 
 
 def measure(kind: str, total: int) -> dict[str, float]:
-    """Return the rate of each kind of call in GB/s, and as "host us" the host's time for one call of pack in us."""
+    """Return the rate of each kind of call in GB/s. The entry "host us" is the host's time for a pack in us."""
     core, stream = resolve(None).core, cupy.cuda.get_current_stream()
     count = total // 4
     arrays = [cupy.ones(size, np.float32) for size in sizes_of(kind, count)]

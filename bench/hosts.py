@@ -7,9 +7,9 @@ The hosts are network namespaces of this machine (tests/hosts.py), so they share
 1 Gbit/s is limited to this rate in both directions, after a burst of 256 KiB. An unshaped link is as fast as the kernel
 can make it. There is one job for each link and layout (2x4 means 2 hosts with 4 ranks each). In a job, all contenders
 take turns in rounds, and the results of mscomm and gloo are checked one time at each size. The calls are in-place
-float32 sums on ordinary arrays. The folder keeps all samples. Tables are printed in Markdown. A call's time is the mean
-over the ranks. A time in the tables is the median over rounds of the median time in a round. The interval of a ratio of
-two times comes from a paired bootstrap over rounds.
+float32 sums on ordinary arrays. The script writes all samples to the given folder, and prints tables in Markdown. A
+call's time is the mean over the ranks. A time in the tables is the median over rounds of the median time in a round.
+The interval of a ratio of two times comes from a paired bootstrap over rounds.
 
 In an all_reduce of S bytes over H hosts, every host must send and receive at least 2 (H-1)/H S bytes. "wire" is the
 time to move just these bytes: one rank of each host sends them to the next host, and receives from the previous host at
@@ -45,7 +45,7 @@ SIZES = {"1gbit": (64 << 10, 1 << 20, 16 << 20), "unshaped": (8, 64 << 10, 1 << 
 LAYOUTS = ("2x1", "4x1", "2x4")
 INTERFACE = "net0"
 PASSED_ON = ("MSCOMM_ALGO",)  # environment variables that are passed on to the ranks
-SENT_FROM = 4 << 10  # bytes; for smaller messages, most of what is sent is headers
+SENT_FROM = 4 << 10  # bytes; with smaller messages, most of the sent bytes are headers
 SERIES_S = 900.0
 LAST_LINES = 30
 
@@ -119,7 +119,7 @@ class Series:
 
 
 def read_all(folder: Path) -> list[Series]:
-    """Return all series in the folder, by link and layout. Raise ClickException if their settings differ."""
+    """Return all series in the folder, sorted by link and layout. Raise ClickException if their settings differ."""
     found = [Series(path) for path in folder.glob("*-*.json")]
     if not found:
         raise click.ClickException(f"{folder} has no measurements")
@@ -174,7 +174,7 @@ def times(series: Series) -> Iterator[str]:
 
 
 def speed(cell: Cell) -> Ratio:
-    """Return the ratio of the time of gloo, with its better setting, to mscomm's time."""
+    """Return the time of gloo with its better setting, divided by mscomm's time."""
     return cell.ratio(_better_gloo(cell), "mscomm")
 
 
@@ -324,8 +324,8 @@ def _job(rate: str, hosts: list[str], ranks: int, plan: Path, into: Path, variab
             stdout=out,
             stderr=subprocess.STDOUT,
             env=env | variables,
-            # In a session of its own, tests/hosts.py does not get Ctrl-C. It removes the hosts when terminate() below
-            # ends it.
+            # tests/hosts.py runs in its own session, so it does not get Ctrl-C. When terminate() below sends SIGTERM,
+            # tests/hosts.py removes the hosts and ends.
             start_new_session=True,
         )
     try:

@@ -4,8 +4,8 @@
 
 A kind of step is a mode (graph or PyNative) and a way to exchange gradients. MindSpore's own communication uses
 parallel_mode=DATA_PARALLEL, in processes that are started as a dynamic cluster (MS_ROLE and so on). MindSpore users
-usually train in graph mode. Some kinds exchange nothing, in n processes at once or in only one process. They show the
-cost of PyNative mode and the cost of the exchange.
+usually train in graph mode. Some kinds exchange nothing, in n processes at once or in only one process. These kinds
+show the cost of PyNative mode and the cost of the exchange.
 
 All processes of all kinds are started once. In every round, each kind takes a few steps while the others wait. All
 kinds have the same network, initial weights, batches and number of threads. A step ends when its loss is a Python
@@ -88,7 +88,10 @@ NETWORKS = ("mlp", "deep", "cnn")
 
 
 def make_step(place: Place) -> tuple[Callable[[], float], list[Any]]:
-    """Return a function that trains one step on this process's batch and returns the loss, and the list of weights."""
+    """Return a step function and the list of weights.
+
+    The step function trains one step on this process's batch, and returns the loss.
+    """
     import mindspore
     import numpy as np
     from mindspore import nn

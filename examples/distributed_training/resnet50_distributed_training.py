@@ -1,8 +1,8 @@
 """Trains ResNet-50 on CIFAR-10, data parallel, with checkpoints.
 
 `bash run.sh DATA_PATH RANK_SIZE` starts this script with a rank table. Each rank saves checkpoints in its own
-directory, ./rank_<rank>_ckpt. If there are checkpoints already, training continues after the newest one that every rank
-has.
+directory, ./rank_<rank>_ckpt. If there are checkpoints already, training continues after the newest checkpoint that
+every rank has.
 """
 
 import torch
@@ -57,8 +57,8 @@ def test_train_cifar(epoch_size=EPOCH_SIZE):
 def test_load_checkpoint():
     """Load the saved weights into a new network, and print its accuracy on the test images.
 
-    Every rank gets the same number of images. So if two ranks use the 299 test images of the digits, they count one
-    image twice.
+    Every rank gets the same number of images. For example, the digits data set has 299 test images. With two ranks,
+    each rank gets 150 images, so one image is counted twice.
     """
     net = resnet50()
     param_dict = load_checkpoint(ckpt_path)

@@ -22,7 +22,7 @@ def test_train_cifar(epoch_size=EPOCH_SIZE):
     num_classes = 10
     net = resnet50(num_classes)
     if get_backend() == "nccl":
-        net.cuda()  # init() made the rank's GPU the current device; Model copies the images to it
+        net.cuda()  # init() made the rank's GPU the current device; Model copies the images to this GPU
     loss = torch.nn.CrossEntropyLoss()
     opt = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
     model = Model(net, loss_fn=loss, optimizer=opt)

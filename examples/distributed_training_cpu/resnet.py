@@ -14,7 +14,7 @@ Norm = Callable[[int], nn.Module]  # makes a normalization layer for the given n
 
 
 class Bottleneck(nn.Module):
-    """Applies a 1x1 convolution to `channels` channels, a 3x3 convolution, and a 1x1 convolution to 4 times as many.
+    """Applies three convolutions: 1x1 and 3x3 with `channels` output channels, and 1x1 with 4 times as many.
 
     The block adds its input to the output of the last convolution.
     """

@@ -177,7 +177,7 @@ void deadline_in_the_queue_names_its_own_call(const ThreadRank& me) {
 void failed_group_leaves_the_others_whole() {
   const ThreadJob job(2);
   const ThreadGroup failing(job, job.all(), "arena", false), whole(job, job.all(), "arena", false);
-  constexpr size_t count = 32 << 10;  // the array and the half of it that rank 1 passes are whole numbers of pages
+  constexpr size_t count = 32 << 10;  // the array consists of whole pages, and so does each half; rank 1 passes only one half
   failing.run([&](const ThreadRank& me) {
     auto* lost = static_cast<float*>(me.heap->allocate(4 * count));
     auto* kept = static_cast<float*>(me.heap->allocate(4 * count));
@@ -202,8 +202,8 @@ void failed_group_leaves_the_others_whole() {
   });
 }
 
-// A call fails while rank 1 is stopped in the middle of the call. What rank 1 writes after it continues must not reach rank 0's
-// array.
+// A call fails while rank 1 is stopped in the middle of the call. Later, rank 1 continues and writes its data. This data must not
+// reach rank 0's array.
 void late_writer_is_harmless() {
   constexpr size_t heap_bytes = 4u << 20;
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -354,7 +354,7 @@ void control_memory_is_zero() {
   CHECK(std::count(heap.mapping().begin(), heap.mapping().begin() + 4096, 0) == 4096);
 }
 
-// Control memory is not reused while a rank that has not left the group can still access it.
+// A group's control memory is reused only after all ranks have left the group.
 void control_memory_waits_for_the_last() {
   const ThreadJob job(2);
   Heap& heap = job.heap(0);

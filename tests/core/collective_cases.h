@@ -83,8 +83,8 @@ inline std::vector<Amounts> amounts(size_t n, size_t size) {
   const size_t each = (size + n - 1) / n;
   return {
       {"even", true, matrix([&](size_t, size_t) { return each; })},
-      // Each rank sends nothing to every third rank. The amounts from s to d and from d to s can differ, but in total each rank
-      // receives as much as it sends.
+      // About a third of the amounts are 0. The amounts from s to d and from d to s can differ, but each rank receives as much in
+      // total as it sends.
       {"circulant", false, matrix([&](size_t s, size_t d) {
          const size_t k = (d + n - s) % n;
          return k % 3 == 1 ? 0 : each / 2 + each * k / n + k % 2;

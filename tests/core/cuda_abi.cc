@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <type_traits>
 
-// True if the parameters of the two function types have the same sizes, and pointers stand for pointers. The types themselves can
-// differ: our declarations use pointers for handles, ints for enums, and 64-bit integers for device addresses.
+// True if each parameter has the same size in both function types, and is a pointer in both or in neither. The parameters' types
+// can still differ: our declarations use pointers for handles, ints for enums, and 64-bit integers for device addresses.
 template <typename Theirs, typename Ours>
 constexpr bool same_shape = false;
 template <typename... A, typename... B>

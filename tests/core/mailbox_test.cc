@@ -398,7 +398,7 @@ void a_detached_watch_may_throw_anything() {
 void a_link_may_come_late() {
   Group group(2, false);
   std::thread receiver([&] { CHECK(recv(group[1], 0, 3) == ints(3, 5)); });
-  // This is usually long enough for the receiver to start waiting before the link exists. If it is not, the test still passes.
+  // After 120 ms, the receiver is usually waiting for the link. If the receiver starts later, the test still passes.
   poll(nullptr, 0, 120);
   group.link(0, 1);
   send(group[0], 1, ints(3, 5));

@@ -1,5 +1,5 @@
-// Tests the mesh and its algorithms, and that a rank refuses what a peer must not send. The ranks are threads connected by socket
-// pairs.
+// Tests the mesh and its algorithms. Also tests that a rank refuses invalid data from a peer. The ranks are threads connected by
+// socket pairs.
 #include <atomic>
 #include <cstring>
 #include <random>

@@ -451,7 +451,7 @@ void test_blocks_fit_the_bytes_and_the_device() {
   CHECK(blocks_and_most(one(1 << 18), 132) == Pair(257, 4096));    // 1 MiB: two blocks for each multiprocessor
   CHECK(blocks_and_most(one(1 << 26), 132) == Pair(8193, 32768));  // 256 MiB
   CHECK(blocks_and_most(one((1 << 26) + 1), 132) == Pair(8193, 32768));
-  Packing mixed = one(1 << 22);  // one large part, and many small ones with a block each
+  Packing mixed = one(1 << 22);  // one large part, and many small parts with one block each
   for (uint64_t i = 0; i < 250; i++) mixed.parts.push_back({address(0x10000), (1 << 22) + i, 1});
   CHECK(blocks_and_most(mixed, 132).first <= 16 * 132 + 2 * 251 && plan(mixed, 132)->size() == 1);
   mixed.parts.push_back({address(0x10000), (1 << 22) + 250, 1});

@@ -120,7 +120,7 @@ class ThreadGroup {
         for (const int end : ends) setsockopt(end, SOL_SOCKET, SO_SNDBUF, &little, sizeof little);
         links[a][b] = ends[0], links[b][a] = ends[1];
       }
-    std::map<int, std::vector<int>> at_home;  // the group's ranks by host, as they are numbered in the job
+    std::map<int, std::vector<int>> at_home;  // the group's ranks on each host, with their numbers in the job
     for (int rank : ranks_) at_home[host_of(rank)].push_back(rank);
     for (const auto& [host, members] : at_home)
       if (!linked || (members.size() > 1 && (algorithm == "hierarchical" || at_home.size() > 1)))
@@ -152,7 +152,7 @@ class ThreadGroup {
   int size() const { return static_cast<int>(ranks_.size()); }
   Layout layout() const { return {0, size(), hosts()}; }
   ThreadRank at(int rank) const { return {rank, groups_[rank].get(), &job_.heap(in_job(rank))}; }
-  // Returns the number that this rank of the job has in the group, or -1 if it is not in the group.
+  // Converts a rank of the job to a rank of the group. Returns -1 if the group does not contain the rank.
   int place_of(int rank) const {
     const auto found = std::find(ranks_.begin(), ranks_.end(), rank);
     return found == ranks_.end() ? -1 : static_cast<int>(found - ranks_.begin());

@@ -143,8 +143,8 @@ class Hall {
     void* out = nullptr;
     std::map<int, std::pair<void*, size_t>> sends{}, receives{};  // by peer
   };
-  // A stream's thread calls this and waits until all ranks have arrived. The last rank to arrive calls `act` with the parts of
-  // all ranks. Returns false if the rank was aborted.
+  // A stream's thread calls meet(), which waits until all ranks have arrived. The last rank to arrive calls `act` with the parts
+  // of all ranks. Returns false if the rank was aborted.
   bool meet(uint64_t number, int rank, Part part, const std::function<void(std::map<int, Part>&)>& act) {
     std::unique_lock lock(mutex_);
     auto& here = meetings_[number];

@@ -33,7 +33,7 @@ enum : Error {
 
 std::atomic<pid_t> initialized{0};
 std::mutex devices_mutex;
-auto& devices_set = *new std::map<int, int>;  // for each device, how often threads have set it minus how often they have reset it
+auto& devices_set = *new std::map<int, int>;  // for each device: how many times threads switched to it, minus the resets
 
 Context context_of(int device) { return device < 0 ? 0 : 0xACE00000 + 256 * (static_cast<Context>(device) + 1); }
 

@@ -56,7 +56,7 @@ def default_folder() -> Path:
 
 
 def _sweep(top: Path) -> None:
-    """Delete builds of other source versions that are more than a week old."""
+    """Delete builds that are more than a week old."""
     for old in top.iterdir():
         if old.stat().st_mtime < time.time() - 7 * 24 * 3600:
             shutil.rmtree(old, ignore_errors=True)

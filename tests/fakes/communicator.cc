@@ -15,8 +15,8 @@ namespace {
 
 constexpr std::chrono::milliseconds look_again{3};
 
-// With FAKE_ONE_AT_A_TIME=1, a device runs one launch at a time, in the order in which the host issued the launches. Ranks that
-// issue the launches of two communicators in different orders then always hang. Without this setting, they hang only sometimes.
+// With FAKE_ONE_AT_A_TIME=1, a device runs one launch at a time, in the order in which the host issued the launches. If two ranks
+// issue the launches of two communicators in different orders, they always hang. Without this setting, they hang only sometimes.
 class Turns {
  public:
   explicit Turns(int device) : device_(device) {

@@ -44,8 +44,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Meeting& meeting() { return meeting_; }
   Meeting::Watch watch();
 
-  // Launches these operations together. The launch runs after all work that is already on their streams, and before any later
-  // work.
+  // Launches these operations together. The launch runs after all work that is already on the operations' streams, and before any
+  // later work.
   void launch(std::vector<Operation> operations);
   // Waits until all launches have completed. Returns false if the communicator was stopped.
   bool drain();
@@ -85,8 +85,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   int running_ = 0;
 };
 
-// Injects the failures that the environment requests: kills the process, or marks the operation to hang, to fail later or to end
-// the process when it runs. Returns an error code if the operation must fail immediately, otherwise 0.
+// Injects the failures that the environment requests. Kills the process at once, or marks the operation. A marked operation then
+// hangs, fails later, or ends the process when the operation runs. Returns an error code if the operation must fail immediately,
+// otherwise 0.
 int inject(Operation& operation, int rank);
 
 // Returns the engine of the vendor's runtime, or nullptr if no runtime is found. If the process has loaded a library with one of

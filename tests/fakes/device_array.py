@@ -267,7 +267,10 @@ def synchronize(device: int = 0, handle: int | None = None) -> None:
 
 
 class _Memory:
-    """Owns an array's device memory. It is freed in the order of the stream that was current when it was allocated."""
+    """Owns an array's device memory.
+
+    The memory is freed in stream order, on the stream that was current when the memory was allocated.
+    """
 
     def __init__(self, nbytes: int, device: int, managed: bool = False):
         self.runtime = runtime()
@@ -494,7 +497,7 @@ def _computed(function, *operands) -> DeviceArray:
 
 
 class namespace:
-    """Offers functions that array libraries have in their namespace, for the arrays of this module."""
+    """Stands for the namespace of an array library, such as cupy. Offers only what the tests need."""
 
     float16, bfloat16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
@@ -530,7 +533,7 @@ class _Tensor(ctypes.Structure):
 
 
 _Deleter = ctypes.CFUNCTYPE(None, c_void_p)
-_managed: dict[int, tuple] = {}  # the tensors that consumers hold, by the address that is passed to the deleter
+_managed: dict[int, tuple] = {}  # the tensors that consumers hold, keyed by the address that the deleter gets
 
 
 class _Managed(ctypes.Structure):

@@ -65,7 +65,7 @@ class Engine {
   virtual int devices() const = 0;
   virtual Uuid uuid(int device) const = 0;
 
-  // Returns the current device of the calling thread, or -1 if there is none. The vendor's runtime library sets it.
+  // Returns the current device of the calling thread, or -1 if there is none. The vendor's runtime library sets the device.
   virtual int current() const = 0;
   virtual void set_current(int device) = 0;
 
@@ -75,9 +75,9 @@ class Engine {
   virtual bool release(Address address) = 0;
   // Returns the buffer that begins at this address. The address need not be the start of an allocation.
   virtual Buffer find(Address address, size_t bytes) const = 0;
-  // Running work calls this to access the bytes of a buffer. If the buffer is not memory of this device, or was released after
-  // the work was enqueued, this returns nullptr and marks the device as broken. If `of_any` is true, the memory can belong to any
-  // device, as in a copy.
+  // Running work calls open() to access the bytes of a buffer. If the buffer is not memory of this device, or was released after
+  // the work was enqueued, open() returns nullptr and marks the device as broken. If `of_any` is true, the memory can belong to
+  // any device, as in a copy.
   virtual std::shared_ptr<char> open(const Buffer& buffer, int device, bool of_any = false) = 0;
 
   virtual Handle create_stream(int device, bool with_legacy) = 0;
@@ -111,7 +111,8 @@ class Engine {
 // Returns the engine of the process. Only the vendor's runtime library defines this function.
 Engine& engine();
 
-// Returns the value of this environment variable, as a number or as text, or `otherwise` if the variable is not set or empty.
+// number() returns an environment variable as a number, and text() returns it as text. Both return `otherwise` if the variable is
+// not set or empty.
 int64_t number(const char* name, int64_t otherwise);
 std::string text(const char* name, const std::string& otherwise);
 

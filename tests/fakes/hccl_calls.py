@@ -51,7 +51,10 @@ class HcclError(RuntimeError):
 
 
 class Hccl:
-    """Offers each HCCL function under its name without "Hccl", from the library that has it. Errors raise HcclError."""
+    """Offers each HCCL function under its name without "Hccl": `hccl.AllReduce(...)`. Errors raise HcclError.
+
+    Each function comes from the first of the given libraries that has the function.
+    """
 
     def __init__(self, *paths: str | Path):
         self.libraries = [ctypes.CDLL(str(path)) for path in paths]

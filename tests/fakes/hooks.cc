@@ -50,7 +50,7 @@ FAKE_EXPORT int fake_compute(Address data, size_t count, float add, int delay_us
   return 0;
 }
 
-// Keeps the stream idle for this long.
+// Keeps the stream idle for this many microseconds.
 FAKE_EXPORT int fake_sleep(int microseconds, Handle handle) {
   const auto stream = engine().stream(handle, engine().current());
   if (!stream) return no_stream;

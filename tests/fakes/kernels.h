@@ -12,8 +12,9 @@ namespace fake {
 bool can_run(const void* image);
 // Returns the handle of the kernel with this name, or 0 if there is none.
 Handle kernel_named(const char* name);
-// Enqueues a launch. Copies the parameters and finds the allocations at their addresses immediately, but opens the memory only
-// when the stream runs the launch. Returns false if there is no such kernel, or if the numbers of blocks and threads are invalid.
+// Enqueues a launch. Copies the parameters immediately, and finds the allocation at each address in the parameters. The memory is
+// opened only when the stream runs the launch. Returns false if there is no such kernel, or if the number of blocks or threads is
+// invalid.
 bool launch_kernel(Handle kernel, unsigned blocks, unsigned threads, const void* parameters,
                    const std::shared_ptr<Stream>& stream);
 

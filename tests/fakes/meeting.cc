@@ -90,7 +90,7 @@ struct alignas(64) Meeting::Seat {
   int32_t process;
   uint64_t started;
   Card card;
-  std::atomic<uint64_t> called;  // how many operations the rank has called; `signature` belongs to the last of these
+  std::atomic<uint64_t> called;  // how many operations the rank has called; `signature` describes the latest operation
   Signature signature;
   // The last round in which this rank has published data, and the last round in which it has read the data of the other ranks.
   std::atomic<uint64_t> published, taken;

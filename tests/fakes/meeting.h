@@ -72,10 +72,10 @@ class Meeting {
   bool join(const Card& card, const Watch& watch);
   std::vector<Card> cards() const;
 
-  // Runs a collective, or a list of messages. If it is stopped, it returns false, and the received data is incomplete.
+  // Runs a collective, or a list of messages. Returns false if it was stopped. In this case, the received data is incomplete.
   bool run(const Call& call, const Watch& watch);
   bool run(std::vector<Message> messages, const Watch& watch);
-  // Waits until every rank for which `counts` returns true has called finish() too, or has left.
+  // Waits for the ranks for which `counts` returns true. Each of these ranks must have called finish(), or must have left.
   bool finish(const std::function<bool(int)>& counts, const Watch& watch);
 
   void leave();

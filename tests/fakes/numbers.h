@@ -170,7 +170,7 @@ void with_type(Type type, Body body) {
   }
 }
 
-// Combines two arrays element by element: into = into op with.
+// Combines two arrays element by element: into[i] = fold(into[i], with[i]).
 inline void fold_into(Type type, Fold fold, char* into, const char* with, size_t bytes) {
   with_type(type, [&]<typename T>(T) {
     for (size_t i = 0; i + sizeof(T) <= bytes; i += sizeof(T)) {
