@@ -97,8 +97,8 @@ def build(
     paths = {name: root / LIBRARIES[name][0] for name in wanted}
     missing = [name for name in wanted if not paths[name].exists()]
     if missing:
-        root.mkdir(exist_ok=True)
         _sweep(top)
+        root.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".work-", dir=root) as work:
             objects = {
                 source: f"{work}/{i}.o"
