@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from mscomm.dataset.transforms import *  # noqa: F403
+from mscomm.dataset.transforms import TypeCast as TypeCast
