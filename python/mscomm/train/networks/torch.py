@@ -55,7 +55,7 @@ class Network(networks.Network):
         return result  # type: ignore[no-any-return]
 
     def _there(self, x: Any) -> Any:
-        x = arrays.of_numpy(x) if isinstance(x, np.ndarray) else torch.as_tensor(x)
+        x = _tensor(x)
         return x.to(self._device, non_blocking=True) if x.device.type == "cpu" else x
 
     def _loss(self, batch: tuple[Any, ...]) -> torch.Tensor:
@@ -68,3 +68,9 @@ class Network(networks.Network):
 
     def load_optimizer_state(self, state: Any) -> None:
         loader(self._optimizer)(state)
+
+
+def _tensor(x: Any) -> Any:
+    if not isinstance(x, np.ndarray):
+        return x if isinstance(x, torch.Tensor) else torch.as_tensor(x)
+    return arrays.of_numpy(x)
