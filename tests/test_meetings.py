@@ -160,6 +160,26 @@ def test_survivors_go_on_until_one_of_them_is_lost(last):
     assert not table.meetings.survivors_go_on
 
 
+def test_survivors_that_have_all_left_do_not_go_on():
+    table = Table()
+    for rank in (1, 2):
+        table.come(rank, [1, 2], survivors=True)
+    table.gone[1] = "rank 1 has left the job"
+    assert table.meetings.survivors_go_on
+    table.gone[2] = "rank 2 has left the job"
+    assert not table.meetings.survivors_go_on
+
+
+def test_a_meeting_whose_survivors_are_all_lost_is_over():
+    table = Table()
+    table.come(0, [0, 1], survivors=True)
+    for rank in (0, 1):
+        table.gone[rank] = "lost"
+        table.meetings.lost(rank)
+    table.meetings.look()
+    assert not table.meetings.survivors_go_on
+
+
 def test_a_time_out_ends_the_meeting_for_all_that_have_come():
     table = Table()
     table.come(0, [0, 1, 2, 3])

@@ -66,7 +66,7 @@ def test_hubs_that_rank_0_starts_listen_at_these_ports(monkeypatch: pytest.Monke
     low = min(port, 65500)
     env = {"MSCOMM_PORTS": f"{low}-{low + 30}"}
     allowed = range(low, low + 31)
-    monkeypatch.setattr(kvs, "_own_address", lambda launcher, env: "127.0.0.1")
+    monkeypatch.setattr(kvs.interfaces, "host_address", lambda env: "127.0.0.1")
     with kvs._listen("mpirun", rendezvous.Seat(0, 2, 0, one_host=False), env) as hub:
         assert hub.getsockname()[1] in allowed
     for ports in (rendezvous.ports_after(29500, env), rendezvous.meeting_ports("a job", env)):

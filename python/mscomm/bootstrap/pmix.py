@@ -7,6 +7,7 @@ is a C++ program, csrc/tools/pmix_helper.cc. With 8 ranks on 2 cores, it takes 5
 
 from __future__ import annotations
 
+import array
 import glob
 import math
 import os
@@ -76,9 +77,13 @@ def _run_helper(env: Mapping[str, str], what: str, key: str, text: str, deadline
                 f"{NAME}: mpirun did not answer within {deadline.seconds:g} s; is it stopped or overloaded?"
             ) from error
         theirs.close()
-        answer, connections, _, _ = socket.recv_fds(ours, _ANSWER_MAX, 1)
+        # not socket.recv_fds: it does not pass MSG_CMSG_CLOEXEC on to recvmsg
+        connections = array.array("i")
+        space = socket.CMSG_SPACE(connections.itemsize)
+        answer, ancillary, _, _ = ours.recvmsg(_ANSWER_MAX, space, socket.MSG_CMSG_CLOEXEC)
+        for _, _, content in ancillary:
+            connections.frombytes(content)
     if connections:
-        os.set_inheritable(connections[0], False)  # recv_fds does not pass MSG_CMSG_CLOEXEC on to recvmsg
         for connection in _connections:
             os.close(connection)
         _connections[:] = connections

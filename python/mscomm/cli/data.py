@@ -133,8 +133,16 @@ def _read(origin: Origin) -> tuple[Array, Array]:
 
 def _write(folder: Path, images: Array, labels: Array, about: str) -> None:
     """Write all files into `folder`, and wait until they are on the disk."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise click.ClickException("Pillow is not installed here: pip install pillow") from error
     from rich.console import Console
     from rich.progress import track
+
+    def record(number: int) -> bytes:
+        grey = np.asarray(Image.fromarray(images[number]).resize((SIDE, SIDE), Image.Resampling.BILINEAR))
+        return bytes([int(labels[number])]) + grey.tobytes() * CHANNELS
 
     numbers = np.arange(len(labels))
     test = numbers % _TEST_OF == _TEST_OF - 1
@@ -142,21 +150,12 @@ def _write(folder: Path, images: Array, labels: Array, about: str) -> None:
     train = train[draws.permutation(len(train), _SHUFFLE_SEED)]
     parts = dict(zip(TRAIN, np.array_split(train, len(TRAIN)), strict=True)) | {TEST: numbers[test]}
     shown = len(labels) >= _SLOW and sys.stderr.isatty()
-    bar = track(numbers, "images", console=Console(stderr=True), transient=True, disable=not shown)
-    records = [_record(images[number], int(labels[number])) for number in bar]
+    bar = track(range(len(labels)), "images", console=Console(stderr=True), transient=True, disable=not shown)
+    records = [record(number) for number in bar]
     for name, rows in parts.items():
         _save(folder / name, (records[row] for row in rows))
     _save(folder / META, [f"{name}\n".encode() for name in _CLASS_NAMES])
     _save(folder / ABOUT, [f"Made by `mscomm data make`. This is not CIFAR-10: {about}.\n".encode()])
-
-
-def _record(image: Array, label: int) -> bytes:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise click.ClickException("Pillow is not installed here: pip install pillow") from error
-    grey = np.asarray(Image.fromarray(image).resize((SIDE, SIDE), Image.Resampling.BILINEAR))
-    return bytes([label]) + grey.tobytes() * CHANNELS
 
 
 def _save(path: Path, pieces: Iterable[bytes]) -> None:
