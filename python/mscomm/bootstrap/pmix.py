@@ -78,11 +78,9 @@ def _run_helper(env: Mapping[str, str], what: str, key: str, text: str, deadline
             ) from error
         theirs.close()
         # not socket.recv_fds: it does not pass MSG_CMSG_CLOEXEC on to recvmsg
-        connections = array.array("i")
-        space = socket.CMSG_SPACE(connections.itemsize)
+        space = socket.CMSG_SPACE(array.array("i").itemsize)
         answer, ancillary, _, _ = ours.recvmsg(_ANSWER_MAX, space, socket.MSG_CMSG_CLOEXEC)
-        for _, _, content in ancillary:
-            connections.frombytes(content)
+    connections = [fd for _, _, content in ancillary for fd in array.array("i", content)]
     if connections:
         for connection in _connections:
             os.close(connection)

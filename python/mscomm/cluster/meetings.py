@@ -119,9 +119,8 @@ class Meetings:
     @property
     def survivors_go_on(self) -> bool:
         """Whether ranks continue without the lost ranks, or wait in a meeting that does not wait for lost ranks."""
-        if any(meeting.survivors and meeting.facts for meeting in self._open.values()):
-            return True
-        return any(self._gone(rank) is None for ranks in self._shrunk for rank in ranks)
+        waiting = any(meeting.survivors and meeting.facts for meeting in self._open.values())
+        return waiting or any(self._gone(rank) is None for ranks in self._shrunk for rank in ranks)
 
     def lost(self, rank: int) -> None:
         """Record that the rank was lost. Survivors in a group with this rank no longer count as continuing."""
