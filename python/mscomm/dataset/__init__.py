@@ -1,4 +1,6 @@
-"""Reads data, transforms it, and divides it among a job's ranks. As in MindSpore, import mscomm.dataset as ds.
+"""Reads data, transforms it, and divides it among a job's ranks.
+
+The usual import is `import mscomm.dataset as ds`, as in MindSpore.
 
 A pipeline is a source followed by steps: `ds.Cifar10Dataset(folder, num_shards=n, shard_id=rank).map(...).batch(32)`.
 It yields NumPy arrays. The order of a pass depends only on the seed (config.set_seed) and on the number of the pass.

@@ -21,10 +21,10 @@ _CURES = {
 def compare(source: str, num_shards: int, facts: dict[str, Any], where: str, problem: Exception | None) -> None:
     """Raise ValueError on every rank if the ranks' facts differ, or if a rank has a problem.
 
-    source, where: names for the dataset and for this rank's data, for error messages. problem: the exception that this
-    rank got when it read its data, or None. A rank with a problem raises its own exception instead. If no job was
-    joined, or if num_shards is not the size of the job, nothing is compared, and only ranks with a problem raise an
-    error.
+    source, where: the names of the dataset and of this rank's data in error messages. problem: the exception that this
+    rank got when it read its data, or None. A rank with a problem raises this exception, not ValueError. If no job was
+    joined, or if num_shards is not the size of the job, nothing is compared. In both cases, only ranks with a problem
+    raise an error.
     """
     alone = not job.is_initialized() or num_shards < 2 or num_shards != job.get_group_size()
     if not alone:

@@ -56,10 +56,10 @@ class Cifar10Dataset(Source):
     num_parallel_workers: as in Dataset.map; None means that any number of threads may read.
 
     The constructor checks the files' names and sizes. Before the first pass, each rank reads all files once to check
-    the labels. If num_shards is the number of ranks in the job, the ranks then compare what they have read, and all
-    ranks raise ValueError if there is a difference. ValueError is also raised if a file is missing, truncated or in
-    another format; the message names the file and says what to do. Pickles are never loaded. Invalid or contradictory
-    arguments raise TypeError, ValueError or RuntimeError, as in MindSpore.
+    the labels. If num_shards is the number of ranks in the job, the ranks then compare what they have read. If there is
+    a difference, all ranks raise ValueError. ValueError is also raised if a file is missing, truncated or in another
+    format; the message names the file and says what to do. Pickles are never loaded. Invalid or contradictory arguments
+    raise TypeError, ValueError or RuntimeError, as in MindSpore.
 
     >>> data = Cifar10Dataset("cifar-10-batches-bin", num_shards=8, shard_id=0)
     >>> data.get_dataset_size()

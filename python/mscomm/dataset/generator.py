@@ -25,8 +25,8 @@ class GeneratorDataset(Source):
     raise ValueError, except shuffle=False. With random access, rows are shuffled unless shuffle=False, as in MindSpore.
     num_samples: the maximum number of rows for this rank. num_parallel_workers: as in Dataset.map, but None means 1, as
     in MindSpore. A source without random access is read by only one thread. Raises ValueError if source is an iterator,
-    because it can be read only once. The source may be called in a thread other than the caller's. If the source raises
-    an exception, or if a row is invalid, the iterator raises a RuntimeError that names the row.
+    because it can be read only once. mscomm may call the source in one of its own threads. If the source raises an
+    exception, or if a row is invalid, the iterator raises a RuntimeError that names the row.
 
     >>> data = GeneratorDataset(lambda: iter([(1, 2.0), (3, 4.0)]), ["input", "label"])
     >>> [(x.item(), y.item()) for x, y in data]

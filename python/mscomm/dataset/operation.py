@@ -27,9 +27,9 @@ class Operation:
     def on_rows(self, rows: Array, draws: Sequence[int] = ()) -> Array:
         """Transform several arrays of one shape, which are stacked along axis 0. Return the results in the same form.
 
-        The results have the same bits as those of separate calls. `rows` and the returned array may have any memory
+        Separate calls for the rows would give bit-identical results. `rows` and the returned array may have any memory
         order. draws: for a RandomOperation, the random bits of each row. If a row is invalid, on_rows raises an
-        exception, and the pipeline then applies the operation row by row to find out which row is invalid.
+        exception. The pipeline then applies the operation row by row to find out which row is invalid.
         """
         return np.stack([self(rows[which, ...]) for which in range(len(rows))])
 

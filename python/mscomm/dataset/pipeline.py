@@ -176,8 +176,8 @@ class Dataset(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the latest pass, for a checkpoint. The position is the same on every rank.
 
-        A batch counts as soon as the program has taken it. Batches that were only prefetched do not count. The values
-        are ints, strings and lists.
+        The position follows the latest batch that the program has taken. Batches that were only prefetched do not
+        change the position. The values of the dict are ints, strings and lists.
 
         >>> state = data.batch(32).state_dict()
         >>> state["epoch"], state["batch"], state["pipeline"]
@@ -192,10 +192,10 @@ class Dataset(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`, a result of state_dict(): the next pass begins at the position in the state.
 
-        The batches of that pass have the same bits as in the first run. If the source has random access, the order up
-        to that position is computed again without reading or transforming rows. Raise ValueError if the state belongs
-        to another pipeline; the message says what differs. In a job, load the state on every rank, because the ranks
-        compare their data again.
+        The remaining batches of that pass are bit-identical to those of the interrupted run. If the source has random
+        access, the order up to that position is computed again without reading or transforming rows. Raise ValueError
+        if the state belongs to another pipeline; the message says what differs. In a job, load the state on every rank,
+        because the ranks compare their data again.
 
         >>> data.load_state_dict(data.state_dict())
         """
@@ -270,7 +270,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def _described(self) -> list[str]:
-        """Return one string per step, for state_dict. The strings describe all that determines the order of rows."""
+        """Return one string per step, for state_dict. The strings describe everything that affects the rows' order."""
 
 
 class Source(Dataset):
@@ -378,8 +378,8 @@ class _Map(_Step):
         ]
 
     def _by_pieces(self, rows: Array, drawn: list[list[int]], tickets: Sequence[Ticket]) -> Column:
-        """Run the operations that come before the first operation with a large result on all rows at once. Run the
-        remaining operations on a few rows at a time."""
+        """Find the first operation that has a large result. Run the operations before it on all rows together. Run this
+        operation and all later operations on a few rows at a time."""
         large = [len(rows) * size > _PIECE_BYTES for size in self._row_bytes]
         first = large.index(True) if True in large else len(large)
         step = max(1, _PIECE_BYTES // max(self._row_bytes))

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
-_LOOK_S = 1.0  # how often a waiting consumer checks that the thread is alive; a new item wakes the consumer at once
+_LOOK_S = 1.0  # how often a waiting consumer checks that the thread is alive; a new item wakes the consumer immediately
 _EXIT_S = 5.0  # how long the process waits at exit for the threads to finish their current items
 IN_A_CHILD = "this iterator belongs to the process that was forked, whose thread fills it; make a new one here"
 
@@ -49,9 +49,9 @@ class Prefetch:
     """An iterator over the items of `source`. A thread makes up to `room` items in advance.
 
     If source raises an exception, the iterator raises this exception in place of the item, and ends. close() ends the
-    thread and waits until the thread has finished its current item. When the process exits, it also ends the thread,
-    but waits at most a few seconds. If this object is garbage-collected, the thread ends by itself. A forked child has
-    no thread, so the iterator raises RuntimeError there.
+    thread and waits until the thread has finished its current item. The thread is also ended when the process exits,
+    but then the wait takes at most a few seconds. If this object is garbage-collected, the thread ends by itself. A
+    forked child has no thread, so the iterator raises RuntimeError there.
     """
 
     def __init__(self, source: Generator[Any, None, None], room: int) -> None:

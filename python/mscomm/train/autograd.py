@@ -29,9 +29,9 @@ class Autograd:
     """Keeps the gradients of the parameters in the step's buffers.
 
     others: parameters whose gradients are not reduced; zero() sets these gradients to zero. The gradients of a backward
-    pass are reduced if `syncing` is True. autograd sometimes allocates a gradient outside its buffer. A CPU gradient is
-    then copied into its buffer at once. A device gradient is copied when its bucket is started, so that one kernel
-    launch can copy all such gradients of the bucket.
+    pass are reduced if `syncing` is True. autograd sometimes allocates a gradient outside its buffer. Such a gradient
+    on the CPU is copied into its buffer immediately. Such a gradient on a device is copied when its bucket is started,
+    so that one kernel launch can copy all such gradients of the bucket.
     """
 
     def __init__(self, step: Step, names: list[str], parameters: list[Any], others: Iterable[Any]) -> None:
@@ -186,8 +186,7 @@ class Autograd:
         self._opaque = not watched
 
     def expect_nothing(self) -> None:
-        """Leave gradients on this rank if their backward pass begins at the latest output of the module.
-
+        """Do not reduce the gradients of a backward pass that begins at the latest output of the module.
         DistributedDataParallel calls this method after a forward pass inside no_sync().
         """
         self.syncing, self._opaque, self.accumulating = False, False, True
@@ -289,7 +288,7 @@ class Autograd:
             self._elsewhere.remove(index)
 
     def _gather(self) -> list[int]:
-        """Mark the gradients that come only from earlier backward passes as ready. Return the indices of the gradients
+        """Mark as ready the gradients that come only from earlier backward passes. Return the indices of the gradients
         that this rank does not have."""
         self._follow(self._views[0])
         for index in self._step.missing():

@@ -67,7 +67,8 @@ def layouts(
     bucket holds at most bucket_bytes, and the first bucket of each dtype holds at most first_bytes. A gradient that is
     larger than this limit gets a bucket of its own.
     """
-    made: list[tuple[int, list[int]]] = []  # for each bucket: the turn of its final gradient, and its gradients
+    # For each bucket: the position of its final gradient in `order`, and the indices of its gradients.
+    made: list[tuple[int, list[int]]] = []
     filling: dict[np.dtype[Any], tuple[list[int], int]] = {}
     limits: dict[np.dtype[Any], int] = {}
     for turn, index in enumerate(order):

@@ -1,9 +1,10 @@
-"""ModelCheckpoint saves the state of a training run in files, so that Model.resume can continue with the same bits.
+"""ModelCheckpoint saves the state of a training run in files. Model.resume continues with bit-identical results.
 
 A rank's file also holds state that differs between ranks: random states, the position in the data, and the compression
-residual. Therefore, each rank writes to its own directory. In data-parallel training, a rank that has reduced the
-gradients of step k + 1 knows that all ranks have finished step k and written their checkpoints for step k. The rank
-deletes older files only when it knows this. So at any time, there is a checkpoint that every rank has.
+residual. Therefore, each rank writes to its own directory. In data-parallel training, all ranks take part in reducing
+the gradients of step k + 1. A rank that has completed this reduction knows that all ranks have written their
+checkpoints for step k. Only then does the rank delete older files. So at any time, there is a checkpoint that every
+rank has.
 """
 
 from __future__ import annotations
@@ -142,8 +143,8 @@ class ModelCheckpoint(Callback):
         if resumed is not None and self._is_of_series(resumed.prefix) and self._is_here(resumed.path):
             self._prefix = resumed.prefix
             mine = sorted((epoch, step, path) for path, prefix, epoch, step in there if prefix == resumed.prefix)
-            # The files of later steps than the resumed file will be deleted first. These checkpoints are damaged or
-            # missing on some ranks, and training repeats their steps.
+            # Files of steps after the resumed step will be deleted first. These checkpoints are damaged or missing on
+            # some ranks, and training repeats their steps.
             later = [path for epoch, step, path in mine if (epoch, step) > (resumed.epoch, resumed.step)]
             others = [path for _, _, path in mine if path not in later]
             self._kept = [(path, path.stat().st_mtime) for path in (*later, *others)]

@@ -54,11 +54,11 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
     if two of these layers share parameters, they need use_reentrant=False.
 
     The wrapper reduces the gradients of the parameters that the module has when it is wrapped. The forward pass raises
-    RuntimeError if a parameter that was frozen at that time now needs a gradient, if a parameter was added or replaced,
-    or if a later wrapper or reducer has taken over a parameter. The parameters and buffers that are named in
-    module._ddp_params_and_buffers_to_ignore are not shared: each rank keeps its own values. SyncBatchNorm layers need
-    torch.distributed. If the module contains such a layer and torch.distributed is not initialized, the constructor
-    raises ValueError. The other errors are those of GradientReducer.
+    RuntimeError if a parameter that needs a gradient was later added or replaced, or if a frozen parameter was later
+    unfrozen. It also raises RuntimeError if a later wrapper or reducer has taken over a parameter. The parameters and
+    buffers that are named in module._ddp_params_and_buffers_to_ignore are not shared: each rank keeps its own values.
+    SyncBatchNorm layers need torch.distributed. If the module contains such a layer and torch.distributed is not
+    initialized, the constructor raises ValueError. The other errors are those of GradientReducer.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
             if root != self._group.rank:
                 for buffer, part in zip(buffers, together.split([one.numel() for one in buffers]), strict=True):
                     # Write through .data, which autograd does not track. Otherwise a second forward pass would make the
-                    # backward pass of the first fail.
+                    # backward pass of the first forward pass fail.
                     buffer.data.copy_(part.view(buffer.shape))
 
 
@@ -323,8 +323,8 @@ def _check_layers(module: torch.nn.Module) -> None:
 
 
 def _places(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """Return all places in the module that hold a parameter, or a layer with parameters, as a list of (dict, key,
-    value)."""
+    """Return a list of (dict, key, value), with one entry for each parameter in the module and one for each layer that
+    has parameters."""
     places: list[tuple[dict[str, Any], str, Any]] = []
     for layer in module.modules():
         places += [(layer._parameters, last, p) for last, p in layer._parameters.items() if p is not None]

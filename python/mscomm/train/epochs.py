@@ -3,8 +3,8 @@
 Before each epoch, Epochs calls set_epoch() on the dataset and on the samplers of a PyTorch DataLoader, if they have
 this method. Without these calls, torch.utils.data.DistributedSampler, for example, would use the same order in every
 epoch. Epochs are counted from 0. A script may call set_epoch() itself, before train() or in a callback. The script's
-number then takes effect, and later epochs continue from it. A second call of train() continues the numbers of the
-first. A dataset with state_dict and load_state_dict, such as an mscomm dataset, counts its passes itself.
+number then takes effect, and later epochs continue from it. A second call of train() continues the first call's
+numbers. A dataset with state_dict and load_state_dict, such as an mscomm dataset, counts its passes itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def knows_its_place(dataset: Any) -> bool:
 
 
 class Epochs:
-    """Keeps the objects of one training run that have set_epoch(), and the epoch numbers of these objects."""
+    """Keeps the objects whose set_epoch() a training run calls, and the epoch numbers of these objects."""
 
     def __init__(self, dataset: Any, initial_epoch: int, resumed: dict[str, int] | None, first: int) -> None:
         """initial_epoch: the argument of train(). first: the number of the first epoch of this run. resumed: the result

@@ -53,7 +53,7 @@ def join(
     rank has left. own: parameters that each rank keeps for itself.
     """
     step.check_between("join")
-    if group.name in _open:  # the ranks would mix up the meetings of the two loops
+    if group.name in _open:  # all_gathers of the two loops could be matched with each other
         raise RuntimeError(
             f"join: a join() on group {group.name} is open already; put the modules that are trained together into one"
             " wrapper or reducer"

@@ -98,12 +98,13 @@ class Model:
         stand-alone mode, the default, each rank trains its own model.
 
         Raise TypeError or ValueError for invalid arguments, and RuntimeError if the dataset yields fewer batches than
-        its size. All ranks raise ValueError if they differ in the number of batches or epochs, if they begin with
-        different weights or optimizer states, or if two ranks on one host write checkpoints to the same directory. The
-        other errors are those of all_reduce.
+        its size. All ranks raise ValueError if they differ in the number of batches or epochs, or if they begin with
+        different weights or optimizer states. All ranks also raise ValueError if two ranks on one host write
+        checkpoints to the same directory. The other errors are those of all_reduce.
         """
         listed = hooks.checked(callbacks)
-        listed.sort(key=lambda one: isinstance(one, ModelCheckpoint))  # last: it saves the other callbacks' states
+        # ModelCheckpoint comes last, because it saves the other callbacks' states.
+        listed.sort(key=lambda one: isinstance(one, ModelCheckpoint))
         batches = _checked(epoch, train_dataset, sink_size, initial_epoch)
         notices.tell_without_effect("Model.train", dataset_sink_mode=dataset_sink_mode, sink_size=sink_size)
         if self._given["optimizer"] is None:
@@ -172,7 +173,7 @@ class Model:
                 reducer.close()
 
     def resume(self, path: str | os.PathLike[str]) -> tuple[int, int] | None:
-        """Load a checkpoint, so that the next train() continues with the same bits as an uninterrupted run.
+        """Load a checkpoint. The results of the next train() are bit-identical to those of an uninterrupted run.
 
         path: a file, or a directory that ModelCheckpoint has written to. Each rank must have its own directory. In a
         directory, resume() considers only the training run that wrote the newest file. It loads the newest checkpoint
@@ -417,7 +418,7 @@ def _states(callbacks: list[hooks.Callback]) -> list[tuple[str, Any]]:
 
 
 def _place(group: Group | None) -> list[int]:
-    """Return this rank's number among the ranks that train together, and the number of these ranks."""
+    """Return [rank, size] in the group whose ranks train together, or [0, 1] if this rank trains alone."""
     return [0, 1] if group is None else [group.rank, group.size]
 
 

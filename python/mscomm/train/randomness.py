@@ -14,7 +14,7 @@ import numpy as np
 
 def states() -> dict[str, Any]:
     """Return the current states for restore(), as numbers, tuples and arrays. PyTorch's state is included if the
-    program has imported PyTorch, and the states of the GPUs if the program has used a GPU with PyTorch."""
+    program has imported PyTorch. The states of the GPUs are included if the program has used a GPU with PyTorch."""
     found: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     torch = sys.modules.get("torch")
     if torch is not None:

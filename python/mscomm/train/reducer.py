@@ -29,7 +29,7 @@ _AUTOGRAD = {"torch": "mscomm.train.autograd"}
 
 
 class GradientReducer:
-    """Combines the gradients of all ranks, so that all ranks make the same update, as for one large batch.
+    """Combines the gradients of all ranks, so that all ranks make the update of one large batch.
 
     parameters: for PyTorch, `model.parameters()` or `model.named_parameters()`; for NumPy, JAX, MindSpore and CuPy, a
     list or a dict of arrays with the shapes and dtypes of the gradients, preferably the weights themselves. PyTorch
@@ -75,10 +75,10 @@ class GradientReducer:
     are copied first, and the array library compresses them.
 
     The gradients of a parameter are not reduced if its requires_grad is False. The reducer works only while the program
-    holds a reference to it. On the CPU, the results have the same bits as with one all_reduce per gradient, and do not
-    depend on the buckets. On a device, the order in which the vendor's library adds values may depend on the number of
-    elements in the call. The errors are those of all_reduce. After an error, the group is broken and the gradients are
-    undefined. After rejoin(), each rank must create a new reducer.
+    holds a reference to it. On the CPU, the results are bit-identical to those of one all_reduce per gradient, and do
+    not depend on the buckets. On a device, the order in which the vendor's library adds values may depend on the number
+    of elements in the call. The errors are those of all_reduce. After an error, the group is broken and the gradients
+    are undefined. After rejoin(), each rank must create a new reducer.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class GradientReducer:
     # -- state for checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state from which another reducer of the same parameters can continue with the same bits.
+        """Return the state from which another reducer of the same parameters can continue with bit-identical results.
 
         Call this between steps. In the result, "order" is the list of the parameters' indices in the order of the
         buckets, or None if this order is not known yet. "residual" maps names to compression residuals, which are NumPy
@@ -464,8 +464,8 @@ def _named(parameters: Any) -> list[tuple[str, Any]]:
 
 
 def _chosen(parameters: Any, exclude: list[Any]) -> tuple[list[str], list[Any], dict[str, Any], dict[str, Any]]:
-    """Return the names of the parameters whose gradients are reduced, these parameters, a dict of the excluded
-    parameters, and a dict of the parameters that need no gradient."""
+    """Select the parameters whose gradients are reduced. Return four values: their names, the parameters themselves, a
+    dict of the excluded parameters, and a dict of the parameters that need no gradient."""
     entries = _named(parameters)
     unknown = [one for one in exclude if isinstance(one, str) and one not in dict(entries)]
     if unknown:

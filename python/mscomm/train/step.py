@@ -54,8 +54,8 @@ class Step:
         self.joining = False
         self.by_all = False  # inside join(): whether the mean also counts ranks that have left
         self._meeting: Work | None = None  # inside join(): a running all_gather of what each rank does next
-        # Inside join(): the result of the latest meeting in which at least one rank had not left. It says what each
-        # rank does next.
+        # Inside join(): what each rank does next, as returned by the latest all_gather in which at least one rank had
+        # not left.
         self.last_met: np.ndarray[Any, Any] = np.zeros(group.size, np.int64)
         self._carry = 0.0
         self.carried = 0.0
@@ -64,7 +64,7 @@ class Step:
 
     @property
     def begun(self) -> bool:
-        """Whether at least one gradient of this step is ready. Its reduction may already have begun."""
+        """Whether at least one gradient of this step is ready. The reduction of a gradient may already have begun."""
         return bool(self._order)
 
     def check_between(self, function: str) -> None:

@@ -2,9 +2,9 @@
 
 Reading these files never executes anything in them. This module adds two things to the package safetensors: a file is
 written completely or not at all, and its metadata contains a checksum of everything in the file. The checksum is zlib's
-CRC-32. It detects every single-bit error, every burst of up to 32 wrong bits, and all but one in 2^32 of other errors.
-It does not protect against deliberate changes. SHA-256 and BLAKE2 would protect against them, but take two to four
-times as long as CRC-32.
+CRC-32. It detects every single-bit error and every burst of up to 32 wrong bits. It misses one in 2^32 of the other
+errors. It does not protect against deliberate changes. SHA-256 and BLAKE2 would protect against deliberate changes, but
+take two to four times as long as CRC-32.
 """
 
 from __future__ import annotations

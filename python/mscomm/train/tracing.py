@@ -14,11 +14,11 @@ from mscomm.train.hooks import Callback, RunContext
 class StepTrace(Callback):
     """Writes a file `rank_<rank>.json` when training ends. Pass the same directory on all ranks.
 
-    For steps first_step to last_step of this training run, the file says when each step began and how long it took, how
-    long the rank waited for data, and which calls the group made during the step. `mscomm trace merge DIR -o FILE`
-    merges the files of all ranks into one file for Perfetto. `mscomm trace DIR` says which rank the others waited for.
-    At the end, rank 0 prints which steps were recorded. Raises ValueError if first_step is below 1 or last_step is
-    before first_step.
+    The file describes steps first_step to last_step of this training run. For each step, it says when the step began,
+    how long the step took, how long the rank waited for data, and which calls the group made.
+    `mscomm trace merge DIR -o FILE` merges the files of all ranks into one file for Perfetto. `mscomm trace DIR` says
+    which rank the others waited for. At the end, rank 0 prints which steps were recorded. Raises ValueError if
+    first_step is below 1 or last_step is below first_step.
 
     >>> model.train(1, dataset, callbacks=[mscomm.train.StepTrace("trace", first_step=10, last_step=20)])
     """

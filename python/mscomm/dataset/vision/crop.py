@@ -26,10 +26,10 @@ class RandomCrop(RandomOperation):
 
     size: (height, width) of the result, or one int for both. padding: how many pixels to add around the image before
     the crop. It is one int for all sides, two ints (left and right, top and bottom), or four ints (left, top, right,
-    bottom). pad_if_needed: if True, an image with too few rows for size is padded at the top and bottom, and an image
-    with too few columns is padded at the left and right, as in torchvision. fill_value: the value of a constant border,
-    from 0 to 255. It is one int for all channels, or a tuple with one int for each channel. padding_mode:
-    Border.CONSTANT, EDGE, REFLECT or SYMMETRIC.
+    bottom). pad_if_needed: if True, images that are smaller than size are padded, as in torchvision. If there are too
+    few rows, the top and bottom are padded. If there are too few columns, the left and right are padded. fill_value:
+    the value of a constant border, from 0 to 255. It is one int for all channels, or a tuple with one int for each
+    channel. padding_mode: Border.CONSTANT, EDGE, REFLECT or SYMMETRIC.
 
     The operation accepts images of shape (height, width, channels) or (height, width) and any dtype, and keeps the
     dtype. Raises TypeError or ValueError for invalid arguments, and ValueError if an image is smaller than size after

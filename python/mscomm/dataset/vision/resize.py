@@ -28,8 +28,8 @@ class Resize(Operation):
 
     The pixels are computed as in Pillow: the centres of pixels have half-integer coordinates. When an image is shrunk,
     each new pixel depends on all old pixels that it replaces (antialiasing), as in torchvision. When an image is
-    enlarged, antialiasing has no effect. Except for the rounding to uint8, an enlarged image is then the same as in
-    MindSpore, which uses OpenCV.
+    enlarged, antialiasing has no effect. Enlarged images are the same as in MindSpore, which uses OpenCV, except for
+    the rounding to uint8.
 
     The operation accepts uint8 or float32 images of shape (height, width, channels) or (height, width), and keeps the
     dtype. Raises TypeError for another dtype, ImportError if Pillow is not installed, and TypeError or ValueError for

@@ -10,7 +10,7 @@ import numpy as np
 
 from mscomm.dataset.operation import Array, Operation
 
-_RUN = 512  # elements in a run; for runs of this length or more, NumPy's cost per run is negligible
+_RUN = 512  # if a run of elements with the same mean is at least this long, NumPy's cost per run is negligible
 
 
 class Rescale(Operation):
@@ -91,7 +91,7 @@ class Normalize(Operation):
             return _divided(np.subtract(x, mean, dtype=np.float32), std)
         # NumPy runs a separate loop for each run of elements with the same mean, so short runs are up to seven times
         # slower than long runs. Instead, repeat mean and std over a longer line of memory, and compute line by line.
-        # The results have the same bits.
+        # Both ways give bit-identical results.
         begin = inside
         while begin and math.prod(lines.shape[begin:]) < _RUN:
             begin -= 1
