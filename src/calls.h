@@ -86,7 +86,7 @@ struct Calls {
   // Whether the core asks Python for the number of each call, and tells Python when the call has completed.
   bool noted;
   std::vector<std::shared_ptr<Started>> running{};  // the started calls and messages (see works.h); some may have completed
-  std::vector<std::shared_ptr<Started>> failed{};   // calls whose start failed; the device may still have begun them
+  std::vector<std::shared_ptr<Started>> failed{};   // calls that failed to start; the device may nevertheless run them
 };
 
 // Returns the Group object of python/mscomm/group.py, or None if it no longer exists.

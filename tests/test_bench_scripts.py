@@ -233,7 +233,7 @@ def test_hosts_measures_and_reports(tmp_path: Path) -> None:
 
 @with_scripts
 def test_the_first_kind_that_exchanges_is_the_reference_for_the_weights() -> None:
-    """If jobs of two kinds end with different weights, check_weights() must report them even without a job in graph
+    """check_weights() must report that jobs of two kinds ended with different weights, even if no job ran in graph
     mode.
     """
     import click

@@ -1,4 +1,4 @@
-"""Jobs over several hosts: network namespaces with their own addresses and names (tests/hosts.py)."""
+"""Tests of jobs on several hosts. Each host is a network namespace with its own address and name (tests/hosts.py)."""
 
 from __future__ import annotations
 

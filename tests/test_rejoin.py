@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from sessions import mscomm_run
 
-# A loop of collective calls that continues when ranks are lost. After each rejoin, the ranks continue at the lowest
-# step that any of the survivors has not completed. Environment variables say which ranks die:
+# A loop of collective calls that continues when ranks are lost. After each rejoin, the ranks continue at the first
+# step that at least one survivor has not completed. Environment variables say which ranks die:
 # VICTIMS="step:rank": the rank dies in its first life, at most 20 ms after that step begins.
 # IN_INIT="rank:seconds": the rank dies in its second life, this many seconds after it has called init.
 # IN_REJOIN="rank:seconds": the surviving rank dies this many seconds after it has called rejoin.

@@ -142,8 +142,9 @@ class Chunks {
 };
 
 // In a group of two ranks that can read each other's memory, a message of at least this many bytes needs no staging. Each rank
-// first reads its own part of the peer's x, and later the part of the result that the peer has reduced. With more than two ranks,
-// several ranks would read the same result from one process, which takes longer than staging.
+// reduces one half of the message. To do so, it reads this half of the peer's x. Later it reads the other half of the result,
+// which the peer has reduced. With more than two ranks, several ranks would read the same result from one process, which takes
+// longer than staging.
 constexpr size_t pulled_bytes = 2 << 20;
 
 bool all_readable(const Arena& arena) {

@@ -212,9 +212,9 @@ class Hierarchy {
     }
     mesh_.send(out);
   }
-  // Each host merges one share of a slice. merge() merges the partial sums of all hosts for this host's share of this rank's
-  // slice of chunk k, and sends the result to the other hosts. If in_one_latency(), every host merges the whole slice, and no
-  // result is sent.
+  // This rank owns one slice of chunk k, and each host merges one share of that slice. merge() adds up the partial sums of all
+  // hosts for this host's share, and sends the result to the other hosts. If in_one_latency(), every host merges the whole slice,
+  // and no result is sent.
   void merge(size_t k) {
     if (!owns()) return;
     const Span mine = share(k, house_.here);
@@ -252,7 +252,8 @@ class Hierarchy {
     else mesh_.exchange({}, in, wait_);
   }
   // Delivers the result of this rank's slice of chunk k to all ranks on the host. For ranks whose out is not in a heap, publish()
-  // puts the result into staging. After the round of step `step`, these ranks copy it from staging to out in take().
+  // puts the result into staging. In take(), these ranks copy it from staging to out, after the
+  // round of step `step`.
   void publish(size_t k, size_t step) {
     if (!owns()) return;
     const Range own = slice(k, house_.place);

@@ -169,8 +169,9 @@ struct Xor : Select {
   }
 };
 
-// Element formats. `parts` is the number of parts of an element in memory, such as a real and an imaginary part. Part is the type
-// of a part in memory. Accumulator is the type in which parts are accumulated, and Wide is the format of accumulators.
+// Element formats. An element in memory consists of `parts` values of type Part. A complex number has two such values, the real
+// and the imaginary one. Each value is accumulated in the type Accumulator. Wide is the format of an element whose values have
+// the type Accumulator.
 
 template <class T, size_t parts_ = 1>
 struct Plain {

@@ -69,7 +69,7 @@ struct Envelope {
   uint32_t epoch = 0;
   uint32_t source = 0;  // the rank that sends this header
   int64_t tag = 0;
-  uint64_t count = 0;  // the number of elements; for credit, the number of bytes
+  uint64_t count = 0;  // the number of elements; in a header of kind credit, the number of bytes
   uint64_t id = 0;     // the number of the message on its link, counting from 1
 };
 static_assert(sizeof(Envelope) == 40);

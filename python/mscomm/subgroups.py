@@ -19,9 +19,9 @@ def create_group(group: str, rank_ids: list[int]) -> Group:
     """Create a group of some of the ranks. All ranks of the new group must pass the same name and the same list.
 
     rank_ids: ranks in the world; a rank's index in the list is its rank in the group. A rank that is not in the list
-    need not call create_group. If it does, nothing is sent, and the call returns a Group that is false, so that the
-    rank can test `if group:`. Any other use of this Group, or of its name, raises RuntimeError. If a group with this
-    name and the same ranks already exists, that group is returned. Groups may overlap, and two threads may use two
+    need not call create_group. If it does, nothing is sent, and the call returns a Group whose truth value is False, so
+    the rank can test `if group:`. Any other use of this Group, or of its name, raises RuntimeError. If a group with
+    this name and the same ranks already exists, that group is returned. Groups may overlap, and two threads may use two
     groups at once. create_group returns when all ranks in the list have called it. Therefore, ranks that are in several
     groups must create these groups in the same order.
 

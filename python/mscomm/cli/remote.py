@@ -291,7 +291,7 @@ class _Agent:
                 rest = rest[self._stdin.write(rest) :]
 
     def hang_up(self) -> None:
-        """Close stdin of the ssh process. The launcher on the other host then ends its ranks and itself."""
+        """Close the stdin of the ssh process. The launcher on the other host then ends its ranks and exits."""
         with contextlib.suppress(OSError):
             self._stdin.close()
 

@@ -245,7 +245,8 @@ class Door:
         self._complaints: set[str] = set()  # the kinds of problems that have been logged, each only once
         self._listeners: list[socket.socket] = []
         self._paused: dict[socket.socket, float] = {}  # by paused listener: when to accept again
-        self._half_open: dict[socket.socket, tuple[Hello, float]] = {}  # oldest first: the hello, and when to drop it
+        # by connection, oldest first: its hello, and when to drop the connection
+        self._half_open: dict[socket.socket, tuple[Hello, float]] = {}
 
     def listen(self, listener: socket.socket) -> None:
         listener.setblocking(False)

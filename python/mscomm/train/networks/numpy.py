@@ -1,4 +1,4 @@
-"""NumPy and CuPy networks: an object that computes its own gradients.
+"""NumPy and CuPy networks. Such a network is an object that computes its own gradients.
 
 The object's `parameters` are float arrays in a dict or a list, possibly nested. Its `loss_and_gradients(*batch)` takes
 a batch as the dataset yields it. It returns two values: the loss, which is a number or an array of shape (), and the
