@@ -431,7 +431,7 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
             yield f"rank {rank} saw nothing"
             continue
         # The victim may have left the job because another of its groups had failed. In that case, the errors of the
-        # other ranks contain this sentence.
+        # other ranks contain one of the two phrases below.
         gave_up = job["groups"] != "none" and re.search(
             r"before that another group of that rank failed|before that, the job failed", saw.get("text", "")
         )

@@ -469,7 +469,8 @@ class Halving(mscomm.Callback):
 def test_callbacks_go_on_too(tmp_path, steps, kept):
     config = CheckpointConfig(steps)
     first, second = Halving(), Halving()
-    # ModelCheckpoint writes a file after `first` has run for the step, although ModelCheckpoint is listed first.
+    # In each step, ModelCheckpoint writes its file after the other callbacks have run, although it comes before them in
+    # the list.
     model().train(1, Batches(), [ModelCheckpoint("m", tmp_path, config), first])
     if steps == 3:
         (tmp_path / "m-1_5.safetensors").unlink()

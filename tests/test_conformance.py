@@ -304,8 +304,9 @@ def sizes(dtype: np.dtype[Any], n: int) -> list[int]:
 
 
 def rows_of(name: str, n: int, size: int) -> list[list[int]]:
-    """Return the number of rows from each sender to each receiver, about `size` in total. If the function's name ends
-    in _v, the numbers differ, and some are 0.
+    """Return a table: rows_of(...)[s][d] is the number of rows that rank s sends to rank d. If the function sends the
+    whole x to every rank, each number is `size`. Otherwise, a rank sends at most about `size` rows in total. If the
+    function's name ends in _v, the numbers differ, and some are 0.
     """
     row = FUNCTIONS[name]
     if not name.endswith("_v"):

@@ -211,7 +211,7 @@ Communicator::Inside::Inside(Engine* engine, Communicator* communicator) : commu
     mine.first = me;
     ++mine.second;
   } else {
-    communicator_ = nullptr;  // the violation was counted above, and the first thread still counts as inside
+    communicator_ = nullptr;  // the destructor of this Inside then does nothing, because the other thread is still inside
   }
 }
 

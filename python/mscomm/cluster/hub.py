@@ -103,7 +103,7 @@ class Hub:
         self._tell = tell or (lambda text: None)
         self._tell_at: float | None = None  # when the user is next told which hosts or ranks are missing
         self._turned_away = ""  # the most recent rejected connection, as text; "" if the user has been told
-        self._unproven = 0  # how many peers had another key since the latest message to the user about such peers
+        self._unproven = 0  # how many peers with a wrong key have come since the user was last told about such peers
         self._unproven_at = 0.0  # when the user may next be told about such peers
         self._listening = False
         self._own: set[int] = set()  # ranks that the launcher of this host started; the hub adopted their links
@@ -668,7 +668,7 @@ class Hub:
         return None
 
     def _turn_away(self, link: Link, why: Error) -> None:
-        """Tell a rank that waits for the next epoch that its wait is over, and why."""
+        """Tell a rank that is waiting for the next epoch why it cannot join that epoch."""
         link.waits = False
         if link.welcomed:
             self._answer([unmet((link.number,), link.rejoin_key, why)])

@@ -104,7 +104,7 @@ class Judge:
         self.called(rank, number, call, now)
 
     def called(self, rank: int, number: int, call: str, now: float) -> None:
-        """A rank says what its call `number` was; "" if it has not made that call yet or has forgotten it."""
+        """Record what a rank says about its call with this number. call: "" if the rank does not know that call."""
         if not call or self.verdict:
             return
         calls = self._calls.setdefault(number, {})

@@ -27,7 +27,7 @@ from mscomm.errors import AuthenticationError, CollectiveTimeout, Error
 # ("host", port), or the name of an abstract unix socket: b"\0..." or "\0..."
 Address: TypeAlias = "tuple[str, int] | str | bytes"
 
-_HALF_OPEN = 64  # the limit for hellos in progress, or twice the number of ranks if that is more
+_HALF_OPEN = 64  # how many hellos may be in progress at once; in large jobs, twice the number of ranks
 _FDS_A_MESSAGE = 253  # the kernel's SCM_MAX_FD
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_S = 0.1  # how long to ignore a listener when descriptors or memory have run out

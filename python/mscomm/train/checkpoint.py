@@ -77,8 +77,9 @@ class CheckpointConfig:
 
 
 class ModelCheckpoint(Callback):
-    """Writes `<prefix>-<epoch>_<step>.safetensors` to this rank's directory, at config's intervals and at the end of
-    training.
+    """Writes checkpoints to this rank's directory, at config's intervals and at the end of training.
+
+    The files are named `<prefix>-<epoch>_<step>.safetensors`.
 
     prefix: the beginning of the file names. If the directory already has files with that prefix, a new training run
     uses `<prefix>_1`, `<prefix>_2` and so on; after Model.resume(directory), training continues with the prefix of the
@@ -143,8 +144,8 @@ class ModelCheckpoint(Callback):
         if resumed is not None and self._is_of_series(resumed.prefix) and self._is_here(resumed.path):
             self._prefix = resumed.prefix
             mine = sorted((epoch, step, path) for path, prefix, epoch, step in there if prefix == resumed.prefix)
-            # Files of steps after the resumed step will be deleted first. These checkpoints are damaged or missing on
-            # some ranks, and training repeats their steps.
+            # This rank's files of steps after the resumed step will be deleted first. The job did not resume from them
+            # because some rank's file of the same step is damaged or missing, and training repeats these steps.
             later = [path for epoch, step, path in mine if (epoch, step) > (resumed.epoch, resumed.step)]
             others = [path for _, _, path in mine if path not in later]
             self._kept = [(path, path.stat().st_mtime) for path in (*later, *others)]
