@@ -30,7 +30,7 @@ STEPS = 8  # how many steps of one kind are taken in a row
 WARM_UP = 5
 PATIENCE_S = 300  # the longest wait for a process's answer; compiling a graph takes most of this time
 
-# The values of Kind.carrier say what exchanges the gradients.
+# The values of Kind.carrier: who exchanges the gradients of the ranks.
 NOBODY, MINDSPORE, MSCOMM = "nobody", "MindSpore", "mscomm"
 
 

@@ -1,4 +1,4 @@
-"""The scripts in the bench folder: builds.py, compare.py, hosts.py, mindspore_step.py and ratio.py."""
+"""The scripts and the pytest-benchmark suite in the bench folder."""
 
 from __future__ import annotations
 
@@ -286,3 +286,13 @@ def test_builds_compares_the_medians_of_two_builds(tmp_path: Path) -> None:
 def test_builds_stops_if_a_build_fails(tmp_path: Path) -> None:
     done = builds(tmp_path, 20.0, 10.0, status=3)
     assert done.returncode == 1 and "ended with 3" in done.stderr
+
+
+def test_the_benchmark_suite_measures_over_real_ranks(tmp_path: Path) -> None:
+    """Run one cell of the suite, as `pytest bench/ --benchmark-only` does."""
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", BENCH, "--benchmark-only"]
+    done = run([*command, f"--benchmark-json={report}", "-k", "all_reduce and n2 and 8B and shared"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    (cell,) = json.loads(report.read_text())["benchmarks"]
+    assert cell["group"] == "all_reduce n=2 8 B" and cell["stats"]["median"] > 0

@@ -63,8 +63,8 @@ _Script = Generator[tuple[bytes, int], bytes, None]
 class Hello:
     """One end of a hello.
 
-    Send what `feed(b"")` returns. Then, until `done`, read up to `needs` bytes, pass them to `feed`, and send what it
-    returns.
+    The caller first sends what `feed(b"")` returns. Then it repeats three steps until `done` is True: read up to
+    `needs` bytes, pass them to `feed`, and send what `feed` returns.
 
     If something is wrong with the peer, `feed` raises an Error that says what is wrong. If an acceptor refuses the
     peer, `feed` returns an answer that tells the peer so, and sets `refusal`. The hello is then `done`. The caller must
