@@ -292,7 +292,9 @@ def test_the_benchmark_suite_measures_over_real_ranks(tmp_path: Path) -> None:
     """Run one cell of the suite, as `pytest bench/ --benchmark-only` does."""
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", BENCH, "--benchmark-only"]
-    done = run([*command, f"--benchmark-json={report}", "-k", "all_reduce and n2 and 8B and shared"])
+    # In a worker of pytest-xdist, pytest-benchmark would measure nothing.
+    env = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_XDIST_")}
+    done = run([*command, f"--benchmark-json={report}", "-k", "all_reduce and n2 and 8B and shared"], env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     (cell,) = json.loads(report.read_text())["benchmarks"]
     assert cell["group"] == "all_reduce n=2 8 B" and cell["stats"]["median"] > 0
