@@ -141,7 +141,7 @@ class Series:
         return f"{self.collective}, {self.ranks} ranks"
 
     def setting(self) -> dict[str, Any]:
-        """Return the machine, the versions and the peers' settings. They must be equal in all series of a report."""
+        """Return the machine, the versions, and the settings of MPI and gloo. All series of a report have the same."""
         facts = {name: self.environment[name] for name in ("cpu", "cpus", "kernel", "mscomm", "python", "numpy")}
         about = self.environment["contenders"]
         return {**facts, **{name: about[name] for name in (*MPI, *GLOO) if name in about}}

@@ -20,6 +20,7 @@ import inspect
 import itertools
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -153,6 +154,19 @@ def _how(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
+def _by_hand(program: list[str], rank: int, envs: list[dict[str, str]]) -> str:
+    """Return the shell command that runs a test's ranks without pytest, so that one rank can be debugged."""
+    same = {name: value for name, value in envs[0].items() if all(env.get(name) == value for env in envs)}
+    variables = [f"{TOLD}=$(mktemp -d)", *(f"{name}={shlex.quote(value)}" for name, value in same.items())]
+    left_out = sorted({name for env in envs for name in env} - set(same))
+    differing = f" It leaves out {', '.join(left_out)}: the values differ between the ranks." if left_out else ""
+    run = [str(Path(sys.executable).with_name("mscomm")), "run", "-n", str(len(envs)), "--stdin", str(rank)]
+    return (
+        "To debug the test, put breakpoint() into its body, and run this command. The rank after --stdin gets the"
+        f" terminal.{differing}\n" + " ".join([*variables, *run, *program])
+    )
+
+
 def ranks(
     n: int | str,
     *,
@@ -194,7 +208,10 @@ def ranks(
             job = Job(size, command, tmp_path, filled, where)
             codes = job.wait(timeout_s)
             allowed = [(expect or {}).get(rank, 0) for rank in range(size)]
-            assert codes == allowed, f"exit codes {codes}, expected {allowed}\n{job.logs()}"
+            wrong = [rank for rank in range(size) if codes[rank] != allowed[rank]]
+            assert not wrong, f"exit codes {codes}, expected {allowed}\n{job.logs()}\n" + _by_hand(
+                [*command[2:-1], shlex.quote(command[-1])], wrong[0], [filled(rank) for rank in range(size)]
+            )
 
         extra = [] if not isinstance(n, str) or n in wanted else [n]
         names = ["tmp_path", *wanted, *extra]

@@ -11,7 +11,7 @@ from sessions import clean_environment, run
 
 ROOT = Path(__file__).parent.parent
 README, GUIDE, ERRORS = ROOT / "README.md", ROOT / "docs/guide.md", ROOT / "docs/errors.md"
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
 SOURCES = [(ROOT / "python/mscomm", "*.py"), (ROOT / "csrc", "*.cc"), (ROOT / "src", "*.*")]
 CODE = "\n".join(path.read_text() for folder, pattern in SOURCES for path in sorted(folder.rglob(pattern)))
 VARIABLE = r"\b(?:MSCOMM|MS|OMPI|PMIX|PMI|MPI|SLURM|JSM|OMP)_[A-Z_]+\b"

@@ -152,8 +152,8 @@ void moves_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
     for (int i = 0; i < n; i++) {
       const int source = (me + i) % n;
       const auto [move, way, share] = ways->between(source, me);
-      // Even data that is read directly moves piece by piece. In an in-place call, this rank must not write a piece of out before
-      // it has staged the same piece of x.
+      // Even data that is read directly moves piece by piece, because in an in-place call, this rank must not write a piece of
+      // out before it has staged the same piece of x.
       Range now = piece(move.bytes - share, staging.piece_bytes(), k);
       if (last && way != Way::staged) now.end = move.bytes - share;
       if (now.bytes() == 0) continue;

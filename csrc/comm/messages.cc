@@ -68,7 +68,7 @@ class Communicator::Delivery final : public Watch {
       if (!how) return;
       how_they_went += (how_they_went.empty() ? "" : ", ") + group_.name_of(peer) + how;
     }
-    if (missing() != peers) return;  // since `peers` was computed, a message has arrived or the recv has completed
+    if (missing() != peers) return;  // a message has arrived, or the recv has completed, after `peers` was computed
     throw Error("PeerLost",
                 how_they_went + ", but " + text() + " waits for " + (peers.size() > 1 ? "a message from one of them" : "it"),
                 group_.in_job(peers));

@@ -73,7 +73,8 @@ struct Owing {
   }
 };
 
-// The addresses that a piece is moved from and to. They are untyped numbers, because Batch is the same for both directions.
+// The addresses that a piece is moved from and to. They are numbers and not pointers, because the type of the elements differs
+// between the two directions, but Batch serves both.
 struct Sides {
   uint64_t from, to, owed;
 };

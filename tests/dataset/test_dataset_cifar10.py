@@ -195,3 +195,8 @@ def test_shares_that_make_no_sense_are_refused(folder, options, kind, said):
 def test_usage_is_checked(folder):
     with pytest.raises(ValueError, match="expected one of train, test, all"):
         ds.Cifar10Dataset(folder, "valid")
+
+
+def test_a_folder_that_is_not_set_is_refused():
+    with pytest.raises(TypeError, match="dataset_dir is None; expected the folder's path"):
+        ds.Cifar10Dataset(os.environ.get("DATA_PATH_THAT_NOBODY_SETS"))

@@ -313,7 +313,8 @@ def contend(host: str, port: int, key: Callable[[Any], bytes], env: Mapping[str,
     who = f"{_words_of(me)} on host {socket.gethostname()}"
     deadline = Deadline(_TELL_S)
     words = {"t": "rival", "who": who, "seconds": max(0.0, time.time() - me.create_time())}
-    # An error means that no hub listens, or that the hub also refuses our ranks. In both cases, tell the hub nothing.
+    # An error means that no hub listens, or that the hub refuses this process, as it will refuse our ranks. In both
+    # cases, tell the hub nothing.
     with contextlib.suppress(Error, OSError):
         sock, _ = reach([(host, port)], deadline, key, links.newcomer(env), "", "", purpose=LAUNCHER)
         with sock:

@@ -16,7 +16,8 @@ from mscomm.errors import Error
 FROM_MEMBER_BYTES = 64 << 10
 FROM_HUB_BYTES = 16 << 20
 
-# The keys of two waits that are not meetings: until all ranks have joined, and until all ranks are ready.
+# A rank that waits for other ranks names a key. It is JOIN or READY until all ranks have joined or are ready. All other
+# keys belong to meetings.
 JOIN, READY = "join", "ready"
 
 Frame = dict[str, Any]

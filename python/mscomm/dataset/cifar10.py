@@ -81,6 +81,8 @@ class Cifar10Dataset(Source):
         if usage is not None and usage not in _USAGES:
             raise ValueError(f"Cifar10Dataset: usage={usage!r}; expected one of {', '.join(_USAGES)}")
         self._sampler = choose("Cifar10Dataset", num_samples, shuffle, sampler, num_shards, shard_id)
+        if not isinstance(dataset_dir, str | os.PathLike):
+            raise TypeError(f"Cifar10Dataset: dataset_dir is {dataset_dir!r}; expected the folder's path, a str")
         self._folder = Path(dataset_dir)
         self._names = _find(self._folder, usage or "all")
         self._ends = list(itertools.accumulate(_records(self._folder / name) for name in self._names))

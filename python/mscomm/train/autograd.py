@@ -1,9 +1,9 @@
 """The PyTorch part of GradientReducer: hooks report ready gradients, and gradients are views into the buckets.
 
-When the first gradient of a backward pass is ready, its hook queues a callback in autograd's engine. The engine runs
-the callback at the end of the pass. For GradientReducer, the callback records the gradients' versions, so that wait()
-can tell whether the program changed a gradient before it was reduced. For DistributedDataParallel, the callback
-finishes the step.
+In each backward pass, a hook queues a callback in autograd's engine. The engine runs the callback at the end of the
+pass. For GradientReducer, this is the hook of the first gradient that is ready. The callback records the gradients'
+versions, so that wait() can tell whether the program changed a gradient before it was reduced. For
+DistributedDataParallel, it is a hook on the output of the forward pass, and the callback finishes the step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -135,10 +135,10 @@ class Autograd:
         """End the step: reduce the remaining gradients, and wait for all reductions."""
         self._check_unchanged()
         with self._step.owed():
-            missing = self._gather()
-            laid_out = self._step.finish()
-            self._hand_out(missing)
-            if laid_out:
+            self._gather()
+            outcome = self._step.finish()
+            self._hand_out(outcome.from_others)
+            if outcome.moved:
                 self.move()
         if self._within:
             self.syncing = False
@@ -287,18 +287,15 @@ class Autograd:
                     parameter.grad = self._views[index].detach()
             self._elsewhere.remove(index)
 
-    def _gather(self) -> list[int]:
-        """Mark as ready the gradients that come only from earlier backward passes. Return the indices of the gradients
-        that this rank does not have."""
+    def _gather(self) -> None:
+        """Mark as ready the gradients that come only from earlier backward passes."""
         self._follow(self._views[0])
         for index in self._step.missing():
             self._put(index)
-        return self._step.missing()
 
-    def _hand_out(self, missing: list[int]) -> None:
-        """After the step, hand all gradients to the program, including gradients that only other ranks had."""
+    def _hand_out(self, new: Sequence[int]) -> None:
+        """After the step, hand all gradients to the program. new: the gradients that only other ranks had."""
         here = [index for index, parameter in enumerate(self._parameters) if parameter.grad is not None]
-        new = [index for index in missing if self._step.was_used(index)]
         self._take_over(list(self._elsewhere))
         self._stream = None
         if not self._as_views:

@@ -144,8 +144,8 @@ class ModelCheckpoint(Callback):
         if resumed is not None and self._is_of_series(resumed.prefix) and self._is_here(resumed.path):
             self._prefix = resumed.prefix
             mine = sorted((epoch, step, path) for path, prefix, epoch, step in there if prefix == resumed.prefix)
-            # This rank's files of steps after the resumed step will be deleted first. The job did not resume from them
-            # because some rank's file of the same step is damaged or missing, and training repeats these steps.
+            # When old files are deleted, this rank's files of later steps go first. The job could not resume from these
+            # steps, because at least one rank's file is damaged or missing. Training repeats the steps.
             later = [path for epoch, step, path in mine if (epoch, step) > (resumed.epoch, resumed.step)]
             others = [path for _, _, path in mine if path not in later]
             self._kept = [(path, path.stat().st_mtime) for path in (*later, *others)]

@@ -181,7 +181,7 @@ class GradientReducer:
     def carried(self) -> float:
         """The mean of the numbers that the ranks passed to carry() in the latest step. A rank that passed no number
         counts as 0."""
-        return self._step.carried
+        return self._step.outcome.carried
 
     @property
     def waited_s(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,15 @@ from mscomm.train.buckets import Bucket, Layout, layouts
 # What a rank does next inside join(). LEFT: the rank has no batches left. FORWARD: it begins a forward pass, before
 # which DistributedDataParallel sends buffers. REDUCES: it reduces gradients.
 LEFT, FORWARD, REDUCES = 0, 1, 2
+
+
+class Outcome(NamedTuple):
+    """The result of a step."""
+
+    carried: float = 0.0  # the mean of the numbers that the ranks passed to carry()
+    from_others: Sequence[int] = ()  # the gradients that another rank had, but not this rank
+    moved: bool = False  # whether the gradients now lie in new buckets
+    waited_s: float = 0.0  # how long this rank waited at the end of the step
 
 
 class Step:
@@ -58,8 +67,8 @@ class Step:
         # not left.
         self.last_met: np.ndarray[Any, Any] = np.zeros(group.size, np.int64)
         self._carry = 0.0
-        self.carried = 0.0
-        self.waited_s = 0.0
+        self.outcome = Outcome()  # of the latest step
+        self.waited_s = 0.0  # the sum over all steps
         self._lay_out(list(range(len(kinds))) if in_order else list(range(len(kinds)))[::-1])
 
     @property
@@ -129,8 +138,8 @@ class Step:
             if not there
         ]
 
-    def was_used(self, index: int) -> bool:
-        """After a step, return whether any rank had this gradient."""
+    def _was_used(self, index: int) -> bool:
+        """Return whether any rank had this gradient. Call this when its bucket has been reduced."""
         bucket, turn = self._bucket_of[index]
         return bool(bucket.marks[turn] != 0)
 
@@ -190,9 +199,8 @@ class Step:
 
     # -- the end of a step, and the layout of the buckets
 
-    def finish(self) -> bool:
-        """Reduce the remaining buckets, with zeros for missing gradients, and wait for all buckets. Return whether the
-        gradients have moved to new buckets."""
+    def finish(self) -> Outcome:
+        """Reduce the remaining buckets, with zeros for missing gradients, and wait for all buckets."""
         began = time.monotonic()
         while self._started < len(self._buckets):
             self._start_next(async_op=self._started < len(self._buckets) - 1)
@@ -212,17 +220,19 @@ class Step:
                 bucket.scale(self._group.size / active)
         if self._carrier is not None:
             total = self._carrier.carried * (self._group.size if self._op == "avg" else 1)
-        self.carried, self._carry = float(total) / active, 0.0
-        laid_out = not self._order_is_final and active == self._group.size
-        if laid_out:
+        from_others = [index for index in self.missing() if self._was_used(index)]
+        moved = not self._order_is_final and active == self._group.size
+        if moved:
             last = [index for index in range(len(self._kinds)) if index not in set(self._order)]
             self.take_order(objects.broadcast_object([*self._order, *last], 0, group=self._group))
         self._order.clear()
         self._started = 0
+        self._carry = 0.0
         for bucket in self._buckets:
             bucket.forget()
-        self.waited_s += time.monotonic() - began
-        return laid_out
+        self.outcome = Outcome(float(total) / active, from_others, moved, time.monotonic() - began)
+        self.waited_s += self.outcome.waited_s
+        return self.outcome
 
     def _start_next(self, *, async_op: bool) -> None:
         """Start to reduce the next bucket."""

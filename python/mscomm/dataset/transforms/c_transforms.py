@@ -1,4 +1,4 @@
-"""MindSpore's older path for mscomm.dataset.transforms: import mscomm.dataset.transforms.c_transforms as C."""
+"""The operations of mscomm.dataset.transforms, under the name that older MindSpore scripts import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MindSpore's older path for mscomm.dataset.vision: import mscomm.dataset.vision.c_transforms as vision."""
+"""The operations of mscomm.dataset.vision, under the name that older MindSpore scripts import."""
 
 from __future__ import annotations
 
