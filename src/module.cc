@@ -15,6 +15,7 @@
 #include "algo/algorithm.h"
 #include "backend/hccl.h"
 #include "backend/nccl.h"
+#include "base/compress.h"
 #include "base/reduce.h"
 #include "device/acl.h"
 #include "device/cuda.h"
@@ -96,6 +97,26 @@ Dtype dtype_of(const py::array& array) {
   for (size_t i = 0; i < dtypes.size(); i++)
     if (dtypes[i].name == named) return static_cast<Dtype>(i);
   throw py::type_error("mscomm: arrays of " + named + " cannot be packed");
+}
+
+// The elements of an array in C order.
+Elements elements_of(py::array& array, size_t count) {
+  if (!(array.flags() & py::array::c_style) || static_cast<size_t>(array.size()) != count)
+    throw py::value_error("mscomm: the arrays must be contiguous, and have the same number of elements");
+  return {array.mutable_data(), dtype_of(array)};
+}
+
+void compress_array(py::array x, py::array residual, py::array narrow, double largest) {
+  const auto count = static_cast<size_t>(x.size());
+  const Elements from = elements_of(x, count), owed = elements_of(residual, count), to = elements_of(narrow, count);
+  if (owed.dtype != from.dtype) throw py::type_error("mscomm: the residual must have the dtype of x");
+  unlocked([&] { compress(from, owed.data, to, largest, count); });
+}
+
+void expand_array(py::array narrow, py::array out) {
+  const auto count = static_cast<size_t>(narrow.size());
+  const Elements from = elements_of(narrow, count), to = elements_of(out, count);
+  unlocked([&] { expand(from, to, count); });
 }
 
 // The bucket element at which each part begins, or nullopt if the parts are contiguous.
@@ -260,6 +281,8 @@ PYBIND11_MODULE(_core, module) {
   module.def("dtypes", [] { return as_strings(std::views::transform(dtypes, &DtypeRow::name)); });
   module.attr("object_dtype") = static_cast<int>(Dtype::object);
   module.def("supports", [](int dtype, int op) { return supports(static_cast<Dtype>(dtype), static_cast<Op>(op)); });
+  module.def("compress", compress_array);
+  module.def("expand", expand_array);
   module.def("algorithms", [] {
     std::vector<py::tuple> rows;
     for (const Algorithm& row : algorithms())

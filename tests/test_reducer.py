@@ -253,6 +253,9 @@ def test_what_is_not_finite_arrives_and_leaves_nothing_behind(rank, group, compr
         got = reducer.reduce([np.array([1, bad if rank else 0, 2, 3], np.float32)])[0]
         assert not np.isfinite(got[1]) and (got[[0, 2, 3]] == [1, 2, 3]).all()
     assert (reducer.reduce([np.full(4, rank, np.float32)])[0] == 0.5).all()
+    odd = 1 + 2.0**-13  # the other elements keep what rounding takes away
+    reducer.reduce([np.array([odd, np.inf, odd, odd], np.float32)])
+    assert (next(iter(reducer.state_dict()["residual"].values())) == [2.0**-13, 0, 2.0**-13, 2.0**-13]).all()
 
 
 @ranks(3)

@@ -1,9 +1,8 @@
 // The reduction loops, one for each pair of element format and operation. All loops are compiled once for each instruction set,
 // and the instruction set is chosen at run time.
 //
-// Every loop is an instance of pass(), which has no intrinsics. For each instruction set (a "level"), the body of pass() is
-// inlined into a function that is compiled for that instruction set. The arithmetic is IEEE arithmetic without contraction (fused
-// multiply-add), so all levels give the same bits.
+// Every loop is an instance of pass(), which has no intrinsics. For each instruction set (a "level", see levels.h), the body of
+// pass() is inlined into a function that is compiled for that instruction set.
 #include "base/reduce.h"
 
 #include <algorithm>
@@ -14,6 +13,8 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+
+#include "base/levels.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -326,31 +327,6 @@ void identity(void* out, size_t count) {
   const auto none = Format::narrow(Operation::template identity<Accumulator>);
   for (size_t i = 0; i < count * Format::parts; i++) store(out, i, none);
 }
-
-// Levels: the instruction sets for which the loops are compiled.
-
-struct Baseline {
-  template <auto body, class... Args>
-  static void run(Args... args) {
-    body(args...);
-  }
-};
-
-#if defined(__x86_64__)
-struct Avx2 {
-  template <auto body, class... Args>
-  [[gnu::target("avx2")]] static void run(Args... args) {
-    body(args...);
-  }
-};
-
-struct Avx512 {
-  template <auto body, class... Args>
-  [[gnu::target("avx512f,avx512bw,avx512vl")]] static void run(Args... args) {
-    body(args...);
-  }
-};
-#endif
 
 // Tables, with one row of operations for each dtype. A cell is empty if the operation is not defined on the dtype.
 

@@ -12,7 +12,7 @@ set_property(CACHE MSCOMM_CUDA_KERNELS PROPERTY STRINGS AUTO ON OFF)
 set(MSCOMM_IMAGE_INCBIN "")
 set(MSCOMM_IMAGE_ARCHITECTURES "")
 set(image ${CMAKE_CURRENT_BINARY_DIR}/mscomm_kernels.fatbin)
-set(kernel_sources csrc/cuda/pack.cu csrc/cuda/batch.h csrc/cuda/numbers.h)
+set(kernel_sources csrc/cuda/pack.cu csrc/cuda/batch.h csrc/base/numbers.h)
 list(TRANSFORM kernel_sources PREPEND ${CMAKE_CURRENT_SOURCE_DIR}/)
 # Fused multiply-add is off, so that the results are bitwise equal to those of separate operations. The image is not compressed,
 # so that old drivers can read it.

@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "base/numbers.h"
 #include "cuda/batch.h"
-#include "cuda/numbers.h"
 
 namespace mscomm::cuda {
 
@@ -28,10 +28,6 @@ template <class T, unsigned width>
 struct Vector {
   T at[width];
 };
-
-// The bits of a computed NaN depend on the machine. So one_nan() replaces every NaN with the same NaN, as in base/reduce.cc.
-__device__ inline float one_nan(float x) { return x == x ? x : std::bit_cast<float>(0x7fc00000u); }
-__device__ inline double one_nan(double x) { return x == x ? x : std::bit_cast<double>(0x7ff8000000000000u); }
 
 // The ways to move an element. `owed` is the rounding error that is kept for the element (error feedback).
 
@@ -54,9 +50,7 @@ struct Scaled {
   __device__ To operator()(From x, float&) const { return narrow<To>(one_nan(widen(x) * scale)); }
 };
 
-// Moves an element with error feedback: keeps what rounding and the limit `largest` remove from the value, and adds it when the
-// same element is next moved. Infinities and NaNs are passed on unchanged, because other code looks for them. Nothing is kept for
-// them. python/mscomm/train/buckets.py does the same on the CPU.
+// Moves an element with error feedback.
 template <class To_>
 struct Owing {
   using From = float;
@@ -64,13 +58,7 @@ struct Owing {
   static constexpr bool copies = false, owes = true;
   float scale, largest;
   __device__ explicit Owing(const Batch& batch) : scale(static_cast<float>(batch.scale)), largest(batch.largest) {}
-  __device__ To operator()(float x, float& owed) const {
-    const float whole = one_nan(x * scale + owed);
-    const float bounded = whole > largest ? largest : whole < -largest ? -largest : whole;
-    const To rounded = narrow<To>(is_finite(whole) ? bounded : whole);
-    owed = is_finite(whole) ? whole - widen(rounded) : 0.0f;
-    return rounded;
-  }
+  __device__ To operator()(float x, float& owed) const { return narrow_and_owe<To>(x * scale, owed, largest); }
 };
 
 // The addresses that a piece is moved from and to. They are numbers and not pointers, because the type of the elements differs

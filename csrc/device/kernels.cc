@@ -4,7 +4,7 @@
 #include <bit>
 #include <cmath>
 
-#include "cuda/numbers.h"
+#include "base/numbers.h"
 
 namespace mscomm {
 
@@ -62,9 +62,8 @@ cuda::Entry entry(const void* part, uint64_t begin) {
 // packing.largest.
 float bound(const Packing& packing) {
   constexpr double of_float16 = 65504, of_bfloat16 = 0x1.fep127;
-  if (packing.bucket_dtype == Dtype::float16)
-    return cuda::floor_to<cuda::Float16>(at_most(std::min(packing.largest, of_float16)));
-  return cuda::floor_to<cuda::Bfloat16>(at_most(std::min(packing.largest, of_bfloat16)));
+  if (packing.bucket_dtype == Dtype::float16) return floor_to<Float16>(at_most(std::min(packing.largest, of_float16)));
+  return floor_to<Bfloat16>(at_most(std::min(packing.largest, of_bfloat16)));
 }
 
 }  // namespace

@@ -28,6 +28,18 @@ object_dtype: int
 
 def dtypes() -> list[str]: ...
 def supports(dtype: int, op: int, /) -> bool: ...
+def compress(
+    x: np.ndarray[Any, Any], residual: np.ndarray[Any, Any], narrow: np.ndarray[Any, Any], largest: float, /
+) -> None:
+    """Round x (float32 or float64) to the dtype of narrow (float16 or bfloat16), with error feedback.
+
+    The residual is added to x first. Then the residual becomes what the limit and the rounding remove from the value.
+    largest: the largest value that narrow may get. The arrays must be contiguous and have the same number of elements.
+    """
+
+def expand(narrow: np.ndarray[Any, Any], out: np.ndarray[Any, Any], /) -> None:
+    """Convert narrow (float16 or bfloat16) to the dtype of out (float32 or float64)."""
+
 def algorithms() -> list[tuple[str, str, Literal["arena", "mesh", "both"]]]:
     """Return all algorithms, in order of preference, as (collective, name, carrier)."""
 

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "base/compress.h"
 #include "base/reduce.h"
 #include "check.h"
 #include "cuda_on_cpu.h"
@@ -330,6 +331,34 @@ void test_what_is_not_finite_goes_as_it_is_and_leaves_nothing_owed() {
   CHECK(std::all_of(std::begin(residual), std::end(residual), [](float x) { return x == 0; }));
 }
 
+template <class Narrow, class Wide>
+void test_the_cpu_compresses_as_the_kernels_do(Dtype wide, Dtype narrow) {
+  constexpr size_t count = 100'003;
+  constexpr double largest = 1024;
+  std::vector<Wide> x(count), residual(count), opened(count);
+  for (size_t i = 0; i < count; i++) {
+    x[i] = std::bit_cast<float>(static_cast<uint32_t>(random_bits()));  // any float: also infinite, NaN and subnormal
+    residual[i] = static_cast<Wide>(random_below(1000)) * static_cast<Wide>(1e-6);
+  }
+  std::vector<Wide> owed = residual;
+  std::vector<Narrow> bucket(count), expected(count);
+  if (wide == Dtype::float32) {
+    CHECK(run({true, wide, narrow, expected.data(), {{x.data(), 0, count}}, 1, owed.data(), largest}));
+  } else {  // there are no kernels for float64
+    for (size_t i = 0; i < count; i++) expected[i] = narrow_and_owe<Narrow>(x[i], owed[i], static_cast<Wide>(largest));
+  }
+  compress({x.data(), wide}, residual.data(), {bucket.data(), narrow}, largest, count);
+  CHECK(std::memcmp(bucket.data(), expected.data(), count * sizeof(Narrow)) == 0);
+  CHECK(std::memcmp(residual.data(), owed.data(), count * sizeof(Wide)) == 0);
+  expand({bucket.data(), narrow}, {opened.data(), wide}, count);
+  bool same = true;
+  for (size_t i = 0; i < count; i++) {
+    const Wide one = widen(bucket[i]);
+    same &= std::memcmp(&opened[i], &one, sizeof one) == 0 || (one != one && opened[i] != opened[i]);
+  }
+  CHECK(same);
+}
+
 // -- tests that numbers are converted as in base/reduce.cc
 
 template <class Narrow>
@@ -341,7 +370,7 @@ void test_numbers_are_those_of_reductions(Dtype dtype) {
   row.widen(all.data(), wide.data(), all.size());
   bool same = true;
   for (size_t i = 0; i < all.size(); i++)
-    same &= std::bit_cast<uint32_t>(cuda::widen(Narrow{all[i]})) == std::bit_cast<uint32_t>(wide[i]);
+    same &= std::bit_cast<uint32_t>(widen(Narrow{all[i]})) == std::bit_cast<uint32_t>(wide[i]);
   CHECK(same);
 
   std::vector<float> numbers;
@@ -355,15 +384,15 @@ void test_numbers_are_those_of_reductions(Dtype dtype) {
   std::vector<uint16_t> rounded(numbers.size());
   row.finish(numbers.data(), 1, rounded.data(), numbers.size());
   same = true;
-  for (size_t i = 0; i < numbers.size(); i++) same &= cuda::narrow<Narrow>(numbers[i]).bits == rounded[i];
+  for (size_t i = 0; i < numbers.size(); i++) same &= narrow<Narrow>(numbers[i]).bits == rounded[i];
   CHECK(same);
 
   for (int i = 0; i < 10'000; i++) {
     const float x = std::fabs(std::bit_cast<float>(static_cast<uint32_t>(random_bits())));
     if (!(x <= format_of(dtype).largest)) continue;
-    const float floor = cuda::floor_to<Narrow>(x);
-    const Narrow next{static_cast<uint16_t>(cuda::narrow<Narrow>(floor).bits + 1)};
-    CHECK(floor <= x && cuda::widen(next) > x);
+    const float floor = floor_to<Narrow>(x);
+    const Narrow next{static_cast<uint16_t>(narrow<Narrow>(floor).bits + 1)};
+    CHECK(floor <= x && widen(next) > x);
   }
 }
 
@@ -493,8 +522,12 @@ void test_which_kernel() {
 }  // namespace
 
 int main() {
-  test_numbers_are_those_of_reductions<cuda::Float16>(Dtype::float16);
-  test_numbers_are_those_of_reductions<cuda::Bfloat16>(Dtype::bfloat16);
+  test_the_cpu_compresses_as_the_kernels_do<Float16, float>(Dtype::float32, Dtype::float16);
+  test_the_cpu_compresses_as_the_kernels_do<Bfloat16, float>(Dtype::float32, Dtype::bfloat16);
+  test_the_cpu_compresses_as_the_kernels_do<Float16, double>(Dtype::float64, Dtype::float16);
+  test_the_cpu_compresses_as_the_kernels_do<Bfloat16, double>(Dtype::float64, Dtype::bfloat16);
+  test_numbers_are_those_of_reductions<Float16>(Dtype::float16);
+  test_numbers_are_those_of_reductions<Bfloat16>(Dtype::bfloat16);
   test_plans();
   test_blocks_fit_the_bytes_and_the_device();
   test_which_kernel();

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mscomm import collectives
+from mscomm import _core, collectives
 from mscomm.arrays import fill, on_host
 from mscomm.arrays.numpy import dtype_by_name
 from mscomm.group import Group, Work
@@ -193,6 +193,7 @@ class HostBucket(Bucket):
         if on_wire != layout.dtype:
             self._wire = collectives.zeros(layout.size, on_wire)
             self.residual = np.zeros(layout.marks, layout.dtype)
+            self._limit = largest(on_wire, group.size if op == "sum" else 1)
         self.carries = layout.dtype.itemsize >= 4 and self.residual is None
 
     def put(self, turn: int, source: np.ndarray[Any, Any]) -> None:
@@ -216,7 +217,7 @@ class HostBucket(Bucket):
         self.marks[:] = np.frombuffer(self.there, np.uint8)
         self.memory[-1] = self.carried
         if self.residual is not None:
-            self._narrow(self.residual, largest(self._wire.dtype, self._group.size if self._op == "sum" else 1))
+            self._compress()
         started = collectives.all_reduce(self._wire, self._op, out=self._wire, group=self._group, async_op=async_op)
         self._work = started if async_op else None
 
@@ -225,36 +226,24 @@ class HostBucket(Bucket):
             self._work.wait()
             self._work = None
         if self._wire is not self.memory:
-            self.memory[:] = self._wire
+            _core.expand(self._wire, self.memory)
         self.carried = float(self.memory[-1].real)
 
     def scale(self, factor: float) -> None:
         self.array *= self.layout.dtype.type(factor)
 
-    def _narrow(self, residual: np.ndarray[Any, Any], limit: float) -> None:
-        """Round the gradients to the dtype in which they are sent, and carry the error into the next step.
+    def _compress(self) -> None:
+        """Round the gradients to the dtype in which they are sent, with error feedback.
 
-        This is error feedback (Seide et al., "1-bit stochastic gradient descent", 2014). A value outside the range of
-        the narrow dtype is clipped, and the clipped part counts as error. Infinities and NaN are sent as they are,
-        because programs check for them. If a CPU bucket contains an infinity or NaN, no element of the bucket carries
-        an error into the next step. On a device, only the element itself carries no error. If this rank does not have a
-        gradient, the gradient's residual stays on this rank until the rank has the gradient again. If the residual were
-        sent although no rank had the gradient, the result would not be used, and the residual would be lost.
+        If this rank does not have a gradient, it sends zeros, and keeps the gradient's residual until it has the
+        gradient again. If the residual were sent although no rank had the gradient, the result would not be used, and
+        the residual would be lost.
         """
         end = self.layout.marks
-        gradients, wire = self.array, self._wire[:end]
-        absent = [place for place, mark in zip(self.layout.places, self.marks, strict=True) if mark == 0]
-        waiting = [residual[place.span].copy() for place in absent]
-        for place in absent:
-            residual[place.span] = 0
-        gradients += residual
-        with np.errstate(over="ignore", invalid="ignore"):
-            if np.isfinite(gradients.sum()):
-                wire[:] = np.clip(gradients, -limit, limit, out=residual)
-                np.subtract(gradients, wire, out=residual, dtype=residual.dtype, casting="unsafe")
-            else:
-                wire[:] = gradients
-                residual[:] = 0
-        for place, owed in zip(absent, waiting, strict=True):
-            residual[place.span] = owed
+        spans = [slice(0, end)]
+        if not all(self.there):
+            spans = [place.span for place, there in zip(self.layout.places, self.there, strict=True) if there]
+            self._wire[:end] = 0
+        for span in spans:
+            _core.compress(self.array[span], self.residual[span], self._wire[span], self._limit)
         self._wire[end:] = self.memory[end:]  # the marks are 0 or 1, which any dtype can hold

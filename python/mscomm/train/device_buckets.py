@@ -163,8 +163,8 @@ class DeviceBucket(Bucket):
         self.array[...] = self._wire_array
 
     def _narrow(self) -> None:
-        """Round the gradients as HostBucket._narrow does, but with the array library. The kernels give bit-identical
-        results."""
+        """Round the gradients with error feedback, as narrow_and_owe() in csrc/base/numbers.h does, but with the array
+        library. The kernels and CPU buckets give bit-identical results."""
         use = self._arrays.namespace
         spans = [place.span for place, there in zip(self.layout.places, self.there, strict=True) if there]
         if len(spans) == len(self.there):

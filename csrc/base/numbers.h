@@ -1,12 +1,13 @@
-// Converts float16 and bfloat16, which are held as bits, to float and back. The same code runs on the device and on the host, and
-// tests compare it with base/reduce.cc. It rounds to the nearest number, ties to even, and keeps subnormal numbers. nvcc can call
-// constexpr functions on the device (--expt-relaxed-constexpr), so nothing in this file needs CUDA.
+// Converts float16 and bfloat16, which are held as bits, to float and back, and rounds gradients with error feedback. The same
+// code runs on the device (cuda/pack.cu) and on the host (base/compress.cc), and tests compare it with base/reduce.cc. It rounds
+// to the nearest number, ties to even, and keeps subnormal numbers. nvcc can call constexpr functions on the device
+// (--expt-relaxed-constexpr), so nothing in this file needs CUDA.
 #pragma once
 
 #include <bit>
 #include <cstdint>
 
-namespace mscomm::cuda {
+namespace mscomm {
 
 struct Bfloat16 {
   uint16_t bits;
@@ -18,6 +19,11 @@ struct Float16 {
 
 constexpr bool is_nan(float x) { return (std::bit_cast<uint32_t>(x) & 0x7fffffff) > 0x7f800000; }
 constexpr bool is_finite(float x) { return (std::bit_cast<uint32_t>(x) & 0x7f800000) != 0x7f800000; }
+constexpr bool is_finite(double x) { return (std::bit_cast<uint64_t>(x) & 0x7ff0000000000000) != 0x7ff0000000000000; }
+
+// The bits of a computed NaN depend on the machine. So one_nan() replaces every NaN with the same NaN, as in base/reduce.cc.
+constexpr float one_nan(float x) { return x == x ? x : std::bit_cast<float>(0x7fc00000u); }
+constexpr double one_nan(double x) { return x == x ? x : std::bit_cast<double>(0x7ff8000000000000u); }
 
 constexpr float widen(float x) { return x; }
 constexpr double widen(double x) { return x; }
@@ -60,6 +66,19 @@ constexpr Float16 narrow<Float16, float>(float x) {
   return {static_cast<uint16_t>(sign | (is_nan(x) ? quiet_nan : rounded))};
 }
 
+// Rounds x, and returns it in the narrow type. With error feedback, `owed` is what earlier calls removed from the same element.
+// It is added to x first. Then `owed` becomes what the limit `largest` and the rounding remove now. An infinity or a NaN is
+// returned as it is, because programs check for it, and nothing is owed for it. (Error feedback: Seide et al., "1-bit stochastic
+// gradient descent", 2014.)
+template <class To, class Wide>
+constexpr To narrow_and_owe(Wide x, Wide& owed, Wide largest) {
+  const Wide whole = one_nan(x + owed);
+  const Wide bounded = whole > largest ? largest : whole < -largest ? -largest : whole;
+  const To rounded = narrow<To>(static_cast<float>(is_finite(whole) ? bounded : whole));
+  owed = is_finite(whole) ? whole - widen(rounded) : Wide{0};
+  return rounded;
+}
+
 // Returns the largest number of the narrow type that is not above x, which must be positive. For example, a sum over n ranks
 // cannot overflow if no rank contributes more than floor_to(largest / n), where `largest` is the type's largest number.
 template <class To>
@@ -68,4 +87,5 @@ constexpr float floor_to(float x) {
   if (widen(made) > x) made.bits--;
   return widen(made);
 }
-}  // namespace mscomm::cuda
+
+}  // namespace mscomm

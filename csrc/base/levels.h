@@ -1,0 +1,32 @@
+// Levels: the instruction sets for which the loops of reduce.cc and compress.cc are compiled. The loop that runs is chosen at run
+// time (see levels() in reduce.h). A loop is written once, without intrinsics, as a function with the attribute always_inline. It
+// is then inlined into one function for each level. The arithmetic is IEEE arithmetic without contraction (fused multiply-add),
+// so all levels give the same bits.
+#pragma once
+
+namespace mscomm {
+
+struct Baseline {
+  template <auto body, class... Args>
+  static void run(Args... args) {
+    body(args...);
+  }
+};
+
+#if defined(__x86_64__)
+struct Avx2 {
+  template <auto body, class... Args>
+  [[gnu::target("avx2")]] static void run(Args... args) {
+    body(args...);
+  }
+};
+
+struct Avx512 {
+  template <auto body, class... Args>
+  [[gnu::target("avx512f,avx512bw,avx512vl")]] static void run(Args... args) {
+    body(args...);
+  }
+};
+#endif
+
+}  // namespace mscomm
