@@ -7,10 +7,11 @@ import pty
 import re
 import select
 import subprocess
+import sys
 import time
 
 import pytest
-from sessions import MSCOMM, mscomm_run
+from sessions import MSCOMM, clean_environment, mscomm_run, run
 
 
 class Terminal:
@@ -109,3 +110,34 @@ def test_stdin_of_one_rank_can_be_a_file(tmp_path):
     with open(tmp_path / "input") as file:
         done = mscomm_run("-n", 2, "--stdin", 1, script, stdin=file)
     assert sorted(done.stdout.splitlines()) == ["[0] ''", "[1] 'two\\nlines\\n'"]
+
+
+FAILING = """
+import pytest
+from ranks import ranks
+
+@pytest.mark.parametrize("k", [3])
+@ranks(2, env={"WORDS": "a b", "MINE": "{rank}"})
+def test_sum(rank, group, k):
+    breakpoint()  # fails under pytest, because the ranks have no terminal
+"""
+
+
+def test_a_failed_test_of_ranks_prints_the_command_that_debugs_it(terminal, tmp_path):
+    test = tmp_path / "test_sum.py"
+    test.write_text(FAILING)
+    ours = os.path.dirname(__file__)
+    done = run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ours, test],
+        env=clean_environment(PYTHONPATH=ours),
+    )
+    assert done.returncode == 1, done.stdout
+    advice, command = re.findall(r"^E +(To debug the test, .*)\n^E +(.*)$", done.stdout, flags=re.M)[0]
+    assert advice.endswith("It leaves out MINE: the values differ between the ranks.")
+    one = terminal("sh", "-c", f"PYTHONPATH={ours} {command}")
+    one.until("[0] (Pdb) ")
+    one.type("p rank, k, __import__('os').environ['WORDS']")
+    one.until("[0] (0, 3, 'a b')\n[0] (Pdb) ")
+    one.type("c")
+    one.rest()
+    assert one.process.wait(20) == 0
