@@ -1,11 +1,12 @@
 // Converts float16 and bfloat16, which are held as bits, to float and back, and rounds gradients with error feedback. The same
-// code runs on the device (cuda/pack.cu) and on the host (base/compress.cc), and tests compare it with base/reduce.cc. It rounds
-// to the nearest number, ties to even, and keeps subnormal numbers. nvcc can call constexpr functions on the device
-// (--expt-relaxed-constexpr), so nothing in this file needs CUDA.
+// code runs on the device (cuda/pack.cu) and on the host (reduce.cc, compress.cc). It rounds to the nearest number, ties to even,
+// and keeps subnormal numbers. nvcc can call constexpr functions on the device (--expt-relaxed-constexpr), so nothing in this file
+// needs CUDA.
 #pragma once
 
 #include <bit>
 #include <cstdint>
+#include <type_traits>
 
 namespace mscomm {
 
@@ -17,26 +18,44 @@ struct Float16 {
   uint16_t bits;
 };
 
-constexpr bool is_nan(float x) { return (std::bit_cast<uint32_t>(x) & 0x7fffffff) > 0x7f800000; }
+template <class T>
+using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
+
+// Returns the bits of `yes` where the mask has ones, and the bits of `no` elsewhere. Both values are always computed, because GCC
+// compiles chains of ?: to jumps, and does not vectorise loops with jumps.
+template <class T>
+constexpr T blend(Bits<T> mask, T yes, T no) {
+  return std::bit_cast<T>((std::bit_cast<Bits<T>>(yes) & mask) | (std::bit_cast<Bits<T>>(no) & ~mask));
+}
+
+template <class T>
+constexpr T choose(bool condition, T yes, T no) {
+  // The mask is selected as a T instead of computed as 0 - condition, because SSE2 can compare doubles but not 64-bit integers.
+  return blend(std::bit_cast<Bits<T>>(condition ? std::bit_cast<T>(~Bits<T>{0}) : T{}), yes, no);
+}
+
 constexpr bool is_finite(float x) { return (std::bit_cast<uint32_t>(x) & 0x7f800000) != 0x7f800000; }
 constexpr bool is_finite(double x) { return (std::bit_cast<uint64_t>(x) & 0x7ff0000000000000) != 0x7ff0000000000000; }
 
-// The bits of a computed NaN depend on the machine. So one_nan() replaces every NaN with the same NaN, as in base/reduce.cc.
-constexpr float one_nan(float x) { return x == x ? x : std::bit_cast<float>(0x7fc00000u); }
-constexpr double one_nan(double x) { return x == x ? x : std::bit_cast<double>(0x7ff8000000000000u); }
+// The bits of a computed NaN depend on the compiler (the order of operands) and on the machine (the sign). So one_nan() replaces
+// every NaN with the same NaN.
+constexpr float one_nan(float x) { return choose(x != x, std::bit_cast<float>(0x7fc00000u), x); }
+constexpr double one_nan(double x) { return choose(x != x, std::bit_cast<double>(0x7ff8000000000000u), x); }
 
 constexpr float widen(float x) { return x; }
 constexpr double widen(double x) { return x; }
 constexpr float widen(Bfloat16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 
 constexpr float widen(Float16 x) {
-  const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13, sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
+  const int32_t magnitude = (x.bits & 0x7fff) << 13;
+  const uint32_t bits = static_cast<uint32_t>(magnitude), sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
   // The exponent of infinity and NaN is 255 in a float and 31 in a float16, so 224 is added to the exponent. This makes finite
-  // numbers 2^112 times too large, which the multiplication corrects. A subnormal number is 2^-14 * (1 + fraction) - 2^-14. The
-  // subtraction is exact and normalises the number.
-  const float normal = std::bit_cast<float>(magnitude + (224u << 23)) * 0x1p-112f;
-  const float subnormal = std::bit_cast<float>(magnitude + (113u << 23)) - 0x1p-14f;
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(magnitude < (1u << 23) ? subnormal : normal) | sign);
+  // numbers 2^112 times too large, which the multiplication corrects.
+  const float normal = std::bit_cast<float>(bits + (224u << 23)) * 0x1p-112f;
+  // A subnormal number is 2^-14 * (1 + fraction) - 2^-14. The subtraction is exact and normalises the number.
+  const float subnormal = std::bit_cast<float>(bits + (113u << 23)) - 0x1p-14f;
+  const uint32_t is_subnormal = static_cast<uint32_t>((magnitude - (1 << 23)) >> 31);
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(blend(is_subnormal, subnormal, normal)) | sign);
 }
 
 template <class To, class From>
@@ -48,22 +67,25 @@ template <>
 constexpr Bfloat16 narrow<Bfloat16, float>(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet_nan = (bits >> 16 & 0x8000) | 0x7fc0;
-  return {static_cast<uint16_t>(is_nan(x) ? quiet_nan : rounded)};
+  return {static_cast<uint16_t>(choose(x != x, quiet_nan, rounded))};
 }
 
 template <>
 constexpr Float16 narrow<Float16, float>(float x) {
-  const uint32_t all = std::bit_cast<uint32_t>(x), magnitude = all & 0x7fffffff, sign = all >> 16 & 0x8000;
-  const uint32_t bounded = magnitude < (143u << 23) ? magnitude : 143u << 23;  // at most 2^16, which becomes inf
-  const uint32_t biased = bounded & (255u << 23);
-  const uint32_t exponent = biased > (113u << 23) ? biased : 113u << 23;  // 2^-14: smaller numbers are subnormal
+  const uint32_t all = std::bit_cast<uint32_t>(x);
+  const int32_t magnitude = static_cast<int32_t>(all & 0x7fffffff);
+  // This uses ?: instead of std::min, because GCC compiles std::min to a jump here.
+  const int32_t bounded = magnitude < (143 << 23) ? magnitude : 143 << 23;  // at most 2^16, which becomes inf
+  const int32_t biased = bounded & (255 << 23);
+  const int32_t exponent = biased > (113 << 23) ? biased : 113 << 23;  // 2^-14: smaller numbers are subnormal
   // `weight` is 2^13 times the power of two in `exponent`. Adding it to the number rounds the number to the precision of a
   // float16.
-  const uint32_t weight = exponent + (13u << 23);
+  const int32_t weight = exponent + (13 << 23);
   const float sum = std::bit_cast<float>(bounded) + std::bit_cast<float>(weight);
-  const uint32_t fraction = std::bit_cast<uint32_t>(sum) - weight;  // includes the leading 1 of normal numbers
-  const uint32_t rounded = fraction + (exponent >> 13) - (113u << 10), quiet_nan = 0x7e00 | (all >> 13 & 0x3ff);
-  return {static_cast<uint16_t>(sign | (is_nan(x) ? quiet_nan : rounded))};
+  const int32_t fraction = std::bit_cast<int32_t>(sum) - weight;  // includes the leading 1 of a normal number
+  const uint32_t number = static_cast<uint32_t>(fraction + (exponent >> 13) - (113 << 10));
+  const uint32_t quiet_nan = 0x200 | (all >> 13 & 0x3ff);
+  return {static_cast<uint16_t>(number | choose(x != x, quiet_nan, 0u) | (all >> 16 & 0x8000))};
 }
 
 // Rounds x, and returns it in the narrow type. With error feedback, `owed` is what earlier calls removed from the same element.

@@ -15,6 +15,7 @@
 #include <type_traits>
 
 #include "base/levels.h"
+#include "base/numbers.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -37,32 +38,10 @@ template <class T>
 constexpr bool is_complex<Complex<T>> = true;
 
 template <class T>
-using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
-
-// Returns the bits of `yes` where the mask has ones, and the bits of `no` elsewhere. Both values are always computed, because GCC
-// compiles chains of ?: to jumps, and does not vectorise loops with jumps.
-template <class T>
-[[gnu::always_inline]] inline T blend(Bits<T> mask, T yes, T no) {
-  return std::bit_cast<T>((std::bit_cast<Bits<T>>(yes) & mask) | (std::bit_cast<Bits<T>>(no) & ~mask));
-}
-
-template <class T>
-[[gnu::always_inline]] inline T choose(bool condition, T yes, T no) {
-  // The mask is selected as a T instead of computed as 0 - condition, because SSE2 can compare doubles but not 64-bit integers.
-  return blend(std::bit_cast<Bits<T>>(condition ? std::bit_cast<T>(~Bits<T>{0}) : T{}), yes, no);
-}
-
-// Replaces any NaN with one fixed NaN. Otherwise, the bits of a NaN would depend on the compiler (operand order) and the machine
-// (sign).
-template <class T>
 [[gnu::always_inline]] inline T one_nan(T x) {
-  if constexpr (is_complex<T>) {
-    return {one_nan(x.re), one_nan(x.im)};
-  } else if constexpr (std::floating_point<T>) {
-    return choose(x != x, std::numeric_limits<T>::quiet_NaN(), x);
-  } else {
-    return x;
-  }
+  if constexpr (is_complex<T>) return {mscomm::one_nan(x.re), mscomm::one_nan(x.im)};
+  else if constexpr (std::floating_point<T>) return mscomm::one_nan(x);
+  else return x;
 }
 
 // Operations. combine() merges two accumulators, finish() turns the final accumulator into the value that is then rounded,
@@ -191,52 +170,15 @@ struct Bool : Plain<uint8_t> {
   [[gnu::always_inline]] static uint8_t narrow(uint8_t x) { return x & 1; }
 };
 
+// Numbers of 16 bits (see numbers.h).
+template <class T>
 struct Half {
   static constexpr size_t parts = 1;
-  using Part = uint16_t;
+  using Part = T;
   using Accumulator = float;
   using Wide = Plain<float>;
-};
-
-struct Bfloat16 : Half {
-  [[gnu::always_inline]] static float widen(uint16_t x) { return std::bit_cast<float>(static_cast<uint32_t>(x) << 16); }
-  [[gnu::always_inline]] static uint16_t narrow(float x) {
-    const uint32_t bits = std::bit_cast<uint32_t>(x);
-    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return static_cast<uint16_t>(choose(x != x, ((bits >> 16) & 0x8000) | 0x7fc0, rounded));
-  }
-};
-
-struct Float16 : Half {
-  [[gnu::always_inline]] static float widen(uint16_t x) {
-    const int32_t magnitude = (x & 0x7fff) << 13;
-    const uint32_t bits = static_cast<uint32_t>(magnitude);
-    // The exponent of inf and NaN is 255 in a float and 31 in a float16, so 224 is added to the exponent. This makes finite
-    // numbers 2^112 times too large, which the multiplication corrects.
-    const float normal = std::bit_cast<float>(bits + (224u << 23)) * 0x1p-112f;
-    // A subnormal number is 2^-14 * (1 + fraction) - 2^-14. The subtraction is exact and normalises the number.
-    const float subnormal = std::bit_cast<float>(bits + (113u << 23)) - 0x1p-14f;
-    const uint32_t is_subnormal = static_cast<uint32_t>((magnitude - (1 << 23)) >> 31);
-    const uint32_t sign = static_cast<uint32_t>(x & 0x8000) << 16;
-    return std::bit_cast<float>(std::bit_cast<uint32_t>(blend(is_subnormal, subnormal, normal)) | sign);
-  }
-
-  [[gnu::always_inline]] static uint16_t narrow(float x) {
-    const uint32_t all = std::bit_cast<uint32_t>(x);
-    const int32_t magnitude = static_cast<int32_t>(all & 0x7fffffff);
-    // This uses ?: instead of std::min, because GCC compiles std::min to a jump here.
-    const int32_t bounded = magnitude < (143 << 23) ? magnitude : 143 << 23;  // at most 2^16, which becomes inf
-    const int32_t biased = bounded & (255 << 23);
-    const int32_t exponent = biased > (113 << 23) ? biased : 113 << 23;  // 2^-14: smaller numbers are subnormal
-    // `weight` is 2^13 times the power of two in `exponent`. Adding it to the number rounds the number to the precision of
-    // a float16.
-    const int32_t weight = exponent + (13 << 23);
-    const float sum = std::bit_cast<float>(bounded) + std::bit_cast<float>(weight);
-    const int32_t fraction = std::bit_cast<int32_t>(sum) - weight;  // includes the leading 1 of a normal number
-    const uint32_t number = static_cast<uint32_t>(fraction + (exponent >> 13) - (113 << 10));
-    const uint32_t quiet_nan = 0x200 | ((all >> 13) & 0x3ff);
-    return static_cast<uint16_t>(number | choose(x != x, quiet_nan, 0u) | ((all >> 16) & 0x8000));
-  }
+  [[gnu::always_inline]] static float widen(T x) { return mscomm::widen(x); }
+  [[gnu::always_inline]] static T narrow(float x) { return mscomm::narrow<T>(x); }
 };
 
 // Loops over elements. load() and store() access part i of a buffer that need not be aligned.
@@ -387,8 +329,8 @@ constexpr Table table = {
     integer_row<Level, uint16_t>(),
     integer_row<Level, uint32_t>(),
     integer_row<Level, uint64_t>(),
-    float_row<Level, Float16>(),
-    float_row<Level, Bfloat16>(),
+    float_row<Level, Half<Float16>>(),
+    float_row<Level, Half<Bfloat16>>(),
     float_row<Level, Plain<float>>(),
     float_row<Level, Plain<double>>(),
     complex_row<Level, float>(),
