@@ -151,6 +151,35 @@ def test_workers_may_start_before_the_scheduler_and_the_key_file_goes_at_the_end
     assert not list(tmpdir_env.glob("mscomm-*/*"))
 
 
+def test_the_workers_of_a_killed_scheduler_remove_its_key_file(tmpdir_env, port):
+    env = {**os.environ, **MS, "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port)}
+    command = [sys.executable, "-c", WORKER.replace("member.leave(0)", "member._reader.join(30); member.close()")]
+    with subprocess.Popen([sys.executable, "-c", SCHEDULER], env={**env, "MS_ROLE": "MS_SCHED"}) as scheduler:
+        workers = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE) for _ in range(2)]
+        for worker in workers:
+            assert worker.stdout.readline()
+        assert len(list(tmpdir_env.glob("mscomm-*/*.key"))) == 1
+        scheduler.kill()
+    for worker in workers:
+        worker.communicate(timeout=30)
+        assert worker.returncode == 0
+    assert not list(tmpdir_env.glob("mscomm-*/*"))
+
+
+def test_a_new_key_file_removes_those_of_killed_processes_only(tmpdir_env):
+    path = security.key_path("killed")
+    code = "import os, sys; from mscomm.cluster import security; security.KeyFile(sys.argv[1]); os.kill(os.getpid(), 9)"
+    living = security.KeyFile(security.key_path("living"))
+    subprocess.run([sys.executable, "-c", code, path], env=dict(os.environ), timeout=30)
+    assert Path(path).exists()
+    new = security.KeyFile(security.key_path("new"))
+    assert not Path(path).exists()
+    assert security.read_key(living.path) == living.key
+    for file in (living, new):
+        file.remove()
+    assert not list(tmpdir_env.glob("mscomm-*/*"))
+
+
 @pytest.mark.parametrize("closed", ["closed", "unread"])
 def test_a_scheduler_needs_nobody_who_reads_its_log(tmpdir_env, closed, port):
     env = {**os.environ, **MS, "MS_WORKER_NUM": "1", "MS_SCHED_PORT": str(port)}

@@ -23,6 +23,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple, Protocol
 
 from mscomm import _core, log
+from mscomm.cluster import security
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import JOIN, READY, Frame, Frames
 from mscomm.cluster.interfaces import listen_address
@@ -116,6 +117,7 @@ class Member:
         self._departed: list[int] = []
         self._closed: dict[str, list[int]] = {}  # by group in set-up: the ranks that have already destroyed it
         self._leaving = False
+        self._hub_is_lost = False  # the hub ended or fell silent before this rank left
         self._forked = False
         # The core writes to this eventfd when it has a notice, when a call is stuck, and when a call has failed while
         # no thread was waiting for it.
@@ -379,6 +381,8 @@ class Member:
         fd, self.news_fd = self.news_fd, -1
         if fd >= 0:
             os.close(fd)
+        if self._hub_is_lost:  # if the hub was killed on this host, its key file is still there
+            security.remove_stale()
 
     # -- the reading thread
 
@@ -495,6 +499,7 @@ class Member:
         with self._news:
             self._ended = self._ended or why
             unexpected = not self._leaving
+            self._hub_is_lost = self._hub_is_lost or unexpected
             self._news.notify_all()
         if unexpected and lost:
             words = f"rank {', '.join(map(str, lost))}: lost with the host of {self.hub}: {why}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import hmac
 import ipaddress
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from mscomm import environment, log
 from mscomm.errors import AuthenticationError
@@ -133,20 +134,28 @@ def _sched_name(host: str, port: int) -> str:
 
 
 class KeyFile:
-    """A new key in a file that only the current user can read, in a folder that only the current user can enter."""
+    """A new key in a file that only the current user can read, in a folder that only the current user can enter.
+
+    The process holds a lock (flock) on the file until it removes the file or ends, so remove_stale() can tell that the
+    process has been killed.
+    """
 
     def __init__(self, path: str) -> None:
         self.key = new_key()
         self.path = path
+        remove_stale()
         _private_folder(os.path.dirname(self.path))
         draft = f"{self.path}.{secrets.token_hex(8)}"
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            with open(fd, "wb") as file:
-                file.write(self.key)
-            os.rename(draft, self.path)
+            os.write(self._fd, self.key)
+            with contextlib.suppress(OSError):  # without flock, remove_stale() cannot lock the file, and leaves it
+                fcntl.flock(self._fd, fcntl.LOCK_EX)
+            with _alone_in(os.path.dirname(self.path)):
+                os.rename(draft, self.path)
         except BaseException:
             os.unlink(draft)
+            os.close(self._fd)
             raise
 
     def remove(self) -> None:
@@ -155,12 +164,60 @@ class KeyFile:
         with contextlib.suppress(AuthenticationError, FileNotFoundError):
             if read_key(self.path) == self.key:
                 os.unlink(self.path)
+        os.close(self._fd)
+
+
+def remove_stale() -> None:
+    """Remove the user's key files in TMPDIR whose processes have been killed: no process holds their lock."""
+    folder = os.path.dirname(key_path(""))
+    try:
+        _require_private(folder)
+    except (AuthenticationError, FileNotFoundError):  # files in a folder that is not ours must stay
+        return
+    with _alone_in(folder) as is_alone:
+        for name in os.listdir(folder) if is_alone else ():
+            if name.endswith(".key"):
+                # An error means that the file is locked or gone, or that we may not or cannot lock it: it must stay.
+                with contextlib.suppress(OSError):
+                    _remove_unless_locked(os.path.join(folder, name))
+
+
+def _remove_unless_locked(path: str) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: str) -> Iterator[bool]:
+    """Let only one process at a time replace or remove key files. Yield False if the file system has no flock.
+
+    Otherwise, remove_stale() could remove a new file that replaces a stale one at the last moment. Each process holds
+    this lock only for a few system calls.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            is_alone = True
+        except OSError:
+            is_alone = False
+        yield is_alone
+    finally:
+        os.close(fd)
 
 
 def _private_folder(path: str) -> None:
     """Create the folder. If it exists, check that it belongs to the current user and that others cannot enter it."""
     with contextlib.suppress(FileExistsError):  # the checks below also apply to a folder that already exists
         os.mkdir(path, 0o700)
+    _require_private(path)
+
+
+def _require_private(path: str) -> None:
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
         raise AuthenticationError(
