@@ -444,7 +444,7 @@ Array described(const Calls& calls, Function function, std::string_view argument
 }
 
 int checked_root(const Calls& calls, Function function, py::handle root) {
-  const int n = static_cast<int>(calls.group->ranks.size());
+  const int n = calls.group->communicator->size();
   if (!root) root = Py_None;
   const py::object index = py::reinterpret_steal<py::object>(PyNumber_Index(root.ptr()));
   if (!index) {
@@ -454,13 +454,13 @@ int checked_root(const Calls& calls, Function function, py::handle root) {
   int overflow = 0;
   const long rank = PyLong_AsLongAndOverflow(index.ptr(), &overflow);
   if (overflow || rank < 0 || rank >= n)
-    value_error(function, "root " + shown(index) + " is no rank of group " + calls.group->name + ", which has the ranks 0 to " +
-                              std::to_string(n - 1));
+    value_error(function, "root " + shown(index) + " is no rank of group " + calls.group->communicator->name() +
+                              ", which has the ranks 0 to " + std::to_string(n - 1));
   return static_cast<int>(rank);
 }
 
 Shape part_of(const Calls& calls, Function function, const Shape& shape) {
-  return share_of({.function = function, .what = Collective::scatter}, shape, 0, calls.group->ranks.size()).shape;
+  return share_of({.function = function, .what = Collective::scatter}, shape, 0, calls.group->communicator->size()).shape;
 }
 
 Op checked_op(Function function, py::handle given) {
@@ -481,7 +481,7 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
                       const std::optional<std::pair<Shape, Dtype>>& told) {
   const Collective what = wanted.what;
   const Function function = wanted.function;
-  const size_t n = calls.group->ranks.size(), me = static_cast<size_t>(calls.group->communicator->rank());
+  const size_t n = calls.group->communicator->size(), me = static_cast<size_t>(calls.group->communicator->rank());
   PreparedCall ready;
   Call& call = ready.call;
   Signature& signature = call.signature;

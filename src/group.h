@@ -5,21 +5,19 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <thread>
 #include <type_traits>
 #include <utility>
 #include <variant>
 
-#include "backend/vendor.h"
+#include "base/descriptor.h"
 #include "comm/communicator.h"
 #include "comm/founding.h"
 #include "src/calls.h"
@@ -66,71 +64,25 @@ inline void run_pending_signal_handlers() {
 }
 
 // Duplicates the descriptor, so that the caller may close the original at any time. Returns -1 if fd is -1.
-inline int copy_of(int fd) {
-  const int copy = fd < 0 ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 3);
-  if (fd >= 0 && copy < 0) throw system_error("fcntl(F_DUPFD_CLOEXEC)", errno);
+inline Descriptor copy_of(int fd) {
+  Descriptor copy(fd < 0 ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 3));
+  if (fd >= 0 && copy.get() < 0) throw system_error("fcntl(F_DUPFD_CLOEXEC)", errno);
   return copy;
 }
 
-// One rank's part of a group. Python creates it from the information that the group's ranks have exchanged.
+// The group object that Python holds: one rank's part of a group, and what concerns Python.
 struct Group {
-  const std::string name;
-  Recorder recorder;
-  const HostBackend* host;
-  std::shared_ptr<Peers> peers;
-  std::vector<int> ranks;
-  std::mutex notices_mutex;  // protects notices
-  std::vector<std::string> notices;
   std::atomic<int> away{0};  // the number of threads in called(); a thread holds the GIL when it leaves called()
   std::unique_ptr<Calls> calls;
-  // This must be the last member. C++ destroys the last member first, and the communicator's threads use the other members.
-  std::unique_ptr<Communicator> communicator;
+  Founded founded;  // destroyed before `calls`, because its threads use the arrays of started calls
+  Communicator* const communicator = &founded.communicator();
 
-  // news_fd: an eventfd, or -1. The caller still owns the eventfd. The core writes to news_fd when a started call, a started
-  // message or a call on the device has failed, when stuck() has a number, and when there are notices for the user. So no core
-  // thread has to call into Python: such a call might never return while the process is exiting.
-  Group(std::string called, std::shared_ptr<Peers> job, Founding founding, int news_fd)
-      : name(std::move(called)), peers(std::move(job)), ranks(founding.ranks) {
-    const int rank = founding.layout.rank;
-    const uint32_t epoch = founding.epoch;
-    auto backend = found(std::move(founding), *peers, [this](uint64_t number) { return recorder.find(number); });
-    host = backend.get();
-    const auto wake = [news = std::make_shared<Descriptor>(copy_of(news_fd))] {
-      const uint64_t one = 1;
-      // EAGAIN means that the eventfd's counter is full. The reader has not read the counter yet, but will do so.
-      if (news->get() >= 0 && write(news->get(), &one, sizeof one) < 0 && errno != EAGAIN) return;
-    };
-    Communicator::Hooks hooks{run_pending_signal_handlers,
-                              [this, wake](const std::string& text) {
-                                {
-                                  const std::lock_guard lock(notices_mutex);
-                                  notices.push_back(text);
-                                }
-                                wake();
-                              },
-                              wake};
-    communicator =
-        std::make_unique<Communicator>(name, ranks, rank, peers, std::move(backend), epoch, recorder, std::move(hooks));
-  }
+  Group(Founding founding, const std::shared_ptr<Peers>& peers)
+      : founded(std::move(founding), peers, run_pending_signal_handlers) {}
 
   Calls& ready() const {
     if (!calls) throw Error("RuntimeError", "mscomm: join_python has not been called on this group");
     return *calls;
-  }
-
-  // Sets up the group on a device. Every rank of the group must call join_device() with the same id, which one rank has created
-  // (see make_id in module.cc). While join_device() waits, it calls `check` at least every 50 ms. `check` may throw an exception
-  // to end the wait.
-  void join_device(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id,
-                   double timeout_s, const py::function& check) {
-    communicator->add_device(unlocked([&] {
-      return std::make_unique<VendorBackend>(std::move(vendor), std::move(runtime), device, id, communicator->size(),
-                                             communicator->rank(), Deadline(timeout_s), [&check] {
-                                               const py::gil_scoped_acquire gil;
-                                               if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-                                               check();
-                                             });
-    }));
   }
 
   // Does the same as unlocked(function), but counts this thread in `away` until the thread has the GIL again.

@@ -4,10 +4,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <chrono>
 #include <limits>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <ranges>
 #include <utility>
@@ -171,7 +171,7 @@ std::vector<py::dict> calls(const Group& group, uint64_t after) {
   using Seconds = std::chrono::duration<double>;
   const double zero_s = day_of_clock_zero();
   std::vector<py::dict> list;
-  for (const Record& record : group.recorder.all(after)) {
+  for (const Record& record : group.founded.recorder().all(after)) {
     list.push_back(py::dict(py::arg("number") = record.signature.number, py::arg("call") = record.signature.text(),
                             py::arg("state") = states[static_cast<int>(record.state)],
                             py::arg("began") = zero_s + Seconds(record.began.time_since_epoch()).count(),
@@ -289,13 +289,6 @@ PYBIND11_MODULE(_core, module) {
       rows.push_back(py::make_tuple(std::string(name(row.what)), std::string(row.name), std::string(name(row.carrier))));
     return rows;
   });
-  module.def("select", [](int what, std::vector<int> hosts, const std::vector<std::string>& forced) {
-    const Layout layout{0, static_cast<int>(hosts.size()), std::move(hosts)};
-    std::vector<py::tuple> rows;
-    for (const Algorithm* row : select(static_cast<Collective>(what), layout, forced_of(forced)))
-      rows.push_back(py::make_tuple(std::string(row->name), std::string(name(row->carrier))));
-    return rows;
-  });
   module.attr("functions") = as_strings(functions);
   module.def("mismatch", &mismatch);
   module.def("make_heap", &make_heap);
@@ -408,20 +401,42 @@ stream waits for the call.)")
   });
   module.def("set_world", &set_world);
 
-  py::class_<Group>(module, "Group")
-      .def(py::init([](const std::string& name, std::shared_ptr<Peers> peers, std::vector<int> ranks, int rank, unsigned epoch,
-                       std::vector<int> hosts, const std::vector<std::string>& forced, std::vector<int> at_home, uint64_t control,
-                       bool spin, const std::vector<int>& links, int news_fd) {
-             std::vector<Descriptor> owned(links.begin(), links.end());
-             Layout layout{rank, static_cast<int>(ranks.size()), std::move(hosts)};
-             return std::make_unique<Group>(name, std::move(peers),
-                                            Founding{std::move(ranks), std::move(layout), forced_of(forced), epoch,
-                                                     std::move(at_home), control, spin, std::move(owned)},
-                                            news_fd);
+  py::class_<Layout>(module, "Layout")
+      .def(py::init([](const std::vector<int>& hosts, int rank, const std::vector<std::string>& forced) {
+             return Layout(hosts, rank, forced_of(forced));
            }),
-           py::kw_only(), py::arg("name"), py::arg("peers"), py::arg("ranks"), py::arg("rank"), py::arg("epoch"),
-           py::arg("hosts"), py::arg("forced"), py::arg("at_home"), py::arg("control"), py::arg("spin"), py::arg("links"),
-           py::arg("news_fd"))
+           py::kw_only(), py::arg("hosts"), py::arg("rank"), py::arg("forced"))
+      .def_readonly("rank", &Layout::rank)
+      .def_property_readonly("at_home", &Layout::at_home)
+      .def_readonly("arena", &Layout::arena)
+      .def_readonly("mesh", &Layout::mesh)
+      .def("allows",
+           [](const Layout& layout, const std::string& carrier) {
+             return layout.allows(static_cast<Carrier>(std::ranges::find(carriers, carrier) - carriers.begin()));
+           })
+      .def("rows", [](const Layout& layout,
+                      int what) { return as_strings(std::views::transform(layout.rows.at(what), &Algorithm::name)); })
+      .def(
+          "chosen",
+          [](const Layout& layout, size_t bytes) {
+            py::dict names;
+            for (size_t what = 0; what < collectives.size(); what++)
+              names[py::str(collectives[what])] = layout.chosen(static_cast<Collective>(what), bytes).name;
+            return names;
+          },
+          py::arg("bytes") = 0);
+
+  py::class_<Group>(module, "Group")
+      .def(py::init([](std::string name, const std::shared_ptr<Peers>& peers, std::vector<int> ranks, unsigned epoch,
+                       const Layout& layout, uint64_t control, bool spin, const std::vector<int>& links, int news_fd) {
+             std::vector<Descriptor> owned(links.begin(), links.end());
+             return std::make_unique<Group>(
+                 Founding{std::move(name), std::move(ranks), layout, epoch, control, spin, std::move(owned), copy_of(news_fd)},
+                 peers);
+           }),
+           py::kw_only(), py::arg("name"), py::arg("peers"), py::arg("ranks"), py::arg("epoch"), py::arg("layout"),
+           py::arg("control"), py::arg("spin"), py::arg("links"), py::arg("news_fd"))
+      .def_property_readonly("layout", [](const Group& group) -> const Layout& { return group.founded.host().layout(); })
       .def("run",
            [](Group& group, const PreparedCall& prepared, double timeout_s, uint64_t number) {
              forget_ended(group.ready());
@@ -431,7 +446,17 @@ stream waits for the call.)")
            })
       .def("start", [](Group& group, std::shared_ptr<PreparedCall> call, double timeout_s,
                        uint64_t number) { return start(group.ready(), std::move(call), timeout_s, number); })
-      .def("join_device", &Group::join_device)
+      .def("join_device",
+           [](Group& group, std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id,
+              double timeout_s, const py::function& check) {
+             unlocked([&] {
+               group.founded.join_device(std::move(vendor), std::move(runtime), device, id, Deadline(timeout_s), [&check] {
+                 const py::gil_scoped_acquire gil;
+                 if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+                 check();
+               });
+             });
+           })
       .def("order", [](Group& group, uint64_t number,
                        uintptr_t stream) { group.communicator->device().order(number, reinterpret_cast<StreamHandle>(stream)); })
       .def("pack", &pack, py::arg("bucket"), py::arg("parts"), py::arg("stream"), py::kw_only(), py::arg("scale") = 1.0,
@@ -485,16 +510,12 @@ stream waits for the call.)")
            })
       .def("called",
            [](const Group& group, int64_t number) {
-             const auto call = group.recorder.find(static_cast<uint64_t>(number));
+             const auto call = group.founded.recorder().find(static_cast<uint64_t>(number));
              return call ? call->text() : std::string();
            })
       .def("stuck", [](Group& group) { return group.communicator->stuck(); })
       .def("failure", [](const Group& group) { return group.communicator->failure(); })
-      .def("notices",
-           [](Group& group) {
-             const std::lock_guard lock(group.notices_mutex);
-             return std::exchange(group.notices, {});
-           })
+      .def("notices", [](Group& group) { return group.founded.notices(); })
       .def("calls", &calls, py::arg("after") = 0)
       .def("last_look", [](Group& group) { group.communicator->last_look(); })
       .def("drain",
@@ -507,20 +528,13 @@ stream waits for the call.)")
              unlocked([&] { group.close(); });
              if (group.calls) forget_ended(*group.calls);
            })
-      .def(
-          "chosen",
-          [](const Group& group, size_t bytes) {
-            py::dict names;
-            for (size_t what = 0; what < collectives.size(); what++)
-              names[py::str(collectives[what])] = group.host->chosen(static_cast<Collective>(what), bytes).name;
-            return names;
-          },
-          py::arg("bytes") = 0)
       .def("carried",
            [](const Group& group) {
-             return py::dict(py::arg("arena") = group.host->carried().arena.load(),
-                             py::arg("mesh") = group.host->carried().mesh.load());
+             return py::dict(py::arg("arena") = group.founded.host().carried().arena.load(),
+                             py::arg("mesh") = group.founded.host().carried().mesh.load());
            })
-      .def("pulls", [](const Group& group) { return group.host->arena() && group.host->arena()->pulls(); })
-      .def("partings", [](const Group& group) { return group.host->arena() ? group.host->arena()->partings() : uint64_t{0}; });
+      .def("pulls", [](const Group& group) { return group.founded.host().arena() && group.founded.host().arena()->pulls(); })
+      .def("partings", [](const Group& group) {
+        return group.founded.host().arena() ? group.founded.host().arena()->partings() : uint64_t{0};
+      });
 }

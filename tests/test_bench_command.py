@@ -15,6 +15,7 @@ import pytest
 from benches import measure, rows_of
 from sessions import clean_environment, invoke, run
 
+from mscomm import _core
 from mscomm.bench import buckets, plan, plot, report, table, tune
 from mscomm.cli import bench
 
@@ -168,7 +169,7 @@ def test_tune_measures_every_algorithm_and_says_what_is_chosen(tmp_path: Path) -
     done = measure(*words)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "t.json").read_text())["rows"]
-    known = tune.algorithms([0, 0])
+    known = tune.algorithms(layout([0, 0]))
     assert known["all_reduce"] == ["arena", "bruck", "direct", "ring"] and "hierarchical" not in str(known)
     for what, names in known.items():
         mine = [row for row in rows if row["collective"] == what]
@@ -176,6 +177,10 @@ def test_tune_measures_every_algorithm_and_says_what_is_chosen(tmp_path: Path) -
         assert all(list(row["results"]) == names and row["chosen"] == "arena" for row in mine)
     assert re.search(r"^#   all_reduce      arena$", done.stdout, re.M)
     assert "# Wrong elements       : 0 OK" in done.stdout
+
+
+def layout(hosts: list[int]) -> _core.Layout:
+    return _core.Layout(hosts=hosts, rank=0, forced=[""] * len(_core.collectives))
 
 
 def test_tune_wants_the_choice_free_and_an_operation_that_all_can() -> None:
@@ -186,15 +191,15 @@ def test_tune_wants_the_choice_free_and_an_operation_that_all_can() -> None:
 
 
 def test_tune_knows_the_algorithms_of_a_layout() -> None:
-    assert tune.algorithms([0, 1, 2])["all_reduce"] == ["bruck", "direct", "ring"]
-    assert tune.algorithms([0, 0, 1])["all_reduce"] == ["hierarchical", "bruck", "direct", "ring"]
+    assert tune.algorithms(layout([0, 1, 2]))["all_reduce"] == ["bruck", "direct", "ring"]
+    assert tune.algorithms(layout([0, 0, 1]))["all_reduce"] == ["hierarchical", "bruck", "direct", "ring"]
 
 
 def test_tune_finds_where_the_choice_changes_and_who_is_faster() -> None:
-    core = SimpleNamespace(chosen=lambda size: {"broadcast": "ring" if size >= 3000 else "tree"})
-    assert tune.choice(core, "broadcast", [8, 4096, 65536]) == [("tree", 0), ("ring", 3000)]
-    assert tune.choice(core, "broadcast", [8, 64]) == [("tree", 0)]
-    many = SimpleNamespace(chosen=lambda size: {"all_gather": "ab"[size > 7000] if size < 10**6 else "c"})
+    one: Any = SimpleNamespace(chosen=lambda size: {"broadcast": "ring" if size >= 3000 else "tree"})
+    assert tune.choice(one, "broadcast", [8, 4096, 65536]) == [("tree", 0), ("ring", 3000)]
+    assert tune.choice(one, "broadcast", [8, 64]) == [("tree", 0)]
+    many: Any = SimpleNamespace(chosen=lambda size: {"all_gather": "ab"[size > 7000] if size < 10**6 else "c"})
     assert tune.choice(many, "all_gather", [4096, 1 << 22]) == [("a", 0), ("b", 7001), ("c", 10**6)]
 
     def row(size: int, tree: list[float], ring: list[float]) -> dict[str, Any]:

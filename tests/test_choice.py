@@ -16,7 +16,7 @@ NONE = [""] * len(_core.collectives)
 
 
 def chosen(what: str, hosts: list[int], forced: list[str] = NONE) -> list[str]:
-    return [name for name, _ in _core.select(list(_core.collectives).index(what), hosts, forced)]
+    return _core.Layout(hosts=hosts, rank=0, forced=forced).rows(list(_core.collectives).index(what))
 
 
 def test_the_carrier_follows_from_the_hosts():
@@ -25,6 +25,31 @@ def test_the_carrier_follows_from_the_hosts():
     assert chosen("all_reduce", [0, 1, 0]) == ["hierarchical"]
     assert chosen("all_reduce", [0, 1, 2]) == ["bruck", "direct"]
     assert chosen("all_gather", [0, 0, 1]) == ["bruck", "ring", "direct"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rank", "forced", "at_home", "arena", "mesh"),
+    [
+        ([0], 0, "", [0], False, False),
+        ([0, 0, 0], 1, "", [0, 1, 2], True, False),
+        ([0, 0], 1, "direct", [0, 1], False, True),
+        ([0, 0], 1, "hierarchical", [0, 1], True, True),
+        ([0, 1, 0], 2, "", [0, 2], True, True),
+        ([0, 1, 0], 2, "direct", [0, 2], False, True),
+        ([0, 1, 0], 1, "", [1], False, True),
+        ([0, 1, 2], 2, "", [2], False, True),
+    ],
+)
+def test_the_layout_says_what_a_rank_sets_up(hosts, rank, forced, at_home, arena, mesh):
+    algorithms = [forced if what == "all_reduce" else "" for what in _core.collectives]
+    layout = _core.Layout(hosts=hosts, rank=rank, forced=algorithms)
+    assert (layout.rank, layout.at_home, layout.arena, layout.mesh) == (rank, at_home, arena, mesh)
+
+
+def test_the_arena_cannot_be_forced_on_several_hosts():
+    forced = ["arena" if what == "all_reduce" else "" for what in _core.collectives]
+    with pytest.raises(ValueError, match="MSCOMM_ALGO: arena needs all ranks on one host"):
+        _core.Layout(hosts=[0, 1], rank=0, forced=forced)
 
 
 def test_what_is_forced_is_not_asked_about_its_size():
@@ -39,9 +64,9 @@ def test_a_long_broadcast_over_links_goes_along_a_chain(rank: int, group: Any, n
     """Check that the faster algorithm is chosen. A chain takes as long as one message plus n-2 windows of 128 KiB. A
     tree takes as long as log2(n) messages.
     """
-    core = resolve(None).core
+    layout = resolve(None).core.layout
     for size in (8, (256 << 10) - 1, 256 << 10, (1 << 20) + 1):
-        assert core.chosen(size)["broadcast"] == ("ring" if chain and size >= chain else "tree")
+        assert layout.chosen(size)["broadcast"] == ("ring" if chain and size >= chain else "tree")
         for root in range(n):
             x = np.full(size, rank if rank == root else 99, np.uint8)
             assert (mscomm.broadcast(x, root=root) == root).all(), size
@@ -53,8 +78,8 @@ def test_many_hosts_choose_what_takes_few_messages_or_a_ring(rank: int, group: A
     messages instead of log2(n). Long messages of all_gather go around a ring. Reductions do not use a ring, because the
     bits of their results would change.
     """
-    core = resolve(None).core
-    chosen = {size: core.chosen(size) for size in (8, 7 << 10, 8 << 10, 1 << 20, 34 << 20)}
+    layout = resolve(None).core.layout
+    chosen = {size: layout.chosen(size) for size in (8, 7 << 10, 8 << 10, 1 << 20, 34 << 20)}
     assert [chosen[size]["all_reduce"] for size in chosen] == ["bruck", "bruck", "direct", "direct", "direct"]
     assert [chosen[size]["all_gather"] for size in chosen] == ["bruck", "bruck", "direct", "ring", "ring"]
     assert [chosen[size]["reduce_scatter"] for size in chosen] == ["direct"] * 5

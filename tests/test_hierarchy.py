@@ -18,7 +18,7 @@ TWO = ["a", "a", "b", "b"]
 @pytest.mark.parametrize("hosts", [["a", "a", "a", "b"], ["b", "a", "a", "c"], TWO], ids="-".join)
 @ranks(4, env={"MSCOMM_HOST_ID": "{hosts}"})
 def test_every_memory_in_place_and_not_of_many_sizes(rank: int, group: Any, hosts: list[str]):
-    assert resolve(None).core.chosen()["all_reduce"] == "hierarchical"
+    assert resolve(None).core.layout.chosen()["all_reduce"] == "hierarchical"
     for count in (0, 1, 16, 17, 5000, (1 << 18) - 1, 1 << 20):
         for make in (np.empty, mscomm.empty):
             x, out = make(count, np.float32), make(count, np.float32)

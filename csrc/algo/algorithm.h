@@ -1,5 +1,5 @@
 // An algorithm is a function in a file of its own in this folder. The table in registry.cc has one row for each collective that
-// the function implements. select() returns the rows that a collective may use, and pick() chooses one of them for a call.
+// the function implements. A group's Layout holds the rows that each collective may use, and chooses one of them for a call.
 #pragma once
 
 #include <algorithm>
@@ -17,19 +17,7 @@ namespace mscomm {
 class Arena;
 class Mesh;
 
-// Says on which host each rank of a group runs. `rank` is this rank. All other fields have the same values on all ranks.
-struct Layout {
-  int rank = 0;
-  int size = 1;
-  // The number of each rank's host. Hosts are numbered in the order of their lowest ranks. Empty if all ranks are on one host.
-  std::vector<int> host;
-
-  int hosts() const;
-  // Returns the number of this rank's host.
-  int here() const { return host.empty() ? 0 : host[rank]; }
-  // Returns whether there are several hosts, and at least one of them has several ranks.
-  bool mixed() const { return hosts() > 1 && hosts() < size; }
-};
+struct Layout;
 
 // The carriers through which an algorithm moves data, and its scratch memory. The algorithm's row says whether it uses the arena,
 // the mesh or both. The arena contains the group's ranks on this host. If there is no mesh, all ranks of the group are in the
@@ -64,14 +52,36 @@ std::span<const Algorithm> algorithms();
 // For each collective, the algorithm that MSCOMM_ALGO names for it, or an empty string if MSCOMM_ALGO names none.
 using Forced = std::array<std::string, collectives.size()>;
 
-// select() returns the rows of the table that a collective may use. pick() then chooses the first of these rows whose `fits`
-// accepts the size. If no row before the last one fits, pick() chooses the last row without calling its `fits`. The result of
-// select() depends only on its arguments, so all ranks with the same layout and the same `forced` get the same rows. select()
-// throws Error("ValueError") if a name in `forced` is unknown, or if the layout does not allow the forced algorithm.
-using Choice = std::vector<const Algorithm*>;
-Choice select(Collective what, const Layout& layout, const Forced& forced);
-inline const Algorithm& pick(const Choice& rows, const Layout& layout, size_t bytes) {
-  return **std::find_if(rows.begin(), rows.end() - 1, [&](const Algorithm* row) { return row->fits(layout, bytes); });
-}
+// Says on which host each rank of a group runs, and which algorithms and carriers the group therefore uses. A group's layout is
+// decided once, when the group is founded. It depends only on the arguments of the constructor, so all ranks make the same
+// decision.
+struct Layout {
+  // host: the number of each rank's host. Hosts are numbered in the order of their lowest ranks. Throws Error("ValueError") if a
+  // name in `forced` is unknown, or if these hosts do not allow the forced algorithm.
+  Layout(const std::vector<int>& host, int rank, const Forced& forced = {});
+
+  int rank;  // this rank
+  int size;
+  std::vector<std::vector<int>> hosts;  // the ranks of each host, lowest first
+  // The rows of the table that each collective may use.
+  std::array<std::vector<const Algorithm*>, collectives.size()> rows;
+  // Whether this rank needs an arena, which it shares with the ranks in at_home(), and whether it needs a mesh. A rank that is
+  // alone on its host never needs an arena.
+  bool arena = false, mesh = false;
+  size_t here;                 // this rank's host
+  int place = 0;               // the index of this rank in at_home()
+  size_t fewest = 0;           // the number of ranks on the host with the fewest ranks
+  std::vector<size_t> others;  // the other hosts; each host begins with a different one, to spread the load
+
+  const std::vector<int>& at_home() const { return hosts[here]; }
+  // Returns whether ranks on these hosts can use an algorithm with this carrier.
+  bool allows(Carrier carrier) const;
+  // Returns the algorithm that runs this collective for a message of `bytes` bytes: the first row whose `fits` accepts the size.
+  // If no row before the last one fits, this is the last row, whose `fits` is not called.
+  const Algorithm& chosen(Collective what, size_t bytes) const {
+    const auto& all = rows[static_cast<size_t>(what)];
+    return **std::find_if(all.begin(), all.end() - 1, [&](const Algorithm* row) { return row->fits(*this, bytes); });
+  }
+};
 
 }  // namespace mscomm

@@ -29,33 +29,11 @@ constexpr size_t buffers = 4;
 // A message of at most this many bytes is not cut into slices: one rank on each host sends all of it.
 constexpr size_t least_slice_bytes = 4 << 10;
 
-// Says which ranks are on each host, and how many slices a chunk has.
-struct House {
-  House(const Layout& layout, size_t bytes) : hosts(layout.hosts()) {
-    here = layout.here();
-    for (int rank = 0; rank < layout.size; rank++) {
-      const size_t host = layout.host.empty() ? 0 : layout.host[rank];
-      if (rank == layout.rank) place = static_cast<int>(hosts[host].size());
-      hosts[host].push_back(rank);
-    }
-    slices = static_cast<int>(std::clamp<size_t>(pieces(bytes, least_slice_bytes), 1, hosts[0].size()));
-    for (const auto& ranks : hosts) slices = std::min(slices, static_cast<int>(ranks.size()));
-    for (size_t i = 1; i < hosts.size(); i++) others.push_back((here + i) % hosts.size());
-  }
-  const std::vector<int>& mine() const { return hosts[here]; }
-
-  std::vector<std::vector<int>> hosts;  // the ranks of each host, lowest first
-  size_t here = 0;                      // this rank's host
-  std::vector<size_t> others;           // the other hosts; each host begins with a different one, to spread the load
-  int place = 0;                        // the index of this rank in hosts[here]
-  int slices;                           // the number of slices of a chunk; on every host, slice i belongs to the rank at place i
-};
-
 // A rank uses this Watch while it waits in the arena for ranks on its own host. During the wait, look() continues to send data to
 // other hosts, and reads the headers that have arrived from them.
 class AtHome final : public Watch {
  public:
-  AtHome(const Wait& wait, const House& house, Mesh& mesh) : wait_(wait), house_(house), mesh_(mesh) {}
+  AtHome(const Wait& wait, const Layout& layout, Mesh& mesh) : wait_(wait), layout_(layout), mesh_(mesh) {}
   void look(const Deadline& deadline, const Missing& missing) override {
     mesh_.last_look();
     mesh_.progress();
@@ -65,7 +43,7 @@ class AtHome final : public Watch {
     looked_ = Clock::now();
     const auto in_group = [this, &missing] {
       std::vector<int> ranks = missing();
-      for (int& rank : ranks) rank = house_.mine()[rank];
+      for (int& rank : ranks) rank = layout_.at_home()[rank];
       return ranks;
     };
     wait_.watch.look(deadline, {in_group, missing.by_memory});
@@ -74,7 +52,7 @@ class AtHome final : public Watch {
 
  private:
   const Wait& wait_;
-  const House& house_;
+  const Layout& layout_;
   Mesh& mesh_;
   Clock::time_point looked_;
 };
@@ -87,8 +65,8 @@ class Hierarchy {
         arena_(ranks.arena),
         mesh_(*ranks.mesh),
         wait_(wait),
-        house_(ranks.layout, call.bytes()),
-        at_home_(wait, house_, mesh_),
+        slices_(static_cast<int>(std::clamp<size_t>(pieces(call.bytes(), least_slice_bytes), 1, layout_.fewest))),
+        at_home_(wait, layout_, mesh_),
         row_(reduction(call.signature.dtype, call.signature.op)),
         // The partial results of an average are sums. Only the final sum is divided by the number of ranks.
         sum_(call.signature.op == Op::avg ? reduction(call.signature.dtype, Op::sum) : row_),
@@ -125,20 +103,20 @@ class Hierarchy {
   }
 
  private:
-  size_t hosts() const { return house_.hosts.size(); }
-  bool owns() const { return house_.place < house_.slices; }
-  int owner(size_t host) const { return house_.hosts[host][house_.place]; }
+  size_t hosts() const { return layout_.hosts.size(); }
+  bool owns() const { return layout_.place < slices_; }
+  int owner(size_t host) const { return layout_.hosts[host][layout_.place]; }
   Range chunk(size_t k) const { return piece(call_.bytes(), step_bytes, k); }
   // Returns slice `place` of chunk k as a range of the message. The range is empty if the rank at that place owns no slice.
   Range slice(size_t k, int place) const {
     const Range whole = chunk(k);
-    if (place >= house_.slices) return {whole.begin, whole.begin};
-    const Range one = part(whole.bytes(), house_.slices, place);
+    if (place >= slices_) return {whole.begin, whole.begin};
+    const Range one = part(whole.bytes(), slices_, place);
     return {whole.begin + one.begin, whole.begin + one.end};
   }
   // Returns whether every host has a non-empty share of each slice of a full chunk. A share can be empty, because slices are cut
   // into shares at multiples of 64 bytes.
-  bool shares_are_full() const { return step_bytes / 64 / house_.slices >= hosts(); }
+  bool shares_are_full() const { return step_bytes / 64 / slices_ >= hosts(); }
   size_t elements(Range range) const { return range.bytes() / row_.element_bytes; }
   // Returns whether the message is so small that every host receives the partial sums of all other hosts and merges them itself.
   // No host then sends a result.
@@ -149,7 +127,7 @@ class Hierarchy {
   };
   // Returns the elements that `host` merges in this rank's slice of chunk k.
   Span share(size_t k, size_t host) const {
-    const size_t all = elements(slice(k, house_.place));
+    const size_t all = elements(slice(k, layout_.place));
     return in_one_latency() ? Span{0, all} : share_of(all, host);
   }
   Span share_of(size_t all, size_t host) const {
@@ -159,31 +137,31 @@ class Hierarchy {
   }
   char* staged(int place, size_t step) const { return arena_->chunk(place, first_ + step); }
   bool out_in_heap(int place) const { return arena_->posted(place).out_offset != not_in_heap; }
-  int at_hand() const { return static_cast<int>(house_.mine().size()); }
+  int at_hand() const { return static_cast<int>(layout_.at_home().size()); }
 
   // Copies chunk k of x into staging, unless x is in this rank's heap. Skips this rank's own slice, which no other rank reads.
   // Also posts the call if k is 0.
   void stage(size_t k) {
     if (!arena_) return;
     if (k == 0) arena_->post(call_);
-    if (arena_->x_in_heap(house_.place)) return;
-    const Range whole = chunk(k), own = slice(k, house_.place);
-    copy_but(staged(house_.place, k), call_.in() + whole.begin, whole.bytes(), {own.begin - whole.begin, own.end - whole.begin});
+    if (arena_->x_in_heap(layout_.place)) return;
+    const Range whole = chunk(k), own = slice(k, layout_.place);
+    copy_but(staged(layout_.place, k), call_.in() + whole.begin, whole.bytes(), {own.begin - whole.begin, own.end - whole.begin});
   }
   void meet_here(size_t k) {
     arena_->round({at_home_, wait_.deadline, mesh_.all_sent() ? longest_sleep_ms : 1});
     if (k > 0 || arena_->agreed()) return;
     Differs differs;
     for (int place = 0; place < at_hand(); place++)
-      differs.calls.emplace_back(house_.mine()[place], arena_->posted(place).signature);
+      differs.calls.emplace_back(layout_.at_home()[place], arena_->posted(place).signature);
     throw differs;
   }
   void add_up(size_t k) {
     if (!owns()) return;
-    const Range own = slice(k, house_.place);
+    const Range own = slice(k, layout_.place);
     std::vector<const void*> in;
     for (int place = 0; place < at_hand(); place++) {
-      if (place == house_.place) in.push_back(call_.in() + own.begin);
+      if (place == layout_.place) in.push_back(call_.in() + own.begin);
       else if (arena_->x_in_heap(place))
         in.push_back(arena_->at(place, arena_->posted(place).x_offset, call_.bytes()) + own.begin);
       else in.push_back(staged(place, k) + (own.begin - chunk(k).begin));
@@ -203,7 +181,7 @@ class Hierarchy {
   void send_partial(size_t k) {
     if (!owns()) return;
     std::vector<Piece> out;
-    for (const size_t host : house_.others) {
+    for (const size_t host : layout_.others) {
       const Span now = share(k, host);
       // The first piece is sent even if it is empty, because its header says which call this rank is in.
       if (k == 0 || now.count > 0)
@@ -217,22 +195,22 @@ class Hierarchy {
   // and no result is sent.
   void merge(size_t k) {
     if (!owns()) return;
-    const Span mine = share(k, house_.here);
+    const Span mine = share(k, layout_.here);
     char* const result = result_[k % buffers];
     std::vector<Piece> in, out;
-    for (const size_t host : house_.others)
+    for (const size_t host : layout_.others)
       if (k == 0 || mine.count > 0) in.push_back({owner(host), coming_[host], mine.count * row_.accumulator_bytes});
     mesh_.receive(in, wait_);
     // Merge in host order, into the memory that holds the sums of host 0. If in_one_latency(), use a copy of our own partial
     // sums, because the sums themselves may still be queued for other hosts.
     char* const own = partial_[k % buffers] + mine.begin * row_.accumulator_bytes;
-    if (in_one_latency()) copy(coming_[house_.here], own, mine.count * row_.accumulator_bytes);
-    const auto of = [&](size_t host) { return host == house_.here && !in_one_latency() ? own : coming_[host]; };
+    if (in_one_latency()) copy(coming_[layout_.here], own, mine.count * row_.accumulator_bytes);
+    const auto of = [&](size_t host) { return host == layout_.here && !in_one_latency() ? own : coming_[host]; };
     for (size_t host = 1; host < hosts(); host++) row_.merge(of(0), of(host), mine.count);
     row_.finish(of(0), layout_.size, result + mine.begin * row_.element_bytes, mine.count);
     if (in_one_latency()) return;
 
-    for (const size_t host : house_.others)
+    for (const size_t host : layout_.others)
       if (mine.count > 0) out.push_back({owner(host), result + mine.begin * row_.element_bytes, mine.count * row_.element_bytes});
     mesh_.send(out);
   }
@@ -240,7 +218,7 @@ class Hierarchy {
   void collect(size_t k) {
     if (!owns() || in_one_latency()) return;
     std::vector<Piece> in;
-    for (const size_t host : house_.others) {
+    for (const size_t host : layout_.others) {
       const Span theirs = share(k, host);
       if (theirs.count > 0)
         in.push_back({owner(host), result_[k % buffers] + theirs.begin * row_.element_bytes, theirs.count * row_.element_bytes});
@@ -256,21 +234,21 @@ class Hierarchy {
   // round of step `step`.
   void publish(size_t k, size_t step) {
     if (!owns()) return;
-    const Range own = slice(k, house_.place);
+    const Range own = slice(k, layout_.place);
     copy(call_.result() + own.begin, result_[k % buffers], own.bytes());
     bool staged_for_some = false;
     for (int place = 0; place < at_hand(); place++) {
-      if (place == house_.place) continue;
+      if (place == layout_.place) continue;
       if (!out_in_heap(place)) staged_for_some = true;
       else
         copy(arena_->at(place, arena_->posted(place).out_offset, call_.bytes()) + own.begin, result_[k % buffers], own.bytes());
     }
-    if (staged_for_some) copy(staged(house_.place, step) + step_bytes, result_[k % buffers], own.bytes());
+    if (staged_for_some) copy(staged(layout_.place, step) + step_bytes, result_[k % buffers], own.bytes());
   }
   void take(size_t k, size_t step) {
-    if (!arena_ || out_in_heap(house_.place)) return;
+    if (!arena_ || out_in_heap(layout_.place)) return;
     for (int i = 1; i < at_hand(); i++) {
-      const int place = (house_.place + i) % at_hand();
+      const int place = (layout_.place + i) % at_hand();
       const Range theirs = slice(k, place);
       copy(call_.result() + theirs.begin, staged(place, step) + step_bytes, theirs.bytes());
     }
@@ -281,7 +259,8 @@ class Hierarchy {
   Arena* const arena_;  // this host's arena, or nullptr if this rank is alone on its host
   Mesh& mesh_;
   const Wait& wait_;
-  const House house_;
+  // The number of slices of a chunk. On every host, slice i belongs to the rank at place i.
+  const int slices_;
   AtHome at_home_;
   const Reduction &row_, &sum_;
   const uint64_t first_;

@@ -31,7 +31,7 @@ bool many_short(const Layout& layout, size_t bytes) { return layout.size > many_
 // bytes takes longer than the latency of a step. The rings for all_reduce and reduce_scatter are used only if MSCOMM_ALGO names
 // them, because their results would not be bitwise equal to those of direct.
 bool in_a_long_ring(const Layout& layout, size_t x_bytes) {
-  return layout.hosts() == layout.size && layout.size > many_ranks && x_bytes >= 1 << 20;
+  return std::ssize(layout.hosts) == layout.size && layout.size > many_ranks && x_bytes >= 1 << 20;
 }
 
 // Returns whether a broadcast along a chain takes less time than a broadcast down a tree. In a tree of n ranks, the root sends
@@ -43,7 +43,7 @@ bool in_a_long_chain(const Layout& layout, size_t bytes) {
 }
 
 // The rows of each collective are in order of preference. mscomm takes the first row whose carrier the group has and whose `fits`
-// accepts the size. A group has the carrier `both` only if it spans several hosts and has several ranks on at least one of them.
+// accepts the size. See Layout::allows for the hosts on which a row is used.
 constexpr Algorithm table[] = {
     {"arena", Collective::all_reduce, Carrier::arena, all_reduce_arena},
     {"hierarchical", Collective::all_reduce, Carrier::both, all_reduce_hierarchical},
@@ -95,11 +95,11 @@ std::string names_of(Collective what) {
   return names;
 }
 
-// Returns the carrier that all collectives of a group use. They all use the same one, because ranks that call different
-// collectives by mistake must still reach each other to notice the difference. For the same reason, a rank that waits in the
-// arena during a call with carrier `both` also reads the headers that arrive over the mesh.
-Carrier carrier_of(const Layout& layout, const Forced& forced) {
-  bool arena = false, mesh = layout.hosts() > 1;
+// Returns whether the collectives of a group use the mesh. If not, they all use the arena. They all use the same carrier, because
+// ranks that call different collectives by mistake must still reach each other to notice the difference. For the same reason, a
+// rank that waits in the arena during a call with carrier `both` also reads the headers that arrive over the mesh.
+bool uses_mesh(const Layout& layout, const Forced& forced) {
+  bool arena = false, mesh = layout.hosts.size() > 1;
   for (size_t i = 0; i < forced.size(); i++) {
     if (forced[i].empty()) continue;
     const auto what = static_cast<Collective>(i);
@@ -111,25 +111,50 @@ Carrier carrier_of(const Layout& layout, const Forced& forced) {
   }
   if (arena && mesh)
     throw Error("ValueError", "MSCOMM_ALGO: arena needs all ranks on one host, and no collective forced to another carrier");
-  return mesh ? Carrier::mesh : Carrier::arena;
+  return mesh;
 }
 
-}  // namespace
-
-Choice select(Collective what, const Layout& layout, const Forced& forced) {
-  const Carrier carrier = carrier_of(layout, forced);
-  const std::string& wanted = forced[static_cast<size_t>(what)];
-  if (!wanted.empty()) return {find(what, wanted)};
-  Choice rows;
+std::vector<const Algorithm*> rows_of(Collective what, const Layout& layout, const std::string& forced, bool by_mesh) {
+  if (!forced.empty()) return {find(what, forced)};
+  std::vector<const Algorithm*> rows;
   for (const Algorithm& row : table) {
-    const bool is_there = row.carrier == carrier || (row.carrier == Carrier::both && carrier == Carrier::mesh && layout.mixed());
-    if (row.what != what || !is_there) continue;
+    if (row.what != what || (row.carrier != Carrier::arena) != by_mesh || !layout.allows(row.carrier)) continue;
     rows.push_back(&row);
     if (!row.fits) return rows;
   }
   throw Error("Error", "no algorithm for " + std::string(name(what)));
 }
 
-int Layout::hosts() const { return host.empty() ? 1 : *std::max_element(host.begin(), host.end()) + 1; }
+}  // namespace
+
+Layout::Layout(const std::vector<int>& host, int rank, const Forced& forced)
+    : rank(rank), size(static_cast<int>(host.size())), here(host.at(rank)) {
+  for (int one = 0; one < size; one++) {
+    if (static_cast<size_t>(host[one]) == hosts.size()) hosts.emplace_back();
+    if (one == rank) place = static_cast<int>(hosts.at(here).size());
+    hosts.at(host[one]).push_back(one);
+  }
+  fewest = std::ranges::min(hosts, {}, &std::vector<int>::size).size();
+  for (size_t i = 1; i < hosts.size(); i++) others.push_back((here + i) % hosts.size());
+  const bool by_mesh = uses_mesh(*this, forced);
+  for (size_t what = 0; what < rows.size(); what++) {
+    rows[what] = rows_of(static_cast<Collective>(what), *this, forced[what], by_mesh);
+    for (const Algorithm* row : rows[what]) {
+      arena |= row->carrier != Carrier::mesh && at_home().size() > 1;
+      mesh |= row->carrier != Carrier::arena && size > 1;
+    }
+  }
+}
+
+bool Layout::allows(Carrier carrier) const {
+  switch (carrier) {
+    case Carrier::arena:
+      return hosts.size() == 1;
+    case Carrier::both:
+      return hosts.size() > 1 && std::ssize(hosts) < size;
+    default:
+      return true;
+  }
+}
 
 }  // namespace mscomm

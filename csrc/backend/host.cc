@@ -1,31 +1,11 @@
 #include "backend/host.h"
 
-#include <algorithm>
 #include <cstring>
 
 #include "algo/order.h"
-#include "base/error.h"
 #include "base/reduce.h"
 
 namespace mscomm {
-
-HostBackend::HostBackend(Layout layout, Forced forced, std::unique_ptr<Arena> arena, std::unique_ptr<Mesh> mesh)
-    : layout_(std::move(layout)), arena_(std::move(arena)), mesh_(std::move(mesh)) {
-  for (size_t what = 0; what < collectives.size(); what++) {
-    choices_[what] = select(static_cast<Collective>(what), layout_, forced);
-    if (layout_.size == 1) continue;
-    for (const Algorithm* row : choices_[what])
-      if (!is_set_up(row->carrier))
-        throw Error("Error", std::string(collectives[what]) + " by " + std::string(row->name) +
-                                 " was chosen, but its transport was not set up");
-  }
-}
-
-bool HostBackend::is_set_up(Carrier carrier) const {
-  if (carrier == Carrier::arena) return arena_ && !mesh_;
-  const auto here = layout_.host.empty() ? layout_.size : std::count(layout_.host.begin(), layout_.host.end(), layout_.here());
-  return mesh_ && (carrier == Carrier::mesh || arena_ || here == 1);
-}
 
 void HostBackend::run(const Call& call, const Wait& wait) {
   if (layout_.size == 1) {

@@ -3,6 +3,8 @@
 
 #include <atomic>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "algo/algorithm.h"
 #include "backend/backend.h"
@@ -13,7 +15,9 @@ namespace mscomm {
 
 class HostBackend final : public Backend {
  public:
-  HostBackend(Layout layout, Forced forced, std::unique_ptr<Arena> arena, std::unique_ptr<Mesh> mesh);
+  // arena, mesh: nullptr if the layout says that this rank needs none.
+  HostBackend(Layout layout, std::unique_ptr<Arena> arena, std::unique_ptr<Mesh> mesh)
+      : layout_(std::move(layout)), arena_(std::move(arena)), mesh_(std::move(mesh)) {}
 
   void run(const Call& call, const Wait& wait) override;
   void shut_down() override;
@@ -22,10 +26,7 @@ class HostBackend final : public Backend {
   void close() override;
   void close_descriptors() override;
 
-  // Returns the algorithm that runs this collective for a message of `bytes` bytes.
-  const Algorithm& chosen(Collective what, size_t bytes) const {
-    return pick(choices_[static_cast<size_t>(what)], layout_, bytes);
-  }
+  const Layout& layout() const { return layout_; }
   const Arena* arena() const { return arena_.get(); }
   // For each carrier, the total size in bytes of x and out over all calls so far. A call that uses both carriers counts for both.
   struct Carried {
@@ -34,18 +35,16 @@ class HostBackend final : public Backend {
   const Carried& carried() const { return carried_; }
 
  private:
-  bool is_set_up(Carrier carrier) const;
   const Algorithm& algorithm_of(const Call& call) const {
     const Collective what = call.signature.what;
     size_t bytes = call.bytes();
     // In an uneven all_gather, the signature describes the x of all ranks together. So choose the algorithm for an x of average
     // size.
     if (gathers(what) && !call.counts.empty()) bytes /= layout_.size;
-    return chosen(what, bytes);
+    return layout_.chosen(what, bytes);
   }
 
   Layout layout_;
-  std::array<Choice, collectives.size()> choices_;
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<Mesh> mesh_;
   Carried carried_;

@@ -1,35 +1,74 @@
 #include "comm/founding.h"
 
-#include <algorithm>
+#include <unistd.h>
+
+#include <cerrno>
 #include <optional>
 #include <utility>
 
 #include "base/error.h"
 #include "net/stream.h"
 #include "transport/arena.h"
+#include "transport/mesh.h"
 
 namespace mscomm {
 
-std::unique_ptr<HostBackend> found(Founding founding, const Peers& peers, Mesh::Recorded recorded) {
+namespace {
+
+std::unique_ptr<HostBackend> carriers_of(Founding& founding, const Peers& peers, Mesh::Recorded recorded) {
   std::vector<Descriptor>& links = founding.links;
   const std::vector<int>& ranks = founding.ranks;
-  const int rank = founding.layout.rank;
-  if (ranks.size() != founding.layout.host.size() || (!links.empty() && links.size() != ranks.size()))
+  const Layout& layout = founding.layout;
+  if (ranks.size() != static_cast<size_t>(layout.size) || links.size() != (layout.mesh ? ranks.size() : 0))
     throw Error("ValueError", "group: hosts and links must have one entry for each rank");
   std::unique_ptr<Mesh> mesh;
-  if (!links.empty()) {
+  if (layout.mesh) {
     std::vector<std::optional<Stream>> streams(ranks.size());
     for (size_t peer = 0; peer < ranks.size(); peer++)
       if (links[peer].get() >= 0) streams[peer].emplace(links[peer].release(), peers.names.at(ranks[peer]));
-    mesh = std::make_unique<Mesh>(ranks, rank, founding.epoch, std::move(streams), std::move(recorded));
+    mesh = std::make_unique<Mesh>(ranks, layout.rank, founding.epoch, std::move(streams), std::move(recorded));
   }
   std::unique_ptr<Arena> arena;
-  if (std::vector<int>& at_home = founding.at_home; !at_home.empty()) {
-    const auto place = std::find(at_home.begin(), at_home.end(), ranks.at(rank)) - at_home.begin();
-    if (static_cast<size_t>(place) == at_home.size()) throw Error("ValueError", "group: at_home lacks this rank");
-    arena = std::make_unique<Arena>(std::move(at_home), static_cast<int>(place), peers.heaps, founding.control, founding.spin);
+  if (layout.arena) {
+    std::vector<int> at_home = layout.at_home();
+    for (int& rank : at_home) rank = ranks[rank];
+    arena = std::make_unique<Arena>(std::move(at_home), layout.place, peers.heaps, founding.control, founding.spin);
   }
-  return std::make_unique<HostBackend>(std::move(founding.layout), founding.forced, std::move(arena), std::move(mesh));
+  return std::make_unique<HostBackend>(std::move(founding.layout), std::move(arena), std::move(mesh));
+}
+
+}  // namespace
+
+Founded::Founded(Founding founding, const std::shared_ptr<Peers>& peers, std::function<void()> interrupt) {
+  const int rank = founding.layout.rank;
+  auto backend = carriers_of(founding, *peers, [this](uint64_t number) { return recorder_.find(number); });
+  host_ = backend.get();
+  const auto wake = [news = std::make_shared<Descriptor>(std::move(founding.news))] {
+    const uint64_t one = 1;
+    // EAGAIN means that the eventfd's counter is full. The reader has not read the counter yet, but will do so.
+    if (news->get() >= 0 && write(news->get(), &one, sizeof one) < 0 && errno != EAGAIN) return;
+  };
+  const auto notice = [this, wake](const std::string& text) {
+    {
+      const std::lock_guard lock(notices_mutex_);
+      notices_.push_back(text);
+    }
+    wake();
+  };
+  communicator_ =
+      std::make_unique<Communicator>(std::move(founding.name), std::move(founding.ranks), rank, peers, std::move(backend),
+                                     founding.epoch, recorder_, Communicator::Hooks{std::move(interrupt), notice, wake});
+}
+
+std::vector<std::string> Founded::notices() {
+  const std::lock_guard lock(notices_mutex_);
+  return std::exchange(notices_, {});
+}
+
+void Founded::join_device(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id,
+                          const Deadline& deadline, const std::function<void()>& check) {
+  communicator_->add_device(std::make_unique<VendorBackend>(std::move(vendor), std::move(runtime), device, id,
+                                                            communicator_->size(), communicator_->rank(), deadline, check));
 }
 
 }  // namespace mscomm

@@ -1,35 +1,64 @@
-// Sets up a group's carriers: its arena and its mesh.
+// Sets up one rank's part of a group: the arena, the mesh, and the communicator that uses them.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <mutex>
+#include <string>
 #include <vector>
 
 #include "algo/algorithm.h"
 #include "backend/host.h"
+#include "base/deadline.h"
 #include "base/descriptor.h"
+#include "comm/communicator.h"
 #include "comm/peers.h"
-#include "transport/mesh.h"
+#include "comm/recorder.h"
 
 namespace mscomm {
 
-// What was decided about a group when it was founded. Values that do not depend on the rank or its host are the same on all ranks
-// of the group.
+// What was decided about a group before it is founded. Values that do not depend on the rank or its host are the same on all
+// ranks of the group.
 struct Founding {
+  std::string name;
   std::vector<int> ranks;  // the job rank of each rank of the group
   Layout layout;
-  Forced forced;
   uint32_t epoch = 0;
-  // The job rank of each rank of the group on this host. Empty if these ranks do not share an arena.
-  std::vector<int> at_home;
-  uint64_t control = 0;  // the offset of the arena's memory in the heap of the lowest rank in at_home
+  uint64_t control = 0;  // the offset of the arena's memory in the heap of the lowest job rank in layout.at_home()
   bool spin = false;
-  // One socket for each rank of the group, connected to that rank; -1 for this rank itself. found() takes ownership of the
-  // sockets. Empty if the group has no mesh.
-  std::vector<Descriptor> links;
+  // If the group has a mesh, one socket for each rank of the group, connected to that rank; -1 for this rank itself. Founded
+  // takes ownership of the sockets.
+  std::vector<Descriptor> links{};
+  // An eventfd, or -1. The core writes to it when a started call, a started message or a call on the device has failed, when
+  // Communicator::stuck() has a number, and when there are notices for the user. So no core thread has to call into Python: such
+  // a call might never return while the process is exiting.
+  Descriptor news{};
 };
 
-// Sets up the arena and the mesh. recorded: see Mesh.
-std::unique_ptr<HostBackend> found(Founding founding, const Peers& peers, Mesh::Recorded recorded);
+// One rank's part of a group.
+class Founded {
+ public:
+  // interrupt: see Communicator::Hooks.
+  Founded(Founding founding, const std::shared_ptr<Peers>& peers, std::function<void()> interrupt);
+
+  const HostBackend& host() const { return *host_; }
+  const Recorder& recorder() const { return recorder_; }
+  Communicator& communicator() const { return *communicator_; }
+  // Returns the notices that have not been returned yet.
+  std::vector<std::string> notices();
+  // Sets up the group on a device. Every rank of the group must call this with the same id, which Vendor::make_id has created on
+  // one rank. check: see VendorBackend.
+  void join_device(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id,
+                   const Deadline& deadline, const std::function<void()>& check);
+
+ private:
+  Recorder recorder_;
+  std::mutex notices_mutex_;  // protects notices_
+  std::vector<std::string> notices_;
+  const HostBackend* host_;
+  // This must be the last member. C++ destroys the last member first, and the communicator's threads use the other members.
+  std::unique_ptr<Communicator> communicator_;
+};
 
 }  // namespace mscomm

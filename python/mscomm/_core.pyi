@@ -43,18 +43,6 @@ def expand(narrow: np.ndarray[Any, Any], out: np.ndarray[Any, Any], /) -> None:
 def algorithms() -> list[tuple[str, str, Literal["arena", "mesh", "both"]]]:
     """Return all algorithms, in order of preference, as (collective, name, carrier)."""
 
-def select(
-    what: int, hosts: Sequence[int], forced: Sequence[str], /
-) -> list[tuple[str, Literal["arena", "mesh", "both"]]]:
-    """Return the algorithms that a collective may use among ranks on these hosts, as (name, carrier).
-
-    A call runs the first of these algorithms that accepts the size of the message, or the last of them if none does
-    (see Group.chosen).
-
-    forced: for each collective, the name of the only algorithm that it may use, or "". Raise ValueError if there is no
-    algorithm with this name, or if the algorithm cannot be used on these hosts.
-    """
-
 def make_heap(bytes: int, own_tmpfs: bool, /) -> tuple[Heap, int]:
     """Create a heap. Return the heap, and the descriptor with which the peers map it, which the caller must close.
 
@@ -290,6 +278,40 @@ def set_world(core: Group | None, /) -> None:
     """Set the group for calls without the argument `group`. core is None before init and after release."""
 
 @final
+class Layout:
+    """Says on which host each rank of a group runs, and which algorithms and carriers the group therefore uses."""
+
+    def __init__(self, *, hosts: Sequence[int], rank: int, forced: Sequence[str]) -> None:
+        """hosts: for each rank, the number of its host. Hosts are numbered in the order in which they first occur.
+        rank: this rank. forced: for each collective, the name of the only algorithm that it may use, or "".
+
+        Raise ValueError if there is no algorithm with this name, or if the algorithm cannot be used on these hosts.
+        """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def at_home(self) -> list[int]:
+        """The ranks on this rank's host, including this rank."""
+
+    @property
+    def arena(self) -> bool:
+        """Whether this rank needs an arena, which it shares with the ranks in at_home."""
+
+    @property
+    def mesh(self) -> bool: ...
+    def allows(self, carrier: Literal["arena", "mesh", "both"], /) -> bool:
+        """Return whether ranks on these hosts can use an algorithm with this carrier."""
+
+    def rows(self, what: int, /) -> list[str]:
+        """Return the algorithms that a collective may use. A call runs the first of these algorithms that accepts the
+        size of the message, or the last of them if none does.
+        """
+
+    def chosen(self, bytes: int = 0) -> dict[str, str]:
+        """Return, for each collective, the algorithm that runs for a message of this many bytes."""
+
+@final
 class Group:
     """One rank's part of a group, with its communicator, carriers and recorder."""
 
@@ -299,26 +321,22 @@ class Group:
         name: str,
         peers: Peers,
         ranks: Sequence[int],
-        rank: int,
         epoch: int,
-        hosts: Sequence[int],
-        forced: Sequence[str],
-        at_home: Sequence[int],
+        layout: Layout,
         control: int,
         spin: bool,
         links: Sequence[int],
         news_fd: int,
     ) -> None:
-        """ranks: the group's ranks, as ranks of the job. rank: this rank's index in `ranks`. hosts: for each rank, the
-        number of its host. Hosts are numbered in the order in which they first occur in the group.
-
-        at_home: the ranks that use the arena, as ranks of the job; empty if there is no arena. control: the offset of
-        the arena's memory. links: a socket for each rank of the group, and -1 for this rank; empty if there is no mesh.
-        The core takes ownership of the sockets. news_fd: an eventfd, or -1. The core writes to it when an asynchronous
-        call, an asynchronous message or a call on the device has failed. It also writes when stuck() or notices() would
-        return something new.
+        """ranks: the group's ranks, as ranks of the job. layout: the core copies it. control: the offset of the
+        arena's memory, if layout.arena. links: if layout.mesh, a socket for each rank of the group, and -1 for this
+        rank; otherwise empty. The core takes ownership of the sockets. news_fd: an eventfd, or -1. The core writes to
+        it when an asynchronous call, an asynchronous message or a call on the device has failed. It also writes when
+        stuck() or notices() would return something new.
         """
 
+    @property
+    def layout(self) -> Layout: ...
     def run(self, call: Call, timeout_s: float, number: int, /) -> None:
         """Run a call. For a call on the device, run() returns when the call has been enqueued.
 
@@ -551,9 +569,6 @@ class Group:
         """Wait until all started calls and all work on the device have completed, or until the group is broken."""
 
     def close(self) -> None: ...
-    def chosen(self, bytes: int = 0) -> dict[str, str]:
-        """Return, for each collective, the algorithm that runs for a message of this many bytes."""
-
     def carried(self) -> dict[str, int]:
         """Return how many bytes of x and out each carrier ("arena", "mesh") has carried in all calls so far."""
 

@@ -379,9 +379,8 @@ struct Bare {
     bool broken() const override { return false; }
   };
 
-  explicit Bare(int size, bool spin = false) : job(size), control(Arena::reserve(job.heap(0), size)) {
-    layout.size = size;
-    layout.host.assign(static_cast<size_t>(size), 0);
+  explicit Bare(int size, bool spin = false)
+      : hosts(static_cast<size_t>(size)), job(size), control(Arena::reserve(job.heap(0), size)) {
     for (int rank = 0; rank < size; rank++)
       arenas.push_back(std::make_unique<Arena>(job.all(), rank, job.peers(rank)->heaps, control, spin));
   }
@@ -391,10 +390,9 @@ struct Bare {
       threads.emplace_back([&, mine = arena.get()] {
         Patient watch;
         std::vector<char> scratch;
-        Layout here = layout;
-        here.rank = mine->rank();
+        const Layout layout(hosts, mine->rank());
         try {
-          body(*mine, {here, mine, nullptr, scratch}, {watch, Deadline(240)});
+          body(*mine, {layout, mine, nullptr, scratch}, {watch, Deadline(240)});
         } catch (const Error& error) {
           CHECK(error.what() == std::string());
         }
@@ -402,9 +400,9 @@ struct Bare {
     for (std::thread& thread : threads) thread.join();
   }
 
+  std::vector<int> hosts;  // all ranks are on host 0
   ThreadJob job;
   uint64_t control;
-  Layout layout;
   std::vector<std::unique_ptr<Arena>> arenas;
 };
 

@@ -30,7 +30,7 @@ bool refused(const Call& call, int rank, const std::string& with = "") {
 // Runs body on every rank's call of every collective: first without counts, then with each pattern of counts.
 void on_every_call(const std::function<void(const Call&, int rank)>& body) {
   static uint32_t memory[4096];
-  const Inputs inputs(Layout{0, ranks, std::vector<int>(ranks, 0)}, Dtype::float32, 4096);
+  const Inputs inputs(Layout(std::vector<int>(ranks), 0), Dtype::float32, 4096);
   for (const Amounts& some : amounts(ranks, 100))
     for (size_t i = 0; i < collectives.size(); i++)
       for (int rank = 0; rank < ranks; rank++) {

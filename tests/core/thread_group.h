@@ -97,20 +97,21 @@ struct ThreadRank {
   }
 };
 
-// A group of some or all ranks of a job. With the algorithm "arena", the ranks share an arena. With any other algorithm, socket
-// pairs connect them. If the algorithm is "hierarchical" or there are several hosts, each host with several ranks has an arena as
-// well.
+// A group of some or all ranks of a job. Every collective that has the given algorithm uses it. If the group's layout needs a
+// mesh, socket pairs connect the ranks.
 class ThreadGroup {
  public:
   ThreadGroup(const ThreadJob& job, std::vector<int> ranks, const std::string& algorithm, bool spin)
       : job_(job), ranks_(std::move(ranks)) {
     const size_t n = ranks_.size();
     const int size = static_cast<int>(n);
-    const bool linked = algorithm != "arena";
     Forced forced;
     for (const Algorithm& row : algorithms())
       if (row.name == algorithm) forced[static_cast<size_t>(row.what)] = algorithm;
+    std::vector<Layout> layouts;
+    for (int rank = 0; rank < size; rank++) layouts.emplace_back(hosts(), rank, forced);
 
+    const bool linked = layouts[0].mesh;
     std::vector<std::vector<int>> links(n, std::vector<int>(linked ? n : 0, -1));
     for (size_t a = 0; a < n && linked; a++)
       for (size_t b = a + 1; b < n; b++) {
@@ -120,26 +121,22 @@ class ThreadGroup {
         for (const int end : ends) setsockopt(end, SOL_SOCKET, SO_SNDBUF, &little, sizeof little);
         links[a][b] = ends[0], links[b][a] = ends[1];
       }
-    std::map<int, std::vector<int>> at_home;  // the group's ranks on each host, with their numbers in the job
-    for (int rank : ranks_) at_home[host_of(rank)].push_back(rank);
-    for (const auto& [host, members] : at_home)
-      if (!linked || (members.size() > 1 && (algorithm == "hierarchical" || at_home.size() > 1)))
-        controls_[host] = {&job_.heap(*std::min_element(members.begin(), members.end())), static_cast<int>(members.size())};
-    for (auto& [host, control] : controls_) control.offset = Arena::reserve(*control.heap, control.size);
-
     for (int rank = 0; rank < size; rank++) {
-      const std::shared_ptr<Peers>& peers = job_.peers(in_job(rank));
-      recorders_.push_back(std::make_unique<Recorder>());
-      const std::vector<int>& mine = links[static_cast<size_t>(rank)];
-      Founding founding{ranks_, {rank, size, hosts()}, forced, 0, {}, 0, spin, {mine.begin(), mine.end()}};
-      if (const auto control = controls_.find(host_of(in_job(rank))); control != controls_.end()) {
-        founding.at_home = at_home[control->first];
-        founding.control = control->second.offset;
+      Layout& layout = layouts[static_cast<size_t>(rank)];
+      uint64_t offset = 0;
+      if (layout.arena) {
+        int lowest = in_job(rank);
+        for (const int other : layout.at_home()) lowest = std::min(lowest, in_job(other));
+        Control& control = controls_[layout.here];
+        if (!control.heap) {
+          control = {&job_.heap(lowest), static_cast<int>(layout.at_home().size())};
+          control.offset = Arena::reserve(*control.heap, control.size);
+        }
+        offset = control.offset;
       }
-      auto backend = found(std::move(founding), *peers,
-                           [recorder = recorders_.back().get()](uint64_t number) { return recorder->find(number); });
-      groups_.push_back(std::make_unique<Communicator>("world", ranks_, rank, peers, std::move(backend), 0, *recorders_.back(),
-                                                       Communicator::Hooks{}));
+      const std::vector<int>& mine = links[static_cast<size_t>(rank)];
+      Founding founding{"world", ranks_, std::move(layout), 0, offset, spin, {mine.begin(), mine.end()}};
+      groups_.push_back(std::make_unique<Founded>(std::move(founding), job_.peers(in_job(rank)), nullptr));
     }
   }
   ~ThreadGroup() {
@@ -150,8 +147,8 @@ class ThreadGroup {
   ThreadGroup& operator=(const ThreadGroup&) = delete;
 
   int size() const { return static_cast<int>(ranks_.size()); }
-  Layout layout() const { return {0, size(), hosts()}; }
-  ThreadRank at(int rank) const { return {rank, groups_[rank].get(), &job_.heap(in_job(rank))}; }
+  Layout layout() const { return {hosts(), 0}; }
+  ThreadRank at(int rank) const { return {rank, &groups_[rank]->communicator(), &job_.heap(in_job(rank))}; }
   // Converts a rank of the job to a rank of the group. Returns -1 if the group does not contain the rank.
   int place_of(int rank) const {
     const auto found = std::find(ranks_.begin(), ranks_.end(), rank);
@@ -182,13 +179,12 @@ class ThreadGroup {
   const ThreadJob& job_;
   std::vector<int> ranks_;
   struct Control {
-    Heap* heap;
-    int size;
+    Heap* heap = nullptr;
+    int size = 0;
     uint64_t offset = 0;
   };
-  std::map<int, Control> controls_;  // control memory of the arenas, by host
-  std::vector<std::unique_ptr<Recorder>> recorders_;
-  std::vector<std::unique_ptr<Communicator>> groups_;
+  std::map<size_t, Control> controls_;  // control memory of the arenas, by host
+  std::vector<std::unique_ptr<Founded>> groups_;
 };
 
 // Creates a job and its world, and runs body on one thread for each rank.

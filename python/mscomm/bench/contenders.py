@@ -130,7 +130,7 @@ def ourselves(case: Case, shared: bool, name: str = "mscomm", group: Group | Non
 
     group: the group to make the calls on. It must contain all ranks. None means the world.
     """
-    chosen = assemble.chosen(resolve(group).core).get(case.row.name, "not known")
+    chosen = assemble.chosen(resolve(group).core.layout).get(case.row.name, "not known")
     memory = "arrays of mscomm.empty" if shared else "private arrays"
     about = f"mscomm {mscomm.__version__}, {memory}, algorithm {chosen}"
     bind = functools.partial(mscomm_call, group=group)

@@ -25,13 +25,11 @@ from mscomm.group import Group
 _FASTER = 0.9  # report an algorithm as faster if each round takes less than this share of the chosen algorithm's time
 
 
-def algorithms(hosts: list[int]) -> dict[str, list[str]]:
+def algorithms(layout: _core.Layout) -> dict[str, list[str]]:
     """Return the algorithms that each collective can use on these hosts. Omit collectives with only one algorithm."""
-    alone, apart = len(set(hosts)) == 1, len(set(hosts)) == len(hosts)
-    fit = {"arena": alone, "both": not alone and not apart, "mesh": True}
     names: dict[str, list[str]] = {}
     for what, name, carrier in _core.algorithms():
-        if fit[carrier]:
+        if layout.allows(carrier):
             names.setdefault(what, []).append(name)
     return {what: found for what, found in names.items() if len(found) > 1}
 
@@ -47,7 +45,8 @@ def measure(plan: Plan, rank: int, ranks: int) -> dict[str, Any]:
     result["environment"]["contenders"] = {"mscomm": f"mscomm {mscomm.__version__}"}
     if rank == 0:
         report.tune_head(plan, result["environment"])
-    known = algorithms(world.hosts)
+    layout = world.core.layout
+    known = algorithms(layout)
     choices = {}
     with contextlib.ExitStack() as destroying:
         variants = {}
@@ -56,15 +55,15 @@ def measure(plan: Plan, rank: int, ranks: int) -> dict[str, Any]:
             destroying.callback(mscomm.destroy_group, variants[name])
         for what, names in known.items():
             case = Case(COLLECTIVES[what], dtype_of(plan.dtype), plan.op, plan.root, ranks, rank)
-            rows = _of_collective(plan._replace(collective=what, peers=tuple(names)), case, variants, world.core)
+            rows = _of_collective(plan._replace(collective=what, peers=tuple(names)), case, variants, layout)
             result["rows"] += rows
-            choices[what] = choice(world.core, what, [row["message"] for row in rows])
+            choices[what] = choice(layout, what, [row["message"] for row in rows])
     if rank == 0:
         report.tune_choices(choices, faster(result["rows"]))
     return result
 
 
-def _of_collective(plan: Plan, case: Case, variants: dict[str, Group], core: _core.Group) -> list[dict[str, Any]]:
+def _of_collective(plan: Plan, case: Case, variants: dict[str, Group], layout: _core.Layout) -> list[dict[str, Any]]:
     what, names = plan.collective, plan.peers
     ways = [ourselves(case, plan.shared, name, variants[name]) for name in names]
     counts = plan.counts(case)
@@ -79,7 +78,7 @@ def _of_collective(plan: Plan, case: Case, variants: dict[str, Group], core: _co
         # The choice depends on the size of x. If only the result has parts, x has the size of one part.
         message = size if case.row.x_in_parts else count * case.dtype.itemsize
         row = {"collective": what, "size": size, "message": message, "results": of_size(plan, case, ways, count)}
-        row["chosen"] = core.chosen(message)[what]
+        row["chosen"] = layout.chosen(message)[what]
         row["best"] = min(names, key=lambda name: _cell(row, name)["us"])
         rows.append(row)
         if case.rank == 0:
@@ -87,7 +86,7 @@ def _of_collective(plan: Plan, case: Case, variants: dict[str, Group], core: _co
     return rows
 
 
-def choice(core: _core.Group, what: str, sizes: list[int]) -> list[tuple[str, int]]:
+def choice(layout: _core.Layout, what: str, sizes: list[int]) -> list[tuple[str, int]]:
     """Return which algorithm is chosen for each message size from 0 to the last of `sizes`.
 
     The result is a list of pairs in ascending order: an algorithm, and the smallest size in bytes for which it is
@@ -95,7 +94,7 @@ def choice(core: _core.Group, what: str, sizes: list[int]) -> list[tuple[str, in
     """
 
     def chosen(size: int) -> str:
-        return core.chosen(size)[what]
+        return layout.chosen(size)[what]
 
     found = [(chosen(0), 0)]
     for small, large in itertools.pairwise([0, *sizes]):

@@ -117,9 +117,9 @@ def heap_bytes(ranks: int) -> int:
 # -- one epoch of the job
 
 
-def chosen(core: _core.Group) -> dict[str, str]:
+def chosen(layout: _core.Layout) -> dict[str, str]:
     """Return the algorithms of each collective as text: "direct", or "tree or ring" if large arrays use ring."""
-    sizes = [core.chosen(2**power) for power in range(_LARGEST_POWER + 1)]
+    sizes = [layout.chosen(2**power) for power in range(_LARGEST_POWER + 1)]
     return {what: " or ".join(dict.fromkeys(names[what] for names in sizes)) for what in sizes[0]}
 
 
@@ -193,23 +193,19 @@ class Epoch:
         """
         hosts = plan.hosts([self.facts[rank] for rank in ranks])
         me = ranks.index(self.rank)
-        rows = (_core.select(what, hosts, forced) for what in range(len(_core.collectives)))
-        carriers = {carrier for row in rows for _, carrier in row}
-        at_home = [rank for rank in ranks if self.hosts[rank] == self.hosts[self.rank]]
-        by_arena = not carriers.isdisjoint(("arena", "both")) and len(at_home) > 1
-        by_mesh = not carriers.isdisjoint(("mesh", "both")) and len(ranks) > 1
+        layout = _core.Layout(hosts=hosts, rank=me, forced=forced)
+        at_home = [ranks[place] for place in layout.at_home]
         what = "init" if name == "world" else f"create_group({name!r})"
         device = (*self.accelerator.opened, self.accelerator.device) if self.accelerator else None
         control = None
         came = met = False
         try:
-            if by_arena and self.rank == min(at_home):
+            if layout.arena and self.rank == min(at_home):
                 assert self.heap
                 control = self.heap.reserve_control(len(at_home))
             with contextlib.ExitStack() as closing:
-                listening = [
-                    closing.enter_context(self._listener(is_near)) for is_near in _needed(hosts, me) if by_mesh
-                ]
+                needed = _needed(hosts, me) if layout.mesh else []
+                listening = [closing.enter_context(self._listener(is_near)) for is_near in needed]
                 offered: dict[str, Any] = {
                     "control": control,
                     "data": [links.address_of(listener) for listener in listening],
@@ -225,18 +221,15 @@ class Epoch:
                     self.member.check(group)  # a group of one rank has no meeting that could report an abort of the job
                 all_came()
                 spin = can_spin([self.facts[rank] for rank in self.neighbours])
-                fds = self._connect(group, ranks, listening, told, deadline) if by_mesh else []
+                fds = self._connect(group, ranks, listening, told, deadline) if layout.mesh else []
                 with _system_calls(self.rank, f"group {name}"):
                     core = _core.Group(
                         name=name,
                         peers=self.peers,
                         ranks=ranks,
-                        rank=me,
                         epoch=self.number,
-                        hosts=hosts,
-                        forced=forced,
-                        at_home=at_home if by_arena else [],
-                        control=told[min(at_home)]["control"] if by_arena else 0,
+                        layout=layout,
+                        control=told[min(at_home)]["control"] if layout.arena else 0,
                         spin=spin,
                         links=fds,
                         news_fd=self.member.news_fd if self.member else -1,
@@ -262,17 +255,15 @@ class Epoch:
                     self.member.refuse(group, what, ranks, error)
             raise
         if log.enabled(log.INFO):
-            used = [carrier for carrier, is_used in (("arena", by_arena), ("mesh", by_mesh)) if is_used]
-            self._tell_founded(name, group, ranks, core, used, spin)
+            self._tell_founded(name, group, ranks, layout, spin)
         return Founded(core, control, len(at_home))
 
-    def _tell_founded(
-        self, name: str, id: str, ranks: list[int], core: _core.Group, carriers: list[str], spin: bool
-    ) -> None:
-        log.info(f"group {name} ({id}): rank {ranks.index(self.rank)} of {len(ranks)}, ranks {plan.numbers(ranks)}")
-        by = ", ".join(f"{what} {algorithm}" for what, algorithm in chosen(core).items())
+    def _tell_founded(self, name: str, id: str, ranks: list[int], layout: _core.Layout, spin: bool) -> None:
+        log.info(f"group {name} ({id}): rank {layout.rank} of {len(ranks)}, ranks {plan.numbers(ranks)}")
+        by = ", ".join(f"{what} {algorithm}" for what, algorithm in chosen(layout).items())
+        carriers = ["arena"] * layout.arena + ["mesh"] * layout.mesh
         log.info(f"group {name}: by {' and '.join(carriers) or 'copying'}: {by}")
-        if "arena" in carriers:
+        if layout.arena:
             here = [self.facts[rank] for rank in self.neighbours]
             log.info(
                 f"group {name}: waits {'spin' if spin else 'yield'}: {len(here)} ranks on this host, "
