@@ -62,8 +62,8 @@ test-python: $(VENV)/.dev $(MPICH)/.installed
 
 # MindSpore has an environment of its own, because it needs an older NumPy.
 test-mindspore: $(MINDSPORE)/.installed
-	$(MINDSPORE)/bin/pytest -q tests/test_arrays.py tests/test_reducer.py tests/test_train.py \
-	  tests/test_examples_frameworks.py
+	$(MINDSPORE)/bin/pytest -q tests/test_arrays.py tests/test_ops.py tests/test_reducer.py tests/test_train.py \
+	  tests/test_vision.py tests/test_examples_frameworks.py
 
 # Uses the machine's own Python and its packages: the PyTorch that is installed there fits the GPU, and the machine may
 # have no network.
@@ -110,9 +110,10 @@ $(VENV)/.dev: $(VENV)/.installed
 	$(BIN)/pip install -q "$$(ls $(WHEELS)/*.whl)[mpi,examples,dev]"
 	touch $@
 
-# Packages without which some tests are skipped: array libraries, and NVIDIA's NCCL, which can be opened without a GPU.
+# Packages without which some tests are skipped: array libraries, the libraries of `mscomm bench --plot` and of
+# mscomm.launch, and NVIDIA's NCCL, which can be opened without a GPU.
 $(VENV)/.frameworks: $(VENV)/.dev
-	$(BIN)/pip install -q "torch==2.13.*" "jax>=0.4.30"
+	$(BIN)/pip install -q "torch==2.13.*" "jax>=0.4.30" "matplotlib>=3.8" cloudpickle
 	$(BIN)/pip install -q --no-deps "nvidia-nccl-cu12>=2.28"
 	touch $@
 

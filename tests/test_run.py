@@ -116,6 +116,8 @@ def test_modules_programs_and_pytest_are_started(tmp_path):
         (["--worker_num", "4", "--local_worker_num", "2", "x.py"], "the job has 2 hosts: say which one this is"),
         (["--nnodes", "2", "-n", "2", "--node-rank", "2", "x.py"], "--node-rank 2: a job of 2 hosts has"),
         (["--nnodes", "2", "-n", "2", "--node-rank", "1", "x.py"], "name node 0's address"),
+        (["-n", "2", "--node-rank", "1", "x.py"], "--node-rank 1: a job of 1 host has only node 0; add --nnodes"),
+        (["--hosts", "a:2", "--local_worker_num", "2", "x.py"], "leave out --local_worker_num"),
         (["--stdin", "2", "-n", "2", "true"], "Error: --stdin 2: this host has the ranks 0 to 1"),
         (["--join=False", "-n", "2", "x.py"], "stays until the ranks have ended"),
         (["--cluster_time_out", "0", "-n", "2", "true"], "MS_TOPO_TIMEOUT='0.0'"),
@@ -126,6 +128,12 @@ def test_wrong_arguments_are_one_line(args, text):
     assert done.returncode == 1
     assert text in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["PET_NODE_RANK", "PET_MAX_RESTARTS"])
+def test_torchruns_variables_must_be_numbers(name):
+    done = mscomm_run("-n", 2, "true", env={name: "two"})
+    assert (done.returncode, done.stderr) == (1, f"Error: {name}='two': expected a number\n")
 
 
 def test_omp_threads_are_set_and_said_once_unless_given(script):

@@ -135,8 +135,8 @@ def command(
     if join is False:
         raise click.ClickException("--join=False: mscomm run stays until the ranks have ended; put an & behind it")
     per_node = per_node or os.environ.get("PET_NPROC_PER_NODE")
-    of_node_rank = {"--nnodes": nnodes, "--node-rank": node_rank, "--master-addr": master_addr}
-    shares, own = _shares(hosts, hostfile, per_node, worker_num, of_node_rank)
+    of_nodes = {"--nnodes": nnodes, "--node-rank": node_rank, "--master-addr": master_addr}
+    shares, own = _shares(hosts, hostfile, per_node, worker_num, {**of_nodes, "--local_worker_num": local_worker_num})
     if shares:
         local, count = len(shares[own].ranks), 1
     else:
@@ -209,7 +209,7 @@ def _shares(
         raise click.ClickException("--hosts and --hostfile: both name the hosts; give one of them")
     for name, value in others.items():
         if value is not None:
-            raise click.ClickException(f"--hosts starts the other hosts itself; leave out {name}")
+            raise click.ClickException(f"--hosts says this already; leave out {name}")
     listed = remote.listed(hosts) if hosts is not None else remote.read_hostfile(hostfile or Path())
     shares = remote.shares(listed, _per_node(per_node))
     size = shares[-1].ranks.stop
@@ -297,10 +297,12 @@ def nodes_of(
 
     Raise ClickException if a value is missing or invalid.
     """
-    if count == 1:
-        return Nodes(1, 0, "", 0)
     if node_rank is None:
         node_rank = _number(env, "PET_NODE_RANK")
+    if count == 1:
+        if node_rank:
+            raise click.ClickException(f"--node-rank {node_rank}: a job of 1 host has only node 0; add --nnodes")
+        return Nodes(1, 0, "", 0)
     if node_rank is None:
         raise click.ClickException(
             f"the job has {count} hosts: say which one this is, with --node-rank 0 (where --master-addr is) to "
@@ -318,9 +320,11 @@ def nodes_of(
 
 
 def _number(env: Mapping[str, str], name: str) -> int | None:
-    """Return the number in the variable; None if the variable is not set or is not a number."""
+    """Return the number in the variable, or None if the variable is not set. Raise ClickException if it is no number."""
     text = env.get(name, "")
-    return int(text) if text.isdecimal() else None
+    if text and not text.isdecimal():
+        raise click.ClickException(f"{name}={text!r}: expected a number")
+    return int(text) if text else None
 
 
 def _for_the_others(nodes: Nodes, local: int, rest: list[str]) -> str:
