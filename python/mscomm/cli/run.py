@@ -274,7 +274,7 @@ def _per_node(text: str | None) -> int | None:
         return None if text is None else int(text)
     if text in ("auto", "cpu"):
         return len(os.sched_getaffinity(0))
-    raise click.ClickException(f"-n {text}: expected a number, or auto for one rank a CPU")
+    raise click.ClickException(f"-n {text}: expected a number, or auto for one rank per CPU")
 
 
 def _nnodes(text: str | None) -> int | None:
