@@ -51,8 +51,8 @@ def select(
     A call runs the first of these algorithms that accepts the size of the message, or the last of them if none does
     (see Group.chosen).
 
-    forced: for each collective, the name of the only algorithm that it may use, or "". Raise ValueError if there is no
-    algorithm with this name, or if the algorithm cannot be used on these hosts.
+    forced: for each collective, the name of the only algorithm that it may use, or "". Raise ValueError if there is not
+    an algorithm with this name, or if the algorithm cannot be used on these hosts.
     """
 
 def make_heap(bytes: int, own_tmpfs: bool, /) -> tuple[Heap, int]:
