@@ -353,7 +353,7 @@ def test_what_cannot_be_trained_is_told(rank: int) -> None:
     for options in ({"device_ids": [0]}, {"output_device": "cpu"}):
         with pytest.raises(ValueError, match=r"DistributedDataParallel: \w+ has \w+, but the module is on cpu"):
             wrap(network(), **options)
-    with pytest.raises(ValueError, match=r"1 is a SyncBatchNorm, which combines its statistics by torch\.distributed"):
+    with pytest.raises(ValueError, match=r"1 is a SyncBatchNorm, which needs torch\.distributed"):
         wrap(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2)))
     with pytest.raises(ValueError, match="weight has no shape yet"):
         wrap(torch.nn.LazyLinear(2))

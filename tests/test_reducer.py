@@ -570,10 +570,10 @@ def test_misuse_is_told(rank, group):
         GradientReducer({"weight": model.weight, "other": np.ones(2)})
     reducer.carry(1)
     model(torch.ones(1, 3)).sum().backward()
-    words = r"no_sync: gradients of a backward pass are on their way; call wait\(\)"
+    words = r"no_sync: gradients of a backward pass are still being reduced; call wait\(\)"
     with pytest.raises(RuntimeError, match=words), reducer.no_sync():
         pass
-    with pytest.raises(RuntimeError, match="zero_grad: gradients of a backward pass are on their way"):
+    with pytest.raises(RuntimeError, match="zero_grad: gradients of a backward pass are still being reduced"):
         reducer.zero_grad()
     reducer.wait()
     assert reducer.carried == 1
