@@ -335,7 +335,7 @@ def test_checkpoints_that_are_refused(tmp_path):
     with pytest.raises(TypeError, match="config is a dict; expected a CheckpointConfig"):
         ModelCheckpoint("a", tmp_path, {})
     save_checkpoint(Line(), tmp_path / "a-1_1.safetensors")
-    with pytest.raises(ValueError, match="has weights, but no state of a training"):
+    with pytest.raises(ValueError, match="has weights, but no training state"):
         serialization.load_training(tmp_path / "a-1_1.safetensors")
 
 
@@ -349,7 +349,7 @@ def test_broken_files_are_told_and_the_older_one_is_used(tmp_path, capfd):
     (tmp_path / ".m-1_8.safetensors.0123abcd.partial").write_bytes(b"half")
     assert (load_checkpoint(tmp_path)["a"] == expected).all()
     told = capfd.readouterr().err
-    assert "m-1_5.safetensors: not a complete safetensors file" in told and "m-1_6.safetensors: no whole" in told
+    assert "m-1_5.safetensors: not a complete safetensors file" in told and "m-1_6.safetensors: not a complete" in told
     assert "m-1_7.safetensors: a safetensors file, but not one that ModelCheckpoint wrote" in told
     going_on = model()
     assert going_on.resume(tmp_path) == (1, 4)
