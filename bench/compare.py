@@ -369,7 +369,7 @@ def words_of(known: Iterable[str]) -> Any:
     def words(context: click.Context, parameter: click.Parameter, value: str) -> list[str]:
         found = value.split(",")
         if strangers := [word for word in found if word not in known]:
-            raise click.BadParameter(f"{strangers[0]!r} is none of {', '.join(known)}")
+            raise click.BadParameter(f"{strangers[0]!r} is not one of {', '.join(known)}")
         return found
 
     return words

@@ -77,7 +77,7 @@ FAILURES = {
         "The machine has no GPU.",
         'import mscomm\n\nmscomm.init("nccl")\n',
         cause="cannot open libcuda.so.1, NVIDIA's driver",
-        remedy="Without a GPU: init(",
+        remedy="Without a GPU, use init(",
     ),
     "module": Failure(
         "A module is missing.",

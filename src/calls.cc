@@ -181,7 +181,7 @@ std::string dtype_text(const Array& array) {
 }
 
 std::string where(const Array& array) {
-  if (!array.backend) return "the CPU's";
+  if (!array.backend) return "on the CPU";
   return "on device " + std::to_string(array.device) + " of " + py::str(py::handle(array.backend)).cast<std::string>();
 }
 
@@ -226,7 +226,7 @@ bool lies_in_place(const Array& x, const Array& out, uint64_t place) {
 }
 
 StreamHandle stream_of(Function function, std::string_view argument, const Array& array, py::handle given) {
-  if (!array.backend) type_error(function, "stream is for arrays on a device, " + std::string(argument) + " is the CPU's");
+  if (!array.backend) type_error(function, "stream is for arrays on a device, but " + std::string(argument) + " is on the CPU");
   if (!array.in_order) value_error(function, "with stream= " + std::string(argument) + " must be in C order");
   const py::object handle = py::reinterpret_steal<py::object>(PyNumber_Index(given.ptr()));
   if (!handle) {
@@ -253,7 +253,7 @@ void check_defined(const Calls& calls, Function function, Dtype dtype, Op op, bo
     type_error(function, std::string(name(op)) + " is not defined on " + std::string(name(dtype)) + " arrays");
   if (!on_device || calls.group->communicator->reduces_on_device(dtype, op)) return;
   const py::object why = python_of(calls).attr("refuses")(static_cast<int>(dtype), static_cast<int>(op));
-  type_error(function, why.cast<std::string>() + ". Arrays of the CPU are reduced by every operation");
+  type_error(function, why.cast<std::string>() + ". Every operation can reduce arrays on the CPU");
 }
 
 // -- choosing the memory of the result
@@ -293,8 +293,8 @@ Share share_of(const Wanted& wanted, const Shape& whole, size_t me, size_t n) {
   } else {
     if (shape.dims == 0 || extent % static_cast<Py_ssize_t>(n) != 0) {
       const std::string rows = shape.dims ? "axis 0 of " + shown(as_tuple(shape)) : "a scalar";
-      value_error(wanted.function, rows + " does not divide into " + std::to_string(n) + " parts, one for each rank; see " +
-                                       std::string(name(wanted.function)) + "_v");
+      value_error(wanted.function, rows + " cannot be divided into " + std::to_string(n) +
+                                       " equal parts, one for each rank; see " + std::string(name(wanted.function)) + "_v");
     }
     if (what == Collective::all_to_all) return {shape, 0};
     extent /= static_cast<Py_ssize_t>(n);
@@ -307,7 +307,7 @@ Share share_of(const Wanted& wanted, const Shape& whole, size_t me, size_t n) {
 // current stream. Earlier work on the current stream may still be using this memory, and the chosen stream does not wait for that
 // work.
 [[noreturn]] void refuse_new_memory(Function function) {
-  type_error(function, "with stream= give out=, in C order and apart from x");
+  type_error(function, "with stream=, also pass out=, in C order and not overlapping x");
 }
 
 // Creates an array of this shape for the result, with the library and dtype of `like`.
@@ -346,11 +346,12 @@ void take_out(PreparedCall& ready, const Calls& calls, const Wanted& wanted, con
     if (out.backend && out.device < 0) check_device(calls, function, wanted.out_argument, out);
     const bool same_place =
         x.device == out.device && (x.backend == out.backend || (x.backend && out.backend && equal(x.backend, out.backend)));
-    if (!same_place) type_error(function, argument() + " is " + where(out) + ", x is " + where(x) + "; give both of one");
+    if (!same_place)
+      type_error(function, argument() + " is " + where(out) + ", x is " + where(x) + "; both must be on the same device");
     const bool same = share.place == uint64_t{0} && ready.out.is(x.given) && x.shape == out.shape;
     if (!same && overlap(x, out) && !(share.place && lies_in_place(x, out, *share.place)))
-      value_error(function,
-                  "x and " + argument() + " overlap, but not as work in place does; give " + argument() + " memory of its own");
+      value_error(function, "x and " + argument() + " overlap, but not as a call in place allows; pass " + argument() +
+                                " with its own memory");
     out.stream = x.stream;
     out.chosen = x.chosen;
   } else {
@@ -454,7 +455,7 @@ int checked_root(const Calls& calls, Function function, py::handle root) {
   int overflow = 0;
   const long rank = PyLong_AsLongAndOverflow(index.ptr(), &overflow);
   if (overflow || rank < 0 || rank >= n)
-    value_error(function, "root " + shown(index) + " is no rank of group " + calls.group->communicator->name() +
+    value_error(function, "root " + shown(index) + " is not a rank of group " + calls.group->communicator->name() +
                               ", which has the ranks 0 to " + std::to_string(n - 1));
   return static_cast<int>(rank);
 }
@@ -472,7 +473,7 @@ Op checked_op(Function function, py::handle given) {
   if (found == ops.end()) {
     std::string known;
     for (const auto& op : ops) known.append(known.empty() ? "" : ", ").append(op);
-    value_error(function, "op " + shown(given) + " is none of " + known);
+    value_error(function, "op " + shown(given) + " is not one of " + known);
   }
   return static_cast<Op>(found - ops.begin());
 }
@@ -504,7 +505,7 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
     signature.op = checked_op(function, wanted.op);
     check_defined(calls, function, dtype, signature.op, on_device);
     if (scans(what) && signature.op == Op::avg)
-      value_error(function, "op avg would divide by another number on each rank; divide the sum yourself");
+      value_error(function, "op avg would divide by a different number on each rank; use sum, and divide the result yourself");
   }
   if (rooted(what) || wanted.root) signature.root = checked_root(calls, function, wanted.root);
   const bool at_root = signature.root == static_cast<int>(me);

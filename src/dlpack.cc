@@ -58,7 +58,7 @@ struct Exchange {
 py::tuple describe_dlpack(const py::capsule& capsule) {
   const std::string_view name = capsule.name() ? capsule.name() : "";
   const bool versioned = name == "dltensor_versioned";
-  if (!versioned && name != "dltensor") throw py::value_error("mscomm: a DLPack capsule that was used already");
+  if (!versioned && name != "dltensor") throw py::value_error("mscomm: this DLPack capsule was used already");
   const auto* const whole = versioned ? static_cast<const Versioned*>(capsule.get_pointer()) : nullptr;
   if (whole && whole->major != 1) throw py::value_error("mscomm: DLPack of version " + std::to_string(whole->major));
   const Tensor& tensor = whole ? whole->tensor : *static_cast<const Tensor*>(capsule.get_pointer());

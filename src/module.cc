@@ -123,16 +123,17 @@ void expand_array(py::array narrow, py::array out) {
 using Begins = std::optional<std::vector<uint64_t>>;
 
 Packing packing_of(bool packs, py::array& bucket, std::vector<py::array>& parts, double scale, const Begins& begins) {
-  if (begins && begins->size() != parts.size()) throw py::value_error("mscomm: begins has a number for each part");
+  if (begins && begins->size() != parts.size()) throw py::value_error("mscomm: begins must have one number for each part");
   Packing packing{packs, dtype_of(bucket), dtype_of(bucket), bucket.mutable_data(), {}, scale};
   if (!parts.empty()) packing.dtype = dtype_of(parts.front());
   const auto room = static_cast<uint64_t>(bucket.size());
   uint64_t end = 0;
   for (size_t i = 0; i < parts.size(); i++) {
-    if (!parts[i].dtype().equal(parts.front().dtype())) throw py::type_error("mscomm: the parts of a bucket have one dtype");
+    if (!parts[i].dtype().equal(parts.front().dtype()))
+      throw py::type_error("mscomm: all parts of a bucket must have the same dtype");
     const uint64_t at = begins ? (*begins)[i] : end;
     const auto count = static_cast<uint64_t>(parts[i].size());
-    if (at < end) throw py::value_error("mscomm: the parts come in the order of the bucket, and apart from each other");
+    if (at < end) throw py::value_error("mscomm: the parts must be in the order of the bucket, and must not overlap");
     if (at > room || count > room - at) throw py::value_error("mscomm: the parts do not fit into the bucket");
     packing.parts.push_back({packs ? const_cast<void*>(parts[i].data()) : parts[i].mutable_data(), at, count});
     end = at + count;
@@ -144,10 +145,10 @@ void pack(Group& group, py::array bucket, std::vector<py::array> parts, uintptr_
           std::optional<py::array> residual, double largest) {
   Packing packing = packing_of(true, bucket, parts, scale, begins);
   if (residual) {
-    if (dtype_of(*residual) != Dtype::float32) throw py::type_error("mscomm: a residual is float32");
+    if (dtype_of(*residual) != Dtype::float32) throw py::type_error("mscomm: the residual must be float32");
     const uint64_t end = packing.parts.empty() ? 0 : packing.parts.back().begin + packing.parts.back().count;
     if (static_cast<uint64_t>(residual->size()) < end) throw py::value_error("mscomm: the residual is shorter than the bucket");
-    if (!(largest > 0)) throw py::value_error("mscomm: largest is a positive number");
+    if (!(largest > 0)) throw py::value_error("mscomm: largest must be a positive number");
     packing.residual = residual->mutable_data();
     packing.largest = largest;
   }
@@ -160,7 +161,7 @@ void unpack(Group& group, py::array bucket, std::vector<py::array> parts, uintpt
 }
 
 void clear(Group& group, py::array memory, uintptr_t stream) {
-  if (!(memory.flags() & py::array::c_style)) throw py::value_error("mscomm: what is cleared is contiguous");
+  if (!(memory.flags() & py::array::c_style)) throw py::value_error("mscomm: only contiguous memory can be cleared");
   void* const begin = memory.mutable_data();
   const auto bytes = static_cast<size_t>(memory.nbytes());
   unlocked([&] { group.communicator->device().clear(begin, bytes, reinterpret_cast<StreamHandle>(stream)); });

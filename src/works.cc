@@ -54,13 +54,14 @@ Handle::Handle(Calls& calls, std::shared_ptr<Started> started)
 
 void Handle::check_process() const {
   if (!started_) throw py::type_error("mscomm: a Work is made by a call with async_op=True");
-  if (getpid() != owner_) throw std::runtime_error("mscomm: this call was made by the process that forked this one");
+  if (getpid() != owner_) throw std::runtime_error("mscomm: this call was made in the parent process, before the fork");
 }
 
 py::object Handle::wait(py::handle timeout) {
   const auto seconds = timeout.is_none() ? std::nullopt : std::optional(seconds_of(timeout));
   if (!ended(seconds)) {
-    PyErr_Format(PyExc_TimeoutError, "Work.wait: the call has not ended within %s; it goes on", seconds_text(*seconds).c_str());
+    PyErr_Format(PyExc_TimeoutError, "Work.wait: the call did not end within %s; it is still running",
+                 seconds_text(*seconds).c_str());
     throw py::error_already_set();
   }
   if (calls_->noted) python_.attr("ended")();

@@ -161,7 +161,7 @@ def test_what_is_missing_is_said_with_every_place_that_was_searched() -> None:
         "nccl cannot be used, on rank 0",
         "cannot open libcuda.so.1, NVIDIA's driver. Tried: in this process: it is not",
         "; the loader's path: ",
-        'Without a GPU: init("gloo"), the CPU core',
+        'Without a GPU, use init("gloo"), which runs on the CPU',
     ):
         assert words in done.stdout, done.stdout + done.stderr
     if not WHEELS:

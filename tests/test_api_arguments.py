@@ -111,7 +111,9 @@ def test_an_average_of_integers_is_refused(unharmed, dtype):
 
 @pytest.mark.parametrize("function", [mscomm.scan, mscomm.exscan])
 def test_a_running_average_is_refused(unharmed, function):
-    with pytest.raises(ValueError, match=f"{function.__name__}: op avg would divide by another number on each rank"):
+    with pytest.raises(
+        ValueError, match=f"{function.__name__}: op avg would divide by a different number on each rank"
+    ):
         function(np.ones(2), "avg")
 
 
@@ -235,7 +237,7 @@ def test_wrong_arguments_on_one_rank_break_nothing(rank, group):
 @ranks(2)
 def test_rows_that_do_not_divide_are_refused_before_anything_is_sent(rank, group, name):
     for x in (np.ones(3), np.ones((5, 2)), np.ones(())):
-        with pytest.raises(ValueError, match=rf"{name}: .* does not divide into 2 parts.*{name}_v"):
+        with pytest.raises(ValueError, match=rf"{name}: .* cannot be divided into 2 equal parts.*{name}_v"):
             getattr(mscomm, name)(x)
     assert mscomm.all_reduce(np.ones(1))[0] == 2
 
@@ -245,8 +247,8 @@ def test_rows_that_do_not_divide_are_refused_before_anything_is_sent(rank, group
 def test_counts_that_are_wrong_are_refused_before_anything_is_sent(rank, group, name):
     function = getattr(mscomm, name)
     for counts, error, words in (
-        ([3], ValueError, "it needs 2 numbers of rows"),
-        ([4, -1], ValueError, "it needs 2 numbers of rows"),
+        ([3], ValueError, "it needs 2 row counts"),
+        ([4, -1], ValueError, "it needs 2 row counts"),
         ([2, 2], ValueError, "adds up to 4 rows, x of shape \\(3,\\) has 3"),
         ([1.5, 1.5], TypeError, "must be a list of ints"),
         (3, TypeError, "must be a list of ints"),

@@ -123,7 +123,7 @@ def test_numbers_are_arrays_of_shape_nothing(rank, group):
             assert got.shape == () and got == FUNCTIONS["all_reduce"].model(how, arrays, rank, None)
     mean = mscomm.all_reduce(loss.mean(), "avg")
     assert mean.shape == () and mean.dtype == np.float32 and mean == 1
-    with pytest.raises(ValueError, match="a scalar does not divide into 2 parts"):
+    with pytest.raises(ValueError, match="a scalar cannot be divided into 2 equal parts"):
         mscomm.reduce_scatter(1.0)
     if rank == 0:
         mscomm.send(2.5, 1)
@@ -181,7 +181,7 @@ def test_tensors_that_cannot_be_moved_are_refused_with_the_way_out(rank, group):
     for x, words in (
         (torch.ones(3, device="meta"), "all_reduce: x is on meta; .* use x.cpu()"),
         (torch.ones(3).to_sparse(), "all_reduce: x is a tensor of layout torch.sparse_coo; use x.to_dense()"),
-        (torch.ones(2, dtype=torch.float8_e4m3fn), "all_reduce: x is of dtype torch.float8_e4m3fn, which mscomm does"),
+        (torch.ones(2, dtype=torch.float8_e4m3fn), "all_reduce: x has dtype torch.float8_e4m3fn, which mscomm does"),
     ):
         with pytest.raises(TypeError, match=words):
             mscomm.all_reduce(x)

@@ -29,7 +29,7 @@ def test_sizes_have_suffixes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "-8", "1.5M", "M", "8T", "٨"])
 def test_what_is_no_size_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match=f"{text!r} is no size"):
+    with pytest.raises(ValueError, match=f"{text!r} is not a size"):
         plan.size_of(text)
 
 
@@ -51,14 +51,14 @@ called = partial(invoke, bench.command)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["all_shuffle"], "'all_shuffle' is none of all_reduce, all_gather"),
-        (["all_reduce", "-o", "median"], "-o median is none of sum, prod"),
-        (["all_reduce", "-d", "float33"], "'float33' is no dtype"),
-        (["all_reduce", "-b", "8", "-e", "x"], "'x' is no size"),
-        (["all_reduce", "--vs", "gloo2"], "--vs gloo2 is none of torch-gloo, torch-gloo-4, openmpi"),
+        (["all_shuffle"], "'all_shuffle' is not one of all_reduce, all_gather"),
+        (["all_reduce", "-o", "median"], "-o median is not one of sum, prod"),
+        (["all_reduce", "-d", "float33"], "'float33' is not a dtype"),
+        (["all_reduce", "-b", "8", "-e", "x"], "'x' is not a size"),
+        (["all_reduce", "--vs", "gloo2"], "--vs gloo2 is not one of torch-gloo, torch-gloo-4, openmpi"),
         (["all_reduce", "--vs", "openmpi", "--rounds", "2"], "it takes 5 or more"),
-        (["buckets", "--vs", "torch-gloo"], "leave --vs away"),
-        (["tune", "--plot", "x.svg"], "leave --vs and --plot away"),
+        (["buckets", "--vs", "torch-gloo"], "leave out --vs"),
+        (["tune", "--plot", "x.svg"], "leave out --vs and --plot"),
         (["all_reduce", "--json", "/nowhere/x.json"], "there is no folder /nowhere"),
         (["all_reduce", "--plot", "x.gif"], "must end in .svg, .png, .pdf"),
     ],

@@ -143,8 +143,8 @@ def test_compare_makes_no_report_of_two_settings(facts: dict[str, Any], tmp_path
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--collectives", "all_reduce,reduce"], "'reduce' is none of all_reduce"),
-        (["--vs", "torch-gloo,gloo2"], "'gloo2' is none of openmpi"),
+        (["--collectives", "all_reduce,reduce"], "'reduce' is not one of all_reduce"),
+        (["--vs", "torch-gloo,gloo2"], "'gloo2' is not one of openmpi"),
         (["--rounds", "3"], "3 is not in the range x>=5"),
     ],
 )

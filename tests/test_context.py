@@ -47,8 +47,8 @@ def test_each_default_can_be_set(name):
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"parallel_mod": "data_parallel"}, ValueError, "'parallel_mod' is none of parallel_mode, gradients_mean"),
-        ({"parallel_mode": "data"}, ValueError, "'data' is none of stand_alone, data_parallel"),
+        ({"parallel_mod": "data_parallel"}, ValueError, "'parallel_mod' is not one of parallel_mode, gradients_mean"),
+        ({"parallel_mode": "data"}, ValueError, "'data' is not one of stand_alone, data_parallel"),
         ({"parallel_mode": ParallelMode.AUTO_PARALLEL}, NotImplementedError, "planned as mscomm.parallel"),
         ({"parallel_mode": ParallelMode.SEMI_AUTO_PARALLEL}, NotImplementedError, "semi_auto_parallel divides"),
         ({"parallel_mode": ParallelMode.HYBRID_PARALLEL}, NotImplementedError, "DATA_PARALLEL trains one model"),
@@ -68,7 +68,7 @@ def test_what_is_refused_sets_nothing(options, error, says):
             "gradients_mean" not in options
         ) else mscomm.set_auto_parallel_context(**options)
     assert mscomm.get_auto_parallel_context("gradients_mean") is False
-    with pytest.raises(ValueError, match="get_auto_parallel_context: 'x' is none of"):
+    with pytest.raises(ValueError, match="get_auto_parallel_context: 'x' is not one of"):
         mscomm.get_auto_parallel_context("x")
 
 

@@ -108,7 +108,7 @@ def test_a_device_that_hangs_ends_at_the_deadline(rank: int, group: None, backen
     x.to_numpy()  # returns when the abort has ended the call
     error = ends(lambda: mscomm.all_reduce(x, out=x))
     assert type(error) is mscomm.CollectiveTimeout, error
-    assert "all_reduce #2 (40 B): it was enqueued, but the device has not ended it within 1 s" in str(error)
+    assert "all_reduce #2 (40 B): it was enqueued, but did not end on the device within 1 s" in str(error)
     assert time.monotonic() - began < 1 + BOUND_S
     assert violations() == []
 

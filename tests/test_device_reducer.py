@@ -324,7 +324,7 @@ def test_what_cannot_be_reduced_is_told_before_anything_is_sent(rank: int, group
     here, there = np.zeros(2, np.float32), on_device(np.zeros(2, np.float32))
     with pytest.raises(TypeError, match=r"parameters of more than one array library: a of numpy, b of library"):
         GradientReducer({"a": here, "b": there})
-    told = "parameter 0: of Foreign mscomm knows a protocol alone; use PyTorch's or CuPy's arrays, on rank 0"
+    told = "parameter 0: mscomm knows Foreign only by its protocol; use arrays of PyTorch or CuPy, on rank 0"
     with pytest.raises(TypeError, match=told):
         GradientReducer([Foreign(there)])
     with pytest.raises(TypeError, match="a is on device 3 of nccl; this rank has joined with device"):
@@ -332,9 +332,9 @@ def test_what_cannot_be_reduced_is_told_before_anything_is_sent(rank: int, group
     with pytest.raises(ValueError, match=r"library is 'numpy' on rank 1 of the group, 'library' on rank 0"):
         GradientReducer([here if rank else there])
     reducer = GradientReducer({"a": there})
-    with pytest.raises(TypeError, match="the gradient of a is the CPU's, the parameter a device's"):
+    with pytest.raises(TypeError, match="the gradient of a is on the CPU, but the parameter is on a device"):
         reducer.reduce({"a": here})
-    with pytest.raises(TypeError, match="the gradient of a is a device's, the parameter the CPU's"):
+    with pytest.raises(TypeError, match="the gradient of a is on a device, but the parameter is on the CPU"):
         GradientReducer({"a": here}).reduce({"a": there})
     with pytest.raises(ValueError, match=r"the gradient of a is float32\[3\], the parameter float32\[2\]"):
         reducer.reduce({"a": on_device(np.zeros(3, np.float32))})
@@ -387,7 +387,7 @@ def test_a_killed_rank_ends_the_step_on_all(rank: int, group: None, backend: str
         for _ in range(1000):
             reducer.reduce(x)
     assert error.value.ranks == (1,)
-    with pytest.raises(RuntimeError, match="a step of this one has failed; make a new one on every rank"):
+    with pytest.raises(RuntimeError, match="a step of this reducer has failed; make a new one on every rank"):
         reducer.reduce(x)
 
 

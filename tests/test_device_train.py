@@ -121,7 +121,7 @@ class ByProtocolAlone:
 
 def test_arrays_that_are_known_by_their_protocol_alone_are_refused(tmp_path: Path) -> None:
     x = ByProtocolAlone()
-    says = "x: ByProtocolAlone is known by its protocol alone, by which mscomm makes no arrays: copy"
+    says = "x: mscomm knows ByProtocolAlone only by its protocol, so it cannot create such arrays: copy"
     with pytest.raises(TypeError, match=f"save_checkpoint: {says} it to the host"):
         save_checkpoint({"x": x}, tmp_path / "x")
     with pytest.raises(TypeError, match=f"load: {says} the numbers to the device"):

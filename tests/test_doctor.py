@@ -67,7 +67,7 @@ def test_a_backend_that_is_not_here_is_one_line_unless_asked(monkeypatch: pytest
 
     monkeypatch.setattr(doctor, "accelerator", lambda name: f"cannot open lib{name}.so. Tried: everywhere")
     short = said({}, False)
-    assert short["nccl"] == short["hccl"] == "not installed (mscomm doctor -v tells where it was looked for)"
+    assert short["nccl"] == short["hccl"] == "not installed (mscomm doctor -v shows where mscomm looked)"
     assert said({}, True)["nccl"] == "cannot open libnccl.so. Tried: everywhere"
     named = said({"MSCOMM_NCCL_LIBRARY": "/there/libnccl.so"}, False)  # the user names a library, so it must be found
     assert "Tried" in named["nccl"] and "Tried" not in named["hccl"]
@@ -192,7 +192,7 @@ def test_the_mpirun_on_path_and_the_one_beside_python_are_both_found(
         (4, 8, "2", "4 ranks x 2 threads = 8 on 8 CPUs"),
         (4, 8, "4,2", "4 ranks x 4 threads = 16 on 8 CPUs: slow; OMP_NUM_THREADS=2 fits"),
         (4, 1.5, "1", "4 ranks x 1 threads = 4 on 1.5 CPUs"),
-        (4, 8, "all", "OMP_NUM_THREADS=all is no number"),
+        (4, 8, "all", "OMP_NUM_THREADS=all is not a number"),
     ],
 )
 def test_threads_times_ranks_is_compared_with_the_cpus(ranks: int, cpus: float, omp: str | None, said: str) -> None:
@@ -262,5 +262,5 @@ def test_a_host_without_a_way_out_uses_loopback(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_package_that_is_not_there_says_what_it_would_be_for() -> None:
-    assert doctor.optional("no-such-package", "dreams").value == "not installed, needed for dreams alone"
+    assert doctor.optional("no-such-package", "dreams").value == "not installed; needed only for dreams"
     assert doctor.version("no_such_package").fault

@@ -498,13 +498,16 @@ def _cannot_withdraw(rank, group):
     heap = mscomm.job.resolve(None).epoch.heap
     assert heap.allocate(8) is None  # the rank has given up its shared memory
     log = Path("/proc/self/fd/2").resolve()
-    while "are still within reach" not in log.read_text():
+    while "may still write to its arrays" not in log.read_text():
         time.sleep(0.01)
 
 
 def test_arrays_that_cannot_be_withdrawn_do_not_hide_the_cause(tmp_path: Path) -> None:
     _cannot_withdraw(tmp_path)
-    notice = r"the arrays of all_reduce #2 \(64 MiB\), which failed, are still within reach .*: Cannot allocate memory"
+    notice = (
+        r"all_reduce #2 \(64 MiB\) failed, but ranks that are stopped in it may still write to its arrays later: .*"
+        r"Cannot allocate memory"
+    )
     assert len(re.findall(notice, (tmp_path / "rank_0.log").read_text())) == 1
 
 

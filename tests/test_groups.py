@@ -77,7 +77,7 @@ def test_names_and_lists_of_the_wrong_kind_are_refused_and_send_nothing(rank, gr
             mscomm.create_group("pair", ids)
     for ids, text in (
         ([], "empty"),
-        ([0, 2], "2 is none of the ranks 0 to 1"),
+        ([0, 2], "2 is not one of the ranks 0 to 1"),
         ([-1], "-1 is none"),
         ([1, 1], "2 times"),
     ):
@@ -139,7 +139,7 @@ def test_groups_that_all_ranks_make_and_use_never_give_another_groups_sum(rank, 
             seen.append(str(error))
     other, members = ("pair_b", [2, 3]) if rank < 2 else ("pair_a", [0, 1])
     refused = (
-        f"rank {rank} is no member of {other}: the members are {members}; only members may use a group (`if group:`)"
+        f"rank {rank} is not a member of {other}: the members are {members}; only members may use a group (`if group:`)"
     )
     assert seen == ([1.0, refused] if rank < 2 else [refused, 5.0])
 
@@ -204,7 +204,7 @@ def test_every_use_of_a_group_by_a_rank_that_is_no_member_raises(rank, group):
         return
     assert not outside and not part
     assert (outside.name, outside.ranks) == ("pair_b", [0])
-    assert repr(outside) == "<mscomm.Group pair_b: rank 1 is no member>"
+    assert repr(outside) == "<mscomm.Group pair_b: rank 1 is not a member>"
     wrong = {}
     functions = dict(functions_of_groups())
     assert len(functions) > 40
@@ -217,14 +217,14 @@ def test_every_use_of_a_group_by_a_rank_that_is_no_member_raises(rank, group):
             try:
                 wrong[name] = f"no error: {call(meant)}"
             except Exception as error:
-                if type(error) is not RuntimeError or not str(error).startswith(f"rank 1 is no member of {words}"):
+                if type(error) is not RuntimeError or not str(error).startswith(f"rank 1 is not a member of {words}"):
                     wrong[name] = repr(error)
     assert wrong == {}
     for one in (outside, part):
         for attribute in ("rank", "size", "core", "anything"):
-            with pytest.raises(RuntimeError, match="rank 1 is no member of"):
+            with pytest.raises(RuntimeError, match="rank 1 is not a member of"):
                 getattr(one, attribute)
-    with pytest.raises(RuntimeError, match=r"rank 1 is no member of world\.1\.None"):
+    with pytest.raises(RuntimeError, match=r"rank 1 is not a member of world\.1\.None"):
         _ = part.ranks
 
 

@@ -71,10 +71,10 @@ def test_a_changed_verdict_is_noticed():
     ("mine", "text"),
     [
         (Identity(b"k" * 16, VERSION, 3, 1), "another job"),
-        (Identity(JOB, "9.9", 3, 1), "another version than mscomm 9.9"),
+        (Identity(JOB, "9.9", 3, 1), "another version of mscomm than 9.9"),
         (Identity(JOB, VERSION, 2, 1), "rank 2 is not expected"),
         (Identity(JOB, VERSION, -1, 1), "rank -1 is not expected"),
-        (Identity(JOB, VERSION, 3, 0), "epoch 0 is not the present one"),
+        (Identity(JOB, VERSION, 3, 0), "epoch 0 is not the current one"),
         (Identity(bytes(16), VERSION, -1, 0), "another job"),
     ],
 )

@@ -432,7 +432,7 @@ def test_slurm_leaves_its_key_in_a_shared_home(two: Hosts, tmp_path: Path) -> No
     other = two[1].start([sys.executable, "-c", WHERE], {**env, "SLURM_PROCID": "1", "HOME": str(tmp_path / "b")})
     rank_0 = two[0].start([sys.executable, "-c", WHERE], {**env, "SLURM_PROCID": "0", "HOME": str(tmp_path / "a")})
     (code, _, err), _ = finished(other), finished(rank_0)
-    assert code == 1 and "is the folder one that all hosts share?" in err, err
+    assert code == 1 and "do all hosts share this folder?" in err, err
 
 
 def test_over_hosts_a_key_or_permission_is_needed(two: Hosts) -> None:

@@ -108,7 +108,7 @@ def test_what_matches_nothing_is_refused_naming_what_there_is(text: str) -> None
 
 
 def test_a_network_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"MSCOMM_SOCKET_IFNAME: '10\.0\.0/33' is no network"):
+    with pytest.raises(ValueError, match=r"MSCOMM_SOCKET_IFNAME: '10\.0\.0/33' is not a network"):
         chosen("10.0.0.9", MSCOMM_SOCKET_IFNAME="10.0.0/33")
 
 

@@ -573,7 +573,7 @@ def test_init_by_an_address_in_any_order(host: str, tmp_path: Path, port: int) -
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [
-        ({"rank": 0, "world_size": 2}, TypeError, "to go with rank and world_size"),
+        ({"rank": 0, "world_size": 2}, TypeError, "because rank or world_size was given"),
         ({"init_method": 5}, TypeError, "init_method is a int"),
         ({"init_method": "file:///x", "rank": 0, "world_size": 2}, ValueError, "expected tcp://host:port"),
         ({"init_method": "tcp://a:0", "rank": 0, "world_size": 2}, ValueError, "expected tcp://host:port"),

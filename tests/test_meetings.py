@@ -58,7 +58,7 @@ def test_ranks_that_name_each_other_in_different_lists_differ():
     table = Table()
     table.come(0, [0, 1], key="a", name="create_group('g')")
     answers = table.come(1, [0, 1, 2], key="b", name="create_group('g')")
-    why = "create_group('g'): the ranks do not agree who takes part: rank 0 named [0, 1]; rank 1 named [0, 1, 2]"
+    why = "create_group('g'): the ranks do not agree on who takes part: rank 0 named [0, 1]; rank 1 named [0, 1, 2]"
     assert unmet(answers) == [((0,), "Mismatch", why, [0, 1]), ((1,), "Mismatch", why, [0, 1])]
 
 
@@ -69,7 +69,7 @@ def test_different_lists_under_one_key_differ():
     assert told == (
         (0, 1),
         "Mismatch",
-        "init: the ranks do not agree who takes part: rank 1 named [1, 2], not [0, 1]",
+        "init: the ranks do not agree on who takes part: rank 1 named [1, 2], not [0, 1]",
         [1],
     )
 

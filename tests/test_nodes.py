@@ -110,7 +110,7 @@ def test_node_0_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     with Job(4, tcp=True, watched=True, nodes={"node 1": range(2, 4)}, tell=told.append) as job:
         assert job.listener
-        absent = "waiting for node 1 (ranks 2, 3): nobody has come from there to 127.0"
+        absent = "waiting for node 1 (ranks 2, 3): nothing there has connected to 127.0"
         eventually(lambda: any(absent in text for text in told))
         sock = links.connect(job.listener.getsockname(), soon())
         links.greet(sock, KEY, LAUNCHER, Identity(version=links.package_version()), soon())

@@ -109,7 +109,7 @@ def test_all_to_all_refuses_what_does_not_fit_before_anything_is_sent(rank, grou
         (ops.AlltoAll(2, 1, 0), (6,), "split_dim is 1"),
         (ops.AlltoAll(2, 0, 2), (6, 2), "concat_dim is 2"),
         (ops.AlltoAll(2, -1, 0), (6,), "split_dim is -1"),
-        (ops.AlltoAll(2, 1, 0), (2, 3), r"axis 1 of \(2, 3\) does not divide"),
+        (ops.AlltoAll(2, 1, 0), (2, 3), r"axis 1 of \(2, 3\) cannot be divided"),
     ]:
         with pytest.raises(ValueError, match=message):
             operator(np.zeros(shape))
@@ -134,9 +134,9 @@ def test_send_and_receive_match_by_tag(rank, group):
     ("make", "kind", "message"),
     [
         (lambda: ops.AllReduce(op=1), TypeError, "AllReduce: op is a int; expected one of sum, max, min, prod"),
-        (lambda: ops.AllReduce("total"), ValueError, "AllReduce: op 'total' is none of sum, max"),
+        (lambda: ops.AllReduce("total"), ValueError, "AllReduce: op 'total' is not one of sum, max"),
         (lambda: ops.ReduceScatter(op=None), TypeError, "ReduceScatter: op is a NoneType"),
-        (lambda: ops.Reduce(0, "total"), ValueError, "Reduce: op 'total' is none of"),
+        (lambda: ops.Reduce(0, "total"), ValueError, "Reduce: op 'total' is not one of"),
         (lambda: ops.AllGather(group=1), TypeError, "AllGather: group is a int; expected the name of a group"),
         (lambda: ops.Barrier(group=[0, 1]), TypeError, "Barrier: group is a list"),
         (lambda: ops.Broadcast("0"), TypeError, "Broadcast: root_rank is a str; expected an int"),
@@ -303,8 +303,8 @@ def test_context_takes_what_the_tutorials_set(fresh_context):
     ("option", "message"),
     [
         ({"mode": 2}, "mode=2 is neither GRAPH_MODE nor PYNATIVE_MODE"),
-        ({"colour": 1}, "'colour' is none of mode, device_target"),
-        ({"device_target": "TPU"}, "device_target='TPU' is none of CPU, GPU, Ascend"),
+        ({"colour": 1}, "'colour' is not one of mode, device_target"),
+        ({"device_target": "TPU"}, "device_target='TPU' is not one of CPU, GPU, Ascend"),
     ],
 )
 def test_a_wrong_option_is_refused_and_nothing_is_set(fresh_context, option, message):

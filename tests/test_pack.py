@@ -182,7 +182,7 @@ def test_what_copies_cannot_do_is_refused_with_the_reason(rank: int, how: str) -
     ):
         there = on_device(bucket)
         with pytest.raises(
-            RuntimeError, match=re.escape(f"copies cannot. Ask Group.packs before. Kernels: {WITHOUT[how]}")
+            RuntimeError, match=re.escape(f"copies cannot do that. Check Group.packs first. Kernels: {WITHOUT[how]}")
         ):
             pack(core, there, [x], **options)
         if "residual" not in options:
@@ -292,17 +292,17 @@ def test_arguments_that_do_not_fit_are_refused(rank: int, how: str) -> None:
         pack(core, on_device(np.zeros(12, np.float32)), [x, x], begins=[0, 8])
     with pytest.raises(ValueError, match="the parts do not fit into the bucket"):
         pack(core, on_device(np.zeros(12, np.float32)), [x], begins=[1 << 63])
-    with pytest.raises(TypeError, match="the parts of a bucket have one dtype"):
+    with pytest.raises(TypeError, match="all parts of a bucket must have the same dtype"):
         pack(core, on_device(np.zeros(10, np.float32)), [x, y])
-    with pytest.raises(TypeError, match="a residual is float32"):
+    with pytest.raises(TypeError, match="the residual must be float32"):
         pack(core, on_device(np.zeros(5, BFLOAT16)), [x], y)
     with pytest.raises(ValueError, match="the residual is shorter than the bucket"):
         pack(core, on_device(np.zeros(5, BFLOAT16)), [x], x[:4])
-    with pytest.raises(ValueError, match="largest is a positive number"):
+    with pytest.raises(ValueError, match="largest must be a positive number"):
         pack(core, on_device(np.zeros(5, BFLOAT16)), [x], x, largest=0.0)
-    with pytest.raises(ValueError, match="the parts come in the order of the bucket, and apart from each other"):
+    with pytest.raises(ValueError, match="the parts must be in the order of the bucket, and must not overlap"):
         pack(core, on_device(np.zeros(12, np.float32)), [x, x], begins=[0, 4])
-    with pytest.raises(ValueError, match="begins has a number for each part"):
+    with pytest.raises(ValueError, match="begins must have one number for each part"):
         pack(core, x, [x], begins=[])
     with pytest.raises(
         RuntimeError, match=r"casts between int32 parts and a float32 bucket like these.*Kernels: 14 loaded"

@@ -130,23 +130,24 @@ FILES = {
         WHOLE.replace(b"10.0", b"\xff0.0", 1),
         "byte 71: it is not UTF-8: invalid start byte; save it as UTF-8",
     ),
-    "cut off": (WHOLE[:19], "line 1 column 20: this is no JSON: the file ends in the middle"),
+    "cut off": (WHOLE[:19], "line 1 column 20: this is not JSON: the file ends in the middle"),
     "comment": (
         WHOLE.replace(b'"1.0", ', b'"1.0",\n // of the template\n'),
-        "line 2 column 2: this is no JSON: JSON has no comments; delete this one",
+        "line 2 column 2: this is not JSON: JSON has no comments; delete this one",
     ),
     "no comma": (
         WHOLE.replace(b'"1.0",', b'"1.0"'),
-        "line 1 column 19: this is no JSON: expecting ',' delimiter, where '\"server_coun' stands",
+        "line 1 column 19: this is not JSON: expecting ',' delimiter, but found '\"server_coun'",
     ),
-    "two values": (WHOLE + b"{}", f"line 1 column {len(WHOLE) + 1}: this is no JSON: extra data, where '{{}}' stands"),
-    "nan": (WHOLE.replace(b'"1.0"', b"NaN"), "it has the value NaN, which is none of JSON's"),
-    "infinity": (WHOLE.replace(b'"1.0"', b"-Infinity"), "it has the value -Infinity, which is none of JSON's"),
-    "too deep": (b"[" * 100_000, "lists and objects are too deep in each other for a rank table"),
+    "two values": (WHOLE + b"{}", f"line 1 column {len(WHOLE) + 1}: this is not JSON: extra data, but found '{{}}'"),
+    "nan": (WHOLE.replace(b'"1.0"', b"NaN"), "it has the value NaN, which JSON does not have"),
+    "infinity": (WHOLE.replace(b'"1.0"', b"-Infinity"), "it has the value -Infinity, which JSON does not have"),
+    "too deep": (b"[" * 100_000, "lists and objects are nested too deeply for a rank table"),
     "no object": (b"[]", "it is a list; expected a rank table, an object with server_list"),
     "key twice": (
         twice(WHOLE, "rank_id"),
-        "server_list[0].device[0]: the key 'rank_id' is there more than once; JSON takes the last one, keep one",
+        "server_list[0].device[0]: the key 'rank_id' occurs more than once; JSON parsers use the last one; keep only "
+        "one",
     ),
 }
 TABLES = {
@@ -172,7 +173,7 @@ TABLES = {
     ),
     "status true": (put("status", to=True), 'status: it is true; expected the text "completed"'),
     "servers an object": (put("server_list", to={}), "server_list: it is an object; expected a list of servers"),
-    "no server": (put("server_list", to=[]), "server_list: it is empty; expected a server at least"),
+    "no server": (put("server_list", to=[]), "server_list: it is empty; expected at least one server"),
     "server_count": (
         put("server_count", to="3"),
         "server_count: it is 3, and server_list has 2; give both the same",
@@ -195,7 +196,7 @@ TABLES = {
     ),
     "server_id long": (
         put(*SERVER, "server_id", to="s" * 64),
-        f"{AT}.server_id: it has 64 characters; expected 63 at most",
+        f"{AT}.server_id: it has 64 characters; expected at most 63",
     ),
     "server_id with a line's end": (
         put(*SERVER, "server_id", to="10.0.0.1\n"),
@@ -203,11 +204,11 @@ TABLES = {
     ),
     "server_id of the tutorial": (
         put(*SERVER, "server_id", to="10.*.*.*"),
-        f"{AT}.server_id: it is '10.*.*.*', neither an address nor a host name, so that ranks cannot meet",
+        f"{AT}.server_id: it is '10.*.*.*', neither an address nor a host name, so the ranks cannot connect to it",
     ),
     "server_id twice": (
         put("server_list", 1, "server_id", to="10.0.0.1"),
-        f"server_list[1].server_id: server_id '10.0.0.1' is there twice; it is at {AT}.server_id, too",
+        f"server_list[1].server_id: server_id '10.0.0.1' occurs twice; it is also at {AT}.server_id",
     ),
     "host_nic_ip": (
         put(*SERVER, "host_nic_ip", to="eth0"),
@@ -233,7 +234,7 @@ TABLES = {
     ),
     "device_id twice": (
         put(*DEVICE, "device_id", to="0"),
-        f"{AT_DEVICE}.device_id: device 0 of this server is there twice; it is at {AT}.device[0].device_id, too",
+        f"{AT_DEVICE}.device_id: device 0 of this server occurs twice; it is also at {AT}.device[0].device_id",
     ),
     "device_id absurd": (
         put(*DEVICE, "device_id", to="1024"),
@@ -246,8 +247,8 @@ TABLES = {
     ),
     "device_ip twice": (
         put("server_list", 1, "device", 0, "device_ip", to="192.1.27.6"),
-        "server_list[1].device[0].device_ip: device_ip 192.1.27.6 is there twice; it is at "
-        f"{AT}.device[0].device_ip, too",
+        "server_list[1].device[0].device_ip: device_ip 192.1.27.6 occurs twice; it is also at "
+        f"{AT}.device[0].device_ip",
     ),
     "device_port": (
         put(*DEVICE, "device_port", to="65536"),
@@ -269,7 +270,7 @@ TABLES = {
     ),
     "rank_id twice": (
         put(*DEVICE, "rank_id", to="0"),
-        f"{AT_DEVICE}.rank_id: rank 0 is there twice; it is at {AT}.device[0].rank_id, too",
+        f"{AT_DEVICE}.rank_id: rank 0 occurs twice; it is also at {AT}.device[0].rank_id",
     ),
     "ranks from 1": (
         lambda t: [d.update(rank_id=str(int(d["rank_id"]) + 1)) for s in t["server_list"] for d in s["device"]],
@@ -284,7 +285,7 @@ SUPER_PODS = {
     ),
     "pod twice": (
         put("super_pod_list", 1, "super_pod_id", to="0"),
-        "super_pod_list[1].super_pod_id: super_pod_id '0' is there twice; it is at super_pod_list[0].super_pod_id, too",
+        "super_pod_list[1].super_pod_id: super_pod_id '0' occurs twice; it is also at super_pod_list[0].super_pod_id",
     ),
     "pod of a stranger": (
         put("super_pod_list", 1, "server_list", 0, "server_id", to="10.0.0.3"),
@@ -292,8 +293,8 @@ SUPER_PODS = {
     ),
     "server in two pods": (
         put("super_pod_list", 1, "server_list", 0, "server_id", to="10.0.0.1"),
-        "super_pod_list[1].server_list[0].server_id: server '10.0.0.1' is there twice; it is at "
-        "super_pod_list[0].server_list[0].server_id, too",
+        "super_pod_list[1].server_list[0].server_id: server '10.0.0.1' occurs twice; it is also at "
+        "super_pod_list[0].server_list[0].server_id",
     ),
     "server in no pod": (
         lambda t: t["super_pod_list"].pop(),
@@ -331,7 +332,7 @@ def test_the_kinds_of_bad_tables_are_told_apart_by_their_words() -> None:
     [
         ("nowhere.json", lambda path: None, "cannot be read: No such file or directory"),
         ("folder", Path.mkdir, "cannot be read: Is a directory"),
-        ("fifo", os.mkfifo, "it is no regular file, so that not all ranks can read it"),
+        ("fifo", os.mkfifo, "it is not a regular file, so not all ranks can read it"),
         ("loop", lambda path: path.symlink_to(path), "cannot be read: Too many levels of symbolic links"),
         ("private", lambda path: path.touch(0), "cannot be read: Permission denied"),
     ],
@@ -410,19 +411,19 @@ def test_unknown_fields_and_a_byte_order_mark_do_no_harm() -> None:
 @pytest.mark.parametrize(
     ("change", "remark"),
     [
-        (put(*DEVICE, "rank_id", to=1), f"{AT_DEVICE}.rank_id: the number is not in quotes; HCCL reads text alone"),
+        (put(*DEVICE, "rank_id", to=1), f"{AT_DEVICE}.rank_id: the number is not in quotes; HCCL reads only text"),
         (
             put("server_list", 0, "server_id", to="10.0.0.9"),
-            "server_id '10.0.0.9': the ranks do not follow the dictionary order of server_id, by which '10.0.0.2' is "
-            "the first; HCCL wants that they do",
+            "server_id '10.0.0.9': the ranks are not in the alphabetical order of server_id, in which '10.0.0.2' "
+            "comes first; HCCL requires this order",
         ),
         (
             lambda t: [t["server_list"][i]["device"][0].update(rank_id=str(2 - 2 * i)) for i in range(2)],
-            "rank_id: the ranks of a server do not follow each other; HCCL wants that they do",
+            "rank_id: the ranks of a server are not consecutive; HCCL requires that they are",
         ),
         (
             drop("server_list", 1, "device", 0, "device_ip"),
-            "device_ip: rank 2 has none, which HCCL needs on several servers; /etc/hccn.conf has it",
+            "device_ip: rank 2 has none, but HCCL needs it for several servers; look it up in /etc/hccn.conf",
         ),
     ],
     ids=["number", "order", "mixed", "no device_ip"],
@@ -439,12 +440,15 @@ def test_what_hccl_alone_refuses_is_a_remark(change: Change, remark: str) -> Non
         (1, [4, 5, 6, 7], []),
         (2, list(range(8)), []),
         (1, [0, 1, 2], ["server_id 's0': it has 3 devices; one Atlas 910 server runs 1, 2, 4 or 8"]),
-        (1, [3, 4], ["server_id 's0': devices [3, 4] lie on two networks, 0 to 3 and 4 to 7; take one"]),
+        (1, [3, 4], ["server_id 's0': devices [3, 4] are on two networks, 0 to 3 and 4 to 7; use devices of only one"]),
         (1, [8], ["server_id 's0': there is no device 8; Atlas 910 servers have 0 to 7"]),
         (
             2,
             [0, 1, 2, 3],
-            [f"server_id 's{i}': it has 4 devices; of several Atlas 910 servers all 8 are used" for i in range(2)],
+            [
+                f"server_id 's{i}': it has 4 devices; with several Atlas 910 servers, each must use all 8"
+                for i in range(2)
+            ],
         ),
     ],
 )
@@ -557,7 +561,7 @@ def path(tmp_path: Path) -> str:
         (
             {"RANK_TABLE_FILE": "%", "RANK_SIZE": "4"},
             "RANK_TABLE_FILE=% is set, and RANK_ID is not; give each process its rank, 0 to 3, or unset "
-            "RANK_TABLE_FILE for a job of one",
+            "RANK_TABLE_FILE for a job of one rank",
         ),
         (
             {"RANK_ID": "1", "RANK_SIZE": "4"},

@@ -74,7 +74,7 @@ def test_make_never_replaces_a_file_without_force(tmp_path: Path) -> None:
     out = tmp_path / "table.json"
     out.write_text("mine")
     done = called("make", "--server", "a", "-o", out)
-    assert done.exit_code == 1 and f"{out} is there already; --force replaces it" in done.output
+    assert done.exit_code == 1 and f"{out} exists already; --force replaces it" in done.output
     assert out.read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
     assert called("make", "--server", "a", "-o", out, "--force").exit_code == 0
     assert len(load(str(out)).seats) == 8 and len(list(tmp_path.iterdir())) == 1
@@ -83,15 +83,24 @@ def test_make_never_replaces_a_file_without_force(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--server", "a", "--server", "a"], "server_list[1].server_id: server_id 'a' is there twice"),
+        (["--server", "a", "--server", "a"], "server_list[1].server_id: server_id 'a' occurs twice"),
         (["--server", "a b"], "it is 'a b'; expected an address or a name"),
         (["--server", "a", "--devices", "7-4"], "'7-4': expected 1 to 1024 devices"),
         (["--server", "a", "--devices", "0"], "'0': expected 1 to 1024 devices"),
-        (["--server", "a", "--devices", "all"], "'all': give their number, as 8, or which, as 4-7 or 0,2"),
-        (["--server", "a", "--device-ip", "1.1.1.1"], "1 times --device-ip for 8 devices; give one for each"),
+        (
+            ["--server", "a", "--devices", "all"],
+            "'all': give the number of devices, such as 8, or a list, such as 4-7 or 0,2",
+        ),
+        (
+            ["--server", "a", "--device-ip", "1.1.1.1"],
+            "--device-ip was given 1 times; give it once for each of the 8 devices",
+        ),
         (["--server", "a", "--device-ip", "x", "--devices", "1"], "device_ip: it is 'x'; expected the address"),
-        (["--server", "a", "--device-ip", "1.1.1.1", "--hccn", "f"], "by --device-ip or by --hccn"),
-        (["--server", "a", "--server", "b", "--hccn", "f"], "1 times --hccn for 2 servers; give one for each"),
+        (["--server", "a", "--device-ip", "1.1.1.1", "--hccn", "f"], "with either --device-ip or --hccn"),
+        (
+            ["--server", "a", "--server", "b", "--hccn", "f"],
+            "--hccn was given 1 times; give it once for each of the 2 servers",
+        ),
         (["--server", "a", "--hccn", "/nowhere"], "/nowhere: No such file or directory"),
         (["--server", "a", "--hccn", "/dev/null"], "/dev/null has no address_0; expected the address of device 0"),
         (["--server", "a", "-o", "/nowhere/table.json"], "/nowhere/table.json: No such file or directory"),
@@ -141,12 +150,12 @@ def test_check_tells_all_problems_of_all_files(path: str, tmp_path: Path) -> Non
 def test_what_hccl_refuses_is_a_warning_and_for_a_product_an_error(tmp_path: Path) -> None:
     mixed = tmp_path / "mixed.json"
     mixed.write_bytes(changed(drop("server_list", 1, "device", 0, "device_ip")))
-    remark = "device_ip: rank 2 has none, which HCCL needs on several servers; /etc/hccn.conf has it"
+    remark = "device_ip: rank 2 has none, but HCCL needs it for several servers; look it up in /etc/hccn.conf"
     done = called("check", mixed)
     assert done.exit_code == 0 and f"{mixed}: WARNING: {remark}" in done.output
     done = called("check", "--product", "910", mixed)
     assert done.exit_code == 1 and f"{mixed}: {remark}" in done.output
-    assert f"{mixed}: server_id '10.0.0.1': it has 2 devices; of several Atlas 910" in done.output
+    assert f"{mixed}: server_id '10.0.0.1': it has 2 devices; with several Atlas 910" in done.output
 
 
 def test_ranks_are_those_of_this_host(path: str, tmp_path: Path) -> None:

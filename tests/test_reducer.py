@@ -128,7 +128,7 @@ def test_what_goes_wrong_in_a_step_reaches_the_others_and_ends_the_reducer(rank,
                 raise KeyError("a batch is broken")
             reducer.reduce([np.ones(3)])
     assert rank == 1 or "rank 1: a step of GradientReducer: KeyError" in str(caught.value)
-    with pytest.raises(RuntimeError, match="a step of this one has failed; make a new one on every rank"):
+    with pytest.raises(RuntimeError, match="a step of this reducer has failed; make a new one on every rank"):
         reducer.reduce([np.ones(3)])
 
 
@@ -150,9 +150,9 @@ def test_parameters_that_differ_are_an_error_on_all_ranks(rank, group):
         GradientReducer([np.ones(2, np.float32)], compression="bf16" if rank == 1 else None)
     with pytest.raises(ValueError, match="there are no parameters"):
         GradientReducer([])
-    with pytest.raises(TypeError, match="steps is of dtype int64, which has no gradient; exclude it"):
+    with pytest.raises(TypeError, match="steps has dtype int64, which has no gradient; exclude it"):
         GradientReducer({"w": np.ones(2), "steps": np.ones(1, np.int64)})
-    with pytest.raises(ValueError, match="exclude names 'x', which is none of v, w"):
+    with pytest.raises(ValueError, match="exclude names 'x', which is not one of v, w"):
         GradientReducer({"v": np.ones(2), "w": np.ones(2)}, exclude=["x"])
     reducer = GradientReducer({"v": np.ones(2), "w": np.ones(2), "own": np.ones(1)}, exclude=["own"])
     with pytest.raises(ValueError, match="3 gradients, there are 2 parameters"):
@@ -216,7 +216,7 @@ def test_a_reducer_goes_on_where_another_was(rank, group):
     assert GradientReducer(parameters).state_dict() == {"order": None, "residual": {}}
     with pytest.raises(ValueError, match=r"b is \[3\] in the state, the parameter is \[500\]"):
         going_on.load_state_dict({"order": None, "residual": {"b": np.zeros(3)}})
-    with pytest.raises(ValueError, match="the states of ranks 0 and 1 of the group are of two trainings"):
+    with pytest.raises(ValueError, match="the states of ranks 0 and 1 of the group belong to two different trainings"):
         going_on.load_state_dict({"order": [rank, 1 - rank], "residual": {}})
     with pytest.raises(ValueError, match="the state is not of these 2 parameters"):
         going_on.load_state_dict({"order": [0, 1, 2], "residual": {}})
@@ -570,10 +570,10 @@ def test_misuse_is_told(rank, group):
         GradientReducer({"weight": model.weight, "other": np.ones(2)})
     reducer.carry(1)
     model(torch.ones(1, 3)).sum().backward()
-    words = r"no_sync: gradients of a backward pass are on their way; call wait\(\)"
+    words = r"no_sync: gradients of a backward pass are still being reduced; call wait\(\)"
     with pytest.raises(RuntimeError, match=words), reducer.no_sync():
         pass
-    with pytest.raises(RuntimeError, match="zero_grad: gradients of a backward pass are on their way"):
+    with pytest.raises(RuntimeError, match="zero_grad: gradients of a backward pass are still being reduced"):
         reducer.zero_grad()
     reducer.wait()
     assert reducer.carried == 1

@@ -144,7 +144,7 @@ def test_a_time_out_names_those_that_are_not_there():
         first = Waits(members[0].rejoin, facts(4), Deadline(0.2)).ended()
         assert isinstance(first.error, errors.CollectiveTimeout)
         assert first.error.waiting_for == (1, 2, 3)
-        assert "which was not started again or has not come to init() yet, rank 2" in str(first.error)
+        assert "which was not restarted, or has not called init() yet, rank 2" in str(first.error)
         waiting = [Waits(members[rank].rejoin, facts(4), soon()) for rank in (0, 2, 3)]  # a second attempt
         new = Waits(job.again(1).join, facts(4), soon())
         assert {wait.ended().result.epoch for wait in (new, *waiting)} == {1}

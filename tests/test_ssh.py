@@ -267,15 +267,15 @@ def test_a_command_that_makes_no_sense_is_one_line(start):
     ("words", "text"),
     [
         (["--hosts", "a:4,b", "true"], "how many ranks on b? Write b:4, or give -n"),
-        (["--hosts", "a:x", "true"], "'a:x' is no host"),
-        (["--hosts", "-oProxyCommand=x:1", "true"], "is no host"),
+        (["--hosts", "a:x", "true"], "'a:x' is not a host"),
+        (["--hosts", "-oProxyCommand=x:1", "true"], "is not a host"),
         (["--hosts", "203.0.113.1:1", "true"], "none of the hosts 203.0.113.1 is this one"),
         (["--hosts", "a:1", "--nnodes", "2", "true"], "leave out --nnodes"),
         (["--hostfile", "absent", "true"], "--hostfile absent: "),
         (["--hostfile", "HOSTS", "true"], "line 2: 'cpus=2': expected slots=N, or host:N"),
         (
             ["--hosts", "localhost:1,203.0.113.1:1", "true"],
-            "this host is in the list as localhost, by which the others",
+            "this host is in the list as localhost, a name that the other hosts",
         ),
     ],
 )

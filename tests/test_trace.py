@@ -99,10 +99,10 @@ def test_top_says_how_many_calls_are_listed(job: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[]", "expected an object"),
-        ('{"rank": 1, "size": 3, "cause": "x"}', "'calls' is missing or no list"),
-        ('{"rank": 1, "size": 3, "cause": "x", "calls": [{"number": "one"}]}', "a call of it is {'number': 'one'}"),
+        ('{"rank": 1, "size": 3, "cause": "x"}', "'calls' is missing or not of type list"),
+        ('{"rank": 1, "size": 3, "cause": "x", "calls": [{"number": "one"}]}', "one of its calls is {'number': 'one'}"),
         ('{"rank": 7, "size": 9, "cause": "x", "calls": []}', "it says that it is rank 7's"),
     ],
 )

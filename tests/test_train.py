@@ -291,14 +291,14 @@ def check_that_they_are_told(rank: int, folder: str) -> None:
     train(value=rank, callbacks=ModelCheckpoint("line", folder) if rank == 0 else None)
     assert rank == 1 or len(list(Path(folder).glob("line-*"))) == 5
     mscomm.set_auto_parallel_context(device_num=8)
-    with pytest.raises(ValueError, match="device_num=8 was set, the group has 2 ranks"):
+    with pytest.raises(ValueError, match="device_num=8 was set, but the number of ranks is 2"):
         train()
     data_parallel(device_num=2, global_rank=1 - rank)
-    with pytest.raises(ValueError, match=rf"global_rank={1 - rank} was set, the group has {rank} as this rank"):
+    with pytest.raises(ValueError, match=rf"global_rank={1 - rank} was set, but this rank is {rank}"):
         train()
     mscomm.reset_auto_parallel_context()
     data_parallel()
-    with pytest.raises(RuntimeError, match="epoch 1 ended after 2 batches; the dataset said that there are 6"):
+    with pytest.raises(RuntimeError, match="epoch 1 ended after 2 batches, but the dataset had announced 6"):
         train(data=Short(rank, 2))
     with pytest.raises(ValueError, match=rf"epoch: 1 step: 1\. Invalid loss nan \(\S+ on rank {rank}\): training"):
         x = np.full((4, COLUMNS), np.nan if rank else 1.0, np.float32)
@@ -328,7 +328,9 @@ def test_checkpoints_that_the_ranks_do_not_share(rank, group):
             model.resume(own)
         if rank == 1:
             (own / "line-1_6.safetensors").write_bytes(b"")
-        with pytest.raises(ValueError, match=r"rank 1 of the group: no complete checkpoint .*: no whole safetensors"):
+        with pytest.raises(
+            ValueError, match=r"rank 1 of the group: no complete checkpoint .*: not a complete safetensors"
+        ):
             model.resume(own)
         if rank == 1:
             (own / "line-1_6.safetensors").unlink()
@@ -340,7 +342,7 @@ def test_checkpoints_that_the_ranks_do_not_share(rank, group):
         file = mscomm.broadcast_object(str(own / "line-1_5.safetensors"))
         with stderr() as told:
             assert model.resume(file) == (1, 5)
-        assert len(told) == rank and all("rank 1 goes on from what rank 0 wrote" in line for line in told)
+        assert len(told) == rank and all("rank 1 continues from the checkpoint of rank 0" in line for line in told)
         by_the_clock = mscomm.CheckpointConfig(save_checkpoint_steps=0, save_checkpoint_seconds=[1e-9, 1e9][rank])
         # Rank 0's clock decides for all ranks when to save.
         numpy_line()[0].train(1, Batches(rank, 2), ModelCheckpoint("clock", own, by_the_clock))

@@ -42,13 +42,13 @@ struct Meaning {
 constexpr Meaning meanings[] = {
     {1, "wrong parameter"},
     {2, "a pointer is missing"},
-    {3, "out of memory: HCCL_BUFFSIZE MiB are taken twice for each group"},
+    {3, "out of memory: each group takes twice HCCL_BUFFSIZE MiB"},
     {4, "internal error"},
     {5, "not supported by this device"},
     {6, "not found"},
     {7, "unavailable"},
     {8, "a system call failed"},
-    {9, "timeout: a rank did not come, or HCCL_CONNECT_TIMEOUT or HCCL_EXEC_TIMEOUT is too short"},
+    {9, "timeout: a rank is missing, or HCCL_CONNECT_TIMEOUT or HCCL_EXEC_TIMEOUT is too short"},
     {10, "a file cannot be opened"},
     {11, "TCP connection failed: look at HCCL_SOCKET_IFNAME, HCCL_IF_IP and the ports from HCCL_IF_BASE_PORT"},
     {12, "RoCE connection failed: look at the devices' network"},
@@ -131,9 +131,9 @@ class Hccl final : public Vendor {
   std::string refuses(Dtype dtype, Op op) const override {
     if (reduction_on(first_generation_, dtype, op)) return "";
     const std::string what = "HCCL cannot reduce " + std::string(mscomm::name(dtype)) + " by " + std::string(mscomm::name(op));
-    if (op == Op::avg) return what + "; sum, and divide by the number of ranks";
+    if (op == Op::avg) return what + "; use sum, and divide by the number of ranks";
     const std::string newer = first_generation_ ? "" : "int16, bfloat16 (both not by prod), ";
-    return what + " on this device; it knows sum, prod, min and max of " + newer + "int8, int32, int64, float16 and float32";
+    return what + " on this device; it supports sum, prod, min and max of " + newer + "int8, int32, int64, float16 and float32";
   }
 
   std::string make_id() override {

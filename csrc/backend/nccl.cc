@@ -69,8 +69,9 @@ class Nccl final : public Vendor {
     const std::string what = "NCCL cannot reduce " + std::string(mscomm::name(dtype)) + " by " + std::string(mscomm::name(op));
     if (numbers.operations[static_cast<size_t>(op)] >= 0 && dtype != Dtype::boolean)
       return what +
-             "; it knows int8, int32, int64, uint8, uint32, uint64, float16, bfloat16, float32 and float64, and sums complex";
-    return what + "; it knows sum, prod, min, max and avg";
+             "; it supports int8, int32, int64, uint8, uint32, uint64, float16, bfloat16, float32 and float64, and the sum of "
+             "complex numbers";
+    return what + "; it supports sum, prod, min, max and avg";
   }
 
   std::string make_id() override {
@@ -91,7 +92,7 @@ class Nccl final : public Vendor {
     const char* last = functions.last_error(nullptr);
     std::string text =
         std::string(what) + ": " + functions.error_string(result) + " (" + std::to_string(result) + ", NCCL " + version() + ")";
-    if (last && *last) text += "; NCCL's last message, perhaps of another group: " + std::string(last);
+    if (last && *last) text += "; NCCL's last message, possibly about another group: " + std::string(last);
     return {result == remote_error ? "PeerLost" : "Error", text};
   }
 

@@ -152,12 +152,12 @@ void VendorBackend::enqueue_whole(VendorGroup& group, const Call& call, StreamHa
     case Collective::gather:
     case Collective::scatter:
     case Collective::all_to_all:
-      throw Error("Error", "exchange() enqueues the collectives that move parts");
+      throw Error("Error", "only exchange() enqueues collectives that move parts");
     case Collective::barrier:
-      throw Error("Error", "a barrier has no array, and is the CPU's");
+      throw Error("Error", "a barrier has no array, so it runs on the CPU");
     case Collective::scan:
     case Collective::exscan:
-      throw Error("Error", "a scan is the CPU's: no vendor's library has one");
+      throw Error("Error", "a scan runs on the CPU: no vendor's library has one");
   }
 }
 
@@ -194,10 +194,10 @@ void VendorBackend::pack(const Packing& packing, StreamHandle stream) {
   if (runtime_->pack(packing, stream)) return;
   if (!packing.plain()) {
     const std::string dtype(name(packing.dtype)), bucket(name(packing.bucket_dtype));
-    throw Error("RuntimeError",
-                (packing.packs ? "pack" : "unpack") + std::string(": no kernel on device ") + std::to_string(device_) +
-                    " scales or casts between " + dtype + " parts and a " + bucket +
-                    " bucket like these, and copies cannot. Ask Group.packs before. Kernels: " + runtime_->kernels(device_));
+    throw Error("RuntimeError", (packing.packs ? "pack" : "unpack") + std::string(": no kernel on device ") +
+                                    std::to_string(device_) + " scales or casts between " + dtype + " parts and a " + bucket +
+                                    " bucket like these, and plain copies cannot do that. Check Group.packs first. Kernels: " +
+                                    runtime_->kernels(device_));
   }
   const size_t element = size_of(packing.dtype);
   for (const Packing::Part& part : packing.parts) {

@@ -180,7 +180,7 @@ void Watcher::look_at_pending(std::unique_lock<std::mutex>& lock) {
     const double still_s = seconds_since(moved_);
     for (const Pending& one : pending_)
       if (!failed && still_s >= one.deadline.timeout_s())
-        failed = {one.call, Error("CollectiveTimeout", "it was enqueued, but the device has not ended it within " +
+        failed = {one.call, Error("CollectiveTimeout", "it was enqueued, but did not end on the device within " +
                                                            seconds_text(one.deadline.timeout_s()))};
     if (!pending_.empty() && still_s >= pending_.front().next_notice_s) {
       double& next = pending_.front().next_notice_s;

@@ -66,12 +66,12 @@ void check(const Call& call, int rank, int size) {
            (may_have_root ? "a rank from 0 to " + std::to_string(size - 1) : "-1, as " + std::string(name(what)) + " has none"));
   if (reduces(what) && !supports(signature.dtype, signature.op))
     refuse(std::string(name(signature.op)) + " is not defined on " + std::string(name(signature.dtype)));
-  if (scans(what) && signature.op == Op::avg) refuse("avg is not defined: each rank would divide by another number");
+  if (scans(what) && signature.op == Op::avg) refuse("avg is not defined: each rank would divide by a different number");
 
   Size count = what == Collective::barrier ? 0 : 1;
   for (int i = 0; i < signature.dims; i++) count = product(count, signature.shape[i]);
   // The size in bytes of the largest possible array on any rank must fit into 64 bits.
-  if (!product(product(count, call.element_bytes()), n)) refuse("the shape is of more bytes than this machine can count");
+  if (!product(product(count, call.element_bytes()), n)) refuse("the shape has more bytes than this machine can count");
   if (*count != signature.count)
     refuse(std::to_string(signature.count) + " elements, expected " + std::to_string(*count) + ", the product of the shape");
   if (call.counts.empty()) {
@@ -84,7 +84,7 @@ void check(const Call& call, int rank, int size) {
       refuse(std::to_string(call.counts.size()) + " counts, expected " +
              (expected ? std::to_string(expected) + (square ? ", from each rank to each" : ", one for each rank") : "none"));
     const Size total = sum(call.counts, 0, expected, 1);
-    if (!product(total, call.element_bytes())) refuse("the counts are of more bytes than this machine can count");
+    if (!product(total, call.element_bytes())) refuse("the counts add up to more bytes than this machine can count");
     if (*total != *count && !(square && *count == 0))
       refuse("the counts add up to " + std::to_string(*total) + " elements, expected " + std::to_string(*count) +
              ", the product of the shape");

@@ -25,7 +25,7 @@ Dynlib::Dynlib(std::string name, const std::vector<Candidate>& candidates, Names
     tried += candidate.origin + ": " + (loaded ? "it is not in this process" : why ? why : candidate.path);
     if (candidate.kind == Candidate::Kind::must) break;
   }
-  throw Error("BackendUnavailable", "cannot open " + name_ + ". Tried: " + (tried.empty() ? "no place at all" : tried));
+  throw Error("BackendUnavailable", "cannot open " + name_ + ". Tried: " + (tried.empty() ? "nothing" : tried));
 }
 
 Dynlib::Symbol Dynlib::find(const char* name) const { return {dlsym(handle_, name)}; }
@@ -33,7 +33,7 @@ Dynlib::Symbol Dynlib::find(const char* name) const { return {dlsym(handle_, nam
 Dynlib::Symbol Dynlib::need(const char* name) const {
   const Symbol found = find(name);
   if (!found.address)
-    throw Error("BackendUnavailable", path_ + " (" + origin_ + ") has no function " + name + ": it is too old, or no " + name_);
+    throw Error("BackendUnavailable", path_ + " (" + origin_ + ") has no function " + name + ": it is too old, or not " + name_);
   return found;
 }
 

@@ -104,7 +104,7 @@ void Communicator::stop_worker() {
 void Communicator::check_usable() const {
   if (forked_)
     throw Error("RuntimeError", "mscomm: this process was forked from rank " + std::to_string(in_job(rank_)) +
-                                    " and is no rank itself; call mscomm in the parent");
+                                    " and is not a rank itself; call mscomm in the parent");
   if (broken()) throw_failure();
 }
 
@@ -117,7 +117,7 @@ void Communicator::check_no_handler() const {
   if (Caller::calls(*this))
     throw Error("RuntimeError", "mscomm: a call in a signal handler that interrupted " + current() +
                                     " of the same group, group " + group_ +
-                                    ": it would wait for that call, and that call for it. Call after it has ended");
+                                    ": the two calls would wait for each other. Make this call after the other one has ended");
 }
 
 uint64_t Communicator::reserve(int count) {
@@ -136,7 +136,7 @@ void Communicator::check(const Call& call) const {
 
 VendorBackend& Communicator::device() const {
   check_usable();
-  if (!device_) throw Error("RuntimeError", "group " + group_ + " has no device: its ranks did not join one");
+  if (!device_) throw Error("RuntimeError", "group " + group_ + " has no device: its ranks joined without devices");
   return *device_;
 }
 
@@ -234,7 +234,7 @@ void Communicator::complete(Work& work, const Transfer* message, const std::func
     }
   } catch (...) {
     // Most likely, the memory for an Error that describes the failure could not be allocated.
-    failure.emplace("Error", "a call or message beside the callers of " + name_of(rank_) + " failed: out of memory?");
+    failure.emplace("Error", "a call or message in the background of " + name_of(rank_) + " failed: out of memory?");
     abort({*failure, false});
   }
   const bool failed = failure.has_value();
@@ -340,9 +340,8 @@ void Communicator::break_off(const Call& call, const Error& error) {
     if (was_running) backend_of(call).withdraw(call);
   } catch (const std::exception& cause) {
     // Print this error instead of throwing it, because the caller must get the error that made the call fail.
-    say("the arrays of " + brief(call.signature) +
-        ", which failed, are still within reach of ranks that were stopped in it, who may write there later: " + cause.what() +
-        ". Use new ones.");
+    say(brief(call.signature) + " failed, but ranks that are stopped in it may still write to its arrays later: " + cause.what() +
+        ". Use new arrays.");
   }
 }
 
@@ -510,7 +509,7 @@ std::vector<int> Communicator::in_job(std::vector<int> ranks) const {
 }
 
 std::string Communicator::named(const std::vector<int>& ranks) const {
-  if (ranks.empty()) return "a rank that stopped as it came";
+  if (ranks.empty()) return "a rank that stopped while joining the call";
   std::string text;
   for (size_t i = 0; i < ranks.size() && i < 16; i++) text += (i ? ", " : "") + name_of(ranks[i]);
   return ranks.size() > 16 ? text + " and " + std::to_string(ranks.size() - 16) + " more" : text;

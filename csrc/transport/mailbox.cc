@@ -489,7 +489,7 @@ void Mailbox::take_return(Outgoing& link) {
   } else if (valid(back, link.peer) && back.kind == Kind::credit && back.count <= eager_window - link.credit) {
     link.credit += back.count;
   } else {
-    throw Ending{"Error", "it sent a header that is none; the link cannot be trusted any more"};
+    throw Ending{"Error", "it sent an invalid header; the link cannot be trusted any more"};
   }
 }
 
@@ -529,7 +529,7 @@ void Mailbox::open(Incoming& link) {
   const Envelope& header = link.inbox;
   const auto require = [&](bool good) {
     if (!good)
-      throw Ending{"Error", "it sent a header that is none (wire " + std::to_string(header.wire) + ", epoch " +
+      throw Ending{"Error", "it sent an invalid header (wire " + std::to_string(header.wire) + ", epoch " +
                                 std::to_string(header.epoch) + "); the link cannot be trusted any more"};
   };
   require(valid(header, link.peer));

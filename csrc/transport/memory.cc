@@ -42,7 +42,7 @@ struct Opened {
 Opened open_memory(const char* label, bool own_tmpfs) {
   const std::string enabled = shmem_enabled();
   const std::string setting = "shmem_enabled: " + (enabled.empty() ? "not known" : enabled);
-  std::string why = own_tmpfs ? "" : "; no other is wanted";
+  std::string why = own_tmpfs ? "" : "; a tmpfs of its own is not allowed by MSCOMM_HUGE_PAGES";
   if (enabled == "never" && own_tmpfs) {
     const int fd = open_in_own_tmpfs(label, why);
     if (fd >= 0) return {Descriptor(fd), false, "a tmpfs of its own, huge pages (" + setting + ")"};
@@ -90,7 +90,7 @@ void populate(void* begin, size_t bytes) {
   const auto last = (reinterpret_cast<uintptr_t>(begin) + bytes + page - 1) / page * page;
   if (madvise(reinterpret_cast<void*>(first), last - first, advise_populate_write) == 0) return;
   if (errno == EINVAL) return;  // Linux before 5.14 does not support this advice; it allocates pages when they are first touched
-  throw Error("MemoryError", "shared memory: cannot have " + std::to_string(bytes) + " bytes: " + std::strerror(errno));
+  throw Error("MemoryError", "shared memory: cannot allocate " + std::to_string(bytes) + " bytes: " + std::strerror(errno));
 }
 
 void want_huge_pages(void* begin, size_t bytes, bool wanted) {

@@ -207,7 +207,7 @@ bool Mesh::compare_inbox(int peer) {
   const Header& header = link.inbox;
   if (header.magic != frame_magic || header.wire != wire_version || header.epoch != epoch_ || header.payload > 1 ||
       header.source != static_cast<uint32_t>(peer) || !header.signature.valid())
-    throw Error("Error", link.stream->peer() + " sent a header that is none (wire " + std::to_string(header.wire) + ", epoch " +
+    throw Error("Error", link.stream->peer() + " sent an invalid header (wire " + std::to_string(header.wire) + ", epoch " +
                              std::to_string(header.epoch) + "); the link cannot be trusted any more");
   const Signature& theirs = header.signature;
   if (theirs.number > mine_.number) return false;

@@ -116,7 +116,7 @@ int open_in_own_tmpfs(const char* label, std::string& why) {
     task = {.label = label};
     make_file_in_namespace(task);
   }
-  if (task.fd < 0) why = std::string(task.failed ? task.failed : "no answer of the child") + ": " + std::strerror(task.error);
+  if (task.fd < 0) why = std::string(task.failed ? task.failed : "no answer from the child") + ": " + std::strerror(task.error);
   return task.fd;
 }
 

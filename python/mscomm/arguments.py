@@ -31,7 +31,9 @@ def check_apart(arrays: Sequence[Any], out: Sequence[Any]) -> None:
         open_spans = [one for one in open_spans if one[1] > begin]
         for _, _, other, k, owner in open_spans:
             if i != k and (name[0] == "o" or other[0] == "o") and np.shares_memory(array, owner):
-                raise ValueError(f"all_reduce_many: {name} and {other} share memory; each array must have its own")
+                raise ValueError(
+                    f"all_reduce_many: {name} and {other} share memory; each array must have its own memory"
+                )
         open_spans.append(span)
 
 
@@ -57,10 +59,10 @@ def checked_counts(
     try:
         rows = [operator.index(count) for count in counts]
     except TypeError:
-        raise TypeError(f"{function}: {argument} must be a list of ints, a row count for each rank") from None
+        raise TypeError(f"{function}: {argument} must be a list of ints, one row count for each rank") from None
     if len(rows) != group.size or min(rows) < 0:
-        raise ValueError(f"{function}: {argument} is {rows}; it needs {group.size} numbers of rows, one for each rank")
+        raise ValueError(f"{function}: {argument} is {rows}; it needs {group.size} row counts, one for each rank")
     if shape is not None and (not shape or shape[0] != sum(rows)):
         has = f"x of shape {shape} has {shape[0]}" if shape else "x is a scalar"
-        raise ValueError(f"{function}: {argument} adds up to {sum(rows)} rows, {has}")
+        raise ValueError(f"{function}: {argument} adds up to {sum(rows)} rows, but {has}")
     return rows

@@ -559,11 +559,13 @@ def _scatter(
         shape = tuple(extents[:dims])
         rank = group.ranks[group.rank]
         if bool(at_the_device) != on_device:
-            here = "x or out is on a device" if on_device else "x or out is the CPU's"
+            here = "x or out is on a device" if on_device else "x or out is on the CPU"
             if x is None and out is None:
                 here = "no array was given"
             root_has = (
-                "on its device; give x or out on the device" if at_the_device else "the CPU's; give None, or the CPU's"
+                "on its device; pass x or out on the device"
+                if at_the_device
+                else "on the CPU; pass None, or arrays on the CPU"
             )
             raise Mismatch(f"{function}: {here} on rank {rank}, and at the root x is {root_has}", [rank])
         if given is not None and (given.dtype, given.shape) != (dtype, shape):

@@ -40,11 +40,11 @@ def set_context(**options: Any) -> None:
     """
     for name, value in options.items():
         if name not in _context:
-            raise ValueError(f"set_context: {name!r} is none of {', '.join(_context)}")
+            raise ValueError(f"set_context: {name!r} is not one of {', '.join(_context)}")
         if name == "mode" and value not in (GRAPH_MODE, PYNATIVE_MODE):
             raise ValueError(f"set_context: mode={value!r} is neither GRAPH_MODE nor PYNATIVE_MODE")
         if name == "device_target" and value not in DEVICE_TARGETS:
-            raise ValueError(f"set_context: device_target={value!r} is none of {', '.join(DEVICE_TARGETS)}")
+            raise ValueError(f"set_context: device_target={value!r} is not one of {', '.join(DEVICE_TARGETS)}")
         if name == "device_id":
             _int(0, 4095)(value)
     _context.update(options)
@@ -54,7 +54,7 @@ def set_context(**options: Any) -> None:
 def get_context(name: str) -> Any:
     """Return the value of one option of set_context, or its default if the user has not set it."""
     if name not in _context:
-        raise ValueError(f"get_context: {name!r} is none of {', '.join(_context)}")
+        raise ValueError(f"get_context: {name!r} is not one of {', '.join(_context)}")
     value = _context[name]
     return _IF_UNSET.get(name) if value is None else value
 
@@ -110,7 +110,7 @@ class ParallelMode:
 def _mode(value: Any) -> None:
     modes = [mode for name, mode in vars(ParallelMode).items() if name.isupper()]
     if value not in modes:
-        raise ValueError(f"{value!r} is none of {', '.join(modes)}")
+        raise ValueError(f"{value!r} is not one of {', '.join(modes)}")
     if value not in (ParallelMode.STAND_ALONE, ParallelMode.DATA_PARALLEL):
         raise NotImplementedError(
             f"{value} divides a model's operators over the ranks: planned as mscomm.parallel, not in this release;"
@@ -219,7 +219,7 @@ def set_auto_parallel_context(**options: Any) -> None:
     """
     for name, value in options.items():
         if name not in _AUTO_PARALLEL:
-            raise ValueError(f"set_auto_parallel_context: {name!r} is none of {', '.join(_AUTO_PARALLEL)}")
+            raise ValueError(f"set_auto_parallel_context: {name!r} is not one of {', '.join(_AUTO_PARALLEL)}")
         try:
             _AUTO_PARALLEL[name].check(value)
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -232,7 +232,7 @@ def set_auto_parallel_context(**options: Any) -> None:
 def get_auto_parallel_context(name: str) -> Any:
     """Return the value of one option of set_auto_parallel_context. Raise ValueError for an unknown name."""
     if name not in _AUTO_PARALLEL:
-        raise ValueError(f"get_auto_parallel_context: {name!r} is none of {', '.join(_AUTO_PARALLEL)}")
+        raise ValueError(f"get_auto_parallel_context: {name!r} is not one of {', '.join(_AUTO_PARALLEL)}")
     return _auto_parallel.get(name, _AUTO_PARALLEL[name].default)
 
 

@@ -61,7 +61,7 @@ class _Beside:
 
     def done(self) -> bool:
         if self._process != os.getpid():
-            raise RuntimeError("mscomm: this call was made by the process that forked this one")
+            raise RuntimeError("mscomm: this call was made in the parent process, before the fork")
         return self._ended.is_set()
 
     def _join(self, seconds: float | None, /) -> bool:
@@ -89,7 +89,7 @@ class _Several(Work):
     def wait(self, timeout: Timeout = None) -> Any:
         seconds = None if timeout is None else seconds_of(timeout)
         if not self._join(seconds):
-            raise TimeoutError(f"Work.wait: the call has not ended within {seconds:g} s; it goes on")
+            raise TimeoutError(f"Work.wait: the call did not end within {seconds:g} s; it is still running")
         with self._group.collecting:  # only one of several waiting threads computes the result
             # If _making is True, a signal handler has interrupted self._result() and called wait().
             if self._result is not None and not self._making:
@@ -237,7 +237,7 @@ class Group:
         if mine is not None and there.index < 0:
             there.index = mine.opened.runtime.device_of(there.__array_interface__["data"][0])
         if mine is None:
-            advice = f'join with init("{there.backend}"), or give an array of the CPU'
+            advice = f'join with init("{there.backend}"), or pass an array on the CPU'
             raise TypeError(f"{function}: {argument} is on a device, and the job's backend is cpu; {advice}")
         if (mine.name, mine.device) != (there.backend, there.index):
             raise TypeError(
@@ -528,14 +528,14 @@ class NonMember(Group):
         return False
 
     def __repr__(self) -> str:
-        return f"<mscomm.Group {self.name}: rank {self._me} is no member>"
+        return f"<mscomm.Group {self.name}: rank {self._me} is not a member>"
 
     def refusal(self) -> RuntimeError:
         """Return the error to raise for any use of this group."""
         ranks = vars(self).get("ranks")
         why = "it gave split the color None" if ranks is None else f"the members are {ranks}"
         return RuntimeError(
-            f"rank {self._me} is no member of {self.name}: {why}; only members may use a group (`if group:`)"
+            f"rank {self._me} is not a member of {self.name}: {why}; only members may use a group (`if group:`)"
         )
 
     if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any misspelt name

@@ -127,7 +127,7 @@ class Job:
             if self.groups.get(group.name) is not group:
                 if isinstance(group, NonMember):
                     raise group.refusal()
-                raise ValueError(f"group {group.name!r} was destroyed, or is of a job that this process has left")
+                raise ValueError(f"group {group.name!r} was destroyed, or belongs to a job that this process has left")
             return group
         if isinstance(group, str):
             if group in WORLD_NAMES:
@@ -136,7 +136,7 @@ class Job:
                 return self.groups[group]
             if group in self.others:
                 raise self.others[group].refusal()
-            raise ValueError(f"no group is named {group!r}; there is {', '.join(self.groups)}")
+            raise ValueError(f"no group is named {group!r}; the groups are {', '.join(self.groups)}")
         raise TypeError(f"group is a {type(group).__name__}; expected None, a Group or the name of one")
 
     def leave(self) -> None:
@@ -366,7 +366,7 @@ def _backend(name: str | None) -> str:
         return CPU
     if name in (*NAMES, AUTO):
         return name
-    raise ValueError(f"init: backend {name!r} is none of {', '.join(CPU_NAMES)}, nccl, hccl")
+    raise ValueError(f"init: backend {name!r} is not one of {', '.join(CPU_NAMES)}, nccl, hccl")
 
 
 def _device(device: int | None) -> int | None:
@@ -451,7 +451,7 @@ def default() -> Job:
         raise RuntimeError("mscomm: no job joined; call mscomm.init() first")
     if _default.forked:
         raise RuntimeError(
-            f"mscomm: this process was forked from a rank (pid {_default.pid}) and is no rank itself;"
+            f"mscomm: this process was forked from a rank (pid {_default.pid}) and is not a rank itself;"
             " call mscomm in the parent"
         )
     return _default
@@ -545,7 +545,7 @@ def rank_in(size: int, rank: Any, what: str) -> int:
     except TypeError:
         raise TypeError(f"{what}: {rank!r} is not an int") from None
     if not 0 <= rank < size:
-        raise ValueError(f"{what}: {rank} is none of the ranks 0 to {size - 1}")
+        raise ValueError(f"{what}: {rank} is not one of the ranks 0 to {size - 1}")
     return int(rank)
 
 

@@ -183,7 +183,7 @@ def sendrecv(
     ends = memory_anywhere(x, "x", "sendrecv"), memory_anywhere(out, "out", "sendrecv")
     # Device arrays may overlap: x is copied to the host before anything is received.
     if not any(isinstance(end, OnDevice) for end in ends) and np.shares_memory(*ends):
-        raise ValueError("sendrecv: x and out overlap; give out memory of its own, or a copy of x")
+        raise ValueError("sendrecv: x and out overlap; pass an out with memory of its own, or a copy of x")
     return receiving.result(group.sendrecv(sending, receiving.message, group.seconds(timeout)))
 
 
@@ -235,7 +235,9 @@ def _on_host_for(function: str, out: Any, there: OnDevice) -> tuple[np.ndarray[A
     """Return a host array to receive into, and a function that copies it to the device array `out`."""
     if not hasattr(library(out, "out", function), "namespace"):
         kind = type(out).__name__
-        raise TypeError(f"{function}: out is a {kind}, which mscomm knows by its protocol alone: receive to the CPU")
+        raise TypeError(
+            f"{function}: out is a {kind}, which mscomm knows only by its protocol: receive into an array on the CPU"
+        )
     target = np.empty(there.shape, there.dtype)
     return target, lambda: fill(out, target, "out", function)
 
@@ -247,7 +249,8 @@ def checked_rank(function: str, argument: str, rank: Any, group: Group) -> int:
         raise TypeError(f"{function}: {argument} {rank!r} is not an integer") from None
     if not 0 <= rank < group.size:
         raise ValueError(
-            f"{function}: {argument} {rank} is no rank of group {group.name}, which has the ranks 0 to {group.size - 1}"
+            f"{function}: {argument} {rank} is not a rank of group {group.name}, which has the ranks 0 to "
+            f"{group.size - 1}"
         )
     return int(rank)
 

@@ -65,11 +65,13 @@ class Option(NamedTuple):
 
 
 _WORLD = (None, "hccl_world_group", "nccl_world_group", "mccl_world_group")
-_OTHER_MODES = "it is of MindSpore's auto-parallel modes; in data parallel mode nothing is to be searched or sliced"
+_OTHER_MODES = (
+    "it belongs to MindSpore's auto-parallel modes; in data parallel mode there is nothing to search or slice"
+)
 _WHOLE = "in data parallel mode each rank's checkpoint has the whole weights"
 _SUMS = "16-bit floats are summed in float32 in any case"
 _TLS = "there is no TLS in this release; use MSCOMM_JOB_KEY_FILE"
-_DEALT = "each rank trains on all that its dataset gives; deal rows by num_shards and shard_id"
+_DEALT = "each rank trains on all rows of its dataset; divide the rows with num_shards and shard_id"
 
 WITHOUT_EFFECT: dict[tuple[str, str], Option] = {
     ("set_context", "mode"): Option((0,), "the framework decides how it computes (mindspore.set_context(mode=...))"),
@@ -105,21 +107,21 @@ WITHOUT_EFFECT: dict[tuple[str, str], Option] = {
         (True,), 'gradients are always fused; {"allreduce": {"mode": "size", "config": 1}} makes small buckets'
     ),
     ("CheckpointConfig", "integrated_save"): Option((True,), _WHOLE),
-    ("CheckpointConfig", "async_save"): Option((False,), "a file is whole when its step ends"),
+    ("CheckpointConfig", "async_save"): Option((False,), "a file is complete when its step ends"),
     ("save_checkpoint", "integrated_save"): Option((True,), _WHOLE),
-    ("save_checkpoint", "async_save"): Option((False,), "the file is whole when the call returns"),
+    ("save_checkpoint", "async_save"): Option((False,), "the file is complete when the call returns"),
     ("Model.train", "dataset_sink_mode"): Option(
-        (False,), "each step is one of its own, as on MindSpore's CPU, and callbacks are called in each"
+        (False,), "steps run one at a time, as on MindSpore's CPU, and each one calls the callbacks"
     ),
     ("Model.train", "sink_size"): Option((-1,), "there is no sink; an epoch is a pass over the dataset"),
-    ("TimeMonitor", "data_time"): Option((False,), "StepTrace tells how long a rank has waited for data"),
-    ("Send", "group_back"): Option(_WORLD, "no gradient goes through Send"),
-    ("Receive", "group_back"): Option(_WORLD, "no gradient goes through Receive"),
+    ("TimeMonitor", "data_time"): Option((False,), "StepTrace shows how long a rank has waited for data"),
+    ("Send", "group_back"): Option(_WORLD, "no gradient flows through Send"),
+    ("Receive", "group_back"): Option(_WORLD, "no gradient flows through Receive"),
     ("environment", "MS_ENABLE_RECOVERY"): Option(
-        (None, "", "0"), "it is for a scheduler and workers; `mscomm run --max-restarts N` starts lost ranks again"
+        (None, "", "0"), "it is for a scheduler and workers; `mscomm run --max-restarts N` restarts lost ranks"
     ),
     ("environment", "MS_RECOVERY_PATH"): Option(
-        (None, ""), "the scheduler keeps no file; Model.resume goes on from checkpoints after all were lost"
+        (None, ""), "the scheduler keeps no file; if all ranks are lost, Model.resume continues from checkpoints"
     ),
 }
 

@@ -143,7 +143,8 @@ def scatter_object(
     if root == group.rank:
         if not isinstance(objs, Sequence) or isinstance(objs, (str, bytes)):
             raise TypeError(
-                f"scatter_object: objs is a {type(objs).__name__} at the root; expected a list, an item a rank"
+                f"scatter_object: objs is a {type(objs).__name__} at the root; expected a list with one item for each "
+                "rank"
             )
         if len(objs) != group.size:
             raise ValueError(f"scatter_object: objs has {len(objs)} items; the group has {group.size} ranks")
@@ -220,7 +221,7 @@ def recv_object(
         source, its_tag = group.recv(*wanted, _core.object_dtype, header, left())
         length, at = _HEADER.unpack(header.tobytes())
         if not (length < 1 << 62 and LAST_TAG < at < 1 << 63):
-            raise ValueError(f"rank {group.ranks[source]} sent a header of no object: {header.tobytes().hex()}")
+            raise ValueError(f"rank {group.ranks[source]} sent an invalid object header: {header.tobytes().hex()}")
         data = np.empty(length, np.uint8)
         group.recv(source, at, _core.object_dtype, data, left())
     if status is not None:

@@ -59,8 +59,9 @@ class _Operator:
         rank.
         """
         raise RuntimeError(
-            f"mscomm.ops.{type(self).__name__} is called in a cell that MindSpore compiles (GRAPH_MODE, or jit), and"
-            " works in Python alone. Call it outside of the cell, set_context(mode=PYNATIVE_MODE), or let mscomm.Model"
+            f"mscomm.ops.{type(self).__name__} is called in a cell that MindSpore compiles (GRAPH_MODE, or jit), but"
+            " it works only in Python. Call it outside of the cell, set_context(mode=PYNATIVE_MODE), or let "
+            "mscomm.Model"
             " or GradientReducer reduce the gradients: with them the cell may be compiled"
         )
 
@@ -167,7 +168,9 @@ class AlltoAll(_Operator):
                 raise ValueError(f"AlltoAll: {name} is {dim}, x of shape {tuple(shape)} has no such axis")
         part, rest = divmod(shape[self.split_dim], n)
         if rest:
-            raise ValueError(f"AlltoAll: axis {self.split_dim} of {tuple(shape)} does not divide into {n} parts")
+            raise ValueError(
+                f"AlltoAll: axis {self.split_dim} of {tuple(shape)} cannot be divided into {n} equal parts"
+            )
         # Use only reshape and swapaxes, which arrays of every library have.
         parts = x.reshape((*shape[: self.split_dim], n, part, *shape[self.split_dim + 1 :]))
         for axis in range(self.split_dim, 0, -1):  # move the parts to the front: (n, ..., part, ...)
@@ -232,7 +235,7 @@ def _check_op(operator: str, argument: str, op: Any) -> None:
     if not isinstance(op, str):
         raise TypeError(f"{operator}: {argument} is a {type(op).__name__}; expected one of {', '.join(known)}")
     if op not in known:
-        raise ValueError(f"{operator}: {argument} {op!r} is none of {', '.join(known)}")
+        raise ValueError(f"{operator}: {argument} {op!r} is not one of {', '.join(known)}")
 
 
 def _check_group(operator: str, argument: str, group: Any) -> None:

@@ -199,9 +199,9 @@ class _Writer:
     def _enter(self, container: Any) -> None:
         outer = self._entered.get(id(container))
         if outer is not None:
-            raise ValueError(f"{self._where()}: it is inside itself: it is the same object as {self._where(outer)}")
+            raise ValueError(f"{self._where()}: it contains itself: it is the same object as {self._where(outer)}")
         if len(self._path) == DEEPEST:
-            raise ValueError(f"{self._where()}: containers are more than {DEEPEST} deep in each other")
+            raise ValueError(f"{self._where()}: containers are nested more than {DEEPEST} deep")
         self._entered[id(container)] = len(self._path)
         self._path.append(("item", None))
 
@@ -339,21 +339,23 @@ class _Reader:
         row = registry.row_named(name)
         if row is None:
             raise ValueError(
-                f"an object of a class came that is not registered here, {name[:200]!r}:"
-                " call mscomm.register_object on this rank, too"
+                "received an object of a class that is not registered here,"
+                f" {name[:200]!r}: call mscomm.register_object on this rank, too"
             )
         try:
             return row.decode(value)
         except (registry.NotInstalled, MemoryError):
             raise
         except Exception as error:
-            raise ValueError(f"{_a(name)} cannot be made of what came: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"{_a(name)} cannot be created from the received data: {type(error).__name__}: {error}"
+            ) from error
 
     def _pickled(self, size: int, depth: int) -> Any:
         name, data = self._parts(size, depth, str, bytes)
         if not self._allow_pickle:
             raise ValueError(
-                f"{_a(name[:200])} came as a pickle, which can run any code: give this call allow_pickle=True if"
+                f"{_a(name[:200])} was received as a pickle, which can run any code: pass allow_pickle=True if"
                 " you trust every rank of the group"
             )
         try:
@@ -365,12 +367,12 @@ class _Reader:
 
     def _parts(self, size: int, depth: int, *kinds: type) -> list[Any]:
         if size != len(kinds):
-            raise ValueError(f"{size} parts where {len(kinds)} belong")
+            raise ValueError(f"{size} parts, expected {len(kinds)}")
         parts = []
         for kind in kinds:
             part = self.read(depth)
             if type(part) is not kind and kind is not object:
-                raise ValueError(f"a {type(part).__name__} where a {kind.__name__} belongs")
+                raise ValueError(f"a {type(part).__name__}, expected a {kind.__name__}")
             parts.append(part)
         return parts
 
@@ -379,7 +381,7 @@ class _Reader:
         if size > left:  # each item takes at least one byte
             raise ValueError(f"{size} items in the {left} bytes that are left")
         if depth > DEEPEST + 2:  # 2 more, because a NumPy array and its shape also count as containers in the bytes
-            raise ValueError(f"containers are more than {DEEPEST} deep in each other")
+            raise ValueError(f"containers are nested more than {DEEPEST} deep")
         return size
 
     @staticmethod
@@ -400,7 +402,7 @@ class _Reader:
         except Exception as error:  # a registered class may raise anything in __eq__, too
             raise ValueError(f"{what} that cannot be compared: {type(error).__name__}: {error}") from error
         if len(made) != len(items):
-            raise ValueError(f"{what} comes twice")
+            raise ValueError(f"{what} occurs twice")
         return made
 
 
@@ -425,7 +427,7 @@ def _dtype(name: str) -> np.dtype[Any]:
         try:
             return dtype_by_name(name)
         except TypeError:
-            raise Error("unpack: an array of bfloat16 came, which needs ml-dtypes: pip install ml-dtypes") from None
+            raise Error("unpack: received an array of bfloat16, which needs ml-dtypes: pip install ml-dtypes") from None
     if not _DTYPE.fullmatch(name):
         raise ValueError(f"an array of dtype {name[:30]!r}, which pack does not write")
     try:

@@ -139,7 +139,7 @@ def _fields_of(names: list[str], obj: Any) -> Fields:
     own = vars(obj) if hasattr(obj, "__dict__") else {}
     others = [one for one in own if one not in names and not isinstance(getattr(type(obj), one, None), kept)]
     if others:
-        raise TypeError(f"has attributes that are no fields ({', '.join(others)}); register it with encode and decode")
+        raise TypeError(f"has attributes that are not fields ({', '.join(others)}); register it with encode and decode")
     return Fields((name, getattr(obj, name)) for name in names)
 
 
@@ -147,7 +147,7 @@ def _of_fields(cls: type, names: list[str], value: Any) -> Any:
     if type(value) is not dict or value.keys() != set(names):
         came = ", ".join(map(str, value)) if type(value) is dict else f"a {type(value).__name__}"
         raise ValueError(
-            f"the fields are {', '.join(names)}, and what came has {came}: do the ranks run the same code?"
+            f"the fields are {', '.join(names)}, but the received object has {came}: do the ranks run the same code?"
         )
     obj: Any = object.__new__(cls)
     for name in names:
@@ -158,7 +158,7 @@ def _of_fields(cls: type, names: list[str], value: Any) -> Any:
 def _member(cls: type[enum.Enum], name: Any) -> enum.Enum:
     if type(name) is not str or name not in cls.__members__:
         raise ValueError(
-            f"{name!r} is none of the members {', '.join(cls.__members__)}: do the ranks run the same code?"
+            f"{name!r} is not one of the members {', '.join(cls.__members__)}: do the ranks run the same code?"
         )
     return cls.__members__[name]
 
@@ -178,7 +178,7 @@ def _flags(cls: type[enum.Flag], names: Any) -> enum.Flag:
 def _checked(value: Any, kind: type, expected: str) -> Any:
     """Return the value if its type is exactly `kind`, not a subclass; otherwise raise ValueError."""
     if type(value) is not kind:
-        raise ValueError(f"a {type(value).__name__} where {expected} belongs")
+        raise ValueError(f"a {type(value).__name__}, expected {expected}")
     return value
 
 
@@ -187,13 +187,13 @@ def _checked(value: Any, kind: type, expected: str) -> Any:
 
 def _ints(value: Any, count: int) -> list[int]:
     if type(value) is not list or len(value) != count or not all(type(one) is int for one in value):
-        raise ValueError(f"{value!r} where a list of {count} ints belongs")
+        raise ValueError(f"{value!r}, expected a list of {count} ints")
     return value
 
 
 def _parts(value: Any, *kinds: type) -> list[Any]:
     if type(value) is not list or len(value) != len(kinds) or not all(map(isinstance, value, kinds)):
-        raise ValueError(f"{value!r} where a list of {', '.join(kind.__name__ for kind in kinds)} belongs")
+        raise ValueError(f"{value!r}, expected a list of {', '.join(kind.__name__ for kind in kinds)}")
     return value
 
 
@@ -268,7 +268,7 @@ def _tensor(library: str, numbers: Any) -> Any:
     try:
         module = importlib.import_module(f"mscomm.arrays.{library}")
     except ImportError as error:
-        raise NotInstalled(f"a tensor of {library} came, which this rank cannot import ({error})") from error
+        raise NotInstalled(f"received a tensor of {library}, which this rank cannot import ({error})") from error
     return module.of_numpy(numbers)
 
 

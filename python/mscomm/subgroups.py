@@ -153,10 +153,10 @@ def _check_name(function: str, name: str) -> None:
     if name == "world" or name in WORLD_NAMES or not name:
         raise ValueError(f"{function}: {name!r} is the group of all ranks; choose another name")
     if _NAME_OF_SPLIT.search(name):
-        raise ValueError(f"{function}: names that end in a number and a number, as {name!r}, are those of split")
+        raise ValueError(f"{function}: names that end in two numbers, such as {name!r}, are reserved for split")
     if len(printable(name)) > _NAME_BYTES or printable(name) != name:
         raise ValueError(
-            f"{function}: a name has at most {_NAME_BYTES} characters, all of them UTF-8; not {name!r:.300}"
+            f"{function}: a name must be valid UTF-8 and have at most {_NAME_BYTES} characters; got {name!r:.300}"
         )
 
 

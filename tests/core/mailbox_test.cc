@@ -548,7 +548,7 @@ void garbage_is_refused() {
     // message.
     const bool compared = at < offsetof(Envelope, kind) || (at >= offsetof(Envelope, epoch) && at < offsetof(Envelope, tag)) ||
                           at >= offsetof(Envelope, id);
-    if (compared) CHECK(has(error, "Error: recv from rank 1, tag 0: the link to rank 1 ended: it sent a header that is none"));
+    if (compared) CHECK(has(error, "Error: recv from rank 1, tag 0: the link to rank 1 ended: it sent an invalid header"));
     CHECK(out == Ints(2, 42));
   }
   CHECK(refused == tries);
@@ -591,7 +591,7 @@ void the_window_bounds_what_is_kept() {
     close(wire);
   });
   Ints out(1);
-  CHECK(has(error_of(box, start_recv(box, 1, out, 2)), "a header that is none"));
+  CHECK(has(error_of(box, start_recv(box, 1, out, 2)), "an invalid header"));
   flood.join();
 }
 

@@ -409,7 +409,7 @@ void test_a_missing_rank_ends_at_the_deadline() {
   CHECK(work->wait(60));
   const auto error = work->error();
   CHECK(error && error->kind == "CollectiveTimeout" &&
-        std::string(error->what()).find("rank 0 (here): all_reduce #1 (32 B): it was enqueued, but the device has not ended") ==
+        std::string(error->what()).find("rank 0 (here): all_reduce #1 (32 B): it was enqueued, but did not end on the device") ==
             0);
   const Deadline deadline(60);
   while (rank.told == 0 && !deadline.passed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));

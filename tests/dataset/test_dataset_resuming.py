@@ -152,7 +152,7 @@ def test_the_state_is_the_same_on_every_rank(folder):
         (lambda state: {**state, "batch": -1}, "batch -1"),
         (lambda state: {**state, "seed": 2**32}, "is no state"),
         (lambda state: {**state, "pipeline": 3}, "no state of a pipeline"),
-        (lambda state: {**state, "pipeline": state["pipeline"][:1]}, r"has nothing where this has batch\(2\)"),
+        (lambda state: {**state, "pipeline": state["pipeline"][:1]}, r"has nothing, and this one has batch\(2\)"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(change, said):
@@ -175,7 +175,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_the_state_of_another_pipeline_is_refused(other):
-    with pytest.raises(ValueError, match=r"the state is of another pipeline: it has .* where this has"):
+    with pytest.raises(ValueError, match=r"the state belongs to another pipeline: it has .*, and this one has"):
         ordered(10).batch(2).load_state_dict(OTHERS[other]().state_dict())
 
 

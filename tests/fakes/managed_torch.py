@@ -101,7 +101,7 @@ def _device_of(x: torch.Tensor) -> int:
 
 def memory(x: torch.Tensor) -> OnDevice:
     if x.is_conj() or x.is_neg():
-        raise TypeError("is conjugated or negated by name only; use x.resolve_conj().resolve_neg()")
+        raise TypeError("is only marked as conjugated or negated; use x.resolve_conj().resolve_neg()")
     x = x.detach()
     dtype = dtype_of(real._CODES[x.dtype])
     return on_device(

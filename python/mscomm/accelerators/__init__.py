@@ -127,7 +127,8 @@ def _devices(name: str, everyone: Sequence[Facts], hosts: Sequence[int], names: 
         differing = [rank for rank, fact in enumerate(told) if fact["version"] != told[0]["version"]]
         words = _of_ranks(f"the ranks have different versions of {name}", versions, names)
         raise Mismatch(
-            f"{words}. Install the same on every host, or name its file in MSCOMM_{name.upper()}_LIBRARY", differing
+            f"{words}. Install the same version on every host, or name its file in MSCOMM_{name.upper()}_LIBRARY",
+            differing,
         )
     devices = [_device(rank, everyone, told[rank], hosts) for rank in range(len(told))]
     absent = {
@@ -144,7 +145,8 @@ def _devices(name: str, everyone: Sequence[Facts], hosts: Sequence[int], names: 
         if other != rank:
             raise BackendUnavailable(
                 f"{name}: {names[other]} and {names[rank]} would share one device, {kind} ({uuid}). Start at most as"
-                f' many ranks on a host as it has devices, or tell each its own: init("{name}", device=...)'
+                f' many ranks on a host as it has devices, or choose a different one for each rank: init("{name}", '
+                "device=...)"
             )
     return devices
 

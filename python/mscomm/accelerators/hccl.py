@@ -14,7 +14,8 @@ from mscomm.accelerators.places import Candidate, homes, places
 from mscomm.errors import BackendUnavailable
 
 ADVICE = (
-    'This needs CANN: source its set_env.sh, or set ASCEND_TOOLKIT_HOME. Without an NPU: init("gloo"), the CPU core'
+    "This needs CANN: source its set_env.sh, or set ASCEND_TOOLKIT_HOME. "
+    'Without an NPU, use init("gloo"), which runs on the CPU'
 )
 _ROOTS = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
 

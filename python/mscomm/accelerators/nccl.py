@@ -12,7 +12,7 @@ from mscomm.errors import BackendUnavailable
 
 ADVICE = (
     "This needs NVIDIA's driver, and nvidia-nccl-cu12 or nvidia-nccl-cu13, whichever the driver can run."
-    ' Without a GPU: init("gloo"), the CPU core'
+    ' Without a GPU, use init("gloo"), which runs on the CPU'
 )
 
 

@@ -33,18 +33,18 @@ class OnDevice(np.ndarray[Any, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         if not all(isinstance(one, slice) for one in (key if isinstance(key, tuple) else (key,))) or key == ():
-            raise TypeError("this memory is a device's: its elements cannot be read")
+            raise TypeError("this memory is on a device: its elements cannot be read")
         return super().__getitem__(key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        raise TypeError("this memory is a device's: it cannot be written")
+        raise TypeError("this memory is on a device: it cannot be written")
 
     def __array_ufunc__(self, *_: Any, **__: Any) -> Any:
-        raise TypeError("this memory is a device's: NumPy cannot compute with it")
+        raise TypeError("this memory is on a device: NumPy cannot compute with it")
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if function not in _BY_ADDRESS:
-            raise TypeError(f"this memory is a device's: numpy.{function.__name__} cannot be used on it")
+            raise TypeError(f"this memory is on a device: numpy.{function.__name__} cannot be used on it")
         return super().__array_function__(function, types, args, kwargs)
 
     def __repr__(self) -> str:

@@ -18,15 +18,15 @@ def new(x: Any, shape: tuple[int, ...]) -> tuple[OnDevice, Callable[[], Any]]:
 
 
 def packed(x: Any) -> Any:
-    _refuse(x, "give it in C order")
+    _refuse(x, "pass it in C order")
 
 
 def assign(out: Any, made: Any) -> None:
-    _refuse(out, "give out in C order")
+    _refuse(out, "pass out in C order")
 
 
 def on_host(x: Any) -> np.ndarray[Any, Any]:
-    _refuse(x, "copy it to the host yourself, and give that")
+    _refuse(x, "copy it to the host yourself, and pass the copy")
 
 
 def from_host(x: Any, numbers: np.ndarray[Any, Any]) -> Any:
@@ -34,4 +34,4 @@ def from_host(x: Any, numbers: np.ndarray[Any, Any]) -> Any:
 
 
 def _refuse(x: Any, advice: str) -> NoReturn:
-    raise TypeError(f"{type(x).__name__} is known by its protocol alone, by which mscomm makes no arrays: {advice}")
+    raise TypeError(f"mscomm knows {type(x).__name__} only by its protocol, so it cannot create such arrays: {advice}")

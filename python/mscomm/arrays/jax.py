@@ -21,9 +21,9 @@ def memory(x: jax.Array) -> np.ndarray[Any, Any]:
     if isinstance(x, jax.core.Tracer):
         raise TypeError("is traced by jax.jit or a transformation; call mscomm outside of it, on its result")
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
-        raise TypeError(f"is of dtype {x.dtype}, which mscomm does not move; use jax.random.key_data(x)")
+        raise TypeError(f"has dtype {x.dtype}, which mscomm does not move; use jax.random.key_data(x)")
     if not x.is_fully_addressable:
-        raise TypeError("is an array of which this process has a part alone; give it x.addressable_data(0)")
+        raise TypeError("is an array of which this process has only a part; pass x.addressable_data(0)")
     there = np.asarray(x)  # waits until x has been computed; copies nothing on the CPU
     there.flags.writeable = False
     return there
@@ -32,7 +32,9 @@ def memory(x: jax.Array) -> np.ndarray[Any, Any]:
 def of_numpy(numbers: np.ndarray[Any, Any]) -> jax.Array:
     made = jax.numpy.asarray(numbers)
     if made.dtype != numbers.dtype:
-        raise TypeError(f"JAX here has no {numbers.dtype}: jax.config.update('jax_enable_x64', True)")
+        raise TypeError(
+            f"JAX has {numbers.dtype} disabled here; enable it with jax.config.update('jax_enable_x64', True)"
+        )
     return made
 
 

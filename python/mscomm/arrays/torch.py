@@ -45,7 +45,7 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
     if x.layout is not torch.strided:
         raise TypeError(f"is a tensor of layout {x.layout}; use x.to_dense()")
     if x.device.type == "cuda" and (x.is_conj() or x.is_neg()):
-        raise TypeError("is conjugated or negated by name only; use x.resolve_conj().resolve_neg()")
+        raise TypeError("is only marked as conjugated or negated; use x.resolve_conj().resolve_neg()")
     if x.is_conj() or x.is_neg():  # the memory of x does not hold the values of x
         resolved = memory(x.detach().resolve_conj().resolve_neg())
         resolved.flags.writeable = False
@@ -54,7 +54,7 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
     if x.device.type == "cuda":
         return _on_cuda(x)
     if x.device.type != "cpu":
-        raise TypeError(f"is on {x.device}; mscomm moves tensors of the CPU and of NVIDIA GPUs: use x.cpu()")
+        raise TypeError(f"is on {x.device}; mscomm moves tensors on the CPU and on NVIDIA GPUs: use x.cpu()")
     if _repeats(x):
         expanded = memory(x.contiguous())
         expanded.flags.writeable = False
@@ -70,7 +70,7 @@ def _on_cpu(x: torch.Tensor) -> np.ndarray[Any, Any]:
     except RuntimeError:
         address = 0
     if not address and x.numel():
-        raise TypeError(f"is a {type(x).__name__} without memory of its own; give the tensor in it")
+        raise TypeError(f"is a {type(x).__name__} without memory of its own; pass the tensor that it wraps")
     return in_memory(x, address, tuple(x.shape), dtype, tuple(step * dtype.itemsize for step in x.stride()))
 
 
@@ -78,7 +78,7 @@ def _code(x: torch.Tensor) -> int:
     try:
         return _CODES[x.dtype]
     except KeyError:
-        raise TypeError(f"is of dtype {x.dtype}, which mscomm does not move; it knows {', '.join(DTYPES)}") from None
+        raise TypeError(f"has dtype {x.dtype}, which mscomm does not move; it knows {', '.join(DTYPES)}") from None
 
 
 def _on_cuda(x: torch.Tensor) -> OnDevice:

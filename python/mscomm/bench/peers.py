@@ -319,7 +319,7 @@ class Mpi:
         until = time.monotonic() + START_S
         while len(came) < self._case.ranks:
             if self._process.poll() is not None or time.monotonic() > until:
-                raise self._failed(f"{len(came)} of {self._case.ranks} ranks came")
+                raise self._failed(f"only {len(came)} of {self._case.ranks} ranks started")
             with contextlib.suppress(TimeoutError):
                 sock, _ = listener.accept()
                 link = _Link(sock)

@@ -86,7 +86,7 @@ def size_of(text: str) -> int:
     """Return the number of bytes that a text such as "64K" (65536) means. Raise ValueError if it is not a size."""
     found = re.fullmatch(r"(\d+)([KMG]?)(i?B)?", text.strip(), re.ASCII | re.IGNORECASE)
     if not found:
-        raise ValueError(f"{text!r} is no size: give bytes, or a number with K, M or G, such as 64M")
+        raise ValueError(f"{text!r} is not a size: give bytes, or a number with K, M or G, such as 64M")
     return int(found[1]) * _UNITS[found[2].upper()]
 
 
@@ -122,5 +122,5 @@ def dtype_of(name: str) -> np.dtype[Any]:
         return np.dtype(name)
     except TypeError as error:
         raise ValueError(
-            f"{name!r} is no dtype; give one of float32, float64, float16, bfloat16, int32, ..."
+            f"{name!r} is not a dtype; give one of float32, float64, float16, bfloat16, int32, ..."
         ) from error

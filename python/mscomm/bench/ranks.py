@@ -21,9 +21,9 @@ def run(plan: Plan, wanted_ranks: int | None) -> None:
     rank, ranks = mscomm.get_rank(), mscomm.get_group_size()
     with telling(rank):
         if wanted_ranks not in (None, ranks):
-            raise Unfit(f"-n {wanted_ranks}, but {mscomm.get_launcher()} started {ranks} ranks; leave -n away")
+            raise Unfit(f"-n {wanted_ranks}, but {mscomm.get_launcher()} started {ranks} ranks; leave out -n")
         if plan.root >= ranks:
-            raise Unfit(f"root {plan.root} is no rank: there are {ranks}")
+            raise Unfit(f"root {plan.root} is not a rank: there are {ranks}")
     if plan.collective == BUCKETS:
         from mscomm.bench import buckets
 

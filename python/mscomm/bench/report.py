@@ -97,7 +97,7 @@ def _head(plan: Plan, env: dict[str, Any]) -> None:
 
 def _how(plan: Plan) -> None:
     warmup = "50 ms" if plan.warmup is None else f"{plan.warmup} calls"
-    say(f"# time: of a call, the mean over ranks; the median over rounds of their medians. Warm-up {warmup}")
+    say(f"# time of a call: the mean over ranks; the median over rounds of their medians. Warm-up {warmup}")
 
 
 def row(plan: Plan, case: Case, row: dict[str, Any]) -> None:
@@ -152,7 +152,7 @@ def _wrong(counts: list[int | None]) -> str:
 
 def buckets_head(plan: Plan, env: dict[str, Any]) -> None:
     _head(plan, env)
-    say(f"# time: the slowest rank's of each call; the median over all calls. Warm-up {plan.least_warmup} calls")
+    say(f"# time of a call: that of the slowest rank; the median over all calls. Warm-up {plan.least_warmup} calls")
     say("# the gradients of a ResNet-50, in place; fused: one all_reduce_many; each: an all_reduce for each array")
     say("#")
     say(
@@ -224,7 +224,7 @@ def tune_choices(choices: dict[str, list[tuple[str, int]]], faster: list[tuple[s
     for what, size, chosen, best, share in faster:
         say(f"# {what}, {size} B: {best} took {share:.2f} of the time of {chosen}")
     if not faster:
-        say("# Nowhere was another one faster by a tenth or more in every round")
+        say("# No other algorithm was faster by 10% or more in every round")
 
 
 # -- what is printed and written at the end ----------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def launcher(init_method: Any, rank: int | None, world_size: int | None) -> Laun
     if not isinstance(init_method, str):
         raise TypeError(
             f"init: init_method is a {type(init_method).__name__}; expected 'tcp://host:port' or an MPI communicator"
-            + (", to go with rank and world_size" if init_method is None else "")
+            + (", because rank or world_size was given" if init_method is None else "")
         )
     fields = _TCP.fullmatch(init_method)
     if not fields or not 0 < int(fields["port"]) < 1 << 16:

@@ -30,7 +30,8 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     if not env.get("WORLD_SIZE"):
         raise BackendUnavailable(
             f"{NAME}: JOB_COMPLETION_INDEX={env['JOB_COMPLETION_INDEX']} is set, and WORLD_SIZE is not: Kubernetes "
-            "does not tell a pod how many there are. Set WORLD_SIZE in the pod template to the job's completions, or "
+            "does not tell a pod how many pods there are. Set WORLD_SIZE in the pod template to the job's "
+            "completions, or "
             "to 1 if each pod works alone"
         )
     size = number(NAME, env, "WORLD_SIZE", 1)
@@ -39,7 +40,8 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     port = number(NAME, env, "MASTER_PORT", 1, 65535) if env.get("MASTER_PORT") else DEFAULT_PORT
     ports = ports_after(port, env)
     advice = (
-        f"Does the job have a headless service, and the pod template its name as subdomain? Else set MASTER_ADDR to "
+        "Does the job have a headless service, and does the pod template name it as subdomain? If not, set "
+        "MASTER_ADDR to "
         f"pod 0's name. Its {port_range(ports)} must be open to the other pods"
     )
     seat, spot = Seat(rank, size, 0, one_host=size == 1), Spot(f"kubernetes {host} {port} {turn(NAME)}", host, ports)
@@ -51,7 +53,7 @@ def pod_0(name: str, index: int) -> str:
     pod, dot, domain = name.partition(".")
     if not pod.endswith(f"-{index}"):
         raise BackendUnavailable(
-            f"{NAME}: this pod's host name, {pod}, does not end with its index, -{index}, so pod 0's is not known. "
-            "Set MASTER_ADDR to it"
+            f"{NAME}: this pod's host name, {pod}, does not end with its index, -{index}, so pod 0's name is not "
+            "known. Set MASTER_ADDR to that name"
         )
     return re.sub(r"-\d+$", "-0", pod) + dot + domain

@@ -83,7 +83,7 @@ def join(
     try:
         host = interfaces.dial_address(fields["host"], env=env)
     except ValueError as error:
-        raise BackendUnavailable(f"{launcher}: rank 0 published {fields['host']!r}, which is no address") from error
+        raise BackendUnavailable(f"{launcher}: rank 0 published {fields['host']!r}, which is not an address") from error
     port = int(fields["port"])
     return _connect(launcher, seat, (host, port), security.worker_key(env, host, port, permit_plain), deadline)
 

@@ -37,7 +37,8 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     rank, size, local_rank, local_size, fd = (_number(env, name) for name in (*VARIABLES[:4], inherited))
     if fd in _taken:
         raise BackendUnavailable(
-            "mscomm run: a process can join its job once, and this one has: call init() once, and release() at the end"
+            "mscomm run: a process can join its job only once, and this one did so already: call init() once, and "
+            "release() at the end"
         )
     if not (rank < size and local_rank < local_size <= size):
         values = ", ".join(f"{name}={env[name]}" for name in VARIABLES[:4])
@@ -105,7 +106,7 @@ def _read_key(sock: socket.socket, name: str, deadline: Deadline) -> bytes:
             wait(sock, select.POLLIN, deadline)
             received = sock.recv(KEY_BYTES - len(key))
         except OSError as error:
-            raise BackendUnavailable(f"mscomm run: no word from the launcher on {name}: {error}") from error
+            raise BackendUnavailable(f"mscomm run: no message from the launcher on {name}: {error}") from error
         if not received:
             raise BackendUnavailable(
                 "mscomm run: the launcher has ended, or another process of this rank has joined already"

@@ -55,7 +55,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     if role != "MS_WORKER":
         raise ValueError(
             f"MS_ROLE={role!r}: expected MS_WORKER or MS_SCHED"
-            + ("; mscomm has no parameter servers, leave this process out" if role == "MS_PSERVER" else "")
+            + ("; mscomm has no parameter servers, so do not start this process" if role == "MS_PSERVER" else "")
         )
     settings = read(env)
     deadline = deadline.within(settings.topo_timeout_s)

@@ -67,13 +67,15 @@ def _store(fd: int, size: int, deadline: Deadline) -> kvs.Store:
             _ask(fd, "cmd=barrier_in", "barrier_out", deadline)
         except CollectiveTimeout as error:
             raise CollectiveTimeout(
-                f"{NAME}: not all {size} ranks came to mscomm.init() within {deadline.seconds:g} s: "
+                f"{NAME}: not all {size} ranks called mscomm.init() within {deadline.seconds:g} s: "
                 "one has ended, or never calls it"
             ) from error
 
     def publish(text: str, deadline: Deadline) -> None:
         if len(text) >= int(limit):
-            raise BackendUnavailable(f"{NAME}: mpirun stores {limit} bytes, mscomm needs {len(text)}. {kvs.INSTEAD}")
+            raise BackendUnavailable(
+                f"{NAME}: mpirun stores at most {limit} bytes, but mscomm needs {len(text)}. {kvs.INSTEAD}"
+            )
         _ask(fd, f"cmd=put kvsname={name} key={key} value={text}", "put_result", deadline)
         meet(deadline)
 

@@ -45,7 +45,9 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     """Connect to the hub that rank 0 starts. Each of the other ranks waits for rank 0 only."""
     seat = kvs.place(env, _NAMES, NAME)
     if "PMIX_NAMESPACE" not in env:
-        raise BackendUnavailable(f"{NAME}: there is a rank, but no PMIX_NAMESPACE to reach mpirun by. {kvs.INSTEAD}")
+        raise BackendUnavailable(
+            f"{NAME}: the environment has a rank, but no PMIX_NAMESPACE, which is needed to reach mpirun. {kvs.INSTEAD}"
+        )
     key = f"mscomm-{turn(NAME)}"
     store = kvs.Store(
         publish=lambda text, deadline: _run_helper(env, "put", key, text, deadline),
@@ -71,7 +73,9 @@ def _run_helper(env: Mapping[str, str], what: str, key: str, text: str, deadline
                 timeout=timeout_s + 1,
             )
         except OSError as error:
-            raise BackendUnavailable(f"{NAME}: cannot run {_HELPER}: {error}. Is mscomm installed whole?") from error
+            raise BackendUnavailable(
+                f"{NAME}: cannot run {_HELPER}: {error}. Is mscomm installed completely?"
+            ) from error
         except subprocess.TimeoutExpired as error:
             raise CollectiveTimeout(
                 f"{NAME}: mpirun did not answer within {deadline.seconds:g} s; is it stopped or overloaded?"
@@ -87,8 +91,7 @@ def _run_helper(env: Mapping[str, str], what: str, key: str, text: str, deadline
         _connections[:] = connections
     if done.returncode == _TIMED_OUT:
         raise CollectiveTimeout(
-            f"{NAME}: rank 0 did not come to mscomm.init() within {deadline.seconds:g} s: "
-            "it has ended, or never calls it",
+            f"{NAME}: rank 0 did not call mscomm.init() within {deadline.seconds:g} s: it has ended, or never calls it",
             waiting_for=(0,),
         )
     if done.returncode != 0:

@@ -77,7 +77,7 @@ def _rank(env: Mapping[str, str], name: str, path: str, size: int) -> int:
     if not text:
         raise ValueError(
             f"{name}={path} is set, and RANK_ID is not; give each process its rank, 0 to {size - 1}, or unset {name} "
-            "for a job of one"
+            "for a job of one rank"
         )
     if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) < size):
         raise ValueError(f"RANK_ID={text!r}: expected one of the ranks of {path}, 0 to {size - 1}")

@@ -115,7 +115,7 @@ def _content(path: str) -> bytes:
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise InvalidTable(path, [Problem("", "it is no regular file, so that not all ranks can read it")])
+            raise InvalidTable(path, [Problem("", "it is not a regular file, so not all ranks can read it")])
         return file.read(LARGEST_BYTES + 1)
 
 
@@ -135,7 +135,7 @@ def _document(content: bytes, path: str) -> tuple[Any, str]:
         raise InvalidTable(path, [Problem(where, what)]) from None
 
     def no_value(word: str) -> NoReturn:
-        fail("", f"it has the value {word}, which is none of JSON's")
+        fail("", f"it has the value {word}, which JSON does not have")
 
     if len(content) > LARGEST_BYTES:
         fail("", f"it has more than {LARGEST_BYTES >> 20} MiB; no rank table is that long")
@@ -151,9 +151,9 @@ def _document(content: bytes, path: str) -> tuple[Any, str]:
         document = json.loads(text, object_pairs_hook=_Object, parse_int=_integer, parse_constant=no_value)
         canonical = json.dumps(document, sort_keys=True)
     except json.JSONDecodeError as error:
-        fail(f"line {error.lineno} column {error.colno}", f"this is no JSON: {_why(text, error)}")
+        fail(f"line {error.lineno} column {error.colno}", f"this is not JSON: {_why(text, error)}")
     except RecursionError:
-        fail("", "lists and objects are too deep in each other for a rank table")
+        fail("", "lists and objects are nested too deeply for a rank table")
     return document, hashlib.sha256(canonical.encode()).hexdigest()
 
 
@@ -171,7 +171,7 @@ def _why(text: str, error: json.JSONDecodeError) -> str:
         return "the file ends in the middle"
     if rest.startswith(("//", "/*", "#")):
         return "JSON has no comments; delete this one"
-    return f"{error.msg[:1].lower()}{error.msg[1:]}, where {_shown(rest[:12])} stands"
+    return f"{error.msg[:1].lower()}{error.msg[1:]}, but found {_shown(rest[:12])}"
 
 
 # -- checking the table ------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class _Walk:
 
     def _servers(self, servers: list[Any]) -> None:
         if not servers:
-            self.error("server_list", "it is empty; expected a server at least")
+            self.error("server_list", "it is empty; expected at least one server")
         self._several = len(servers) > 1
         devices = [server.get("device") for server in servers if isinstance(server, dict)]
         self._size = sum(len(some) for some in devices if isinstance(some, list))
@@ -255,11 +255,13 @@ class _Walk:
         if not name:
             self.error(place, "it is ''; expected the server's address or name")
         elif len(name) > LONGEST_SERVER_ID:
-            self.error(place, f"it has {len(name)} characters; expected {LONGEST_SERVER_ID} at most")
+            self.error(place, f"it has {len(name)} characters; expected at most {LONGEST_SERVER_ID}")
         elif not re.fullmatch(r"[!-~]+", name):
             self.error(place, f"it is {_shown(name)}; expected an address or a name, without spaces")
         elif self._several and not is_host(name):
-            self.error(place, f"it is {_shown(name)}, neither an address nor a host name, so that ranks cannot meet")
+            self.error(
+                place, f"it is {_shown(name)}, neither an address nor a host name, so the ranks cannot connect to it"
+            )
         else:
             self._once("server", name, place, f"server_id {_shown(name)}")
         return str(name)
@@ -322,7 +324,7 @@ class _Walk:
             self.error(at, f"it is {_shown(value)}; expected {expected}")
             return False
         for key in value.twice:
-            self.error(at, f"the key {_shown(key)} is there more than once; JSON takes the last one, keep one")
+            self.error(at, f"the key {_shown(key)} occurs more than once; JSON parsers use the last one; keep only one")
         return True
 
     def _get(self, holder: _Object, at: str, key: str, kinds: tuple[type, ...], expected: str) -> Any:
@@ -374,7 +376,7 @@ class _Walk:
         """Return whether this is the first place that has this value of this kind. If not, record an error."""
         first = self._places.setdefault((kind, value), where)
         if first != where:
-            self.error(where, f"{name} is there twice; it is at {first}, too")
+            self.error(where, f"{name} occurs twice; it is also at {first}")
         return first == where
 
 
@@ -418,20 +420,20 @@ def _remarks(seats: list[Seat], version: str, unquoted: list[str]) -> list[Probl
     remarks = []
     if unquoted:
         more = f", and so are {len(unquoted) - 1} others" if len(unquoted) > 1 else ""
-        remarks.append(Problem(unquoted[0], f"the number is not in quotes{more}; HCCL reads text alone"))
+        remarks.append(Problem(unquoted[0], f"the number is not in quotes{more}; HCCL reads only text"))
     servers = list(dict.fromkeys(seat.server for seat in seats))
     changes = sum(seat.server != before.server for before, seat in itertools.pairwise(seats))
     if changes >= len(servers):
-        remarks.append(Problem("rank_id", "the ranks of a server do not follow each other; HCCL wants that they do"))
+        remarks.append(Problem("rank_id", "the ranks of a server are not consecutive; HCCL requires that they are"))
     elif servers != sorted(servers):
         first = next(name for name, right in zip(servers, sorted(servers), strict=True) if name != right)
-        what = f"the ranks do not follow the dictionary order of server_id, by which {min(servers)!r} is the first"
-        remarks.append(Problem(f"server_id {first!r}", f"{what}; HCCL wants that they do"))
+        what = f"the ranks are not in the alphabetical order of server_id, in which {min(servers)!r} comes first"
+        remarks.append(Problem(f"server_id {first!r}", f"{what}; HCCL requires this order"))
     if not is_host(servers[0]):
         remarks.append(Problem("server_id", f"{servers[0]!r} is neither an address nor a name: write the server's"))
     without = [seat.rank for seat in seats if not seat.device_ip]
     if without and len(servers) > 1 and version == "1.0":
-        what = f"rank {without[0]} has none, which HCCL needs on several servers; /etc/hccn.conf has it"
+        what = f"rank {without[0]} has none, but HCCL needs it for several servers; look it up in /etc/hccn.conf"
         remarks.append(Problem("device_ip", what))
     return remarks
 
@@ -447,11 +449,17 @@ def unfit_for_910(seats: Sequence[Seat]) -> list[Problem]:
         if max(numbers) > 7:
             found.append(Problem(where, f"there is no device {max(numbers)}; Atlas 910 servers have 0 to 7"))
         if len(devices) > 1 and len(numbers) != 8:
-            found.append(Problem(where, f"it has {len(numbers)} devices; of several Atlas 910 servers all 8 are used"))
+            found.append(
+                Problem(where, f"it has {len(numbers)} devices; with several Atlas 910 servers, each must use all 8")
+            )
         elif len(numbers) not in (1, 2, 4, 8):
             found.append(Problem(where, f"it has {len(numbers)} devices; one Atlas 910 server runs 1, 2, 4 or 8"))
         elif len(numbers) in (2, 4) and min(numbers) < 4 <= max(numbers):
-            found.append(Problem(where, f"devices {sorted(numbers)} lie on two networks, 0 to 3 and 4 to 7; take one"))
+            found.append(
+                Problem(
+                    where, f"devices {sorted(numbers)} are on two networks, 0 to 3 and 4 to 7; use devices of only one"
+                )
+            )
     return found
 
 

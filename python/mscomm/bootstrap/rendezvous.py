@@ -363,7 +363,7 @@ def _key(spot: Spot, address: Any, env: Mapping[str, str], permit_plain: bool, *
         key = file.key
     else:
         if not os.path.lexists(path):
-            shared = "is the folder one that all hosts share?" if spot.key_path else "same user, same TMPDIR?"
+            shared = "do all hosts share this folder?" if spot.key_path else "same user, same TMPDIR?"
             raise FileNotFoundError(errno.ENOENT, f"rank 0's key file {path} is not there ({shared})")
         key = security.read_key(path, "rank 0 writes it")
     return security.derived_key(key, spot.job)

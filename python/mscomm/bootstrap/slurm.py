@@ -82,7 +82,7 @@ def _expand(item: str, text: str) -> list[str]:
     for part in ranges.split(","):
         bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", part, re.ASCII)
         if not bounds or int(bounds[2] or bounds[1]) < int(bounds[1]):
-            raise BackendUnavailable(f"{NAME}: cannot read the list of nodes {text!r}: {part!r} is no range")
+            raise BackendUnavailable(f"{NAME}: cannot read the list of nodes {text!r}: {part!r} is not a range")
         first, last = bounds[1], bounds[2] or bounds[1]
         names += [f"{before}{value:0{len(first)}d}" for value in range(int(first), int(last) + 1)]
     return [name + tail for name in names for tail in _expand(after, text)]

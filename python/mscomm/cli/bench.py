@@ -87,16 +87,16 @@ def _plan(vs: str, **options: Any) -> Any:
     collective: str = options["collective"]
     if collective not in (*COLLECTIVES, plan.BUCKETS, plan.TUNE):
         known = ", ".join((*COLLECTIVES, plan.BUCKETS, plan.TUNE))
-        raise click.UsageError(f"{collective!r} is none of {known}")
+        raise click.UsageError(f"{collective!r} is not one of {known}")
     if options["op"] not in OPS:
-        raise click.UsageError(f"-o {options['op']} is none of {', '.join(OPS)}")
+        raise click.UsageError(f"-o {options['op']} is not one of {', '.join(OPS)}")
     peers = tuple(dict.fromkeys(name.strip() for name in vs.split(",") if name.strip()))
     if strangers := [name for name in peers if name not in PEERS]:
-        raise click.UsageError(f"--vs {strangers[0]} is none of {', '.join(PEERS)}")
+        raise click.UsageError(f"--vs {strangers[0]} is not one of {', '.join(PEERS)}")
     if peers and collective == plan.BUCKETS:
-        raise click.UsageError("buckets compares two ways of mscomm; leave --vs away")
+        raise click.UsageError("buckets compares two ways of mscomm; leave out --vs")
     if collective == plan.TUNE and (peers or options["plot"]):
-        raise click.UsageError("tune compares the algorithms of mscomm, in tables; leave --vs and --plot away")
+        raise click.UsageError("tune compares the algorithms of mscomm, in tables; leave out --vs and --plot")
     try:
         plan.dtype_of(options["datatype"])
         step = options["stepbytes"]
@@ -110,7 +110,9 @@ def _plan(vs: str, **options: Any) -> Any:
         raise click.UsageError(str(error)) from error
     rounds = options["rounds"] or (plan.ROUNDS_WITH_PEERS if peers else 1)
     if peers and rounds < plan.ROUNDS_WITH_PEERS:
-        raise click.UsageError(f"--rounds {rounds}: beside peers it takes {plan.ROUNDS_WITH_PEERS} or more to say much")
+        raise click.UsageError(
+            f"--rounds {rounds}: a comparison with peers needs at least {plan.ROUNDS_WITH_PEERS} rounds"
+        )
     _check_files(options["json_file"], options["plot"])
     given = {"openmpi": options["openmpi_prefix"], "mpich": options["mpich_prefix"]}
     return plan.Plan(
@@ -136,7 +138,7 @@ def _check_files(json_file: Path | None, picture: Path | None) -> None:
 
     for path in (json_file, picture):
         if path and not os.access(path.parent, os.W_OK):
-            raise click.ClickException(f"{path}: there is no folder {path.parent} in which files can be made")
+            raise click.ClickException(f"{path}: there is no folder {path.parent}, or files cannot be created in it")
     if picture and picture.suffix not in plot.SUFFIXES:
         raise click.UsageError(f"--plot {picture}: the name must end in {', '.join(plot.SUFFIXES)}")
     if picture and plot.missing():

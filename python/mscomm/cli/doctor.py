@@ -95,8 +95,8 @@ class Mpirun(NamedTuple):
 
 @click.command("doctor", help="Show what is here and what is missing, and let two ranks compute; exit 1 on a fault.")
 @click.option("-n", "ranks", type=click.IntRange(1), default=8, show_default=True, help="The ranks you want to start.")
-@click.option("-v", "--verbose", is_flag=True, help="Tell where a backend that is not here was looked for.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document, with all that -v tells.")
+@click.option("-v", "--verbose", is_flag=True, help="Also show where mscomm looked for backends that are missing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document, with everything that -v shows.")
 def command(ranks: int, verbose: bool, as_json: bool) -> None:
     from rich.console import Console
 
@@ -185,11 +185,11 @@ def optional(package: str, what: str) -> Finding:
     try:
         return Finding(package, metadata.version(package))
     except metadata.PackageNotFoundError:
-        return Finding(package, f"not installed, needed for {what} alone")
+        return Finding(package, f"not installed; needed only for {what}")
 
 
 def backends(env: Mapping[str, str], verbose: bool) -> Iterator[Finding]:
-    yield Finding("cpu", "not without the core, see above" if core().fault else "ready")
+    yield Finding("cpu", "needs the core, see above" if core().fault else "ready")
     if not core().fault:
         from mscomm import accelerators
 
@@ -197,7 +197,7 @@ def backends(env: Mapping[str, str], verbose: bool) -> Iterator[Finding]:
             found = accelerator(name)
             named = any(env.get(variable) for variable in _LIBRARIES[name])  # if so, show the library's error
             if found.startswith("cannot open ") and not (verbose or named):
-                found = "not installed (mscomm doctor -v tells where it was looked for)"
+                found = "not installed (mscomm doctor -v shows where mscomm looked)"
             yield Finding(name, found)
 
 
@@ -249,7 +249,7 @@ def threads(ranks: int, cpus: float, omp_num_threads: str | None) -> str:
         return f"OMP_NUM_THREADS unset: `mscomm run -n {ranks}` sets {fitting}; under mpirun set it yourself"
     first = omp_num_threads.partition(",")[0].strip()
     if not first.isdecimal() or int(first) < 1:
-        return f"OMP_NUM_THREADS={omp_num_threads} is no number; OMP_NUM_THREADS={fitting} fits {ranks} ranks"
+        return f"OMP_NUM_THREADS={omp_num_threads} is not a number; OMP_NUM_THREADS={fitting} fits {ranks} ranks"
     wanted = ranks * int(first)
     if wanted > max(cpus, ranks):
         return f"{ranks} ranks x {first} threads = {wanted} on {cpus:g} CPUs: slow; OMP_NUM_THREADS={fitting} fits"
@@ -347,7 +347,7 @@ def shared_memory(env: Mapping[str, str]) -> Finding:
     except Error as error:
         return Finding("shared memory", f"{error}: ranks cannot share memory here", fault=True)
     if "small pages" in found:
-        found += f"; large arrays get faster by: echo advise > {_SHMEM_ENABLED} (as root)"
+        found += f"; to make large arrays faster: echo advise > {_SHMEM_ENABLED} (as root)"
     return Finding("shared memory", found)
 
 
@@ -366,7 +366,7 @@ def pidfd() -> str:
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError) as error:  # AttributeError: Python was built for a kernel without pidfds
-        return f"{getattr(error, 'strerror', error)}: the end of a rank is noticed by its links alone"
+        return f"{getattr(error, 'strerror', error)}: the end of a rank is noticed only by its links"
     return "yes: the end of a rank is noticed at once"
 
 

@@ -35,7 +35,7 @@ HCCN = Path("/etc/hccn.conf")  # the file in which Ascend's driver keeps the IP 
 def _devices(ctx: click.Context, param: click.Parameter, text: str) -> list[int]:
     """Return the device numbers that --devices gives: 8 means 0 to 7; 4-7 means 4 to 7; 0,2 means 0 and 2."""
     if not re.fullmatch(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", text, re.ASCII):
-        raise click.BadParameter(f"{text!r}: give their number, as 8, or which, as 4-7 or 0,2")
+        raise click.BadParameter(f"{text!r}: give the number of devices, such as 8, or a list, such as 4-7 or 0,2")
     if text.isdecimal():
         found = list(range(int(text)))
     else:
@@ -97,7 +97,7 @@ def make_command(
     mscomm ranktable make --server 10.0.0.1 --server 10.0.0.2 --devices 8 -o rank_table_16pcs.json
     """
     if device_ips and hccn:
-        raise click.UsageError("give the addresses by --device-ip or by --hccn")
+        raise click.UsageError("give the addresses with either --device-ip or --hccn")
     if device_ips:
         tables = _dealt(device_ips, len(servers), devices)
     else:
@@ -113,7 +113,7 @@ def make_command(
         _write(output, text, force)
         click.echo(f"{output}: {len(servers)} server(s), {len(servers) * len(devices)} ranks")
     if list(servers) != sorted(servers):
-        click.echo(f"rank 0 is on {min(servers)}: HCCL wants the servers in dictionary order", err=True)
+        click.echo(f"rank 0 is on {min(servers)}: HCCL requires the servers in alphabetical order", err=True)
 
 
 def _dealt(device_ips: Sequence[str], servers: int, devices: list[int]) -> list[dict[int, str]]:
@@ -123,13 +123,17 @@ def _dealt(device_ips: Sequence[str], servers: int, devices: list[int]) -> list[
     """
     per = len(devices)
     if len(device_ips) != servers * per:
-        raise click.UsageError(f"{len(device_ips)} times --device-ip for {servers * per} devices; give one for each")
+        raise click.UsageError(
+            f"--device-ip was given {len(device_ips)} times; give it once for each of the {servers * per} devices"
+        )
     return [dict(zip(devices, device_ips[i * per : (i + 1) * per], strict=True)) for i in range(servers)]
 
 
 def _hccn_files(given: Sequence[Path], servers: int) -> Sequence[Path | None]:
     if given and len(given) != servers:
-        raise click.UsageError(f"{len(given)} times --hccn for {servers} servers; give one for each, in their order")
+        raise click.UsageError(
+            f"--hccn was given {len(given)} times; give it once for each of the {servers} servers, in their order"
+        )
     if servers == 1 and not given and HCCN.exists():
         return [HCCN]
     return given or [None] * servers
@@ -167,7 +171,7 @@ def _write(path: Path, text: str, force: bool) -> None:
             finally:
                 partial.unlink(missing_ok=True)
     except FileExistsError as error:
-        raise click.ClickException(f"{path} is there already; --force replaces it") from error
+        raise click.ClickException(f"{path} exists already; --force replaces it") from error
     except OSError as error:
         raise click.ClickException(f"{path}: {error.strerror}") from error
 
@@ -203,7 +207,7 @@ def _check(console: Console, name: str, product: str | None) -> bool:
         for problem in error.problems:
             click.echo(f"{name}: {problem}")
         if len(error.problems) == MOST_PROBLEMS:
-            click.echo(f"{name}: there may be more")
+            click.echo(f"{name}: there may be more errors")
         return False
     refused = [*table.remarks, *unfit_for_910(table.seats)] if product else []
     if not refused:

@@ -93,7 +93,7 @@ def read_hostfile(path: Path) -> list[tuple[str, int | None]]:
 def _host(text: str, where: str) -> tuple[str, int | None]:
     found = re.fullmatch(r"((?:[\w.-]+@)?(?:\[[0-9a-fA-F:.%\w]+\]|[\w.-]+))(?::(\d{1,5}))?", text, re.ASCII)
     if not found or text.startswith("-") or found[2] == "0":
-        raise click.ClickException(f"{where}: {text!r} is no host; write name or name:ranks, an IPv6 address in [ ]")
+        raise click.ClickException(f"{where}: {text!r} is not a host; write name or name:ranks, an IPv6 address in [ ]")
     return found[1], int(found[2]) if found[2] else None
 
 
@@ -155,7 +155,9 @@ class Hosts(Node0):
     def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
         name = self.host
         if is_loopback_name(name) and not all(is_loopback_name(other.address) for other in self._shares):
-            raise Error(f"this host is in the list as {name}, by which the others do not reach it; name its address")
+            raise Error(
+                f"this host is in the list as {name}, a name that the other hosts cannot reach; use its address"
+            )
         ssh = environment.read("MSCOMM_SSH", os.environ)
         try:
             self._ssh = shlex.split(ssh)
@@ -165,7 +167,7 @@ class Hosts(Node0):
             listener = stack.enter_context(self._listener())
         except OSError as error:
             why = rendezvous.words(error)
-            raise BackendUnavailable(f"cannot listen at {name}, which this host is in the list: {why}") from error
+            raise BackendUnavailable(f"cannot listen at {name}, this host's name in the list: {why}") from error
         self._key = security.new_key()
         self._listens_at = listener.getsockname()[:2]
         self._serve_at(listener, log, tell)

@@ -274,7 +274,7 @@ def _per_node(text: str | None) -> int | None:
         return None if text is None else int(text)
     if text in ("auto", "cpu"):
         return len(os.sched_getaffinity(0))
-    raise click.ClickException(f"-n {text}: expected a number, or auto for one rank a CPU")
+    raise click.ClickException(f"-n {text}: expected a number, or auto for one rank per CPU")
 
 
 def _nnodes(text: str | None) -> int | None:
@@ -320,7 +320,7 @@ def nodes_of(
 
 
 def _number(env: Mapping[str, str], name: str) -> int | None:
-    """Return the number in the variable, or None if the variable is not set. Raise ClickException if it is no number."""
+    """Return the number in the variable, or None if it is not set. Raise ClickException if it is not a number."""
     text = env.get(name, "")
     if text and not text.isdecimal():
         raise click.ClickException(f"{name}={text!r}: expected a number")

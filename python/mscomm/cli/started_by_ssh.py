@@ -57,7 +57,7 @@ def _run(task: Mapping[str, Any]) -> int:
 def _read_task() -> dict[str, Any]:
     (length,) = LENGTH.unpack(_read(LENGTH.size))
     if length > MOST_BYTES:
-        raise SystemExit("mscomm run: what came through stdin is nothing that `mscomm run --hosts` sends")
+        raise SystemExit("mscomm run: what stdin contains was not sent by `mscomm run --hosts`")
     task: dict[str, Any] = msgpack.unpackb(_read(length))
     return task
 
@@ -67,7 +67,7 @@ def _read(count: int) -> bytes:
     while len(data) < count:
         received = os.read(0, count - len(data))
         if not received:
-            raise SystemExit("mscomm run: the host that started this one has gone")
+            raise SystemExit("mscomm run: the host that started this one closed the connection")
         data += received
     return data
 

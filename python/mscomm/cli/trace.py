@@ -144,19 +144,21 @@ def parse(data: bytes) -> Record:
     try:
         found = json.loads(data)
     except ValueError as error:
-        raise ValueError(f"no JSON: {error}") from error
+        raise ValueError(f"not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError("no record: expected an object with rank, size, cause and calls")
+        raise ValueError("not a record: expected an object with rank, size, cause and calls")
     for key, kind in {"rank": int, "size": int, "cause": str, "calls": list}.items():
         if not isinstance(found.get(key), kind):
-            raise ValueError(f"no record: {key!r} is missing or no {kind.__name__}")
+            raise ValueError(f"not a record: {key!r} is missing or not of type {kind.__name__}")
     size = found["size"] if found.get("group", "world") == "world" else 0
     return Record(found["rank"], size, found["cause"], [_call(entry, found) for entry in found["calls"]])
 
 
 def _call(entry: Any, record: dict[str, Any]) -> RecordedCall:
     if not isinstance(entry, dict) or any(not isinstance(entry.get(key), kind) for key, kind in _TYPES.items()):
-        raise ValueError(f"no record: a call of it is {entry!r:.100}; expected an object with {', '.join(_TYPES)}")
+        raise ValueError(
+            f"not a record: one of its calls is {entry!r:.100}; expected an object with {', '.join(_TYPES)}"
+        )
     group = str(entry.get("group", record.get("group", "world")))
     line = str(entry.get("line", ""))
     return RecordedCall(group, entry["number"], entry["call"], entry["state"], entry["began"], entry["took"], line)

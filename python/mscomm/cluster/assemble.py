@@ -98,7 +98,8 @@ def forced_algorithms(algo: str) -> list[str]:
                 for collective in forced
             )
             raise ValueError(
-                f"MSCOMM_ALGO={algo!r}: {item!r} is no algorithm. Give collective=name, separated by commas: {choices}"
+                f"MSCOMM_ALGO={algo!r}: {item!r} is not an algorithm. Give collective=name, separated by commas: "
+                f"{choices}"
             )
     return list(forced.values())
 

@@ -178,9 +178,9 @@ def _judge(peer: Identity, mine: Identity, ranks: Container[int], stranger_allow
 
 _REASONS = {
     _JOB: "it serves another job.",
-    _VERSION: "it runs another version than mscomm {0.version}: install the same one everywhere.",
+    _VERSION: "it runs another version of mscomm than {0.version}: install the same one everywhere.",
     _RANK: "rank {0.rank} is not expected there, or is connected already.",
-    _EPOCH: "epoch {0.epoch} is not the present one: this rank belongs to an earlier life of the job.",
+    _EPOCH: "epoch {0.epoch} is not the current one: this rank belongs to an earlier epoch of the job.",
 }
 
 

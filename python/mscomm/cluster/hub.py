@@ -416,7 +416,7 @@ class Hub:
         """Handle one control frame from a rank. If this raises Error, the caller ends the rank's link."""
         kind = frame["t"]
         if kind != "join" and (not link.joined or link.left):
-            raise Error(f"{kind!r} does not come before join or after bye")
+            raise Error(f"{kind!r} is not allowed before join or after bye")
         if kind not in _OF_RANKS:
             raise Error(f"{kind!r} is not a message to the hub")
         _OF_RANKS[kind](self, link, frame)
@@ -566,7 +566,7 @@ class Hub:
     def _absence(self, rank: int) -> str:
         link = self._roster.at(rank)
         if link is None or not link.open:
-            return f"{self._roster.name(rank)}, which was not started again or has not come to init() yet"
+            return f"{self._roster.name(rank)}, which was not restarted, or has not called init() yet"
         return f"{link}, which has not called rejoin()"
 
     def _on_bye(self, link: Link, number: int, numbers: dict[str, Any]) -> None:
@@ -658,12 +658,12 @@ class Hub:
     def _never_again(self) -> Error | None:
         """Return why there cannot be another epoch, or None if there can be one."""
         if not self._restarts:
-            return PeerLost("rejoin: nobody starts a lost rank of this job again; use `mscomm run --max-restarts N`")
+            return PeerLost("rejoin: nothing restarts lost ranks in this job; use `mscomm run --max-restarts N`")
         if self.over:
             return PeerLost(f"rejoin: {self.over}", self.over.ranks)
         for link in self._roster:
             if link.left and (not self._watched or link.number in self._ended_well):
-                why = f"rejoin: {link} has left the job, so that its ranks are never all there again"
+                why = f"rejoin: {link} has left the job, so its ranks can never all be there again"
                 return PeerLost(why, [link.number])
         return None
 
@@ -711,7 +711,7 @@ class Hub:
         absent = [rank for rank in range(self._roster.size) if self._roster.at(rank) is None]
         last = f"; {self._turned_away}" if self._turned_away else ""
         if nodes and not self.over:
-            self._tell(f"waiting for {', '.join(nodes)}: nobody has come from there to {self._roster.address}{last}")
+            self._tell(f"waiting for {', '.join(nodes)}: nothing there has connected to {self._roster.address}{last}")
         elif len(self._roster) and absent and not self.over:
             self._tell(f"waiting for {_ranks(absent)} to call mscomm.init(){last}")
         self._turned_away = ""
@@ -732,7 +732,7 @@ class Hub:
     def _handle_launcher(self, launcher: _Launcher, frame: Frame) -> None:
         """Handle one control frame from another host's launcher about its ranks."""
         if frame["t"] not in _OF_LAUNCHERS:
-            raise Error(f"{frame['t']!r} is not a message of a launcher, or of none with these ranks")
+            raise Error(f"{frame['t']!r} is not a message that a launcher may send, or not for these ranks")
         _OF_LAUNCHERS[frame["t"]](self, launcher, frame)
 
     def _from_launcher_attend(self, launcher: _Launcher, first: int, end: int, name: str, layout: str) -> None:
@@ -751,7 +751,7 @@ class Hub:
 
     def _from_launcher_ended(self, launcher: _Launcher, rank: int, how: str, badly: bool, again: bool) -> None:
         if rank not in launcher.ranks:
-            raise Error("'ended' is not a message of a launcher, or of none with these ranks")
+            raise Error("'ended' is not a message that a launcher may send, or not for these ranks")
         self._process_ended(rank, how, badly, again)
 
     def _from_launcher_gave_up(self, launcher: _Launcher, name: str, why: str) -> None:
@@ -772,8 +772,9 @@ class Hub:
         if settled or self._never_began or self.over:
             return
         why = (
-            f"two jobs were started at {self._roster.address}, here and by {who}: whose {self._roster.plural} joined "
-            "cannot be told, so none goes on. Give each job a port, or an MSCOMM_JOB_ID, of its own"
+            f"two jobs were started at {self._roster.address}, here and by {who}: which job's {self._roster.plural} "
+            "joined "
+            "is unclear, so neither job can go on. Give each job its own port or MSCOMM_JOB_ID"
         )
         self._contested_until = now + _CONTESTED_S
         if not self._welcomed:

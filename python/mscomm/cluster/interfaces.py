@@ -181,7 +181,7 @@ def _in_network(variable: str, text: str) -> Callable[[Interface], bool]:
     try:
         network = ipaddress.ip_network(text, strict=False)
     except ValueError:
-        raise ValueError(f"{variable}: {text!r} is no network; write it as 10.0.0.0/8 or fd00::/8") from None
+        raise ValueError(f"{variable}: {text!r} is not a network; write it as 10.0.0.0/8 or fd00::/8") from None
     return lambda interface: _ip(interface.address) in network
 
 

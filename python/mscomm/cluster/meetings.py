@@ -71,7 +71,8 @@ class Meetings:
         meeting.facts[rank] = facts
         if ranks != meeting.ranks:
             why = (
-                f"{name}: the ranks do not agree who takes part: {self._name(rank)} named {ranks}, not {meeting.ranks}"
+                f"{name}: the ranks do not agree on who takes part: "
+                f"{self._name(rank)} named {ranks}, not {meeting.ranks}"
             )
             return self._cancel(key, Mismatch(why, [rank]))
         for other_key, other in self._open.items():
@@ -79,7 +80,7 @@ class Meetings:
                 text = "; ".join(
                     f"{', '.join(self._name(r) for r in one.here)} named {one.ranks}" for one in (other, meeting)
                 )
-                why = f"{name}: the ranks do not agree who takes part: {text}"
+                why = f"{name}: the ranks do not agree on who takes part: {text}"
                 error = Mismatch(why, [r for one in (other, meeting) for r in one.here])
                 return [*self._cancel(other_key, error), *self._cancel(key, error)]
         return self._look(key)

@@ -123,7 +123,7 @@ class Roster:
                 return f"MS_NODE_ID={link.node_id} is taken already: {holder}; look for leftovers of an earlier start"
         if len(self._members) >= self.size and not holder:
             return (
-                f"the job at {self.address} already has its {self.size} {self.plural}: one was started too many, or "
+                f"the job at {self.address} already has its {self.size} {self.plural}: one too many was started, or "
                 "this one is of another job that uses the same port. Give each job a port of its own"
             )
         return None

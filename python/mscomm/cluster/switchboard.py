@@ -102,9 +102,9 @@ class Switchboard(Generic[L]):
                 if line.open:
                     self._handle(line, frame)
         except RecursionError:
-            self.end(line, "sent nonsense on its control link (a value that is nested too deeply)")
+            self.end(line, "sent invalid data on its control link (a value that is nested too deeply)")
         except Error as error:
-            self.end(line, f"sent nonsense on its control link ({error})")
+            self.end(line, f"sent invalid data on its control link ({error})")
         return line.open
 
     def _flush(self, line: L) -> None:

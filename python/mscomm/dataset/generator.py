@@ -121,7 +121,7 @@ class GeneratorDataset(Source):
         arrays = tuple(np.asarray(value) for value in values)
         for name, array in zip(self.columns, arrays, strict=True):
             if array.dtype.hasobject:
-                raise TypeError(f"column {name} is no array of numbers or text but of Python objects")
+                raise TypeError(f"column {name} is an array of Python objects, not of numbers or text")
         return arrays
 
     def get_dataset_size(self) -> int:

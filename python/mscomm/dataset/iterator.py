@@ -48,7 +48,7 @@ class DatasetIterator:
         if isinstance(num_epochs, bool) or not isinstance(num_epochs, int):
             raise TypeError(f"num_epochs is a {type(num_epochs).__name__}; expected an int")
         if num_epochs != -1 and num_epochs < 1:
-            raise ValueError(f"num_epochs={num_epochs}; expected 1 or more, or -1 for no end")
+            raise ValueError(f"num_epochs={num_epochs}; expected 1 or more, or -1 for no limit")
         for name in columns:
             if name not in dataset.columns:
                 raise ValueError(f"there is no column {name!r}; there are {', '.join(dataset.columns)}")

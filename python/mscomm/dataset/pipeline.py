@@ -203,15 +203,15 @@ class Dataset(ABC):
             version, seed, epoch, batch = (int(state[name]) for name in ("version", "seed", "epoch", "batch"))
             theirs = [str(step) for step in state["pipeline"]]
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"load_state_dict: this is no state of a pipeline: {state!r:.200}") from error
+            raise ValueError(f"load_state_dict: this is not the state of a pipeline: {state!r:.200}") from error
         if version != _VERSION or min(seed, epoch, batch) < 0 or max(seed, epoch, batch) >= 2**32:
             raise ValueError(
-                f"load_state_dict: version {version}, seed {seed}, epoch {epoch}, batch {batch} is no state"
+                f"load_state_dict: version {version}, seed {seed}, epoch {epoch}, batch {batch} is not a valid state"
             )
         for mine, other in itertools.zip_longest(self._described(), theirs, fillvalue="nothing"):
             if mine != other:
                 raise ValueError(
-                    f"load_state_dict: the state is of another pipeline: it has {other} where this has {mine}"
+                    f"load_state_dict: the state belongs to another pipeline: it has {other}, and this one has {mine}"
                 )
         self._seed, self._next, self.position, self._agreed = seed, (epoch, batch), (epoch, batch), False
 
@@ -423,7 +423,9 @@ class _Map(_Step):
                 values[which] = result if isinstance(result, tuple) else (result,)
         for value, ticket in zip(values, tickets, strict=True):
             if len(value) != len(self._outputs):
-                came = f"it returned {len(value)} values for {len(self._outputs)} columns; name them by output_columns"
+                came = (
+                    f"it returned {len(value)} values for {len(self._outputs)} columns; name them with output_columns"
+                )
                 raise RuntimeError(self._tell(len(self._operations) - 1, ticket, came))
         return [[np.asarray(value[place]) for value in values] for place in range(len(self._outputs))]
 
@@ -551,7 +553,7 @@ def _stacked(name: str, arrays: Column, tickets: Sequence[Ticket]) -> Array:
         if array.shape != first.shape or (array.dtype != first.dtype and array.dtype.kind not in "SU"):
             raise RuntimeError(
                 f"batch: column {name} is {array.dtype}{list(array.shape)} in row {ticket.sample} of the source and"
-                f" {first.dtype}{list(first.shape)} in row {tickets[0].sample}; make them alike by map"
+                f" {first.dtype}{list(first.shape)} in row {tickets[0].sample}; make them equal with map"
             )
     # The result must be in C order, even if the rows are not. For example, HWC2CHW returns views with other strides.
     dtype = np.result_type(*arrays) if first.dtype.kind in "SU" else first.dtype

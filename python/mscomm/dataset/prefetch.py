@@ -18,7 +18,7 @@ from typing import Any
 
 _LOOK_S = 1.0  # how often a waiting consumer checks that the thread is alive; a new item wakes the consumer immediately
 _EXIT_S = 5.0  # how long the process waits at exit for the threads to finish their current items
-IN_A_CHILD = "this iterator belongs to the process that was forked, whose thread fills it; make a new one here"
+IN_A_CHILD = "this iterator belongs to the parent process, where a thread fills it; create a new one here"
 
 
 class _Queue:
@@ -72,7 +72,7 @@ class Prefetch:
         with queue.news:
             while not queue.items and not queue.ended and not queue.stopped:
                 if not queue.news.wait(_LOOK_S) and not self._thread.is_alive() and not queue.ended:
-                    raise RuntimeError("the thread that makes the batches has ended without a word")
+                    raise RuntimeError("the thread that makes the batches has ended without an error")
             if queue.items:
                 item = queue.items.popleft()
                 queue.news.notify_all()

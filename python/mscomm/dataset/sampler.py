@@ -122,7 +122,7 @@ def choose(
     if num_shards is None and shard_id is not None:
         raise RuntimeError(f"{source}: shard_id is given but num_shards is not")
     if num_shards is not None and shard_id is None:
-        raise RuntimeError(f"{source}: num_shards is given but shard_id is not; it is this rank's, mscomm.get_rank()")
+        raise RuntimeError(f"{source}: num_shards is given but shard_id is not; pass shard_id=mscomm.get_rank()")
     shards, shard = (1, 0) if num_shards is None or shard_id is None else (num_shards, shard_id)
     if _whole("num_shards", shards, source) < 1:
         raise ValueError(f"{source}: num_shards={shards}; expected 1 or more")

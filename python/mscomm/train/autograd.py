@@ -91,8 +91,9 @@ class Autograd:
         elif self._within and not self.accumulating and not self._told:
             self._told = True
             log.warn(
-                f"DistributedDataParallel: a gradient of {self._names[index]} stays on this rank, as its backward pass"
-                " began at nothing that the wrapped module's forward pass has given; call the wrapper, not its .module"
+                f"DistributedDataParallel: a gradient of {self._names[index]} stays on this rank, because its backward"
+                " pass did not begin at an output of the wrapped module's forward pass; call the wrapper, not its "
+                ".module"
             )
 
     def _watch_pass(self) -> None:
@@ -157,9 +158,10 @@ class Autograd:
         self._end_of_pass = lambda: None
         if self._step.begun:
             raise RuntimeError(
-                "DistributedDataParallel: the last backward pass ended with an exception when gradients were on their"
-                " way already, and the other ranks wait for the rest; end the program, or after rejoin() make a new"
-                " wrapper on every rank"
+                "DistributedDataParallel: the last backward pass raised an exception in the middle of a step, and the"
+                " other ranks are waiting for the remaining gradients; end the program, or after rejoin() make a new "
+                "wrapper on every"
+                " rank"
             )
 
     def check_not_taken_over(self) -> None:
@@ -167,7 +169,8 @@ class Autograd:
         if self._taken_over:
             raise RuntimeError(
                 f"DistributedDataParallel: a wrapper or GradientReducer that was made later reduces {self._taken_over},"
-                " and this one reduces nothing any more; put all layers that are trained together into one module, and"
+                " and this one no longer reduces anything; put all layers that are trained together into one module, "
+                "and"
                 " wrap that"
             )
 
@@ -227,8 +230,8 @@ class Autograd:
                 self._told_of_state = True
                 name = type(optimizer).__name__
                 log.warn(
-                    f"join: ranks that ran out of batches early keep the state of {name} from then, and train on"
-                    " differently; join(sync=[optimizer]) gives them that of the last rank"
+                    f"join: ranks that ran out of batches early keep their old state of {name}, and then train"
+                    " differently from the others; join(sync=[optimizer]) gives them the state of the last rank"
                 )
 
     # -- gradients: to the buckets, and back to the program

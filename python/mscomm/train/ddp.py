@@ -309,8 +309,8 @@ def _check_layers(module: torch.nn.Module) -> None:
     for name, layer in module.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm) and not torch.distributed.is_initialized():
             raise ValueError(
-                f"DistributedDataParallel: {name or 'the module'} is a SyncBatchNorm, which combines its statistics by"
-                " torch.distributed and without it would be each rank's own; use BatchNorm"
+                f"DistributedDataParallel: {name or 'the module'} is a SyncBatchNorm, which needs torch.distributed to"
+                " combine its statistics; without it, each rank would have its own; use BatchNorm"
             )
     for name, p in module.named_parameters():
         if isinstance(p, torch.nn.parameter.UninitializedParameter):

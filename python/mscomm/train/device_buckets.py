@@ -30,7 +30,7 @@ def why_not(group: Group, dtype: np.dtype[Any], compression: str | None, model: 
     """Return why this rank cannot reduce gradients of this dtype in arrays like `model`, or "" if it can."""
     arrays = library(model, "parameters", "GradientReducer")
     if not hasattr(arrays, "namespace"):
-        return f"of {type(model).__name__} mscomm knows a protocol alone; use PyTorch's or CuPy's arrays"
+        return f"mscomm knows {type(model).__name__} only by its protocol; use arrays of PyTorch or CuPy"
     on_wire = wired(dtype, compression)
     if why := group.refuses(dtype_code(on_wire), _core.ops.index("sum")):
         return why

@@ -204,19 +204,21 @@ class Model:
         ranks, mine = state["ranks"], _place(group)
         if ranks[1] != mine[1]:
             raise ValueError(
-                f"Model.resume: {chosen.path} was written by one of {ranks[1]} ranks, now there are {mine[1]}; its"
-                " weights alone: load_param_into_net(net, load_checkpoint(file))"
+                f"Model.resume: {chosen.path} was written by one of {ranks[1]} ranks, now there are {mine[1]}; to"
+                " load only its weights: load_param_into_net(net, load_checkpoint(file))"
             )
         if ranks[0] != mine[0]:
             log.warn(
-                f"Model.resume: rank {mine[0]} goes on from what rank {ranks[0]} wrote, {chosen.path}: with that rank's"
+                f"Model.resume: rank {mine[0]} continues from the checkpoint of rank {ranks[0]}, {chosen.path}: with "
+                "that rank's"
                 " random numbers, running means and residual of compression"
             )
         there = self._network.weights()
         differing = [*(weights.keys() - there.keys()), *(there.keys() - weights.keys())]
         if differing:
             raise ValueError(
-                f"Model.resume: {chosen.path} is of another network: {sorted(differing)[0]} is in one alone"
+                f"Model.resume: {chosen.path} belongs to another network: only one of the two has "
+                f"{sorted(differing)[0]}"
             )
         try:
             self._network.load(weights)
@@ -257,10 +259,13 @@ class Model:
                 _tell_if_one_of_several(self._group)
             return None
         group = resolve(self._group)
-        for name, mine, what in (("device_num", group.size, "ranks"), ("global_rank", group.rank, "as this rank")):
+        for name, mine, what in (
+            ("device_num", group.size, "the number of ranks is"),
+            ("global_rank", group.rank, "this rank is"),
+        ):
             said = context.get_auto_parallel_context(name)
             if context.auto_parallel_was_set(name) and said != mine:
-                raise ValueError(f"Model.{function}: {name}={said} was set, the group has {mine} {what}")
+                raise ValueError(f"Model.{function}: {name}={said} was set, but {what} {mine}")
         return group
 
     def _reducer(self, group: Group | None) -> GradientReducer | None:
@@ -345,8 +350,8 @@ class Model:
                 batch = next(batches)
             except StopIteration:
                 raise RuntimeError(
-                    f"Model.train: epoch {now.cur_epoch_num} ended after {taken} batches; the dataset said that there"
-                    f" are {now.batch_num}"
+                    f"Model.train: epoch {now.cur_epoch_num} ended after {taken} batches, but the dataset had"
+                    f" announced {now.batch_num}"
                 ) from None
             taken += 1
             if taken > first:
@@ -404,7 +409,8 @@ def _load_callbacks(callbacks: list[hooks.Callback], states: list[Any]) -> None:
         one = next((one for one in left if type(one).__name__ == name), None)
         if one is None:
             log.warn(
-                f"Model.train: the checkpoint has the state of a callback {name}, which is not given: it is left out"
+                f"Model.train: the checkpoint has the state of a callback {name}, which was not passed; this state is "
+                "ignored"
             )
             continue
         left.remove(one)

@@ -67,7 +67,7 @@ class _Optimizer:
         parameters = list(trees.leaves(self.parameters).values())
         velocities = list(state["velocities"])
         if velocities and [_shape(one) for one in velocities] != [_shape(one) for one in parameters]:
-            raise ValueError(f"{type(self).__name__}.load_state_dict: the state is of other parameters")
+            raise ValueError(f"{type(self).__name__}.load_state_dict: the state belongs to other parameters")
         self.learning_rate = state["learning_rate"]
         self._velocities = [
             beside(parameter, one) if isinstance(one, np.ndarray) else one

@@ -93,7 +93,9 @@ class GradientReducer:
         group: Group | str | None = None,
     ) -> None:
         if compression is not None and compression not in COMPRESSIONS:
-            raise ValueError(f"GradientReducer: compression {compression!r} is none of {', '.join(COMPRESSIONS)}, None")
+            raise ValueError(
+                f"GradientReducer: compression {compression!r} is not one of {', '.join(COMPRESSIONS)}, None"
+            )
         if bucket_mb is not None and not bucket_mb > 0:
             raise ValueError(f"GradientReducer: bucket_mb is {bucket_mb}; it must be more than 0")
         self._names, self._parameters, self._excluded, self._frozen = _chosen(parameters, list(exclude))
@@ -103,13 +105,13 @@ class GradientReducer:
         self._on_device = isinstance(seen[0], OnDevice)
         for name, p in zip(self._names, seen, strict=True):
             if isinstance(p, OnDevice) != self._on_device:
-                there = "a device's" if self._on_device else "the CPU's"
+                there = "on a device" if self._on_device else "on the CPU"
                 raise TypeError(f"GradientReducer: {self._names[0]} is {there}, {name} is not; exclude one of them")
         self._shapes = [p.shape for p in seen]
         self._kinds = [(p.dtype, p.size) for p in seen]
         for name, (dtype, _) in zip(self._names, self._kinds, strict=True):
             if dtype.kind not in "fc" and dtype.name != "bfloat16":
-                raise TypeError(f"GradientReducer: {name} is of dtype {dtype}, which has no gradient; exclude it")
+                raise TypeError(f"GradientReducer: {name} has dtype {dtype}, which has no gradient; exclude it")
         library_name = self._arrays.__name__.rpartition(".")[2]
         options: dict[str, Any] = {
             "library": library_name,
@@ -234,8 +236,9 @@ class GradientReducer:
             elif given is None and self._checksums() == before:
                 log.warn(
                     "GradientReducer.join: the arrays that the reducer was made with did not change, so they are not"
-                    " the weights, and ranks that left early have older ones; weights = broadcast_parameters(weights,"
-                    " root=reducer.last_rank) gives them the last ones, and join(sync=[]) is without this warning"
+                    " the weights, and ranks that left early have outdated weights; weights = "
+                    "broadcast_parameters(weights,"
+                    " root=reducer.last_rank) gives them the latest ones, and join(sync=[]) turns this warning off"
                 )
 
         return join.join(self._step, self._group, given, at_end=at_end, own=list(self._excluded.values()))
@@ -304,9 +307,11 @@ class GradientReducer:
         everybodys = objects.all_gather_object(order, group=self._group)
         for rank, theirs in enumerate(everybodys):
             if theirs != everybodys[0]:
-                raise ValueError(f"load_state_dict: the states of ranks 0 and {rank} of the group are of two trainings")
+                raise ValueError(
+                    f"load_state_dict: the states of ranks 0 and {rank} of the group belong to two different trainings"
+                )
         if order is not None and sorted(order) != list(range(len(self._names))):
-            raise ValueError(f"load_state_dict: the state is not of these {len(self._names)} parameters")
+            raise ValueError(f"load_state_dict: the state does not belong to these {len(self._names)} parameters")
         if order is not None and self._autograd is not None:
             self._step.take_order(order)
             self._autograd.move()
@@ -418,7 +423,11 @@ class GradientReducer:
         """Return the memory of a gradient in C order. A gradient that is not in C order is copied."""
         there = self._memory(x, name, "reduce")
         if isinstance(there, OnDevice) != self._on_device:
-            where = "the CPU's, the parameter a device's" if self._on_device else "a device's, the parameter the CPU's"
+            where = (
+                "on the CPU, but the parameter is on a device"
+                if self._on_device
+                else "on a device, but the parameter is on the CPU"
+            )
             raise TypeError(f"reduce: the gradient of {name} is {where}")
         if not self._on_device:
             return readable(there)
@@ -469,7 +478,9 @@ def _chosen(parameters: Any, exclude: list[Any]) -> tuple[list[str], list[Any], 
     entries = _named(parameters)
     unknown = [one for one in exclude if isinstance(one, str) and one not in dict(entries)]
     if unknown:
-        raise ValueError(f"GradientReducer: exclude names {unknown[0]!r}, which is none of {', '.join(dict(entries))}")
+        raise ValueError(
+            f"GradientReducer: exclude names {unknown[0]!r}, which is not one of {', '.join(dict(entries))}"
+        )
     names, kept, excluded, frozen = [], [], {}, {}
     for name, p in entries:
         if any(one == name if isinstance(one, str) else one is p for one in exclude):

@@ -171,7 +171,7 @@ def load_training(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str
     """Return the weights and the state in a file. Raise ValueError if the file has only weights."""
     arrays, metadata = tensorfile.read(path)
     if STATE not in metadata:
-        raise ValueError(f"{path}: has weights, but no state of a training; use load_checkpoint for the weights")
+        raise ValueError(f"{path}: has weights, but no training state; use load_checkpoint for the weights")
     weights = {name: x for name, x in arrays.items() if not name.startswith(states.PREFIX)}
     return weights, states.from_text(metadata[STATE], arrays)
 
@@ -183,7 +183,7 @@ def saved(path: Path) -> Saved:
     try:
         epoch, step, time = int(metadata[EPOCH]), int(metadata[STEP]), float(metadata[SAVED])
     except (KeyError, ValueError):
-        raise ValueError(f"{path}: a safetensors file, but not one of ModelCheckpoint") from None
+        raise ValueError(f"{path}: a safetensors file, but not one that ModelCheckpoint wrote") from None
     run, part, first = (metadata.get(key, "") for key in (RUN, PART, FIRST))
     return Saved(path, name["prefix"] if name else "", epoch, step, time, run, part, first == "1")
 

@@ -66,7 +66,7 @@ def from_text(text: str, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Any:
     try:
         return read(json.loads(text))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"this is no training state: {text!r:.100}") from error
+        raise ValueError(f"this is not a training state: {text!r:.100}") from error
 
 
 def entries(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

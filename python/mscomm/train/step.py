@@ -81,12 +81,12 @@ class Step:
         self._check_usable()
         if self.begun:
             raise RuntimeError(
-                f"GradientReducer.{function}: gradients of a backward pass are on their way; call wait() first"
+                f"GradientReducer.{function}: gradients of a backward pass are still being reduced; call wait() first"
             )
 
     def _check_usable(self) -> None:
         if self._failed:
-            raise RuntimeError("GradientReducer: a step of this one has failed; make a new one on every rank")
+            raise RuntimeError("GradientReducer: a step of this reducer has failed; make a new one on every rank")
 
     @contextlib.contextmanager
     def owed(self) -> Iterator[None]:

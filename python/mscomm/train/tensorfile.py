@@ -37,7 +37,7 @@ def write(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str]) 
     """
     for name, x in arrays.items():
         if x.dtype.name not in HELD:
-            raise TypeError(f"{path}: {name} is of dtype {x.dtype}; safetensors files hold {', '.join(HELD)}")
+            raise TypeError(f"{path}: {name} has dtype {x.dtype}; safetensors files hold {', '.join(HELD)}")
     safetensors = _package()
     in_order = {name: x.astype(x.dtype.newbyteorder("="), order="C", copy=False) for name, x in arrays.items()}
     checked = {**metadata, CHECKSUM: f"{_of_texts(metadata)} {_of_arrays(in_order)}"}
@@ -96,7 +96,7 @@ def _checked_metadata(path: Path, file: Any) -> tuple[dict[str, str], str | None
 
 
 def _damaged(path: Path) -> str:
-    return f"{path}: damaged: its content is not what was written, as its checksum tells"
+    return f"{path}: damaged: its content does not match its checksum"
 
 
 def _of_texts(metadata: Mapping[str, str]) -> str:
@@ -126,9 +126,9 @@ def _opened(path: Path) -> Iterator[Any]:
             to = path.with_suffix(".safetensors")
             raise ValueError(
                 f"{path}: mscomm reads safetensors files, and this is MindSpore's .ckpt. Convert it once, where"
-                f' MindSpore is: mscomm.save_checkpoint(mindspore.load_checkpoint("{path}"), "{to}")'
+                f' MindSpore is installed: mscomm.save_checkpoint(mindspore.load_checkpoint("{path}"), "{to}")'
             ) from error
-        raise ValueError(f"{path}: no whole safetensors file ({path.stat().st_size} bytes): {error}") from error
+        raise ValueError(f"{path}: not a complete safetensors file ({path.stat().st_size} bytes): {error}") from error
 
 
 def _package() -> Any:

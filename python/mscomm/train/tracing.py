@@ -26,7 +26,8 @@ class StepTrace(Callback):
     def __init__(self, directory: str | os.PathLike[str], first_step: int = 1, last_step: int = 20) -> None:
         if not 0 < first_step <= last_step:
             raise ValueError(
-                f"StepTrace: steps {first_step} to {last_step}; expected 1 or more, and the last not before"
+                f"StepTrace: steps {first_step} to {last_step}; expected a first step of 1 or more, and a last step "
+                "that is not before it"
             )
         self._directory = Path(directory)
         self._first, self._last = first_step, last_step

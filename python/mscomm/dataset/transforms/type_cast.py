@@ -28,7 +28,7 @@ class TypeCast(Operation):
             self._dtype = dtype_named(output_type)
         except TypeError:
             raise TypeError(
-                f"TypeCast: output_type={output_type!r} is no dtype; expected np.int32, mscomm.int32, ..."
+                f"TypeCast: output_type={output_type!r} is not a dtype; expected np.int32, mscomm.int32, ..."
             ) from None
 
     def __call__(self, x: Any) -> Array:

@@ -57,7 +57,7 @@ class Normalize(Operation):
         self._mean, self._std = _numbers("mean", mean), _numbers("std", std)
         if len(self._mean) != len(self._std):
             raise ValueError(
-                f"Normalize: mean has {len(self._mean)} numbers and std {len(self._std)}; expected as many"
+                f"Normalize: mean has {len(self._mean)} numbers and std {len(self._std)}; expected the same number"
             )
         if not ((self._mean >= 0) & (self._mean <= 255)).all():
             raise ValueError(f"Normalize: mean={mean!r}; expected 0 to 255")

@@ -32,7 +32,9 @@ class Network(networks.Network):
 
     def trained(self) -> dict[str, Any]:
         if self._optimizer is None:
-            raise TypeError("Model: a JAX function's parameters are its optimizer's, and there is no optimizer")
+            raise TypeError(
+                "Model: the parameters of a JAX function come from its optimizer, and there is no optimizer"
+            )
         return trees.leaves(self._optimizer.parameters)
 
     def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
