@@ -249,7 +249,7 @@ def test_counts_that_are_wrong_are_refused_before_anything_is_sent(rank, group, 
     for counts, error, words in (
         ([3], ValueError, "it needs 2 row counts"),
         ([4, -1], ValueError, "it needs 2 row counts"),
-        ([2, 2], ValueError, "adds up to 4 rows, x of shape \\(3,\\) has 3"),
+        ([2, 2], ValueError, "adds up to 4 rows, but x of shape \\(3,\\) has 3"),
         ([1.5, 1.5], TypeError, "must be a list of ints"),
         (3, TypeError, "must be a list of ints"),
     ):

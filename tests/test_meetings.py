@@ -311,7 +311,7 @@ def test_a_list_that_makes_no_sense_loses_the_rank_that_sent_it(ranks):
         meeting = Meeting(members, 0, ranks)
         eventually(lambda: members[2][1].aborts)
         assert (members[2][1].aborts[0].kind, members[2][1].aborts[0].ranks) == ("PeerLost", (0,))
-        assert "sent nonsense" in str(members[2][1].aborts[0])
+        assert "sent invalid data" in str(members[2][1].aborts[0])
         assert isinstance(meeting.ended().error, errors.Error)
 
 

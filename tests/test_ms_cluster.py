@@ -33,7 +33,7 @@ def test_the_own_launchers_link_is_taken_over_once(monkeypatch):
         with invitation.sock as sock:
             assert (*invitation.seat[:3], invitation.key) == (1, 4, 1, KEY)
             assert sock.get_inheritable() is False
-        with pytest.raises(errors.BackendUnavailable, match="can join its job once"):
+        with pytest.raises(errors.BackendUnavailable, match="can join its job only once"):
             launcher.accept(env, soon(), False)
 
 

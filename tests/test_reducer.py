@@ -218,7 +218,7 @@ def test_a_reducer_goes_on_where_another_was(rank, group):
         going_on.load_state_dict({"order": None, "residual": {"b": np.zeros(3)}})
     with pytest.raises(ValueError, match="the states of ranks 0 and 1 of the group belong to two different trainings"):
         going_on.load_state_dict({"order": [rank, 1 - rank], "residual": {}})
-    with pytest.raises(ValueError, match="the state is not of these 2 parameters"):
+    with pytest.raises(ValueError, match="the state does not belong to these 2 parameters"):
         going_on.load_state_dict({"order": [0, 1, 2], "residual": {}})
 
 

@@ -147,11 +147,11 @@ def test_the_state_is_the_same_on_every_rank(folder):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda state: {}, "no state of a pipeline"),
+        (lambda state: {}, "not the state of a pipeline"),
         (lambda state: {**state, "version": 2}, "version 2"),
         (lambda state: {**state, "batch": -1}, "batch -1"),
-        (lambda state: {**state, "seed": 2**32}, "is no state"),
-        (lambda state: {**state, "pipeline": 3}, "no state of a pipeline"),
+        (lambda state: {**state, "seed": 2**32}, "is not a valid state"),
+        (lambda state: {**state, "pipeline": 3}, "not the state of a pipeline"),
         (lambda state: {**state, "pipeline": state["pipeline"][:1]}, r"has nothing, and this one has batch\(2\)"),
     ],
 )

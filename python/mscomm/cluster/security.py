@@ -126,11 +126,15 @@ def key_path(name: str) -> str:
     """Return the path at which all processes of one user on one host look for the key with this name."""
     import tempfile  # imported here because it is slow to import, and the spawned hub never needs it
 
-    return os.path.join(tempfile.gettempdir(), f"mscomm-{os.getuid()}", f"{name}.key")
+    return os.path.join(tempfile.gettempdir(), f"mscomm-{os.getuid()}", f"{name}{_LOCKED}")
 
 
 def _sched_name(host: str, port: int) -> str:
     return f"sched-{host}-{port}"
+
+
+# Only files with this ending are removed. A key file of an earlier version, which locks none, ends only with ".key".
+_LOCKED = ".locked.key"
 
 
 class KeyFile:
@@ -176,7 +180,7 @@ def remove_stale() -> None:
         return
     with _alone_in(folder) as is_alone:
         for name in os.listdir(folder) if is_alone else ():
-            if name.endswith(".key"):
+            if name.endswith(_LOCKED):
                 # An error means that the file is locked or gone, or that we may not or cannot lock it: it must stay.
                 with contextlib.suppress(OSError):
                     _remove_unless_locked(os.path.join(folder, name))
