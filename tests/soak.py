@@ -209,10 +209,10 @@ def refused(group: Any) -> None:
     try:
         got = mscomm.all_reduce(np.ones(3), group=group)
     except RuntimeError as error:
-        if isinstance(error, mscomm.Error) or "is not a member of" not in str(error):
+        if isinstance(error, mscomm.Error) or "is no member of" not in str(error):
             raise
     else:
-        raise WrongResult(f"a rank that is not a member of {group} got {got}")
+        raise WrongResult(f"a rank that is no member of {group} got {got}")
 
 
 def misbehave(job: dict[str, Any]) -> None:

@@ -56,7 +56,7 @@ called = partial(invoke, bench.command)
         (["all_reduce", "-d", "float33"], "'float33' is not a dtype"),
         (["all_reduce", "-b", "8", "-e", "x"], "'x' is not a size"),
         (["all_reduce", "--vs", "gloo2"], "--vs gloo2 is not one of torch-gloo, torch-gloo-4, openmpi"),
-        (["all_reduce", "--vs", "openmpi", "--rounds", "2"], "it takes 5 or more"),
+        (["all_reduce", "--vs", "openmpi", "--rounds", "2"], "needs at least 5 rounds"),
         (["buckets", "--vs", "torch-gloo"], "leave out --vs"),
         (["tune", "--plot", "x.svg"], "leave out --vs and --plot"),
         (["all_reduce", "--json", "/nowhere/x.json"], "there is no folder /nowhere"),

@@ -78,7 +78,7 @@ def test_names_and_lists_of_the_wrong_kind_are_refused_and_send_nothing(rank, gr
     for ids, text in (
         ([], "empty"),
         ([0, 2], "2 is not one of the ranks 0 to 1"),
-        ([-1], "-1 is none"),
+        ([-1], "-1 is not one"),
         ([1, 1], "2 times"),
     ):
         with pytest.raises(ValueError, match=text):
@@ -139,7 +139,7 @@ def test_groups_that_all_ranks_make_and_use_never_give_another_groups_sum(rank, 
             seen.append(str(error))
     other, members = ("pair_b", [2, 3]) if rank < 2 else ("pair_a", [0, 1])
     refused = (
-        f"rank {rank} is not a member of {other}: the members are {members}; only members may use a group (`if group:`)"
+        f"rank {rank} is no member of {other}: the members are {members}; only members may use a group (`if group:`)"
     )
     assert seen == ([1.0, refused] if rank < 2 else [refused, 5.0])
 
@@ -217,14 +217,14 @@ def test_every_use_of_a_group_by_a_rank_that_is_no_member_raises(rank, group):
             try:
                 wrong[name] = f"no error: {call(meant)}"
             except Exception as error:
-                if type(error) is not RuntimeError or not str(error).startswith(f"rank 1 is not a member of {words}"):
+                if type(error) is not RuntimeError or not str(error).startswith(f"rank 1 is no member of {words}"):
                     wrong[name] = repr(error)
     assert wrong == {}
     for one in (outside, part):
         for attribute in ("rank", "size", "core", "anything"):
-            with pytest.raises(RuntimeError, match="rank 1 is not a member of"):
+            with pytest.raises(RuntimeError, match="rank 1 is no member of"):
                 getattr(one, attribute)
-    with pytest.raises(RuntimeError, match=r"rank 1 is not a member of world\.1\.None"):
+    with pytest.raises(RuntimeError, match=r"rank 1 is no member of world\.1\.None"):
         _ = part.ranks
 
 
@@ -261,7 +261,7 @@ def test_a_group_is_meant_by_itself_by_its_name_and_by_nothing_else(rank, group)
         assert total(meant) == 2
     for world in (None, "hccl_world_group", "nccl_world_group", "mccl_world_group"):
         assert mscomm.get_rank(world) == rank
-    with pytest.raises(ValueError, match="no group is named 'pairs'; there is world, pair"):
+    with pytest.raises(ValueError, match="no group is named 'pairs'; the groups are world, pair"):
         mscomm.get_rank("pairs")
     with pytest.raises(TypeError, match="group is a int"):
         mscomm.get_rank(0)
@@ -279,9 +279,9 @@ def test_ranks_of_the_world_and_of_a_group_are_told_from_each_other(rank, group)
     with pytest.raises(ValueError, match=r"rank 1 is not in group ends \[2, 0\]"):
         mscomm.get_group_rank_from_world_rank(1, "ends")
     for wrong in (-1, 2):
-        with pytest.raises(ValueError, match="none of the ranks 0 to 1"):
+        with pytest.raises(ValueError, match="not one of the ranks 0 to 1"):
             mscomm.get_world_rank_from_group_rank("ends", wrong)
-    with pytest.raises(ValueError, match="none of the ranks 0 to 2"):
+    with pytest.raises(ValueError, match="not one of the ranks 0 to 2"):
         mscomm.get_group_rank_from_world_rank(3, "ends")
     for wrong in ("0", 1.0, None):
         with pytest.raises(TypeError, match="is not an int"):

@@ -535,7 +535,7 @@ class NonMember(Group):
         ranks = vars(self).get("ranks")
         why = "it gave split the color None" if ranks is None else f"the members are {ranks}"
         return RuntimeError(
-            f"rank {self._me} is not a member of {self.name}: {why}; only members may use a group (`if group:`)"
+            f"rank {self._me} is no member of {self.name}: {why}; only members may use a group (`if group:`)"
         )
 
     if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any misspelt name

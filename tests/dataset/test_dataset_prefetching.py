@@ -143,7 +143,7 @@ if child == 0:
     try:
         next(rows)
     except RuntimeError as error:
-        assert "make a new one here" in str(error), error
+        assert "create a new one here" in str(error), error
     else:
         os._exit(1)
     rows.close()

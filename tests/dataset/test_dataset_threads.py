@@ -180,7 +180,7 @@ if child == 0:
         while True:
             next(rows)
     except RuntimeError as error:
-        os._exit(7 if "make a new one here" in str(error) else 1)
+        os._exit(7 if "create a new one here" in str(error) else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 next(rows)
 """
