@@ -348,7 +348,7 @@ def test_checkpoints_that_the_ranks_do_not_share(rank, group):
         numpy_line()[0].train(1, Batches(rank, 2), ModelCheckpoint("clock", own, by_the_clock))
         assert len(list(own.glob("clock-*"))) == 5
         mscomm.set_auto_parallel_context(parallel_mode=ParallelMode.STAND_ALONE)
-        with pytest.raises(ValueError, match="was written by one of 2 ranks, now there are 1; to load only its weights"):
+        with pytest.raises(ValueError, match="was written by one of 2 ranks, now there are 1; to load only its"):
             model.resume(file)
         mscomm.barrier()
 
