@@ -4,6 +4,7 @@ variables.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import subprocess
@@ -203,3 +204,15 @@ def test_a_scheduler_whose_job_fails_ends_with_1(tmpdir_env, port):
     assert done.returncode == 1
     assert "only 0 of 2 workers joined within 0.2 s" in done.stdout
     assert not list(tmpdir_env.glob("mscomm-*/*"))
+
+
+def test_a_stopped_process_that_holds_the_folder_delays_a_new_key_file_only(tmpdir_env, monkeypatch):
+    monkeypatch.setattr(security, "_ALONE_WITHIN_S", 0.1)
+    first = security.KeyFile(security.key_path("first"))
+    fd = os.open(os.path.dirname(first.path), os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)  # as a process that was stopped at the wrong moment
+    second = security.KeyFile(security.key_path("second"))
+    assert security.read_key(second.path) == second.key and security.read_key(first.path) == first.key
+    os.close(fd)
+    first.remove()
+    second.remove()

@@ -10,6 +10,7 @@ import ipaddress
 import os
 import secrets
 import stat
+import time
 from collections.abc import Iterator, Mapping
 
 from mscomm import environment, log
@@ -135,6 +136,7 @@ def _sched_name(host: str, port: int) -> str:
 
 # Only files with this ending are removed. A key file of an earlier version, which locks none, ends only with ".key".
 _LOCKED = ".locked.key"
+_ALONE_WITHIN_S = 2.0
 
 
 class KeyFile:
@@ -197,18 +199,26 @@ def _remove_unless_locked(path: str) -> None:
 
 @contextlib.contextmanager
 def _alone_in(folder: str) -> Iterator[bool]:
-    """Let only one process at a time replace or remove key files. Yield False if the file system has no flock.
+    """Let only one process at a time replace or remove key files. Yield whether this process is alone.
 
     Otherwise, remove_stale() could remove a new file that replaces a stale one at the last moment. Each process holds
-    this lock only for a few system calls.
+    this lock only for a few system calls. Yield False if the file system has no flock, or if another process, which was
+    perhaps stopped, holds the lock for _ALONE_WITHIN_S.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    until = time.monotonic() + _ALONE_WITHIN_S
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            is_alone = True
-        except OSError:
-            is_alone = False
+        is_alone = False
+        while not is_alone:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_alone = True
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    break
+                time.sleep(0.01)
+            except OSError:
+                break
         yield is_alone
     finally:
         os.close(fd)
