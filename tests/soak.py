@@ -2,8 +2,8 @@
 
 Each job has 2 to 8 ranks, a random transport and a random loop of collectives whose results are checked. At a random
 moment, the fault happens: one rank is killed, is stopped for a while, is slow, raises an exception, exits, gets Ctrl-C,
-makes a different call from the others, arrives after the others have timed out, or has no file descriptors left. In
-another kind of job, the hub ends.
+makes a different call from the others, arrives after the others have timed out, or has no file descriptors or hardly
+any memory left. In another kind of job, the hub ends.
 
 Every job must end. No result may be wrong. Every other rank must name the right first cause, and raise it again at its
 next call. Each process must have the right exit code, and nothing may be left behind.
@@ -13,8 +13,9 @@ time, or the surviving ranks continue in a group made by shrink. Some jobs run a
 must not notice the fault. Some jobs train with uneven data, or resume training from checkpoints that were damaged on
 one rank.
 
-If a job fails, soak.py prints the job and how to run it alone: `--only INDEX`. To save time, the ranks are forked from
-a process that has imported this file (interpreter.py). They join the job after the fork.
+If a job fails, soak.py prints the job and how to run it alone: `--only INDEX`. To run only some kinds of fault, name
+them after `--kinds`. To save time, the ranks are forked from a process that has imported this file (interpreter.py).
+They join the job after the fork.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,25 +49,32 @@ from mscomm.cluster import hub, security
 
 ENDS_WITHIN_S = 60  # a generous bound on a busy machine; a job takes less than two seconds
 FAULTS = ("kill", "stop", "raise", "exit", "os-exit", "interrupt", "mismatch", "slow", "timeout", "uneven", "damage")
-FAULTS += ("hub", "descriptors")
+FAULTS += ("hub", "descriptors", "memory")
 TRANSPORTS = ("", "all_reduce=arena", "direct", "ring", "bruck")
 SIZES = (1, 7, 1000, 5000, 100_000)
+SHORTAGES = ("descriptors", "memory")  # faults that begin with an iteration, and leave the victim short of something
 ITERATIONS = 25  # the number of iterations of a job that does not fail
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 BOOM = "the 7th file is empty"
+# What the error of a rank says when the operating system has refused it memory, or a thread, whose stack needs memory.
+NO_MEMORY = "MemoryError|Cannot allocate memory|out of memory|start new thread|start a thread"
+ROOMS = (1 << 20, 4 << 20, 16 << 20, 64 << 20)  # how many bytes a rank with a limit may still allocate
+# CPython (seen with 3.11.7) prints this if a new thread has no memory for its first Python objects. Thread.start() then
+# waits forever, and mscomm cannot end this wait.
+NEVER_STARTED = "Exception ignored in thread started by: <object repr() failed>\nMemoryError"
 
 
-# -- the plan of a job: a pure function of seed and index
+# -- the plan of a job: a pure function of seed, index and the kinds of fault
 
 
-def plan(seed: int, index: int) -> dict[str, Any]:
+def plan(seed: int, index: int, kinds: Sequence[str] = FAULTS) -> dict[str, Any]:
     draw = random.Random(f"{seed}:{index}")
     size = draw.randint(2, 8)
     split = draw.choice(("one", "one", "halves", "turns"))
     algo = draw.choice(TRANSPORTS)
     if "arena" in algo:
         split = "one"
-    fault, victim = draw.choice(FAULTS), draw.randrange(size)
+    fault, victim = draw.choice(kinds), draw.randrange(size)
     steps = [draw.randint(rank == victim, soak_training.MOST_STEPS) for rank in range(size)]
     works = {"uneven": "train", "damage": "resume"}
     if fault in ("kill", "raise", "os-exit") and draw.random() < 0.25:
@@ -83,6 +91,9 @@ def plan(seed: int, index: int) -> dict[str, Any]:
         "at": draw.randrange(ITERATIONS),  # for faults that happen at an iteration
         "after_s": draw.random() * 0.2,  # for faults that happen after a delay
         "pause_s": 0.1 + draw.random() * 0.5,
+        # For faults that limit the victim's memory: the limit, and how many more bytes the victim may allocate.
+        "limit": draw.choice(("RLIMIT_AS", "RLIMIT_DATA")),
+        "room": draw.choice(ROOMS),
         # The groups besides the world. "created" and "split": a group with all even ranks and a group with all odd
         # ranks, made by create_group or split. "moving": the ranks create and destroy groups between their calls.
         "groups": draw.choice(("none", "none", "none", "created", "split", "moving", "moving")),
@@ -106,11 +117,11 @@ def neighbour(job: dict[str, Any]) -> dict[str, Any]:
 def one_rank(rank: int, job: dict[str, Any]) -> None:
     """Act as one rank: join, make calls until the fault happens, write down what this rank saw, and leave."""
     faulthandler.register(signal.SIGUSR1)
-    mscomm.init()
     seen = Path(job["folder"], f"saw.{rank}")
     victim, fault = job["victim"], job["fault"]
+    mscomm.init()
     groups, foreign = made_groups(job["groups"], rank)
-    last = ITERATIONS if fault in ("stop", "slow", "descriptors") else 1 << 30
+    last = ITERATIONS if fault in ("stop", "slow", *SHORTAGES) else 1 << 30
     group, in_new_group = None, False
     try:
         mscomm.barrier()  # the fault may happen while other ranks are still in this barrier
@@ -131,11 +142,11 @@ def one_rank(rank: int, job: dict[str, Any]) -> None:
                 if i == job["at"] and fault in ("mismatch", "timeout"):
                     group = None
                     mscomm.barrier()  # without this barrier, ranks other than the victim could be late
-                if i == job["at"] and fault == "descriptors":
+                if i == job["at"] and fault in SHORTAGES:
                     mscomm.barrier()
                 if i == job["at"] and rank == victim:
                     misbehave(job)
-                if (fault == "descriptors") if i == job["at"] else (job["groups"] == "moving" and i % 3 == 0):
+                if (fault in SHORTAGES) if i == job["at"] else (job["groups"] == "moving" and i % 3 == 0):
                     in_new_group = True
                     use_new_group(job, i)
                     in_new_group = False
@@ -143,7 +154,7 @@ def one_rank(rank: int, job: dict[str, Any]) -> None:
                     mscomm.all_reduce(np.ones(3), timeout=1)
                 one_call(draw, group, i, list(CALLS) if i == job["at"] else [*CALLS, "message"])
     except mscomm.Error as error:
-        if fault == "descriptors" and rank == victim:
+        if fault in SHORTAGES and rank == victim:
             raise
         if in_new_group:  # the next call is on the world instead of the new group: wait until the world has failed, too
             group, until = None, time.monotonic() + 3
@@ -237,6 +248,18 @@ def misbehave(job: dict[str, Any]) -> None:
         case "descriptors":
             _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), most))
+        case "memory":
+            limit_memory(job)
+
+
+def limit_memory(job: dict[str, Any]) -> None:
+    """Let this process allocate job["room"] more bytes: of address space, or of private memory."""
+    field = {"RLIMIT_AS": "VmSize", "RLIMIT_DATA": "VmData"}[job["limit"]]
+    used = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    assert used
+    number = getattr(resource, job["limit"])
+    _, most = resource.getrlimit(number)
+    resource.setrlimit(number, ((int(used[1]) << 10) + job["room"], most))
 
 
 def one_call(draw: random.Random, group: Any, i: int, functions: list[str]) -> None:
@@ -376,6 +399,9 @@ class Running:
             self._hub.stop()
             self._serving.join(10)
         codes = [process.wait() for process in self._ranks]
+        victims_log = (self.folder / f"log.{self.job['victim']}").read_text(errors="replace")
+        if self.job["fault"] == "memory" and NEVER_STARTED in victims_log:
+            return []
         return [*self.faults, *judged(self.job, codes, self.folder)]
 
     def kill(self) -> None:
@@ -411,16 +437,19 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
     kinds |= dict.fromkeys(("kill", "exit", "os-exit"), "PeerLost") | dict.fromkeys(
         ("stop", "slow", "uneven", "damage"), "none"
     )
-    kinds |= dict.fromkeys(("hub", "descriptors"), "Aborted")
+    kinds |= dict.fromkeys(("hub", *SHORTAGES), "Aborted")
     words = {"raise": re.escape(BOOM), "os-exit": "exit code 7", "kill": "killed by SIGKILL", "exit": "left the job"}
     # "interrupted in ": if the hub asks the victim before Python has raised the exception, the victim's answer names
     # only the interrupted call, not the exception.
     words |= {"interrupt": "KeyboardInterrupt|interrupted in ", "mismatch": "all_gather"}
-    words |= {"hub": "is gone", "descriptors": "Too many open files"}
+    words |= {"hub": "is gone", "descriptors": "Too many open files", "memory": NO_MEMORY}
     for rank, code in enumerate(codes):
         expected = exits.get(fault, 0) if rank == victim else 0
-        if fault == "descriptors" and rank == victim and code == 1:
-            continue  # the victim has ended because of the operating system's error
+        if fault in SHORTAGES and rank == victim and code == 1:
+            log = (folder / f"log.{rank}").read_text(errors="replace")
+            if not re.search(words[fault], log):  # the victim has ended because of the operating system's error
+                yield f"rank {rank} does not say what it lacked"
+            continue
         if code != expected:
             yield f"rank {rank}: {how(code)}, expected {how(expected)}"
         if rank == victim and fault in exits:
@@ -435,8 +464,8 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
         gave_up = job["groups"] != "none" and re.search(
             r"before that another group of that rank failed|before that, the job failed", saw.get("text", "")
         )
-        if fault == "descriptors" and saw["kind"] == "none":
-            continue  # no call needed a descriptor on the victim
+        if fault in SHORTAGES and saw["kind"] == "none":
+            continue  # the victim did not need what it lacked
         if saw["kind"] != ("PeerLost" if gave_up else kinds[fault]):
             yield f"rank {rank} raised {saw['kind']}, expected {kinds[fault]}: {saw.get('text')}"
             continue
@@ -466,7 +495,9 @@ def shared_files() -> set[str]:
     }
 
 
-def soak(faults: int, seed: int, only: int | None = None, minutes: float = float("inf")) -> Counter[str]:
+def soak(
+    faults: int, seed: int, kinds: Sequence[str], only: int | None = None, minutes: float = float("inf")
+) -> Counter[str]:
     """Run the jobs. Return the number of successful jobs for each fault, and the number of jobs that "failed". Print
     the failed jobs.
     """
@@ -480,7 +511,7 @@ def soak(faults: int, seed: int, only: int | None = None, minutes: float = float
             if time.monotonic() > until:
                 break
             with tempfile.TemporaryDirectory(prefix="mscomm-soak-") as folder:
-                job = plan(seed, index)
+                job = plan(seed, index, kinds)
                 wrong = run_job(interpreter, job, Path(folder))
                 opened.append(sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in ("self", interpreter.pid)))
                 if opened[-1] > opened[0]:
@@ -495,7 +526,8 @@ def soak(faults: int, seed: int, only: int | None = None, minutes: float = float
                     for log in sorted(Path(folder).glob("*/log.*")):
                         if text := log.read_text(errors="replace").strip():
                             print(f"  --- {log.parent.name}/{log.name}\n{text[-6000:]}")
-                    print(f"  again: python tests/soak.py --seed {seed} --only {index}", flush=True)
+                    own = "" if tuple(kinds) == FAULTS else f" --kinds {','.join(kinds)}"
+                    print(f"  again: python tests/soak.py --seed {seed}{own} --only {index}", flush=True)
     except KeyboardInterrupt:
         print("interrupted")
     finally:
@@ -507,12 +539,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--faults", type=int, default=1000, help="how many jobs (1000)")
     parser.add_argument("--seed", type=int, default=1, help="of all that is random but the machine (1)")
+    parser.add_argument("--kinds", default=",".join(FAULTS), help="the kinds of fault, separated by commas (all)")
     parser.add_argument("--only", type=int, help="run that job alone")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.monotonic()
-    done = soak(given.faults, given.seed, given.only, given.minutes)
+    kinds = given.kinds.split(",")
+    if unknown := sorted(set(kinds) - set(FAULTS)):
+        parser.error(f"--kinds: no fault is named {', '.join(unknown)}; there is {', '.join(FAULTS)}")
+    done = soak(given.faults, given.seed, kinds, given.only, given.minutes)
     words = ", ".join(f"{done[fault]} {fault}" for fault in FAULTS if done[fault])
     print(
         f"{done.total()} jobs in {time.monotonic() - began:.0f} s, seed {given.seed}: {words}; {done['failed']} failed"

@@ -512,6 +512,52 @@ def test_arrays_that_cannot_be_withdrawn_do_not_hide_the_cause(tmp_path: Path) -
 
 
 @contextlib.contextmanager
+def little_memory(room: int) -> Iterator[None]:
+    """Let this process reserve only `room` more bytes of address space."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@ranks(2, init=None)
+def test_a_rank_that_cannot_map_the_memory_of_its_peers_is_named(rank):
+    with contextlib.ExitStack() as stack:
+        if rank == 1:
+            stack.enter_context(little_memory(256 << 20))  # less than the address space of rank 0's heap
+        with pytest.raises(mscomm.Aborted, match=r"rank 1: init: mmap of .*: Cannot allocate memory") as caught:
+            mscomm.init()
+    assert caught.value.ranks == (1,)
+
+
+@ranks(2)
+def test_a_rank_without_memory_for_a_thread_says_so_and_can_go_on(rank, group):
+    if rank == 1:
+        words = "cannot start a thread, because there is too little memory"
+        with little_memory(2 << 20), pytest.raises(MemoryError, match=words):  # a thread's stack needs 8 MiB
+            mscomm.all_reduce(np.ones(3), async_op=True)
+    assert (mscomm.all_reduce(np.ones(3), async_op=True).wait() == 2).all()
+
+
+@ranks(2, env={"MSCOMM_ALGO": "all_gather=bruck"})
+def test_a_rank_without_memory_in_a_call_is_named(rank, group):
+    x, out = np.ones(8 << 20), np.empty(16 << 20)  # bruck needs as much memory as out has
+    mscomm.all_gather(x[:9], out=out[:18])
+    if rank == 1:
+        with little_memory(1 << 20), pytest.raises(MemoryError, match="out of memory on rank 1"):
+            mscomm.all_gather(x, out=out)
+        until_told("seen")
+    else:
+        with pytest.raises(mscomm.Aborted, match="out of memory on rank 1") as caught:
+            mscomm.all_gather(x, out=out)
+        assert caught.value.ranks == (1,)
+        tell("seen")
+
+
+@contextlib.contextmanager
 def open_pidfd(pid: int):
     fd = os.pidfd_open(pid)
     try:

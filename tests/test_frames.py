@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import tracemalloc
 
 import msgpack
 import pytest
@@ -42,6 +43,16 @@ def test_deep_nesting_and_extensions_are_errors():
     for body in (deep, extension):
         with pytest.raises(errors.Error):
             Parser(1 << 16).feed(struct.pack("<I", len(body)) + body)
+
+
+def test_a_frame_needs_little_memory_so_that_a_rank_can_still_say_that_memory_ran_out():
+    frame = {"t": "failed", "text": "MemoryError"}
+    encode(frame, 1000)  # the first frame of a thread allocates the packer
+    tracemalloc.start()
+    encode(frame, 1000)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 16 << 10
 
 
 def test_frames_cross_a_socket_in_any_pieces():

@@ -9,6 +9,7 @@
 
 #include "algo/moves.h"
 #include "base/error.h"
+#include "base/thread.h"
 
 namespace mscomm {
 
@@ -48,7 +49,7 @@ VendorBackend::VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Run
     pause = std::min<std::chrono::microseconds>(2 * pause, 50ms);
   }
   watcher_ = std::make_shared<Watcher>(runtime_, device, group_);
-  thread_ = std::make_unique<std::thread>([watcher = watcher_] { watcher->watch(); });
+  thread_ = start_thread([watcher = watcher_] { watcher->watch(); });
 }
 
 VendorBackend::~VendorBackend() {

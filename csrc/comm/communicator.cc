@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/thread.h"
+
 namespace mscomm {
 
 namespace {
@@ -159,7 +161,7 @@ std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
   {
     const std::lock_guard lock(turn_mutex_);
     check_usable();
-    if (!worker_) worker_ = std::make_unique<std::thread>([this] { this->work(); });
+    if (!worker_) worker_ = start_thread([this] { this->work(); });
     jobs_.push_back({std::move(call), Deadline(timeout_s), work});
     work->number_ = jobs_.back().call.signature.number = next_++;
     callers_++;

@@ -11,6 +11,8 @@
 #include <new>
 #include <utility>
 
+#include "base/thread.h"
+
 namespace mscomm {
 
 namespace {
@@ -174,7 +176,7 @@ bool Mailbox::ended(int peer) const {
 void Mailbox::detach(std::shared_ptr<Transfer> transfer, const Wait& wait, Ended ended) {
   const auto lock = enter();
   if (stopping_) throw Error("RuntimeError", text(*transfer) + ": the group was released");
-  if (!thread_) thread_ = std::make_unique<std::thread>([this] { serve(); });
+  if (!thread_) thread_ = start_thread([this] { serve(); });
   const bool done = transfer->done();
   detached_.push_back({std::move(transfer), wait, std::move(ended)});
   detaching_->notify_one();

@@ -322,7 +322,7 @@ class Group:
         self.core.drain()
 
     def _interrupted(self, error: BaseException) -> None:
-        """Handle `error`, which a signal handler raised during a call. The caller raises `error` again.
+        """Handle `error`, a signal handler's exception or a MemoryError, which ended a call. The caller raises it.
 
         If `error` has broken the group, tell the other ranks why.
         """
@@ -330,7 +330,9 @@ class Group:
         if failure is not None and self.member is not None:
             known = failure.error
             words = f"{known}: {type(error).__name__}" if known.kind == "Aborted" else str(known)
-            self.member.report(Aborted(words, known.ranks), self.id)
+            # An error of the core that says that memory ran out names this rank only in its text.
+            ranks = known.ranks or ([self.ranks[self.rank]] if isinstance(error, MemoryError) else [])
+            self.member.report(Aborted(words, ranks), self.id)
             self.raised = True
             self._write_record(str(known))
 

@@ -24,12 +24,24 @@ Frame = dict[str, Any]
 _LENGTH = struct.Struct("<I")
 
 
+class _Packers(threading.local):
+    """One packer per thread. A packer allocates its buffer, up to 1 MiB, when it is made. If each frame had its own
+    packer, a rank that runs out of memory could not tell the other ranks about it.
+    """
+
+    def __init__(self) -> None:
+        self.packer = msgpack.Packer()
+
+
+_packers = _Packers()
+
+
 def encode(frame: Frame, limit: int) -> bytes:
     """Return the control frame as bytes.
 
     limit: the maximum number of bytes that the other end accepts. Raise Error if the frame is longer.
     """
-    body: bytes = msgpack.packb(frame, use_bin_type=True)
+    body: bytes = _packers.packer.pack(frame)
     if len(body) > limit:
         raise Error(f"control frame {frame.get('t')!r} has {len(body)} bytes, the limit is {limit}")
     return _LENGTH.pack(len(body)) + body
