@@ -20,6 +20,7 @@ import inspect
 import itertools
 import json
 import os
+import resource
 import shlex
 import signal
 import socket
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,23 @@ def ranks(
         return test
 
     return decorate
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[list[int]]:
+    """Take all file descriptors that this process may open. Yield them; the caller may close some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 3, hard))
+    taken: list[int] = []  # gets at least one descriptor
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield taken
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # -- functions with which ranks signal each other; they use files, because the tests make mscomm fail

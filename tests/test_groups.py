@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import Job, everybody_is_here, ranks, tell, until_told
+from ranks import Job, everybody_is_here, no_descriptor_left, ranks, tell, until_told
 
 import mscomm
 from mscomm import job
@@ -586,21 +586,14 @@ def test_a_rank_without_descriptors_is_the_one_that_is_named(rank, group):
 @ranks(2)
 def test_a_rank_without_a_descriptor_for_the_core_of_a_group_is_named(rank, group):
     mscomm.barrier(group=mscomm.create_group("first", [0, 1]))  # imports all modules before the descriptors run out
-    if rank == 1:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # Without a mesh, the ranks need no descriptors to meet. The core then needs one for its mailbox.
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
-        taken = []
-        with contextlib.suppress(OSError):
-            while True:
-                taken.append(os.dup(0))
-    with pytest.raises(mscomm.Aborted, match=r"rank 1: group all: .*Too many open files") as caught:
-        mscomm.barrier(group=mscomm.create_group("all", [0, 1]))  # create_group succeeds on rank 0
+    with contextlib.ExitStack() as stack:
+        if rank == 1:
+            # Without a mesh, the ranks need no descriptors to meet. The core then needs one for its mailbox.
+            stack.enter_context(no_descriptor_left())
+        with pytest.raises(mscomm.Aborted, match=r"rank 1: group all: .*Too many open files") as caught:
+            mscomm.barrier(group=mscomm.create_group("all", [0, 1]))  # create_group succeeds on rank 0
     assert caught.value.ranks == (1,)
     if rank == 1:
-        for fd in taken:
-            os.close(fd)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         tell("seen")
     until_told("seen")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import selectors
 import socket
 import threading
@@ -12,6 +11,7 @@ import time
 
 import pytest
 from control import JOB, KEY, VERSION, listening, raised, soon
+from ranks import no_descriptor_left
 
 from mscomm import errors
 from mscomm.cluster import links
@@ -70,22 +70,6 @@ def test_connecting_waits_while_the_backlog_of_a_unix_socket_is_full():
         thread.start()
         links.connect(listener.getsockname(), soon()).close()
         thread.join()
-
-
-@contextlib.contextmanager
-def no_descriptor_left():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 3, hard))
-    taken: list[int] = []  # gets at least one descriptor
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                taken.append(os.dup(0))
-        yield taken
-    finally:
-        for fd in taken:
-            os.close(fd)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("left", [0, 1])

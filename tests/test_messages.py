@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 import signal
 import sys
 import threading
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import TOLD, everybody_is_here, ranks, tell, until_told
+from ranks import TOLD, everybody_is_here, no_descriptor_left, ranks, tell, until_told
 
 import mscomm
 
@@ -853,16 +851,8 @@ def test_a_receiver_without_descriptors_is_the_one_that_is_named(rank, group):
         return
     mscomm.send(np.ones(1), 1)  # a message to itself: imports all modules before the descriptors run out
     mscomm.recv(np.empty(1), 1)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
-    taken = []
-    with contextlib.suppress(OSError):
-        while True:
-            taken.append(os.dup(0))
-    os.mkdir(f"{os.environ[TOLD]}/starved")  # like tell("starved"), but needs no file descriptor
-    with pytest.raises(mscomm.Aborted, match=r"rank 1 .*Too many open files"):
-        mscomm.recv(np.empty(3), 0)
-    for fd in taken:
-        os.close(fd)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with no_descriptor_left():
+        os.mkdir(f"{os.environ[TOLD]}/starved")  # like tell("starved"), but needs no file descriptor
+        with pytest.raises(mscomm.Aborted, match=r"rank 1 .*Too many open files"):
+            mscomm.recv(np.empty(3), 0)
     until_told("failed")

@@ -1,3 +1,4 @@
+// Starts the core's own threads: a group's worker, the mailbox's thread, and the watcher of a device.
 #pragma once
 
 #include <functional>
@@ -6,7 +7,7 @@
 
 namespace mscomm {
 
-// Starts a thread. If the operating system refuses the thread, this function throws a MemoryError, as for a failed allocation.
+// Throws a MemoryError, as for a failed allocation, if the operating system refuses the thread.
 std::unique_ptr<std::thread> start_thread(std::function<void()> function);
 
 }  // namespace mscomm

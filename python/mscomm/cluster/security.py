@@ -176,16 +176,16 @@ class KeyFile:
 def remove_stale() -> None:
     """Remove the user's key files in TMPDIR whose processes have been killed: no process holds their lock."""
     folder = os.path.dirname(key_path(""))
-    try:
+    # An error means that the folder is not there or not ours, or that this process has no descriptors left. The files
+    # then stay, and the caller goes on: a rank that closes its link must not fail because of somebody else's file.
+    with contextlib.suppress(AuthenticationError, OSError):
         _require_private(folder)
-    except (AuthenticationError, FileNotFoundError):  # files in a folder that is not ours must stay
-        return
-    with _alone_in(folder) as is_alone:
-        for name in os.listdir(folder) if is_alone else ():
-            if name.endswith(_LOCKED):
-                # An error means that the file is locked or gone, or that we may not or cannot lock it: it must stay.
-                with contextlib.suppress(OSError):
-                    _remove_unless_locked(os.path.join(folder, name))
+        with _alone_in(folder) as is_alone:
+            for name in os.listdir(folder) if is_alone else ():
+                if name.endswith(_LOCKED):
+                    # An error means that the file is locked or gone, or that we may not or cannot lock it: it stays.
+                    with contextlib.suppress(OSError):
+                        _remove_unless_locked(os.path.join(folder, name))
 
 
 def _remove_unless_locked(path: str) -> None:
