@@ -97,7 +97,8 @@ def test_python_files_import_only_their_own_and_lower_layers(path):
 
 def test_the_package_names_only_what_is_below_it():
     lower = PYTHON_LAYERS[: PYTHON_LAYERS.index("mscomm")]
-    assert {layer(f"mscomm.{name}") for name in (*mscomm._WHERE, *mscomm._MODULES)} <= set(lower)
+    modules = {*mscomm._MODULE_OF.values(), *(f"mscomm.{name}" for name in mscomm._MODULES)}
+    assert set(map(layer, modules)) <= set(lower)
 
 
 def test_no_module_imports_itself_through_others():

@@ -56,7 +56,7 @@ def test_the_package_is_the_installed_one_of_one_version():
 
 def test_what_editors_and_lawyers_ask_for_is_in():
     files = {str(path) for path in importlib.metadata.files("mscomm") or ()}
-    assert {"mscomm/py.typed", "mscomm/_core.pyi"} <= files
+    assert {"mscomm/py.typed", "mscomm/__init__.pyi", "mscomm/_core.pyi"} <= files
     assert any(re.fullmatch(r"mscomm-[^/]*\.dist-info/licenses/LICENSE", name) for name in files)
 
 

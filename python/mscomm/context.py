@@ -59,16 +59,9 @@ def get_context(name: str) -> Any:
     return _IF_UNSET.get(name) if value is None else value
 
 
-def device_target() -> str | None:
-    """Return the device_target that the user has set, or None."""
-    value: str | None = _context["device_target"]
-    return value
-
-
-def device_id() -> int | None:
-    """Return the device_id that the user has set, or None."""
-    value: int | None = _context["device_id"]
-    return value
+def given(name: str) -> Any:
+    """Return the value of an option of set_context that the user has set, or None."""
+    return _context[name]
 
 
 def set_ps_context(*, enable_ssl: bool | None = None, **options: Any) -> None:
@@ -160,10 +153,7 @@ def _only(*values: Any) -> Callable[[Any], None]:
 
 
 def _anything(value: Any) -> None:
-    """Accept any value, because the option has no meaning in data-parallel training.
-
-    notices.py warns about the option.
-    """
+    """Accept any value, because the option has no meaning in data-parallel training."""
 
 
 class _Option(NamedTuple):
@@ -180,20 +170,13 @@ _AUTO_PARALLEL = {
     "comm_fusion": _Option(None, _fusion),
     "enable_parallel_optimizer": _Option(False, _only(False)),
     "pipeline_stages": _Option(1, _only(1)),
-    # In MindSpore, the options below are for other parallel modes or for compiled graphs.
-    "all_reduce_fusion_config": _Option([], _anything),
-    "auto_parallel_search_mode": _Option("recursive_programming", _anything),
+    # In MindSpore, the options below are for other parallel modes or for compiled graphs. notices.py warns about them.
+    **{
+        name: _Option(row.silent[0], _anything)
+        for (function, name), row in notices.WITHOUT_EFFECT.items()
+        if function == "set_auto_parallel_context"
+    },
     "dataset_strategy": _Option("data_parallel", _only("data_parallel", "full_batch")),
-    "enable_alltoall": _Option(False, _anything),
-    "force_fp32_communication": _Option(False, _anything),
-    "full_batch": _Option(False, _anything),
-    "gradient_fp32_sync": _Option(True, _anything),
-    "loss_repeated_mean": _Option(True, _anything),
-    "parallel_optimizer_config": _Option(None, _anything),
-    "search_mode": _Option("recursive_programming", _anything),
-    "strategy_ckpt_config": _Option(None, _anything),
-    "strategy_ckpt_load_file": _Option("", _anything),
-    "strategy_ckpt_save_file": _Option("", _anything),
 }
 _auto_parallel: dict[str, Any] = {}  # the options that were set; all others have their defaults
 

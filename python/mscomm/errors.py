@@ -7,7 +7,8 @@ invalid arguments raises TypeError or ValueError instead. It sends nothing, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 
@@ -81,3 +82,13 @@ def make(kind: str, text: str, ranks: Iterable[int] = (), waiting_for: Iterable[
 def of_fields(fields: Mapping[str, Any]) -> Error:
     """Return the error that a control frame carries. This is the inverse of Error.fields()."""
     return make(fields["kind"], fields["text"], fields["ranks"], fields["waiting_for"])
+
+
+@contextlib.contextmanager
+def on_failure(undo: Callable[..., object], *args: Any, **options: Any) -> Iterator[None]:
+    """If the with block raises, call undo(*args, **options), and let the exception pass."""
+    try:
+        yield
+    except BaseException:
+        undo(*args, **options)
+        raise

@@ -23,7 +23,7 @@ from mscomm.arrays.device import OnDevice
 from mscomm.cluster.assemble import Epoch, Founded
 from mscomm.cluster.deadline import Deadline, seconds_of
 from mscomm.cluster.message_links import MessageLinks
-from mscomm.errors import Aborted, Error
+from mscomm.errors import Aborted, Error, on_failure
 from mscomm.tracebacks import PACKAGE
 
 _LINES_KEPT = 1024
@@ -45,11 +45,8 @@ class _Beside:
         self._process = os.getpid()
         thread = threading.Thread(target=self._run, args=(function,), name="mscomm-call", daemon=True)
         group.beside.add(thread)  # Group.drain() waits for this thread
-        try:
+        with on_failure(group.beside.discard, thread):
             thread.start()
-        except BaseException:
-            group.beside.discard(thread)
-            raise
 
     def _run(self, function: Callable[[], Any]) -> None:
         try:

@@ -27,7 +27,7 @@ from mscomm.cluster.deadline import Deadline, join_timeout_s, seconds_of
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.hello import CONTROL, UNKNOWN_RANK, package_version
 from mscomm.cluster.member import Member, Welcome
-from mscomm.context import device_id, device_target, plain_links_permitted
+from mscomm.context import given, plain_links_permitted
 from mscomm.errors import Aborted, Error, PeerLost
 from mscomm.group import Group, NonMember, printable
 
@@ -361,7 +361,7 @@ def _telling(member: Member, rank: int, epoch: int) -> Iterator[None]:
 
 def _backend(name: str | None) -> str:
     if name is None:
-        name = _BACKEND_OF[device_target()]
+        name = _BACKEND_OF[given("device_target")]
     if name in CPU_NAMES:
         return CPU
     if name in (*NAMES, AUTO):
@@ -372,7 +372,7 @@ def _backend(name: str | None) -> str:
 def _device(device: int | None) -> int | None:
     """Return the device that the user passed to init() or set_context(), or None."""
     if device is None:
-        device = device_id()
+        device = given("device_id")
     try:
         return None if device is None else operator.index(device)
     except TypeError:

@@ -59,7 +59,7 @@ def _speaks() -> bool | None:
 class Option(NamedTuple):
     """A row of WITHOUT_EFFECT."""
 
-    silent: tuple[Any, ...]  # the values that cause no warning, such as the default
+    silent: tuple[Any, ...]  # the values that cause no warning; the first is the default
     instead: str  # why the option has no effect, or what to do instead
     secret: bool = False  # whether the warning hides the value
 
@@ -99,8 +99,8 @@ WITHOUT_EFFECT: dict[tuple[str, str], Option] = {
     ),
     ("set_auto_parallel_context", "search_mode"): Option(("recursive_programming",), _OTHER_MODES),
     ("set_auto_parallel_context", "strategy_ckpt_config"): Option((None, {}), _WHOLE),
-    ("set_auto_parallel_context", "strategy_ckpt_load_file"): Option((None, ""), _WHOLE),
-    ("set_auto_parallel_context", "strategy_ckpt_save_file"): Option((None, ""), _WHOLE),
+    ("set_auto_parallel_context", "strategy_ckpt_load_file"): Option(("", None), _WHOLE),
+    ("set_auto_parallel_context", "strategy_ckpt_save_file"): Option(("", None), _WHOLE),
     ("comm_fusion", "allgather"): Option((None,), _OTHER_MODES),
     ("comm_fusion", "reducescatter"): Option((None,), _OTHER_MODES),
     ("comm_fusion", "openstate"): Option(

@@ -34,6 +34,7 @@ import numpy as np
 import mscomm
 from mscomm.bench.contenders import Cell, Contender, Local, ourselves
 from mscomm.bench.table import Buffers, Case, ring
+from mscomm.errors import on_failure
 
 START_S = 120.0
 ROUND_S = 1800.0
@@ -288,11 +289,8 @@ class Mpi:
         self._cells = 0
         self._files = contextlib.ExitStack()
         if case.rank == 0:
-            try:
+            with on_failure(self._stop):
                 self._start(find_mpi(peer, prefix), FLAVOURS[peer.removesuffix(SINGLE)])
-            except BaseException:
-                self._stop()
-                raise
 
     def _start(self, installed: Installed, flavour: Flavour) -> None:
         folder = self._files.enter_context(tempfile.TemporaryDirectory(prefix="mscomm-bench-"))

@@ -113,14 +113,11 @@ def dtype_of(name: str) -> np.dtype[Any]:
     Raise ValueError for an unknown name, and ImportError for bfloat16 if ml_dtypes is not installed.
     """
     name = _DTYPES.get(name, name)
-    if name == "bfloat16":
-        try:
-            return dtype_by_name(name)
-        except TypeError as error:
-            raise ImportError("bfloat16 needs ml_dtypes: pip install ml-dtypes") from error
     try:
-        return np.dtype(name)
+        return dtype_by_name(name)
     except TypeError as error:
+        if name == "bfloat16":
+            raise ImportError("bfloat16 needs ml_dtypes: pip install ml-dtypes") from error
         raise ValueError(
             f"{name!r} is not a dtype; give one of float32, float64, float16, bfloat16, int32, ..."
         ) from error

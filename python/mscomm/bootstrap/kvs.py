@@ -18,7 +18,7 @@ from typing import NamedTuple
 from mscomm.bootstrap.invitation import Invitation, Seat
 from mscomm.cluster import hub_process, interfaces, links, security
 from mscomm.cluster.deadline import Deadline
-from mscomm.errors import BackendUnavailable
+from mscomm.errors import BackendUnavailable, on_failure
 
 INSTEAD = "Start the ranks with `mscomm run -n N script.py`, which needs no other launcher."
 
@@ -100,13 +100,9 @@ def _host(
     except Exception:
         store.publish(_FAILED, deadline)  # otherwise, the other ranks would wait for an address until the deadline
         raise
-    try:
+    with on_failure(hub_process.end, process):
         store.publish(text, deadline)
         return _connect(launcher, seat, address, key, deadline, process)
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
 
 
 def _open(

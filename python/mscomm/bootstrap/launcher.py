@@ -18,7 +18,7 @@ from mscomm.bootstrap.rendezvous import reach
 from mscomm.cluster.deadline import Deadline, wait
 from mscomm.cluster.links import newcomer, require_same_user
 from mscomm.cluster.security import KEY_BYTES
-from mscomm.errors import BackendUnavailable
+from mscomm.errors import BackendUnavailable, on_failure
 
 NAME = "mscomm run"
 PLACE = (("MSCOMM_RANK",), ("MSCOMM_WORLD_SIZE",))
@@ -45,11 +45,8 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
         raise BackendUnavailable(f"mscomm run: {values} do not fit together; leave these variables to the launcher")
     sock = _adopt(fd, inherited)
     _taken.add(fd)
-    try:
+    with on_failure(sock.close):
         key = _read_key(sock, inherited, deadline)
-    except BaseException:
-        sock.close()
-        raise
     seat = Seat(rank, size, local_rank, one_host=inherited == CONTROL_FD)
     if seat.one_host:
         return Invitation(NAME, seat, sock, key, "the launcher (mscomm run)", greeted=True)

@@ -25,7 +25,7 @@ from mscomm.cluster import hub_process, interfaces, links, security
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.hello import CONTROL, LAUNCHER, Identity, NotMscomm
-from mscomm.errors import AuthenticationError, BackendUnavailable, Error
+from mscomm.errors import AuthenticationError, BackendUnavailable, Error, on_failure
 
 if TYPE_CHECKING:
     import psutil
@@ -223,12 +223,8 @@ def _host(
     with listener:
         address = links.address_of(listener)
         process = hub_process.spawn(listener, seat.size, key, deadline.rest(), links.job_of(env))
-        try:
+        with on_failure(hub_process.end, process):
             sock = links.connect(address, deadline)
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
     where = interfaces.endpoint(*address) if isinstance(address, tuple) else _where(seat, spot)
     return Invitation(launcher, seat, sock, key, f"the hub that rank 0 started at {where}", hub=process)
 
@@ -276,11 +272,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _bound(family: int, address: Any) -> socket.socket:
-    with contextlib.ExitStack() as failing:
-        listener = failing.enter_context(socket.socket(family, socket.SOCK_STREAM))
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    with on_failure(listener.close):
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        failing.pop_all()
     return listener
 
 

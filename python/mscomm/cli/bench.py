@@ -48,11 +48,11 @@ memory (NumPy moves the same bytes, without communication)."""
 @click.option("-f", "--stepfactor", type=int, metavar="N", help="Each size is N times the previous one.  [4]")
 @click.option("-i", "--stepbytes", metavar="SIZE", help="Each size is this much larger than the previous one.")
 @click.option(
-    "-d", "--datatype", default="float32", metavar="DTYPE", help="As NumPy or nccl-tests names it.  [float32]"
+    "-d", "--datatype", "dtype", default="float32", metavar="DTYPE", help="As NumPy or nccl-tests names it.  [float32]"
 )
 @click.option("-o", "--op", default="sum", help="sum, prod, min, max, avg, band, bor or bxor.  [sum]")
 @click.option("-r", "--root", type=click.IntRange(0), default=0, help="The root of collectives that have one.  [0]")
-@click.option("--iters", type=click.IntRange(1), help="Timed calls per size.  [5 to 1000, about 100 ms]")
+@click.option("--iters", "iterations", type=click.IntRange(1), help="Timed calls per size.  [5 to 1000, about 100 ms]")
 @click.option("-w", "--warmup", type=click.IntRange(0), help="Untimed calls before them.  [50 ms, at least 5]")
 @click.option("--rounds", type=click.IntRange(1), help="How often to repeat all this.  [1; 5 with --vs]")
 @click.option("-c", "--check", type=click.IntRange(0, 1), default=1, help="1: check the results of each size.  [1]")
@@ -60,9 +60,7 @@ memory (NumPy moves the same bytes, without communication)."""
 @click.option("--vs", default="", metavar="PEERS", help=_VS)
 @click.option("--openmpi-prefix", type=click.Path(exists=True, path_type=Path), help="Where Open MPI is installed.")
 @click.option("--mpich-prefix", type=click.Path(exists=True, path_type=Path), help="Where MPICH is installed.")
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write all samples to this file."
-)
+@click.option("--json", type=click.Path(dir_okay=False, path_type=Path), help="Write all samples to this file.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw a chart: .svg, .png or .pdf.")
 def command(ranks: int | None, vs: str, **options: Any) -> None:
     plan = _plan(vs, **options)
@@ -98,7 +96,7 @@ def _plan(vs: str, **options: Any) -> Any:
     if collective == plan.TUNE and (peers or options["plot"]):
         raise click.UsageError("tune compares the algorithms of mscomm, in tables; leave out --vs and --plot")
     try:
-        plan.dtype_of(options["datatype"])
+        plan.dtype_of(options["dtype"])
         step = options["stepbytes"]
         sizes = plan.sizes(
             plan.size_of(options["minbytes"]),
@@ -113,24 +111,11 @@ def _plan(vs: str, **options: Any) -> Any:
         raise click.UsageError(
             f"--rounds {rounds}: a comparison with peers needs at least {plan.ROUNDS_WITH_PEERS} rounds"
         )
-    _check_files(options["json_file"], options["plot"])
+    _check_files(options["json"], options["plot"])
     given = {"openmpi": options["openmpi_prefix"], "mpich": options["mpich_prefix"]}
-    return plan.Plan(
-        collective,
-        sizes,
-        options["datatype"],
-        options["op"],
-        options["root"],
-        options["iters"],
-        options["warmup"],
-        rounds,
-        bool(options["check"]),
-        options["shared"],
-        peers,
-        {name + end: prefix.absolute() for name, prefix in given.items() if prefix for end in ("", SINGLE)},
-        options["json_file"],
-        options["plot"],
-    )
+    prefixes = {name + end: prefix.absolute() for name, prefix in given.items() if prefix for end in ("", SINGLE)}
+    chosen = {"sizes": sizes, "rounds": rounds, "check": bool(options["check"]), "peers": peers, "prefixes": prefixes}
+    return plan.Plan(**{name: value for name, value in options.items() if name in plan.Plan._fields} | chosen)
 
 
 def _check_files(json_file: Path | None, picture: Path | None) -> None:

@@ -67,6 +67,12 @@ def spawn(
     return process
 
 
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a hub that spawn() started, and reap it."""
+    process.kill()
+    process.wait()
+
+
 def main(fds: str, size: str, topo_timeout_s: str, named: str) -> None:
     """Run the hub in the spawned process."""
     listener_fd, key_fd, *starter = map(int, fds.split(","))

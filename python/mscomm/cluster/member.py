@@ -1,7 +1,7 @@
 """One rank's end of its control link: joins the job, meets other ranks, reports failures, and learns about failures.
 
-From join() on, a daemon thread reads the link. This thread calls no part of a group except the methods of
-`Communicator` and the function `dialled` (see attach).
+From join() on, a daemon thread reads the link. Of a group, this thread uses only what attach() was given: the core's
+group, whose methods return at once, and the function `dialled`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from mscomm import _core, log
 from mscomm.cluster import security
@@ -37,22 +37,6 @@ _CALL_CHARACTERS = 1000
 _NUMBERS = 500  # a bye holds the final call number of at most this many groups; for other groups, the hub assumes 0
 # The errors that a link reports if the host at the other end, or the network to it, is down.
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
-
-
-class Communicator(Protocol):
-    """What a Member needs from a group's communicator. All methods return at once, and any thread may call them."""
-
-    def abort(self, verdict: Error, /) -> None: ...
-
-    def left(self, rank: int) -> None: ...
-
-    def where(self) -> tuple[int, bool, str]: ...
-    def called(self, number: int, /) -> str: ...
-    def stuck(self) -> int: ...
-
-    def failure(self) -> _core.Failure | None: ...
-
-    def notices(self) -> list[str]: ...
 
 
 class Welcome(NamedTuple):
@@ -100,7 +84,7 @@ class Member:
         # This condition protects what the reading thread learns. Other threads wait on it for changes. A thread that
         # holds it must not call a communicator.
         self._news = threading.Condition()
-        self._communicators: dict[str, Communicator] = {}
+        self._communicators: dict[str, _core.Group] = {}
         self._dialled: dict[str, Callable[[int, Any], None]] = {}
         self._early: dict[str, list[tuple[int, Any]]] = {}  # requests to connect, for groups that are not attached yet
         self._told: set[str] = set()  # groups whose failure this rank has reported to the hub
@@ -255,7 +239,7 @@ class Member:
         if failure:
             raise failure.again()
 
-    def attach(self, group: str, communicator: Communicator, dialled: Callable[[int, Any], None]) -> None:
+    def attach(self, group: str, communicator: _core.Group, dialled: Callable[[int, Any], None]) -> None:
         """Pass the group's events to the communicator from now on. Earlier events are passed on at once.
 
         dialled(rank, address) is called when `rank` asks this rank to connect to the address; it must return at once.

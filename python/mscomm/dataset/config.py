@@ -17,7 +17,7 @@ def set_seed(seed: int) -> None:
     >>> set_seed(1)
     """
     global _seed
-    _seed = _checked("set_seed", "seed", seed, 0, 2**32 - 1)
+    _seed = whole("set_seed", "seed", seed, 0, 2**32 - 1)
 
 
 def get_seed() -> int:
@@ -32,7 +32,7 @@ def set_prefetch_size(size: int) -> None:
     TypeError if size is not an int, and ValueError if it is out of range.
     """
     global _prefetch_size
-    _prefetch_size = _checked("set_prefetch_size", "size", size, 0, 1024)
+    _prefetch_size = whole("set_prefetch_size", "size", size, 0, 1024)
 
 
 def get_prefetch_size() -> int:
@@ -40,10 +40,12 @@ def get_prefetch_size() -> int:
     return _prefetch_size
 
 
-def _checked(function: str, argument: str, value: object, low: int, high: int) -> int:
+def whole(function: str, argument: str, value: object, low: int | None = None, high: int | None = None) -> int:
+    """Return the value as an int. Raise TypeError if it is no integer, and ValueError unless low <= value <= high."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{function}: {argument} is a {type(value).__name__}; expected an int")
     number = operator.index(value)
-    if not low <= number <= high:
-        raise ValueError(f"{function}: {argument}={number}; expected {low} to {high}")
+    if (low is not None and number < low) or (high is not None and number > high):
+        expected = f"{low} or more" if high is None else f"{low} to {high}"
+        raise ValueError(f"{function}: {argument}={number}; expected {expected}")
     return number

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mscomm.dataset import agree, workers
-from mscomm.dataset.pipeline import Column, Source, Ticket, Tickets
+from mscomm.dataset.pipeline import Column, Source, Ticket, Tickets, names_of
 from mscomm.dataset.sampler import DistributedSampler, choose
 from mscomm.dataset.workers import Turn
 
@@ -46,11 +46,7 @@ class GeneratorDataset(Source):
         shard_id: int | None = None,
     ) -> None:
         threads = workers.checked("GeneratorDataset", num_parallel_workers)
-        names = [column_names] if isinstance(column_names, str) else list(column_names)
-        if not names or not all(isinstance(name, str) for name in names):
-            raise TypeError(f"GeneratorDataset: column_names={column_names!r}; expected a name, or several")
-        if len(set(names)) != len(names):
-            raise ValueError(f"GeneratorDataset: column_names={column_names!r} has a name twice")
+        names = names_of("GeneratorDataset", "column_names", column_names)
         super().__init__(names, threads or 1)
         self._source: Any = source
         self._random_access = not callable(source) and hasattr(source, "__getitem__") and hasattr(source, "__len__")

@@ -224,7 +224,7 @@ class Dataset(ABC):
 
         >>> data.set_epoch(3)
         """
-        epoch = _count("set_epoch", "epoch", epoch, 0)
+        epoch = config.whole("set_epoch", "epoch", epoch, 0)
         if epoch >= 2**32:
             raise ValueError(f"set_epoch: epoch={epoch}; expected less than 2**32")
         self._next = self.position = (epoch, 0)
@@ -336,8 +336,8 @@ class _Map(_Step):
         for operation in self._operations:
             if not callable(operation):
                 raise TypeError(f"map: {operation!r} is not callable; expected operations on arrays")
-        self._inputs = [before.columns[0]] if input_columns is None else _names("input_columns", input_columns)
-        self._outputs = self._inputs if output_columns is None else _names("output_columns", output_columns)
+        self._inputs = [before.columns[0]] if input_columns is None else names_of("map", "input_columns", input_columns)
+        self._outputs = self._inputs if output_columns is None else names_of("map", "output_columns", output_columns)
         for name in self._inputs:
             if name not in before.columns:
                 raise ValueError(f"map: there is no column {name!r}; there are {', '.join(before.columns)}")
@@ -441,7 +441,7 @@ class _Map(_Step):
 class _Shuffle(_Step):
     def __init__(self, before: Dataset, buffer_size: int) -> None:
         super().__init__(before)
-        self._buffer_size = _count("shuffle", "buffer_size", buffer_size, 2)
+        self._buffer_size = config.whole("shuffle", "buffer_size", buffer_size, 2)
 
     def tickets(self, seed: int, epoch: int) -> Tickets:
         buffer: list[Ticket] = []
@@ -469,7 +469,7 @@ class _Shuffle(_Step):
 class _Batch(_Step):
     def __init__(self, before: Dataset, batch_size: int, drop_remainder: bool, workers: int | None) -> None:
         super().__init__(before, workers)
-        self._batch_size = _count("batch", "batch_size", batch_size, 1)
+        self._batch_size = config.whole("batch", "batch_size", batch_size, 1)
         if not isinstance(drop_remainder, bool):
             raise TypeError(f"batch: drop_remainder is a {type(drop_remainder).__name__}; expected a bool")
         self._drop_remainder = drop_remainder
@@ -507,7 +507,7 @@ class _Batch(_Step):
 class _Repeat(_Step):
     def __init__(self, before: Dataset, count: int | None) -> None:
         super().__init__(before)
-        self._count = -1 if count is None or count == -1 else _count("repeat", "count", count, 1)
+        self._count = -1 if count is None or count == -1 else config.whole("repeat", "count", count, 1)
 
     def tickets(self, seed: int, epoch: int) -> Tickets:
         if self._count > 0:
@@ -560,18 +560,11 @@ def _stacked(name: str, arrays: Column, tickets: Sequence[Ticket]) -> Array:
     return np.stack(arrays, out=np.empty((len(arrays), *first.shape), dtype))
 
 
-def _names(argument: str, value: Any) -> list[str]:
+def names_of(function: str, argument: str, value: Any) -> list[str]:
+    """Return the names of columns in `value`, which is one name or several. Otherwise raise TypeError or ValueError."""
     names = [value] if isinstance(value, str) else list(value)
     if not names or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"map: {argument}={value!r}; expected the name of a column, or several")
+        raise TypeError(f"{function}: {argument}={value!r}; expected the name of a column, or several")
     if len(set(names)) != len(names):
-        raise ValueError(f"map: {argument}={value!r} has a name twice")
+        raise ValueError(f"{function}: {argument}={value!r} has a name twice")
     return names
-
-
-def _count(step: str, argument: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{step}: {argument} is a {type(value).__name__}; expected an int")
-    if value < least:
-        raise ValueError(f"{step}: {argument}={value}; expected {least} or more")
-    return int(value)

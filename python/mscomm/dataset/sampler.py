@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mscomm.dataset import draws
+from mscomm.dataset.config import whole
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -31,10 +32,10 @@ class DistributedSampler:
     def __init__(
         self, num_shards: int, shard_id: int, shuffle: bool = True, num_samples: int | None = None, offset: int = -1
     ) -> None:
-        self.num_shards = _whole("num_shards", num_shards)
-        self.shard_id = _whole("shard_id", shard_id)
-        self.offset = _whole("offset", offset)
-        self.num_samples = 0 if num_samples is None else _whole("num_samples", num_samples)
+        self.num_shards = whole("DistributedSampler", "num_shards", num_shards)
+        self.shard_id = whole("DistributedSampler", "shard_id", shard_id)
+        self.offset = whole("DistributedSampler", "offset", offset)
+        self.num_samples = 0 if num_samples is None else whole("DistributedSampler", "num_samples", num_samples)
         if not isinstance(shuffle, bool):
             raise TypeError(f"DistributedSampler: shuffle is a {type(shuffle).__name__}; expected a bool")
         self.shuffle = shuffle
@@ -124,14 +125,7 @@ def choose(
     if num_shards is not None and shard_id is None:
         raise RuntimeError(f"{source}: num_shards is given but shard_id is not; pass shard_id=mscomm.get_rank()")
     shards, shard = (1, 0) if num_shards is None or shard_id is None else (num_shards, shard_id)
-    if _whole("num_shards", shards, source) < 1:
-        raise ValueError(f"{source}: num_shards={shards}; expected 1 or more")
-    if not 0 <= _whole("shard_id", shard, source) < shards:
+    whole(source, "num_shards", shards, 1)
+    if not 0 <= whole(source, "shard_id", shard) < shards:
         raise ValueError(f"{source}: shard_id={shard}; with num_shards={shards} expected 0 to {shards - 1}")
     return DistributedSampler(shards, shard, True if shuffle is None else shuffle, num_samples)
-
-
-def _whole(argument: str, value: Any, where: str = "DistributedSampler") -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{where}: {argument} is a {type(value).__name__}; expected an int")
-    return operator.index(value)

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+from mscomm.dataset.config import whole
 from mscomm.dataset.prefetch import IN_A_CHILD, ended_at_exit
 
 _LOOK_S = 1.0  # the interval at which a reader that waits for a batch checks that the threads are alive
@@ -26,12 +27,11 @@ def checked(step: str, number: Any) -> int | None:
     raise TypeError or ValueError."""
     if number is None:
         return None
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"{step}: num_parallel_workers is a {type(number).__name__}; expected an int")
+    given = whole(step, "num_parallel_workers", number)
     most = os.cpu_count() or 1
-    if not 1 <= number <= most:
-        raise ValueError(f"{step}: num_parallel_workers={number}; expected 1 to {most}, the number of CPUs")
-    return number
+    if not 1 <= given <= most:
+        raise ValueError(f"{step}: num_parallel_workers={given}; expected 1 to {most}, the number of CPUs")
+    return given
 
 
 class Gate:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from mscomm.arrays.numpy import DTYPES
+from mscomm.errors import on_failure
 
 Array = np.ndarray[Any, Any]
 
@@ -42,16 +43,13 @@ def write(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str]) 
     in_order = {name: x.astype(x.dtype.newbyteorder("="), order="C", copy=False) for name, x in arrays.items()}
     checked = {**metadata, CHECKSUM: f"{_of_texts(metadata)} {_of_arrays(in_order)}"}
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
-    try:
+    with on_failure(partial.unlink, missing_ok=True):
         try:
             safetensors.numpy.save_file(in_order, partial, metadata=checked)
         except safetensors.SafetensorError as error:
             raise OSError(f"{path} cannot be written: {error}") from error
         _to_disk(partial, os.O_RDONLY)
         os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
     _to_disk(path.parent, os.O_RDONLY | os.O_DIRECTORY)  # also write the file's new name to disk
 
 
