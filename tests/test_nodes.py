@@ -5,6 +5,7 @@ node.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -69,6 +70,19 @@ def line_with(process: subprocess.Popen[str], text: str) -> str:
     pytest.fail("".join(lines))
 
 
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_stopped_ranks_that_are_all_that_is_left_are_ended_on_each_node(nodes: Nodes, stopped: int) -> None:
+    nodes.script.write_text(
+        "import os, signal, mscomm\n"
+        "mscomm.init()\n"
+        f"if mscomm.get_rank() == {stopped}: os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    both = [nodes.start(node, "-n", 1, nodes.script) for node in range(2)]
+    line_with(both[stopped], f"killed rank {stopped}: stopped (SIGSTOP or SIGTSTP) though all other ranks had ended")
+    assert both[stopped].wait(30) == 128 + signal.SIGKILL
+    both[1 - stopped].wait(30)
+
+
 @pytest.mark.parametrize("wrong", ["-n", "key", "script", "program"])
 def test_node_0_shows_what_is_wrong_with_the_other_node(nodes: Nodes, tmp_path: Path, wrong: str) -> None:
     keys = [key_file(tmp_path / f"key{i}", os.urandom(32)) for i in range(2)]
@@ -117,7 +131,7 @@ def test_node_0_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         frames = Frames(sock)
         job.links.append(frames)
         frames.send({"t": "attend", "first": 2, "end": 4, "name": "node 1", "layout": ""}, soon())
-        assert frames.receive(soon()) == {"t": "state", "over": None, "goes_on": False}
+        assert frames.receive(soon()) == {"t": "state", "over": None, "goes_on": False, "only_stopped": False}
         member = job.member(0)
         member._say({"t": "join", "rank": 0, "node_id": None, "facts": {"size": 4}}, soon())
         eventually(lambda: any("waiting for ranks 1 to 3 to call mscomm.init()" in text for text in told))

@@ -251,7 +251,7 @@ class Launcher:
 def test_a_launcher_names_how_its_ranks_ended_and_hears_that_the_job_is_over():
     with Job(4, tcp=True, watched=True) as job:
         here, there = Launcher(job, range(2)), Launcher(job, range(2, 4))
-        assert here.hears() == there.hears() == {"t": "state", "over": None, "goes_on": False}
+        assert here.hears() == there.hears() == {"t": "state", "over": None, "goes_on": False, "only_stopped": False}
         communicators = [communicator for _, communicator in job.joined()]
         by_rank(job)[3].close()
         there.ended(3, "exit code 7")

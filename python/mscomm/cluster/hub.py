@@ -58,6 +58,7 @@ class _Launcher(Line):
 
     ranks = range(0)
     name = "another launcher"
+    stopped: Sequence[int] = ()  # the ranks that are left on its host, if all of them are stopped
 
 
 class Hub:
@@ -118,6 +119,9 @@ class Hub:
         self.over: Error | None = None
         # Whether ranks continue without the lost ranks (mscomm.shrink), or wait to do so. Any thread may read this.
         self.goes_on = False
+        # Whether some ranks have ended, and all others are stopped (SIGSTOP). Any thread may read this.
+        self.only_stopped = False
+        self._stopped_here: Sequence[int] = ()
         self._aborted: Error | None = None  # why all groups of this epoch are aborted, even those created later
         self._abort_announced = False
         self._welcomed = False
@@ -173,6 +177,12 @@ class Hub:
         the rank after this call.
         """
         self._order(lambda: self._process_ended(rank, how, badly, again))
+
+    def stopped_here(self, ranks: Sequence[int]) -> None:
+        """Tell the hub which ranks are left on this host, if all of them are stopped. Any thread may call this."""
+        if ranks != self._stopped_here:
+            self._stopped_here = ranks
+            self._wake()
 
     def stop(self) -> None:
         """Make serve() return soon, whatever the ranks are doing. Any thread may call this."""
@@ -275,9 +285,9 @@ class Hub:
             self._broadcast({"t": "verdict", "group": "", **self._aborted.fields()}, self._world.ranks)
         if self.over is None and (end := self._end()):
             self._give_up(end)
-        goes_on = self._meetings.survivors_go_on
-        if goes_on != self.goes_on:
-            self.goes_on = goes_on
+        goes_on, only_stopped = self._meetings.survivors_go_on, self._only_stopped()
+        if (goes_on, only_stopped) != (self.goes_on, self.only_stopped):
+            self.goes_on, self.only_stopped = goes_on, only_stopped
             self._tell_launchers()
 
     def _give_up(self, verdict: Error) -> None:
@@ -754,6 +764,14 @@ class Hub:
             raise Error("'ended' is not a message that a launcher may send, or not for these ranks")
         self._process_ended(rank, how, badly, again)
 
+    def _from_launcher_stopped(self, launcher: _Launcher, ranks: list[Any]) -> None:
+        launcher.stopped = [rank for rank in self._known(ranks) if rank in launcher.ranks]
+
+    def _only_stopped(self) -> bool:
+        ended = self._ended_well | self._ended_badly.keys()
+        stopped = {*self._stopped_here, *(rank for launcher in self._launchers.lines for rank in launcher.stopped)}
+        return bool(ended) and not stopped <= ended and len(ended | stopped) == self._roster.size
+
     def _from_launcher_gave_up(self, launcher: _Launcher, name: str, why: str) -> None:
         text = f"{name} cannot start its ranks: {why}"
         self._log(text)
@@ -799,9 +817,9 @@ class Hub:
         return None
 
     def _tell_launcher(self, launcher: _Launcher) -> None:
-        """Tell the launcher why the job is over, if it is, and whether ranks continue without the lost ranks."""
+        """Tell the launcher why the job is over, if it is, and whether the remaining ranks continue or are stopped."""
         over = self.over.fields() if self.over else None
-        state = {"t": "state", "over": over, "goes_on": self.goes_on}
+        state = {"t": "state", "over": over, "goes_on": self.goes_on, "only_stopped": self.only_stopped}
         self._launchers.write(launcher, encode(state, FROM_HUB_BYTES))
 
     def _tell_launchers(self) -> None:

@@ -82,6 +82,12 @@ class Part(Protocol):
     def goes_on(self) -> bool:
         """Return whether ranks continue without the lost ranks (shrink), or wait to do so. If so, do not end them."""
 
+    def only_stopped(self, ranks: list[int]) -> bool:
+        """Return whether some ranks of the job have ended, and all others are stopped (SIGSTOP).
+
+        ranks: the ranks of this host that have not ended, if all of them are stopped. Otherwise an empty list.
+        """
+
     def needed(self, well: bool) -> bool:
         """Return whether other hosts still need this launcher after its own ranks have ended.
 
@@ -110,6 +116,10 @@ class _WithHub(Part):
     def goes_on(self) -> bool:
         return self._hub.goes_on
 
+    def only_stopped(self, ranks: list[int]) -> bool:
+        self._hub.stopped_here(ranks)
+        return self._hub.only_stopped
+
 
 @dataclass(eq=False)
 class WholeJob(_WithHub):
@@ -129,6 +139,9 @@ class WholeJob(_WithHub):
 
     def serve(self, stack: ExitStack) -> None:
         _serve(self._hub, stack)
+
+    def only_stopped(self, ranks: list[int]) -> bool:
+        return 0 < len(ranks) < self.size  # so this also works for programs that never call init()
 
 
 @dataclass(eq=False)
@@ -232,7 +245,8 @@ class OtherNode(Part):
         self.first = self.ranks.start
         self.look_s = LOOK_S
         self._over: Error | None = None
-        self._goes_on = False
+        self._goes_on = self._only_stopped = False
+        self._stopped: list[int] = []  # what the hub was told most recently
         self._ended_well: set[int] = set()
         self._link: Frames | None = None
 
@@ -297,10 +311,19 @@ class OtherNode(Part):
     def ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
         if not badly:
             self._ended_well.add(rank)
+        self._tell({"t": "ended", "rank": rank, "how": how, "badly": badly, "again": again})
+
+    def only_stopped(self, ranks: list[int]) -> bool:
+        if ranks != self._stopped:
+            self._stopped = ranks
+            self._tell({"t": "stopped", "ranks": ranks})
+        self.over()  # reads what node 0 has said
+        return self._only_stopped
+
+    def _tell(self, frame: Frame) -> None:
         if self._link:
-            words = {"rank": rank, "how": how, "badly": badly, "again": again}
             with contextlib.suppress(OSError):  # over() notices that the link has ended
-                self._link.send({"t": "ended", **words}, Deadline(_TELL_S))
+                self._link.send(frame, Deadline(_TELL_S))
 
     def can_restart(self) -> bool:
         return self.over() is None
@@ -326,7 +349,7 @@ class OtherNode(Part):
     def _hear(self, frame: Frame) -> None:
         if frame["t"] == "state":
             self._over = self._over or (of_fields(frame["over"]) if frame["over"] else None)
-            self._goes_on = frame["goes_on"]
+            self._goes_on, self._only_stopped = frame["goes_on"], frame["only_stopped"]
         elif frame["t"] == "end":
             self._leave()
 
@@ -343,7 +366,7 @@ class OtherNode(Part):
         that we sent.
         """
         link, self._link = self._link, None
-        self._goes_on = False
+        self._goes_on = self._only_stopped = False
         if link is None:
             return
         deadline = Deadline(_TELL_S)
