@@ -92,8 +92,11 @@ def test_the_rows_under_mpirun_are_the_tutorials_to_the_byte(mpi: Environment) -
     assert re.search(r"^carried by cpu, started by PMI.*: 8 ranks on 1 host", done.stderr, re.M)
 
 
+@pytest.mark.parametrize("wrapper", [(), ("sh", "-c", '"$@"; exit $?', "sh")], ids=["alone", "in a script"])
 @pytest.mark.parametrize("flavour", ["openmpi", "mpich"])
-def test_ranks_end_with_an_mpirun_that_is_killed(flavour: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_ranks_end_with_an_mpirun_that_is_killed(
+    flavour: str, wrapper: tuple[str, ...], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     mpi: Environment = request.getfixturevalue(flavour)
     script = tmp_path / "endless.py"
     script.write_text(
@@ -101,7 +104,7 @@ def test_ranks_end_with_an_mpirun_that_is_killed(flavour: str, request: pytest.F
         "here = pathlib.Path(sys.argv[1], f'part.{mscomm.get_rank()}')\nhere.write_text(str(os.getpid()))\n"
         "mscomm.barrier()\nhere.rename(here.with_name(f'pid.{mscomm.get_rank()}'))\nwhile True: time.sleep(1)\n"
     )
-    command = [mpi.mpirun, *mpi.flags, "-n", "2", mpi.python, script, tmp_path]
+    command = [mpi.mpirun, *mpi.flags, "-n", "2", *wrapper, mpi.python, script, tmp_path]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=clean_environment()) as mpirun:
         pids = [int(appears(tmp_path / f"pid.{rank}", 60)) for rank in range(2)]
         mpirun.kill()

@@ -8,7 +8,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import errno
+import functools
 import os
+import select
 import signal
 import sys
 import threading
@@ -45,17 +48,50 @@ _PR_SET_PDEATHSIG = 1
 _MPI_LAUNCHERS = ("prterun", "prted", "orterun", "orted", "mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy")
 
 
+@functools.cache  # a second init() needs no second thread
 def end_with_mpi_launcher() -> None:
-    """If the parent process is an MPI launcher, make the kernel send SIGTERM to this process when the parent ends."""
-    parent = os.getppid()
-    try:
-        name = Path(f"/proc/{parent}/comm").read_text().strip()
-    except OSError:  # the parent has ended, or is in another PID namespace
+    """If an MPI launcher has started this process, make this process receive SIGTERM when the launcher ends.
+
+    If the launcher is the parent, the kernel sends the signal. If another program is in between, such as a shell
+    script, a thread waits for the launcher's end. Before Linux 5.3, there is no such thread.
+    """
+    launcher = _mpi_launcher()
+    if launcher is None:
         return
-    if name in _MPI_LAUNCHERS:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-        if os.getppid() != parent:  # the parent ended before prctl took effect
-            os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        if launcher == os.getppid():
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+            if os.getppid() != launcher:  # the launcher ended before prctl took effect
+                raise ProcessLookupError
+        elif hasattr(os, "pidfd_open"):
+            threading.Thread(target=_end_with, args=(os.pidfd_open(launcher),), daemon=True).start()
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+
+
+def _mpi_launcher() -> int | None:
+    """Return the process id of the closest ancestor that is an MPI launcher, or None if there is no such ancestor."""
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            before, after = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)
+        except OSError:  # the ancestor has ended, or is in another PID namespace
+            return None
+        if before.partition("(")[2] in _MPI_LAUNCHERS:
+            return pid
+        pid = int(after.split()[1])
+    return None
+
+
+def _end_with(pidfd: int) -> None:
+    """Wait until the process has ended. Then send SIGTERM to this process."""
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    poller.poll()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _release(release: Callable[[], None]) -> None:
