@@ -3,7 +3,8 @@
 Each job has 2 to 8 ranks, a random transport and a random loop of collectives whose results are checked. At a random
 moment, the fault happens: one rank is killed, is stopped for a while, is slow, raises an exception, exits, gets Ctrl-C,
 makes a different call from the others, arrives after the others have timed out, or has no file descriptors or hardly
-any memory left. In another kind of job, the hub ends.
+any memory left. In other kinds of job, the hub ends, mpirun is killed, or two hosts lose each other while the hub still
+reaches both. These hosts are network namespaces, which only root can create.
 
 Every job must end. No result may be wrong. Every other rank must name the right first cause, and raise it again at its
 next call. Each process must have the right exit code, and nothing may be left behind.
@@ -21,12 +22,15 @@ They join the job after the fork.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import faulthandler
 import json
 import os
 import random
 import re
 import resource
+import shutil
 import signal
 import socket
 import sys
@@ -40,8 +44,10 @@ from typing import Any
 
 import numpy as np
 import soak_training
+from hosts import Hosts
 from interpreter import Forked, Interpreter
 from ranks import ranks
+from soak_mpirun import MPIRUN, UnderMpirun
 from soak_training import WrongResult
 
 import mscomm
@@ -49,13 +55,15 @@ from mscomm.cluster import hub, security
 
 ENDS_WITHIN_S = 60  # a generous bound on a busy machine; a job takes less than two seconds
 FAULTS = ("kill", "stop", "raise", "exit", "os-exit", "interrupt", "mismatch", "slow", "timeout", "uneven", "damage")
-FAULTS += ("hub", "descriptors", "memory")
+FAULTS += ("hub", "descriptors", "memory", "mpirun", "parted")
 TRANSPORTS = ("", "all_reduce=arena", "direct", "ring", "bruck")
 SIZES = (1, 7, 1000, 5000, 100_000)
 SHORTAGES = ("descriptors", "memory")  # faults that begin with an iteration, and leave the victim short of something
 ITERATIONS = 25  # the number of iterations of a job that does not fail
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 BOOM = "the 7th file is empty"
+CLONE_NEWNET = 0x40000000  # from <sched.h>
+SILENCE_S = 3  # MS_NODE_TIMEOUT of jobs whose hosts lose each other
 # What the error of a rank says when the operating system has refused it memory, or a thread, whose stack needs memory.
 NO_MEMORY = "MemoryError|Cannot allocate memory|out of memory|start new thread|start a thread"
 ROOMS = (1 << 20, 4 << 20, 16 << 20, 64 << 20)  # how many bytes a rank with a limit may still allocate
@@ -75,6 +83,8 @@ def plan(seed: int, index: int, kinds: Sequence[str] = FAULTS) -> dict[str, Any]
     if "arena" in algo:
         split = "one"
     fault, victim = draw.choice(kinds), draw.randrange(size)
+    if fault == "parted" and "arena" in algo:  # the arena needs all ranks on one host
+        algo = ""
     steps = [draw.randint(rank == victim, soak_training.MOST_STEPS) for rank in range(size)]
     works = {"uneven": "train", "damage": "resume"}
     if fault in ("kill", "raise", "os-exit") and draw.random() < 0.25:
@@ -101,6 +111,8 @@ def plan(seed: int, index: int, kinds: Sequence[str] = FAULTS) -> dict[str, Any]
         # rank A in shrink could wait for rank B, while rank B waits for rank A in a group that still works.
         "shrinks": draw.random() < 0.7,
         "beside": draw.random() < 0.2,  # whether a second job, which does not fail, runs at the same time
+        "in_a_script": draw.random() < 0.5,  # whether mpirun starts a shell script that starts the ranks
+        "three_hosts": draw.random() < 0.5,  # whether the parted hosts are two of three, instead of all
     }
 
 
@@ -117,6 +129,8 @@ def neighbour(job: dict[str, Any]) -> dict[str, Any]:
 def one_rank(rank: int, job: dict[str, Any]) -> None:
     """Act as one rank: join, make calls until the fault happens, write down what this rank saw, and leave."""
     faulthandler.register(signal.SIGUSR1)
+    if job["fault"] == "parted":
+        enter_network(job["spaces"][job["hosts"][rank]])
     seen = Path(job["folder"], f"saw.{rank}")
     victim, fault = job["victim"], job["fault"]
     mscomm.init()
@@ -185,6 +199,14 @@ def one_rank(rank: int, job: dict[str, Any]) -> None:
         seen.write_text(json.dumps({**words, "again": again, "in_new_group": in_new_group}))
     else:
         seen.write_text(json.dumps({"kind": "none"}))
+
+
+def enter_network(space: str) -> None:
+    """Move this process into the network namespace with this name."""
+    fd = os.open(f"/run/netns/{space}", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(fd, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
+    os.close(fd)
 
 
 def made_groups(how: str, rank: int) -> tuple[list[Any], list[Any]]:
@@ -329,11 +351,15 @@ CALLS: dict[str, tuple[Any, Any]] = {
 
 
 class Running:
-    """A running job: its processes and its hub."""
+    """A running job: its processes and its hub. hosts: the hosts of a job whose hosts lose each other."""
 
-    def __init__(self, interpreter: Interpreter, job: dict[str, Any], folder: Path) -> None:
+    def __init__(self, interpreter: Interpreter, job: dict[str, Any], folder: Path, hosts: Hosts | None = None) -> None:
+        if hosts:
+            in_turn = [rank % len(hosts) for rank in range(job["size"])]
+            job = {**job, "hosts": in_turn, "spaces": [host.space for host in hosts]}
         self.job = job
         self.folder = folder
+        self._parting = hosts
         self.faults: list[str] = []
         size = job["size"]
         self._hub = hub.Hub(size, key=security.new_key(), topo_timeout_s=60, ranks_known=True, watched=True)
@@ -351,6 +377,8 @@ class Running:
                 "MSCOMM_LOCAL_WORLD_SIZE": str(size),
                 "MSCOMM_ALGO": job["algo"],
             }
+            if hosts:
+                env |= {"MS_NODE_TIMEOUT": str(SILENCE_S), "MSCOMM_SOCKET_IFNAME": "net0"}
             if any(job["hosts"]):
                 env["MSCOMM_HOST_ID"] = f"host {job['hosts'][rank]}"
             order = {"name": one_rank.__name__, "parameters": {"job": {**job, "folder": str(folder)}}, "init": None}
@@ -372,6 +400,11 @@ class Running:
         if self.job["fault"] == "hub" and len(list(self.folder.glob("up.*"))) == len(self._ranks):
             time.sleep(self.job["after_s"])
             self._hub.stop()  # closes the hub's links without a message, as if its process had been killed
+        if self._parting and len(list(self.folder.glob("up.*"))) == len(self._ranks):
+            time.sleep(self.job["after_s"])
+            self._parting[0].lose(self._parting[1])
+            self._parting[1].lose(self._parting[0])
+            self._parting = None
         if time.monotonic() > self._stop_at:
             self._stop_at = float("inf")
             victim = self._ranks[self.job["victim"]]
@@ -412,16 +445,24 @@ class Running:
 
 def run_job(interpreter: Interpreter, job: dict[str, Any], folder: Path) -> list[str]:
     """Run the job and its second job, if it has one. Return what went wrong, or an empty list if nothing did."""
-    jobs = [Running(interpreter, job, folder / "job")]
-    try:
-        if job["beside"]:
-            jobs.append(Running(interpreter, neighbour(job), folder / "beside"))
-        while [one for one in jobs if one.look()]:
-            time.sleep(0.005)
-    except KeyboardInterrupt:  # Ctrl-C does not reach the ranks, because they are in their own sessions
-        for one in jobs:
-            one.kill()
-        raise
+    jobs: list[Running | UnderMpirun] = []
+    with contextlib.ExitStack() as stack:
+        if job["fault"] == "mpirun":
+            jobs.append(UnderMpirun(job, folder / "job"))
+        elif job["fault"] == "parted":
+            hosts = stack.enter_context(Hosts(2 + (job["three_hosts"] and job["size"] > 2), folder))
+            jobs.append(Running(interpreter, job, folder / "job", hosts))
+        else:
+            jobs.append(Running(interpreter, job, folder / "job"))
+        try:
+            if job["beside"]:
+                jobs.append(Running(interpreter, neighbour(job), folder / "beside"))
+            while [one for one in jobs if one.look()]:
+                time.sleep(0.005)
+        except KeyboardInterrupt:  # Ctrl-C does not reach the ranks, because they are in their own sessions
+            for one in jobs:
+                one.kill()
+            raise
     return [f"{one.folder.name}: {words}" for one in jobs for words in one.wrong()]
 
 
@@ -434,7 +475,7 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
     fault, victim = job["fault"], job["victim"]
     exits = {"kill": -9, "raise": 1, "os-exit": 7, "interrupt": -2, "exit": 0 if job["pause_s"] < 0.35 else 5}
     kinds = {"raise": "Aborted", "interrupt": "Aborted", "mismatch": "Mismatch", "timeout": "CollectiveTimeout"}
-    kinds |= dict.fromkeys(("kill", "exit", "os-exit"), "PeerLost") | dict.fromkeys(
+    kinds |= dict.fromkeys(("kill", "exit", "os-exit", "parted"), "PeerLost") | dict.fromkeys(
         ("stop", "slow", "uneven", "damage"), "none"
     )
     kinds |= dict.fromkeys(("hub", *SHORTAGES), "Aborted")
@@ -474,6 +515,8 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
         named = saw["waiting_for"] if fault == "timeout" else saw["ranks"]
         if fault == "hub":
             right = named == []
+        elif fault == "parted":  # the two hosts cannot know which of them the others still reach
+            right = gave_up or (named and all(job["hosts"][one] < 2 for one in named))
         elif fault == "mismatch":
             right = bool(re.search(rf"ranks? [\d, ]*\b{victim}\b[\d, ]* called all_gather", saw["text"]))
         else:
@@ -481,7 +524,7 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
         if not right or not re.search(words.get(fault, ""), saw["text"]):
             yield f"rank {rank} does not name rank {victim} as it should: {named}: {saw['text']}"
         if saw["in_new_group"]:  # the next call was on the world, whose error has a different text
-            as_before = f"rank {victim}" in saw["again"] or fault == "hub"
+            as_before = f"rank {victim}" in saw["again"] or fault in ("hub", "parted")
         else:
             as_before = saw["again"] == f"{saw['kind']}: {saw['text']}"
         if not as_before:
@@ -535,6 +578,16 @@ def soak(
     return done
 
 
+def missing() -> dict[str, str]:
+    """Return the kinds of fault that are impossible on this machine, and why."""
+    found = {}
+    if not MPIRUN.exists():
+        found["mpirun"] = f"there is no {MPIRUN}"
+    if os.getuid() != 0 or shutil.which("ip") is None:
+        found["parted"] = "network namespaces need root and iproute2"
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--faults", type=int, default=1000, help="how many jobs (1000)")
@@ -548,6 +601,9 @@ def main() -> None:
     kinds = given.kinds.split(",")
     if unknown := sorted(set(kinds) - set(FAULTS)):
         parser.error(f"--kinds: no fault is named {', '.join(unknown)}; there is {', '.join(FAULTS)}")
+    if lacking := sorted(set(kinds) & set(missing())):
+        print(f"left out on this machine: {', '.join(f'{kind} ({missing()[kind]})' for kind in lacking)}")
+        kinds = [kind for kind in kinds if kind not in lacking]
     done = soak(given.faults, given.seed, kinds, given.only, given.minutes)
     words = ", ".join(f"{done[fault]} {fault}" for fault in FAULTS if done[fault])
     print(

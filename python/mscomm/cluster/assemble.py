@@ -23,7 +23,7 @@ from mscomm.cluster.cpus import can_spin, cpu_quota, cpus_of
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import DATA, MEMORY, MESSAGES, Identity, package_version
 from mscomm.cluster.member import Member, Welcome
-from mscomm.errors import Aborted, Error, PeerLost
+from mscomm.errors import Aborted, Error, PeerLost, on_failure
 
 _HUGE_PAGE = 2 << 20
 _LARGEST_POWER = 40  # all calls with at least 2**40 bytes use the same algorithm
@@ -275,7 +275,8 @@ class Epoch:
         if at_home:
             return links.unix_listener(128)
         assert self.member
-        return links.listen(self.member.address(), 128, os.environ)
+        # If the backlog were full, the kernel would not answer, and the connecting rank would report us as lost.
+        return links.listen(self.member.address(), max(128, self.size), os.environ)
 
     def _connect(
         self,
@@ -294,7 +295,7 @@ class Epoch:
         member = self.member
         fds = [-1] * len(ranks)
         me = ranks.index(self.rank)
-        with _closing_unless_done(fds):
+        with on_failure(links.close_all, fds):
             for place in range(me):
                 fds[place] = self.call(ranks[place], told[ranks[place]]["data"], DATA, deadline)
             came = links.accept_all(
@@ -467,7 +468,7 @@ def _pidfds(epoch: Epoch) -> list[int]:
     The entry is -1 for this rank and for ranks on other hosts. Before Linux 5.3, all entries are -1.
     """
     fds = [-1] * epoch.size
-    with _closing_unless_done(fds):
+    with on_failure(links.close_all, fds):
         for peer in epoch.neighbours:
             if peer == epoch.rank:
                 continue
@@ -504,14 +505,3 @@ def _system_calls(rank: int, what: str) -> Iterator[None]:
         yield
     except Error as error:
         raise Aborted(f"rank {rank}: {what}: {error}", [rank]) from error
-
-
-@contextlib.contextmanager
-def _closing_unless_done(fds: list[int]) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        for fd in fds:
-            if fd >= 0:
-                os.close(fd)
-        raise

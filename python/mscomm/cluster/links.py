@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import math
 import os
 import random
 import secrets
@@ -22,7 +23,7 @@ from typing import TypeAlias
 from mscomm import environment
 from mscomm.cluster.deadline import Deadline, wait
 from mscomm.cluster.hello import HELLO_S, OF_THE_HUB, UNKNOWN_RANK, Hello, Identity, NotMscomm, named, package_version
-from mscomm.errors import AuthenticationError, CollectiveTimeout, Error
+from mscomm.errors import AuthenticationError, CollectiveTimeout, Error, on_failure
 
 # ("host", port), or the name of an abstract unix socket: b"\0..." or "\0..."
 Address: TypeAlias = "tuple[str, int] | str | bytes"
@@ -40,17 +41,16 @@ _UCRED = struct.Struct("=iII")  # pid, uid, gid
 def connect(address: Address, deadline: Deadline, *, source: str | None = None) -> socket.socket:
     """Return a connected TCP or abstract unix socket.
 
-    Raise OSError if the address refuses, is unreachable or times out.
+    Raise OSError if the address refuses, is unreachable or times out. Over TCP, the other host must answer within
+    MS_NODE_TIMEOUT.
     """
     if isinstance(address, (str, bytes)):
-        with contextlib.ExitStack() as failing:
-            sock = failing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with on_failure(sock.close):
             _connect_unix(sock, address, deadline)
-            failing.pop_all()
     else:
-        sock = socket.create_connection(
-            address, deadline.left() or 1e-3, source_address=(source, 0) if source else None
-        )
+        silence_s = min(deadline.left(), node_timeout_s())
+        sock = socket.create_connection(address, silence_s or 1e-3, source_address=(source, 0) if source else None)
         tune(sock)
     sock.settimeout(None)
     return sock
@@ -92,15 +92,15 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
-def _limit_silence(sock: socket.socket) -> None:
-    """Make a TCP link to the hub also fail if the other host does not acknowledge our data for MS_NODE_TIMEOUT.
+def _limit_silence(sock: socket.socket, silence_s: float) -> None:
+    """Make a TCP link also fail if the other host does not acknowledge our data for this time. 0 means no limit.
 
-    Links between ranks must not have this limit, and use Stream::check_silence instead. The limit would also end a link
-    to a healthy rank that has not read for that long, for example because it is computing when data for the next call
-    arrives.
+    The limit is for links to the hub, and for the hello. After the hello, links between ranks must not have it, and use
+    Stream::check_silence instead. The limit would also end a link to a healthy rank that has not read for that long,
+    for example because it is computing when data for the next call arrives.
     """
     if _is_tcp(sock):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(node_timeout_s() * 1000)))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(silence_s * 1000))
 
 
 def _is_tcp(sock: socket.socket) -> bool:
@@ -123,7 +123,7 @@ def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadlin
     # may still be starting, which can take a while on a busy host. A rank may be busy for long before it accepts.
     if purpose in OF_THE_HUB and sock.family != socket.AF_UNIX:
         deadline = deadline.within(HELLO_S)
-        _limit_silence(sock)
+    _limit_silence(sock, node_timeout_s())
     where = f"what listens at {_name(sock)}"
     expected = f"mscomm {'scheduler' if purpose in OF_THE_HUB else 'rank'}"
     hello = Hello.connector(key, purpose, mine)
@@ -137,6 +137,8 @@ def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadlin
                 raise ConnectionResetError("it closed the connection")
             if answer := hello.feed(received):  # do not send an empty answer: the peer may have closed the link
                 sock.sendall(answer)
+        if purpose not in OF_THE_HUB:
+            _limit_silence(sock, 0)
     except NotMscomm as error:
         raise NotMscomm(f"{where} is not an {expected}: {error}") from error
     except Error as error:
@@ -197,11 +199,10 @@ def listen(host: str, backlog: int, env: Mapping[str, str]) -> socket.socket:
 
 def unix_listener(backlog: int) -> socket.socket:
     """Return a listening unix socket without a name in any file system."""
-    with contextlib.ExitStack() as failing:
-        listener = failing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with on_failure(listener.close):
         listener.bind(f"\0mscomm-{secrets.token_hex(16)}")
         listener.listen(backlog)
-        failing.pop_all()
     return listener
 
 
@@ -342,7 +343,7 @@ class Door:
             self._drop(sock, str(hello.refusal))
         elif hello.done:
             if hello.purpose in OF_THE_HUB:
-                _limit_silence(sock)
+                _limit_silence(sock, node_timeout_s())
             self._enter(self._forget(sock), hello.peer, hello.purpose)
 
     def _forget(self, sock: socket.socket) -> socket.socket:
@@ -453,7 +454,7 @@ def recv_fds(sock: socket.socket, count: int, deadline: Deadline) -> list[int]:
     """Receive exactly `count` descriptors from a process of our own user. They are close-on-exec."""
     require_same_user(sock)
     fds: list[int] = []
-    try:
+    with on_failure(close_all, fds):
         while len(fds) < count:
             wait(sock, select.POLLIN, deadline)
             expected = min(_FDS_A_MESSAGE, count - len(fds))
@@ -470,8 +471,11 @@ def recv_fds(sock: socket.socket, count: int, deadline: Deadline) -> list[int]:
                 raise OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)}: received {len(fds)} of {count} descriptors")
             if flags & socket.MSG_CTRUNC or len(piece) != expected:
                 raise Error(f"received {len(piece)} file descriptors where {expected} were expected")
-    except BaseException:
-        for fd in fds:
-            os.close(fd)
-        raise
     return fds
+
+
+def close_all(fds: Iterable[int]) -> None:
+    """Close the descriptors. Entries of -1 stand for no descriptor."""
+    for fd in fds:
+        if fd >= 0:
+            os.close(fd)

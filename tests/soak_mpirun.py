@@ -1,0 +1,87 @@
+"""For soak.py: a job whose ranks were started by mpirun, which is killed by SIGKILL at a random moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import interpreter
+
+ENDS_WITHIN_S = 60  # a generous bound on a busy machine; the processes end within a second
+MARK = "MSCOMM_SOAK_JOB"  # every process of the job has inherited this variable, whose value is the job's folder
+MPIRUN = Path(sys.prefix, "bin", "mpirun")
+_FLAGS = [*(["--allow-run-as-root"] if os.getuid() == 0 else []), "--oversubscribe"]
+_IN_A_SCRIPT = ["sh", "-c", '"$@"; exit $?', "sh"]
+
+
+class UnderMpirun:
+    """The running job, with the methods of soak.Running."""
+
+    def __init__(self, job: dict[str, Any], folder: Path) -> None:
+        self.folder = folder
+        self.faults: list[str] = []
+        self._size = job["size"]
+        self._after_s = job["after_s"]
+        folder.mkdir()
+        order = {"file": str(Path(__file__).with_name("soak.py")), "name": "one_rank", "init": {}}
+        order["parameters"] = {"job": {**job, "folder": str(folder)}}
+        command = [sys.executable, interpreter.__file__, "be", json.dumps(order)]
+        if job["in_a_script"]:
+            command = [*_IN_A_SCRIPT, *command]
+        with (folder / "log.mpirun").open("wb") as log:
+            self._mpirun = subprocess.Popen(
+                [MPIRUN, *_FLAGS, "-n", str(self._size), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, MARK: str(folder), "OMP_NUM_THREADS": "1", "MSCOMM_ALGO": job["algo"]},
+                start_new_session=True,
+            )
+        self._until = time.monotonic() + ENDS_WITHIN_S
+        self._killed = False
+
+    def look(self) -> bool:
+        """Kill mpirun when all ranks have begun. Return whether processes of the job are left."""
+        if not self._killed and len(list(self.folder.glob("up.*"))) == self._size:
+            time.sleep(self._after_s)
+            self._mpirun.kill()
+            self._killed = True
+            self._until = time.monotonic() + ENDS_WITHIN_S
+        code = self._mpirun.poll()
+        if code is not None and not self._killed:
+            self.faults.append(f"mpirun ended by itself with status {code}")
+            self._killed = True
+        left = list(self._processes()) if self._killed else [self._mpirun.pid]
+        if left and time.monotonic() > self._until:
+            self.faults.append(f"processes {left} did not end within {ENDS_WITHIN_S} s")
+            self.kill()
+            return False
+        return bool(left)
+
+    def wrong(self) -> list[str]:
+        return self.faults
+
+    def kill(self) -> None:
+        self._mpirun.kill()
+        self._mpirun.wait()
+        for pid in self._processes():
+            os.kill(pid, signal.SIGKILL)
+
+    def _processes(self) -> Iterator[int]:
+        """Return the process ids of the job: of its ranks, its hub, and the programs that mpirun has started."""
+        mark = f"{MARK}={self.folder}".encode()
+        for entry in os.scandir("/proc"):
+            if entry.name.isdigit():
+                try:
+                    environ = Path(entry.path, "environ").read_bytes()
+                except OSError:  # the process has ended, or belongs to another user
+                    continue
+                if mark in environ.split(b"\0"):
+                    yield int(entry.name)
