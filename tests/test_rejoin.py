@@ -316,6 +316,30 @@ assert mscomm.all_reduce(np.ones(1))[0] == 3
     assert done.stdout.count("epoch 1") == 2
 
 
+@pytest.mark.long
+def test_a_long_wait_in_rejoin_says_once_whom_it_waits_for(tmp_path):
+    body = """
+import os, signal, time
+import mscomm
+rank, life = int(os.environ["MSCOMM_RANK"]), int(os.environ["MSCOMM_RESTART_COUNT"])
+mscomm.init()
+if life == 0:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        mscomm.barrier()
+    except mscomm.PeerLost:
+        time.sleep(12 * (rank == 2))
+        mscomm.rejoin()
+mscomm.barrier()
+"""
+    done = job(tmp_path, body, "--max-restarts", 1, ranks=3)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "rejoin has waited" in line]
+    words = r"\[0\] mscomm: rank 0: rejoin has waited 10 s for rank 2 \(pid .*\), which has not called rejoin\(\)"
+    assert len(lines) == 1 and re.fullmatch(words, lines[0]), done.stderr
+
+
 def test_a_program_that_knows_no_rejoin_is_started_anew_as_a_whole(tmp_path):
     """As under torchrun, all ranks end, are started again, and join again. Each rank needs one restart for this."""
     body = """

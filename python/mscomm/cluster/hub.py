@@ -545,6 +545,9 @@ class Hub:
         ranks, here = list[int](), [one.number for one in self._roster]
         if key == JOIN:
             words = self._roster.missing()
+        elif link.waits and key == link.rejoin_key:
+            here, ranks = self._rejoining()
+            words = self._absence(ranks)
         else:
             if key == READY:
                 here, ranks = sorted(self._ready), [rank for rank in here if rank not in self._ready]
@@ -568,16 +571,24 @@ class Hub:
         """A rank's wait for the next epoch has timed out. Do nothing if that epoch has begun in the meantime."""
         if not link.waits:
             return
-        waiting = {one.number for one in self._roster if one.waits}
-        absent = [rank for rank in range(self._roster.size) if rank not in waiting]
-        names = ", ".join(self._absence(rank) for rank in absent)
-        self._turn_away(link, CollectiveTimeout(f"rejoin: {link} waited {seconds:g} s for {names}", waiting_for=absent))
+        _, absent = self._rejoining()
+        text = f"rejoin: {link} waited {seconds:g} s for {self._absence(absent)}"
+        self._turn_away(link, CollectiveTimeout(text, waiting_for=absent))
 
-    def _absence(self, rank: int) -> str:
-        link = self._roster.at(rank)
-        if link is None or not link.open:
-            return f"{self._roster.name(rank)}, which was not restarted, or has not called init() yet"
-        return f"{link}, which has not called rejoin()"
+    def _rejoining(self) -> tuple[list[int], list[int]]:
+        """Return the ranks that wait for the next epoch, and the ranks for which they wait."""
+        here = sorted(link.number for link in self._roster if link.waits)
+        return here, [rank for rank in range(self._roster.size) if rank not in here]
+
+    def _absence(self, ranks: Iterable[int]) -> str:
+        """Return the names of these ranks, and why each of them does not wait for the next epoch."""
+        links = {rank: self._roster.at(rank) for rank in ranks}
+        return ", ".join(
+            f"{link}, which has not called rejoin()"
+            if link and link.open
+            else f"{self._roster.name(rank)}, which was not restarted, or has not called init() yet"
+            for rank, link in links.items()
+        )
 
     def _on_bye(self, link: Link, number: int, numbers: dict[str, Any]) -> None:
         if not self._welcomed:

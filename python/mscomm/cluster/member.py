@@ -144,7 +144,7 @@ class Member:
 
         try:
             self._say({"t": "rejoin", "key": key, "facts": {**self._known(), **facts}}, deadline)
-            self._await(answered, deadline, "rejoin")
+            self._await(answered, deadline, "rejoin", key)
         except CollectiveTimeout:
             # Ask the hub which ranks are missing. It may answer instead that all ranks have arrived in the meantime.
             self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
