@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from sessions import clean_environment, run
 
+from mscomm.cluster import hub
+
 ROOT = Path(__file__).parent.parent
 README, GUIDE, ERRORS = ROOT / "README.md", ROOT / "docs/guide.md", ROOT / "docs/errors.md"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
@@ -111,3 +113,11 @@ def test_an_example_prints_its_result(example: str, printed: str) -> None:
     command = [sys.executable, "-m", "mscomm", "run", "-n", "4", ROOT / "examples" / example]
     done = run(command, env=clean_environment())
     assert (done.returncode, done.stdout) == (0, printed), done.stderr
+
+
+def test_the_tables_of_control_frames_name_what_the_hub_handles():
+    page = (ROOT / "docs/design/0001-call.md").read_text()
+    frames = page.partition("\n## Frames\n")[2].partition("\n## ")[0]
+    from_ranks, from_launchers = re.findall(r"^\| to the hub .*\n(?:\|.*\n)+", frames, re.M)
+    for table, handled in ((from_ranks, hub._OF_RANKS), (from_launchers, hub._OF_LAUNCHERS)):
+        assert set(re.findall(r"^\| `([^`]+)`", table, re.M)) == set(handled)

@@ -8,8 +8,9 @@ strided x is read in C order.
 smaller of x and out may be this rank's part of the larger one, as with NCCL: in all_gather, x may be this rank's rows
 of out; in reduce_scatter, out may be this rank's rows of x. Any other overlap raises ValueError.
 
-With `async_op=True`, a function returns a Work immediately, and Work.wait() returns the result. The calls of a group
-run in the order in which they were made.
+With `async_op=True`, a function returns a Work immediately, and Work.wait() returns the result. Until wait() has
+returned or done() is True, do not change x, and neither read nor change out. The calls of a group run in the order in
+which they were made.
 
 If x is on this rank's device (see init), the accelerator runs the call. The function returns as soon as the call is
 enqueued on `stream`, a stream handle of the vendor's library. The default is the current stream of the array's library.

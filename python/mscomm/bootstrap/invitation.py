@@ -57,7 +57,10 @@ class Launcher(Protocol):
     NAME: str
 
     def accept(self, env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-        """Connect to the job. If no connection succeeds, raise an Error that says what was tried."""
+        """Connect to the job. If no connection succeeds, raise an Error that says what was tried.
+
+        permit_plain: whether the user permits a job without a key on ports that other hosts can reach.
+        """
 
 
 class Found(Launcher, Protocol):
