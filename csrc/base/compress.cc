@@ -51,11 +51,7 @@ constexpr Table table = {
     loops<Level, double, Bfloat16>(Dtype::float64, Dtype::bfloat16),
 };
 
-#if defined(__x86_64__)
 constexpr const Table* tables[] = {&table<Baseline>, &table<Avx2>, &table<Avx512>};
-#else
-constexpr const Table* tables[] = {&table<Baseline>};
-#endif
 
 const Loops& loops_for(Dtype wide, Dtype narrow) {
   for (const Loops& row : *tables[levels() - 1])

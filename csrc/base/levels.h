@@ -27,6 +27,9 @@ struct Avx512 {
     body(args...);
   }
 };
+#else  // levels() is 1, so these two levels are never used
+using Avx2 = Baseline;
+using Avx512 = Baseline;
 #endif
 
 }  // namespace mscomm

@@ -44,43 +44,38 @@ template <class T>
   else return x;
 }
 
+template <class T>
+[[gnu::always_inline]] inline T minus(T x) {
+  return std::bit_cast<T>(std::bit_cast<Bits<T>>(x) ^ std::bit_cast<Bits<T>>(T{-0.0}));
+}
+
 // Operations. combine() merges two accumulators, finish() turns the final accumulator into the value that is then rounded,
 // and identity is the neutral value of combine().
 
+template <class T>
 struct Arithmetic {
-  template <class T>
-  [[gnu::always_inline]] static T finish(T x, int) {
-    return one_nan(x);
-  }
+  [[gnu::always_inline]] static T finish(T x, int) { return one_nan(x); }
 };
 
+template <class T>
 struct Select {
-  template <class T>
-  [[gnu::always_inline]] static T finish(T x, int) {
-    return x;
-  }
+  [[gnu::always_inline]] static T finish(T x, int) { return x; }
 };
 
-struct Sum : Arithmetic {
-  template <class T>
+template <class T>
+struct Sum : Arithmetic<T> {
   static constexpr T identity = T{};
-  template <class T>
-  [[gnu::always_inline]] static T combine(T a, T b) {
-    return static_cast<T>(a + b);
-  }
+  [[gnu::always_inline]] static T combine(T a, T b) { return static_cast<T>(a + b); }
 };
 
-struct Avg : Sum {
-  template <class T>
-  [[gnu::always_inline]] static T finish(T x, int divisor) {
-    return one_nan(x / static_cast<T>(divisor));
-  }
+template <class T>
+struct Avg : Sum<T> {
+  [[gnu::always_inline]] static T finish(T x, int divisor) { return one_nan(x / static_cast<T>(divisor)); }
 };
 
-struct Prod : Arithmetic {
-  template <class T>
+template <class T>
+struct Prod : Arithmetic<T> {
   static constexpr T identity = T{1};
-  template <class T>
   [[gnu::always_inline]] static T combine(T a, T b) {
     if constexpr (is_complex<T>) {
       // The real part is a.re * b.re - a.im * b.im. It is written without a minus sign, because GCC 12 would compile the
@@ -92,61 +87,44 @@ struct Prod : Arithmetic {
       return a * b;
     }
   }
-
- private:
-  template <class T>
-  [[gnu::always_inline]] static T minus(T x) {
-    return std::bit_cast<T>(std::bit_cast<Bits<T>>(x) ^ std::bit_cast<Bits<T>>(T{-0.0}));
-  }
 };
 
-struct Min : Select {
-  template <class T>
+template <class T>
+struct Min : Select<T> {
   static constexpr T identity =
       std::numeric_limits<T>::has_infinity ? std::numeric_limits<T>::infinity() : std::numeric_limits<T>::max();
-  template <class T>
   [[gnu::always_inline]] static T combine(T a, T b) {
     if constexpr (std::floating_point<T>) return choose((a < b) | (a != a), a, b);
     return a < b ? a : b;
   }
 };
 
-struct Max : Select {
-  template <class T>
+template <class T>
+struct Max : Select<T> {
   static constexpr T identity =
       std::numeric_limits<T>::has_infinity ? -std::numeric_limits<T>::infinity() : std::numeric_limits<T>::lowest();
-  template <class T>
   [[gnu::always_inline]] static T combine(T a, T b) {
     if constexpr (std::floating_point<T>) return choose((a > b) | (a != a), a, b);
     return a > b ? a : b;
   }
 };
 
-struct And : Select {
-  template <class T>
+template <class T>
+struct And : Select<T> {
   static constexpr T identity = static_cast<T>(~T{});
-  template <class T>
-  [[gnu::always_inline]] static T combine(T a, T b) {
-    return a & b;
-  }
+  [[gnu::always_inline]] static T combine(T a, T b) { return a & b; }
 };
 
-struct Or : Select {
-  template <class T>
+template <class T>
+struct Or : Select<T> {
   static constexpr T identity = T{};
-  template <class T>
-  [[gnu::always_inline]] static T combine(T a, T b) {
-    return a | b;
-  }
+  [[gnu::always_inline]] static T combine(T a, T b) { return a | b; }
 };
 
-struct Xor : Select {
-  template <class T>
+template <class T>
+struct Xor : Select<T> {
   static constexpr T identity = T{};
-  template <class T>
-  [[gnu::always_inline]] static T combine(T a, T b) {
-    return a ^ b;
-  }
+  [[gnu::always_inline]] static T combine(T a, T b) { return a ^ b; }
 };
 
 // Element formats. An element in memory consists of `parts` values of type Part. A complex number has two such values, the real
@@ -198,7 +176,7 @@ template <class T>
 enum class As { element, accumulator };
 
 // out = first op rest[0] op rest[1] ..., where first and out hold elements or accumulators, and rest holds elements.
-template <class Format, class Operation, As from, As to, class... Rest>
+template <class Format, template <class> class Operation, As from, As to, class... Rest>
 [[gnu::always_inline]] inline void pass(void* out, const void* first, int divisor, size_t count, const Rest*... rest) {
   using Part = typename Format::Part;
   using Accumulator = typename Format::Accumulator;
@@ -211,16 +189,16 @@ template <class Format, class Operation, As from, As to, class... Rest>
     } else {
       x = load<Accumulator>(first, i);
     }
-    ((x = Operation::template combine<Accumulator>(x, Format::widen(load<Part>(rest, i)))), ...);
+    ((x = Operation<Accumulator>::combine(x, Format::widen(load<Part>(rest, i)))), ...);
     if constexpr (to == As::element) {
-      store<Part>(out, i, Format::narrow(Operation::template finish<Accumulator>(x, divisor)));
+      store<Part>(out, i, Format::narrow(Operation<Accumulator>::finish(x, divisor)));
     } else {
       store<Accumulator>(out, i, x);
     }
   }
 }
 
-template <class Format, class Operation>
+template <class Format, template <class> class Operation>
 [[gnu::always_inline]] inline void reduce(const void* const* in, int n, int divisor, void* out, size_t count) {
   using enum As;
   constexpr size_t element_bytes = sizeof(typename Format::Part) * Format::parts;
@@ -253,20 +231,20 @@ template <class Format>
   pass<Format, Select, As::element, As::accumulator>(accumulator, in, 1, count);
 }
 
-template <class Format, class Operation>
+template <class Format, template <class> class Operation>
 [[gnu::always_inline]] inline void fold(void* accumulator, const void* in, size_t count) {
   pass<Format, Operation, As::accumulator, As::accumulator>(accumulator, accumulator, 1, count, in);
 }
 
-template <class Format, class Operation>
+template <class Format, template <class> class Operation>
 [[gnu::always_inline]] inline void finish(const void* accumulator, int divisor, void* out, size_t count) {
   pass<Format, Operation, As::accumulator, As::element>(out, accumulator, divisor, count);
 }
 
-template <class Format, class Operation>
+template <class Format, template <class> class Operation>
 void identity(void* out, size_t count) {
   using Accumulator = typename Format::Accumulator;
-  const auto none = Format::narrow(Operation::template identity<Accumulator>);
+  const auto none = Format::narrow(Operation<Accumulator>::identity);
   for (size_t i = 0; i < count * Format::parts; i++) store(out, i, none);
 }
 
@@ -275,7 +253,7 @@ void identity(void* out, size_t count) {
 using Row = std::array<Reduction, ops.size()>;
 using Table = std::array<Row, dtypes.size()>;
 
-template <class Level, class Format, class Operation>
+template <class Level, class Format, template <class> class Operation>
 constexpr Reduction cell() {
   return {
       .element_bytes = sizeof(typename Format::Part) * Format::parts,
@@ -337,9 +315,9 @@ constexpr Table table = {
     complex_row<Level, double>(),
 };
 
-#if defined(__x86_64__)
 constexpr const Table* tables[] = {&table<Baseline>, &table<Avx2>, &table<Avx512>};
 
+#if defined(__x86_64__)
 int detect_levels() {
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2")) return 1;
@@ -351,7 +329,6 @@ constexpr unsigned long default_float_mode = 0x1f80;  // the value of MXCSR afte
 unsigned long float_mode() { return _mm_getcsr(); }
 void set_float_mode(unsigned long mode) { _mm_setcsr(static_cast<unsigned>(mode)); }
 #else
-constexpr const Table* tables[] = {&table<Baseline>};
 int detect_levels() { return 1; }
 #endif
 
