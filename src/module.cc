@@ -13,11 +13,9 @@
 #include <utility>
 
 #include "algo/algorithm.h"
-#include "backend/hccl.h"
 #include "backend/nccl.h"
 #include "base/compress.h"
 #include "base/reduce.h"
-#include "device/acl.h"
 #include "device/cuda.h"
 #include "src/calls.h"
 #include "src/dlpack.h"

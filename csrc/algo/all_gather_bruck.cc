@@ -6,7 +6,7 @@ namespace mscomm {
 
 void all_gather_bruck(const Call& call, const Ranks& ranks, const Wait& wait) {
   const int n = ranks.mesh->size(), me = ranks.mesh->rank();
-  const Blocks blocks = Blocks::gathered(call, n);
+  const Blocks blocks = Blocks::of(call, n);
   char* const rotated = ranks.scratch_of(blocks.total());
   copy(rotated, call.x, call.x_bytes);
   gather_bruck(*ranks.mesh, blocks, rotated, wait);

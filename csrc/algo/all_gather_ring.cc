@@ -4,7 +4,7 @@
 namespace mscomm {
 
 void all_gather_ring(const Call& call, const Ranks& ranks, const Wait& wait) {
-  const Blocks blocks = Blocks::gathered(call, ranks.mesh->size());
+  const Blocks blocks = Blocks::of(call, ranks.mesh->size());
   copy(call.result() + blocks.begin(ranks.mesh->rank()), call.x, call.x_bytes);
   gather_ring(call, *ranks.mesh, blocks, wait);
 }

@@ -12,7 +12,6 @@
 //    ranks' buffers for tiny messages, and reduces them itself. This takes one round, or two if the x of some rank is in a heap.
 #include <algorithm>
 #include <array>
-#include <cstring>
 
 #include "algo/arena_steps.h"
 #include "algo/order.h"
@@ -53,7 +52,7 @@ void in_heaps(const Call& call, const Ranks& ranks, const Wait& wait) {
     const size_t now = std::min(hot, mine.end - at);
     for (int rank = 0; rank < n; rank++) in[rank] = x[rank] + at;
     reduce_in_order(call.signature, ranks.layout, in.data(), out[0] + at, now);
-    for (size_t i = 1; i < out.size(); i++) std::memcpy(out[i] + at, out[0] + at, now);
+    for (size_t i = 1; i < out.size(); i++) copy(out[i] + at, out[0] + at, now);
   }
   arena.round(wait);
 }

@@ -20,11 +20,16 @@ void all_reduce_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
   for (size_t k = 0; k < windows(parts.bytes(me), window_bytes); k++) {
     const Range now = piece(parts.bytes(me), window_bytes, k);
     reduce_window(call, ranks, parts, k, mine + now.begin, wait);
-    send_to_all(mesh, mine + now.begin, now.bytes());
+    std::vector<Piece> out;
+    for (int i = 1; i < n; i++) out.push_back({(me + i) % n, mine + now.begin, now.bytes()});
+    mesh.send(out);
   }
   // x and out may be the same array, because a result that arrives from a peer overwrites only data of x that the peer has
-  // already received from this rank.
-  receive_blocks(call, mesh, parts, wait);
+  // already received from this rank. exchange() also sends all data that is still queued.
+  std::vector<Piece> in;
+  for (int from = 0; from < n; from++)
+    if (from != me) in.push_back({from, call.result() + parts.begin(from), parts.bytes(from)});
+  mesh.exchange({}, in, wait);
 }
 
 }  // namespace mscomm

@@ -41,12 +41,7 @@ class AtHome final : public Watch {
     // less often.
     if (!broken() && seconds_since(looked_) < longest_sleep_ms * 1e-3) return;
     looked_ = Clock::now();
-    const auto in_group = [this, &missing] {
-      std::vector<int> ranks = missing();
-      for (int& rank : ranks) rank = layout_.at_home()[rank];
-      return ranks;
-    };
-    wait_.watch.look(deadline, {in_group, missing.by_memory});
+    wait_.watch.look(deadline, {[&] { return renumbered(missing(), layout_.at_home()); }, missing.by_memory});
   }
   bool broken() const override { return wait_.watch.broken(); }
 
@@ -135,6 +130,16 @@ class Hierarchy {
     const Range bytes = part(all * a, static_cast<int>(hosts()), static_cast<int>(host));
     return {bytes.begin / a, bytes.bytes() / a};
   }
+  // Returns the shares of this rank's slice of chunk k that the other hosts merge. begin: the memory of the slice. bytes: the
+  // size of one number in this memory. even_empty: whether to return empty shares, too.
+  std::vector<Piece> shares(size_t k, char* begin, size_t bytes, bool even_empty) const {
+    std::vector<Piece> pieces;
+    for (const size_t host : layout_.others) {
+      const Span now = share(k, host);
+      if (even_empty || now.count > 0) pieces.push_back({owner(host), begin + now.begin * bytes, now.count * bytes});
+    }
+    return pieces;
+  }
   char* staged(int place, size_t step) const { return arena_->chunk(place, first_ + step); }
   bool out_in_heap(int place) const { return arena_->posted(place).out_offset != not_in_heap; }
   int at_hand() const { return static_cast<int>(layout_.at_home().size()); }
@@ -180,15 +185,8 @@ class Hierarchy {
   }
   void send_partial(size_t k) {
     if (!owns()) return;
-    std::vector<Piece> out;
-    for (const size_t host : layout_.others) {
-      const Span now = share(k, host);
-      // The first piece is sent even if it is empty, because its header says which call this rank is in.
-      if (k == 0 || now.count > 0)
-        out.push_back(
-            {owner(host), partial_[k % buffers] + now.begin * row_.accumulator_bytes, now.count * row_.accumulator_bytes});
-    }
-    mesh_.send(out);
+    // The first pieces are sent even if they are empty, because their headers say which call this rank is in.
+    mesh_.send(shares(k, partial_[k % buffers], row_.accumulator_bytes, k == 0));
   }
   // This rank owns one slice of chunk k, and each host merges one share of that slice. merge() adds up the partial sums of all
   // hosts for this host's share, and sends the result to the other hosts. If in_one_latency(), every host merges the whole slice,
@@ -217,12 +215,7 @@ class Hierarchy {
   // Receives the results that the other hosts have merged for this rank's slice of chunk k.
   void collect(size_t k) {
     if (!owns() || in_one_latency()) return;
-    std::vector<Piece> in;
-    for (const size_t host : layout_.others) {
-      const Span theirs = share(k, host);
-      if (theirs.count > 0)
-        in.push_back({owner(host), result_[k % buffers] + theirs.begin * row_.element_bytes, theirs.count * row_.element_bytes});
-    }
+    const std::vector<Piece> in = shares(k, result_[k % buffers], row_.element_bytes, false);
     // A host sends its result of chunk k after it has received our partial sums of chunk k. So when all these results have
     // arrived, the buffer with our sums is free. But a host with an empty share sends no result. If there may be such hosts, wait
     // until all our data has been sent.

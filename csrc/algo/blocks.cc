@@ -40,12 +40,9 @@ size_t Blocks::largest() const {
   return most;
 }
 
-Blocks Blocks::gathered(const Call& call, int n) {
-  return call.counts.empty() ? Blocks(call.bytes(), n) : Blocks(call.counts.data(), n, 1, call.element_bytes());
-}
-
-Blocks Blocks::divided(const Call& call, int n) {
-  return call.counts.empty() ? Blocks(call.bytes() / n, n) : Blocks(call.counts.data(), n, 1, call.element_bytes());
+Blocks Blocks::of(const Call& call, int n) {
+  if (!call.counts.empty()) return Blocks(call.counts.data(), n, 1, call.element_bytes());
+  return Blocks(divides(call.signature.what) ? call.bytes() / n : call.bytes(), n);
 }
 
 }  // namespace mscomm

@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
 #include "base/call.h"
@@ -22,11 +21,6 @@ Range part(size_t bytes, int parts, int index);
 Range piece(size_t bytes, size_t piece_bytes, size_t index);
 size_t pieces(size_t bytes, size_t piece_bytes);
 
-// Copies `bytes` bytes. Does nothing if `bytes` is 0, or if `to` and `from` are the same.
-inline void copy(void* to, const void* from, size_t bytes) {
-  if (bytes && to != from) std::memcpy(to, from, bytes);
-}
-
 // Copies all bytes except those in the range `but`.
 inline void copy_but(char* to, const char* from, size_t bytes, Range but) {
   copy(to, from, but.begin);
@@ -43,10 +37,9 @@ class Blocks {
   // Returns the parts into which part() cuts a message for n ranks. The first part is the largest.
   static Blocks parts(size_t bytes, int n);
 
-  // Returns the parts of the result of an all_gather or gather, indexed by the rank that they come from.
-  static Blocks gathered(const Call& call, int n);
-  // Returns the parts into which a reduce_scatter or scatter divides x, indexed by the rank that receives them.
-  static Blocks divided(const Call& call, int n);
+  // For a reduce_scatter or scatter, returns the parts into which it divides x, indexed by the rank that receives them. For an
+  // all_gather or gather, returns the parts of its result, indexed by the rank that they come from.
+  static Blocks of(const Call& call, int n);
 
   int size() const { return n_; }
   size_t begin(int rank) const { return ends_.empty() ? rank * each_bytes_ : rank == 0 ? 0 : ends_[rank - 1]; }

@@ -44,19 +44,6 @@ void send_blocks(const Call& call, Mesh& mesh, const Blocks& blocks, size_t piec
   mesh.send(out);
 }
 
-void receive_blocks(const Call& call, Mesh& mesh, const Blocks& blocks, const Wait& wait) {
-  std::vector<Piece> in;
-  for (int from = 0; from < mesh.size(); from++)
-    if (from != mesh.rank()) in.push_back({from, call.result() + blocks.begin(from), blocks.bytes(from)});
-  mesh.exchange({}, in, wait);
-}
-
-void send_to_all(Mesh& mesh, const char* data, size_t bytes) {
-  std::vector<Piece> out;
-  for (int i = 1; i < mesh.size(); i++) out.push_back({(mesh.rank() + i) % mesh.size(), const_cast<char*>(data), bytes});
-  mesh.send(out);
-}
-
 void reduce_in_one_latency(const Call& call, const Ranks& ranks, const Wait& wait) {
   Mesh& mesh = *ranks.mesh;
   const int n = mesh.size(), me = mesh.rank(), root = call.signature.root;

@@ -38,10 +38,6 @@ void relay(const Call& call, Mesh& mesh, int parent, const std::vector<int>& chi
 
 // Queues the blocks of x for all other ranks. If piece_bytes is given, queues only piece k of each block.
 void send_blocks(const Call& call, Mesh& mesh, const Blocks& blocks, size_t piece_bytes = SIZE_MAX, size_t k = 0);
-// Receives one block of out from every other rank, and also sends all data that is still queued.
-void receive_blocks(const Call& call, Mesh& mesh, const Blocks& blocks, const Wait& wait);
-// Queues the same bytes to be sent to all other ranks.
-void send_to_all(Mesh& mesh, const char* data, size_t bytes);
 // Reduces x on the root, or on all ranks if the call has no root. Every rank sends its whole x to each rank that gets the result.
 void reduce_in_one_latency(const Call& call, const Ranks& ranks, const Wait& wait);
 // Receives window k of this rank's block from all other ranks, reduces these windows together with this rank's own, and writes

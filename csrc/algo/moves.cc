@@ -6,15 +6,6 @@
 
 namespace mscomm {
 
-namespace {
-
-Blocks parts_of(const Call& call, int n) {
-  if (divides(call.signature.what)) return Blocks::divided(call, n);
-  return gathers(call.signature.what) ? Blocks::gathered(call, n) : Blocks(call.bytes(), 1);
-}
-
-}  // namespace
-
 // The signature of a head may name the root of the call that follows, although the collective that moves the head has no root. So
 // signature.root is used only if this collective has a root.
 Moves::Moves(const Call& call, int n, int me, Of of)
@@ -23,7 +14,7 @@ Moves::Moves(const Call& call, int n, int me, Of of)
       to_root_(call.signature.what == Collective::gather),
       divides_(divides(call.signature.what)),
       gathers_(gathers(call.signature.what) || call.signature.what == Collective::all_to_all),
-      parts_(parts_of(call, n)) {
+      parts_(divides_ || gathers(call.signature.what) ? Blocks::of(call, n) : Blocks(call.bytes(), 1)) {
   if (call.signature.what != Collective::all_to_all || call.counts.empty()) return;
   const size_t element = call.element_bytes(), ranks = n;
   for (size_t rank = 0; rank < ranks; rank++) {

@@ -159,20 +159,10 @@ void moves_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
       if (now.bytes() == 0) continue;
       char* const to = call.result() + move.to + now.begin;
       const Post& post = arena.posted(source);
-      switch (way) {
-        case Way::own:
-          copy(to, x + move.from + now.begin, now.bytes());
-          break;
-        case Way::read:
-          copy(to, arena.at(source, post.x_offset + move.from, move.bytes) + now.begin, now.bytes());
-          break;
-        case Way::staged:
-          copy(to, staging.at(source, k), now.bytes());
-          break;
-        case Way::pulled:
-          arena.pull(source, post.x_address + move.from + now.begin, to, now.bytes(), wait);
-          break;
-      }
+      if (way == Way::own) copy(to, x + move.from + now.begin, now.bytes());
+      else if (way == Way::read) copy(to, arena.at(source, post.x_offset + move.from, move.bytes) + now.begin, now.bytes());
+      else if (way == Way::staged) copy(to, staging.at(source, k), now.bytes());
+      else arena.pull(source, post.x_address + move.from + now.begin, to, now.bytes(), wait);
     }
     if (!last || ways->touched()) arena.round(wait);
   }

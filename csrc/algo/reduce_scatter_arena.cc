@@ -8,7 +8,7 @@ namespace mscomm {
 void reduce_scatter_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   Arena& arena = *ranks.arena;
   const int n = arena.size(), me = arena.rank();
-  const Blocks blocks = Blocks::divided(call, n);
+  const Blocks blocks = Blocks::of(call, n);
   const size_t begin = blocks.begin(me), bytes = blocks.bytes(me);
   std::vector<const void*> in(n);
   if (const size_t whole = blocks.total(); whole <= tiny_bytes) {

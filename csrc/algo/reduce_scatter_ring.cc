@@ -5,7 +5,7 @@
 namespace mscomm {
 
 void reduce_scatter_ring(const Call& call, const Ranks& ranks, const Wait& wait) {
-  reduce_ring(call, ranks, Blocks::divided(call, ranks.mesh->size()), call.result(), wait);
+  reduce_ring(call, ranks, Blocks::of(call, ranks.mesh->size()), call.result(), wait);
 }
 
 }  // namespace mscomm

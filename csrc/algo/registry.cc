@@ -76,12 +76,6 @@ constexpr Algorithm table[] = {
     {"chain", Collective::exscan, Carrier::mesh, scan_chain},
 };
 
-}  // namespace
-
-std::span<const Algorithm> algorithms() { return table; }
-
-namespace {
-
 const Algorithm* find(Collective what, std::string_view name) {
   for (const Algorithm& row : table)
     if (row.what == what && row.name == name) return &row;
@@ -127,6 +121,8 @@ std::vector<const Algorithm*> rows_of(Collective what, const Layout& layout, con
 
 }  // namespace
 
+std::span<const Algorithm> algorithms() { return table; }
+
 Layout::Layout(const std::vector<int>& host, int rank, const Forced& forced)
     : rank(rank), size(static_cast<int>(host.size())), here(host.at(rank)) {
   for (int one = 0; one < size; one++) {
@@ -147,14 +143,8 @@ Layout::Layout(const std::vector<int>& host, int rank, const Forced& forced)
 }
 
 bool Layout::allows(Carrier carrier) const {
-  switch (carrier) {
-    case Carrier::arena:
-      return hosts.size() == 1;
-    case Carrier::both:
-      return hosts.size() > 1 && std::ssize(hosts) < size;
-    default:
-      return true;
-  }
+  if (carrier == Carrier::arena) return hosts.size() == 1;
+  return carrier == Carrier::mesh || (hosts.size() > 1 && std::ssize(hosts) < size);
 }
 
 }  // namespace mscomm

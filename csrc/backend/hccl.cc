@@ -1,21 +1,21 @@
-#include "backend/hccl.h"
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <future>
 #include <optional>
 #include <thread>
 #include <utility>
 
+#include "backend/library.h"
 #include "base/error.h"
 
 namespace mscomm {
 
 namespace {
+
+// The declarations are our own, and follow the hccl and hcomm headers.
 
 using Comm = void*;
 
@@ -83,18 +83,17 @@ struct Functions {
   int (*async_error)(Comm comm, int* result) = need("HcclGetCommAsyncError");
   const char* (*error_string)(int result) = find("HcclGetErrorString");
   uint32_t (*capability)() = find("HcclGetCommConfigCapability");
-  int (*all_reduce)(void* x, void* out, uint64_t count, int type, int op, Comm comm, StreamHandle stream) = need("HcclAllReduce");
-  int (*reduce)(void* x, void* out, uint64_t count, int type, int op, uint32_t root, Comm comm,
+  // In the library's headers, x is not const, although these functions only read it.
+  int (*all_reduce)(const void* x, void* out, uint64_t count, int type, int op, Comm comm,
+                    StreamHandle stream) = need("HcclAllReduce");
+  int (*reduce)(const void* x, void* out, uint64_t count, int type, int op, uint32_t root, Comm comm,
                 StreamHandle stream) = need("HcclReduce");
-  int (*reduce_scatter)(void* x, void* out, uint64_t count, int type, int op, Comm comm,
+  int (*reduce_scatter)(const void* x, void* out, uint64_t count, int type, int op, Comm comm,
                         StreamHandle stream) = need("HcclReduceScatter");
-  int (*all_gather)(void* x, void* out, uint64_t count, int type, Comm comm, StreamHandle stream) = need("HcclAllGather");
+  int (*all_gather)(const void* x, void* out, uint64_t count, int type, Comm comm, StreamHandle stream) = need("HcclAllGather");
   int (*broadcast)(void* data, uint64_t count, int type, uint32_t root, Comm comm, StreamHandle stream) = need("HcclBroadcast");
   int (*batch_send_recv)(Item* items, uint32_t count, Comm comm, StreamHandle stream) = need("HcclBatchSendRecv");
 };
-
-// The library takes non-const pointers even to memory that it only reads.
-void* read_only(const void* x) { return const_cast<void*>(x); }
 
 // HCCL's types in the order of Dtype, and its operations in the order of Op.
 constexpr Numbers numbers{
@@ -152,8 +151,7 @@ class Hccl final : public Vendor {
   }
 
   Error error(int result, const char* what) const {
-    const auto* known =
-        std::find_if(std::begin(meanings), std::end(meanings), [&](const Meaning& one) { return one.code == result; });
+    const auto* known = std::ranges::find(meanings, result, &Meaning::code);
     const char* own = functions.error_string ? functions.error_string(result) : nullptr;
     constexpr int remote = 21;
     return {result == remote ? "PeerLost" : "Error", std::string(what) + ": " + (own ? std::string(own) + ", " : "") + "code " +
@@ -186,18 +184,14 @@ class HcclGroup final : public VendorGroup {
     // The library's join function waits for the other ranks. So a separate thread calls the function, and is left behind if the
     // function does not return. The thread can safely outlive this object, because it has its own copies of the function
     // pointers, and because the libraries are never closed.
-    std::promise<Joined> joined;
-    joining_ = joined.get_future();
-    std::thread([joined = std::move(joined), functions = functions_, runtime = runtime_, id, size, rank, device]() mutable {
-      try {
-        const Runtime::Current current(*runtime, device);
-        Comm comm = nullptr;
-        const int result = functions.init(static_cast<uint32_t>(size), id.data(), static_cast<uint32_t>(rank), &comm);
-        joined.set_value({result, {comm, functions.destroy}});
-      } catch (...) {
-        joined.set_exception(std::current_exception());
-      }
-    }).detach();
+    std::packaged_task<Joined()> join([functions = functions_, runtime = runtime_, id, size, rank, device] {
+      const Runtime::Current current(*runtime, device);
+      Comm comm = nullptr;
+      const int result = functions.init(size, id.data(), rank, &comm);
+      return Joined{result, {comm, functions.destroy}};
+    });
+    joining_ = join.get_future();
+    std::thread(std::move(join)).detach();
   }
 
   ~HcclGroup() override {
@@ -207,32 +201,28 @@ class HcclGroup final : public VendorGroup {
 
   void all_reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) override {
     const VendorReduction how = library_.reduction(dtype, op);
-    library_.check(functions_.all_reduce(read_only(x), out, count * how.factor, how.type, how.op, comm_, stream),
-                   "HcclAllReduce");
+    library_.check(functions_.all_reduce(x, out, count * how.factor, how.type, how.op, comm_, stream), "HcclAllReduce");
   }
 
   void reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, int root, StreamHandle stream) override {
     const VendorReduction how = library_.reduction(dtype, op);
     // The library needs memory for the result on every rank, not only on the root.
     void* const target = rank_ == root ? out : scratch(count * size_of(dtype));
-    library_.check(
-        functions_.reduce(read_only(x), target, count * how.factor, how.type, how.op, static_cast<uint32_t>(root), comm_, stream),
-        "HcclReduce");
+    library_.check(functions_.reduce(x, target, count * how.factor, how.type, how.op, root, comm_, stream), "HcclReduce");
   }
 
   void reduce_scatter(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) override {
     const VendorReduction how = library_.reduction(dtype, op);
-    library_.check(functions_.reduce_scatter(read_only(x), out, count * how.factor, how.type, how.op, comm_, stream),
-                   "HcclReduceScatter");
+    library_.check(functions_.reduce_scatter(x, out, count * how.factor, how.type, how.op, comm_, stream), "HcclReduceScatter");
   }
 
   void all_gather(const void* x, void* out, size_t bytes, StreamHandle stream) override {
-    library_.check(functions_.all_gather(read_only(x), out, bytes, t_int8, comm_, stream), "HcclAllGather");
+    library_.check(functions_.all_gather(x, out, bytes, t_int8, comm_, stream), "HcclAllGather");
   }
 
   void broadcast(const void* x, void* out, size_t bytes, int root, StreamHandle stream) override {
     if (rank_ == root && x != out) runtime_->copy(out, x, bytes, stream);  // the library has one argument for x and out
-    library_.check(functions_.broadcast(out, bytes, t_int8, static_cast<uint32_t>(root), comm_, stream), "HcclBroadcast");
+    library_.check(functions_.broadcast(out, bytes, t_int8, root, comm_, stream), "HcclBroadcast");
   }
 
   void exchange(std::span<const Part> parts, StreamHandle stream) override {

@@ -20,11 +20,23 @@ class HostBackend final : public Backend {
       : layout_(std::move(layout)), arena_(std::move(arena)), mesh_(std::move(mesh)) {}
 
   void run(const Call& call, const Wait& wait) override;
-  void shut_down() override;
-  void withdraw(const Call& call) override;
-  void last_look() override;
-  void close() override;
-  void close_descriptors() override;
+  void shut_down() override {
+    if (arena_) arena_->ring();
+    if (mesh_) mesh_->shut_down();
+  }
+  void withdraw(const Call& call) override {
+    if (arena_ && algorithm_of(call).carrier != Carrier::mesh) arena_->withdraw(call);
+  }
+  void last_look() override {
+    if (mesh_) mesh_->last_look();
+  }
+  void close() override {
+    constexpr double delivery_s = 5;
+    if (mesh_) mesh_->close(delivery_s);
+  }
+  void close_descriptors() override {
+    if (mesh_) mesh_->close_descriptors();
+  }
 
   const Layout& layout() const { return layout_; }
   const Arena* arena() const { return arena_.get(); }

@@ -31,6 +31,13 @@ Turn& issuing_on(const Runtime* runtime, int device) {
   return all[{runtime, device}];
 }
 
+// Called at intervals while a call waits to be enqueued. Throws at the deadline. why: what the call waits for.
+void look(const Wait& wait, const std::string& why) {
+  if (wait.deadline.passed())
+    throw Error("CollectiveTimeout", "it could not be enqueued within " + seconds_text(wait.deadline.timeout_s()) + ": " + why);
+  wait.look({});
+}
+
 }  // namespace
 
 VendorBackend::VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id,
@@ -59,8 +66,6 @@ VendorBackend::~VendorBackend() {
   else thread_->detach();  // the thread hangs in the library; it shares ownership of everything that it uses
 }
 
-void VendorBackend::observe(Observer* observer) { watcher_->observe(observer); }
-
 void VendorBackend::run(const Call& call, const Wait& wait) {
   const Runtime::Current current(*runtime_, device_);
   std::unique_lock issuing(issuing_, std::defer_lock);
@@ -85,12 +90,8 @@ void VendorBackend::run(const Call& call, const Wait& wait) {
 }
 
 void VendorBackend::take(std::unique_lock<Turn>& issuing, const Wait& wait) {
-  while (!issuing.try_lock_for(std::chrono::milliseconds(longest_sleep_ms))) {
-    if (wait.deadline.passed())
-      throw Error("CollectiveTimeout", "it could not be enqueued within " + seconds_text(wait.deadline.timeout_s()) +
-                                           ": another call on this device is being enqueued");
-    wait.look({});
-  }
+  while (!issuing.try_lock_for(std::chrono::milliseconds(longest_sleep_ms)))
+    look(wait, "another call on this device is being enqueued");
 }
 
 // Waits until the library has set up the call. In the first call of each kind, the library may connect to other ranks. These
@@ -105,10 +106,7 @@ void VendorBackend::settle(std::unique_lock<Turn>& issuing, const Wait& wait) {
       std::this_thread::yield();
       continue;
     }
-    if (wait.deadline.passed())
-      throw Error("CollectiveTimeout", "it could not be enqueued within " + seconds_text(wait.deadline.timeout_s()) + ": " +
-                                           std::string(group_->vendor().name()) + " waits for other ranks");
-    wait.look({});
+    look(wait, std::string(group_->vendor().name()) + " waits for other ranks");
     std::this_thread::sleep_for(pause);
     pause = std::min<std::chrono::microseconds>(2 * pause, 10ms);
   }
@@ -128,38 +126,27 @@ void VendorBackend::enqueue(const Call& call, StreamHandle stream) {
 // Enqueues a collective for which the library has a function.
 void VendorBackend::enqueue_whole(VendorGroup& group, const Call& call, StreamHandle stream) {
   const Signature& signature = call.signature;
+  const Collective what = signature.what;
   const uint64_t count = signature.count;
   const Dtype dtype = signature.dtype;
   const Op op = signature.op;
-  switch (signature.what) {
-    case Collective::all_reduce:
-      return group.all_reduce(call.x, call.out, count, dtype, op, stream);
-    case Collective::reduce:
-      return group.reduce(call.x, call.out, count, dtype, op, signature.root, stream);
-    case Collective::broadcast:
-      return group.broadcast(signature.root == rank_ ? call.x : call.out, call.out, call.bytes(), signature.root, stream);
-    case Collective::reduce_scatter:
-      if (call.counts.empty()) return group.reduce_scatter(call.x, call.out, count / size_, dtype, op, stream);
-      return group.batch([&] {
-        const char* part = call.in();
-        for (int rank = 0; rank < size_; rank++) {
-          void* const out = rank == rank_ ? call.out : nullptr;
-          if (call.counts[rank]) group.reduce(part, out, call.counts[rank], dtype, op, rank, stream);
-          part += call.counts[rank] * call.element_bytes();
-        }
-      });
-    case Collective::all_gather:
-      return group.all_gather(call.x, call.out, call.bytes(), stream);
-    case Collective::gather:
-    case Collective::scatter:
-    case Collective::all_to_all:
-      throw Error("Error", "only exchange() enqueues collectives that move parts");
-    case Collective::barrier:
-      throw Error("Error", "a barrier has no array, so it runs on the CPU");
-    case Collective::scan:
-    case Collective::exscan:
-      throw Error("Error", "a scan runs on the CPU: no vendor's library has one");
-  }
+  if (what == Collective::barrier) throw Error("Error", "a barrier has no array, so it runs on the CPU");
+  if (scans(what)) throw Error("Error", "a scan runs on the CPU: no vendor's library has one");
+  if (what == Collective::all_reduce) return group.all_reduce(call.x, call.out, count, dtype, op, stream);
+  if (what == Collective::reduce) return group.reduce(call.x, call.out, count, dtype, op, signature.root, stream);
+  if (what == Collective::all_gather) return group.all_gather(call.x, call.out, call.bytes(), stream);
+  if (what == Collective::broadcast)
+    return group.broadcast(signature.root == rank_ ? call.x : call.out, call.out, call.bytes(), signature.root, stream);
+  if (what != Collective::reduce_scatter) throw Error("Error", "only exchange() enqueues collectives that move parts");
+  if (call.counts.empty()) return group.reduce_scatter(call.x, call.out, count / size_, dtype, op, stream);
+  group.batch([&] {
+    const char* part = call.in();
+    for (int rank = 0; rank < size_; rank++) {
+      void* const out = rank == rank_ ? call.out : nullptr;
+      if (call.counts[rank]) group.reduce(part, out, call.counts[rank], dtype, op, rank, stream);
+      part += call.counts[rank] * call.element_bytes();
+    }
+  });
 }
 
 // Enqueues a collective that only moves data: each rank sends and receives parts.
@@ -212,17 +199,5 @@ void VendorBackend::clear(void* memory, size_t bytes, StreamHandle stream) {
   const Runtime::Current current(*runtime_, device_);
   if (bytes) runtime_->clear(memory, bytes, stream);
 }
-
-bool VendorBackend::converts(Dtype part, Dtype bucket) const { return runtime_->converts(device_, part, bucket); }
-
-std::string VendorBackend::refuses(Dtype dtype, Op op) const { return group_->vendor().refuses(dtype, op); }
-
-size_t VendorBackend::pending() const { return watcher_->pending(); }
-
-void VendorBackend::shut_down() { watcher_->abort(); }
-
-void VendorBackend::close() { watcher_->finish(); }
-
-void VendorBackend::close_descriptors() { (void)thread_.release(); }
 
 }  // namespace mscomm

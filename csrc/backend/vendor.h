@@ -29,7 +29,7 @@ class VendorBackend final : public Backend {
   ~VendorBackend() override;
 
   // Sets the observer. Must be called before the first run(), and with nullptr before the observer is destroyed.
-  void observe(Observer* observer);
+  void observe(Observer* observer) { watcher_->observe(observer); }
 
   // Returns when the call has been enqueued. The observer is notified when the call has completed.
   void run(const Call& call, const Wait& wait) override;
@@ -41,17 +41,17 @@ class VendorBackend final : public Backend {
   // Fills device memory with zeros, in stream order.
   void clear(void* memory, size_t bytes, StreamHandle stream);
   // Returns whether the device has kernels that scale elements and, if the dtypes differ, also cast them.
-  bool converts(Dtype part, Dtype bucket) const;
+  bool converts(Dtype part, Dtype bucket) const { return runtime_->converts(device_, part, bucket); }
   // Returns why the library cannot reduce elements of this type with this operation, or "" if it can.
-  std::string refuses(Dtype dtype, Op op) const;
+  std::string refuses(Dtype dtype, Op op) const { return group_->vendor().refuses(dtype, op); }
   // Returns the number of calls that have not completed.
-  size_t pending() const;
+  size_t pending() const { return watcher_->pending(); }
 
-  void shut_down() override;
+  void shut_down() override { watcher_->abort(); }
   void withdraw(const Call&) override {}  // no peer can access a device's arrays
   void last_look() override {}
-  void close() override;
-  void close_descriptors() override;
+  void close() override { watcher_->finish(); }
+  void close_descriptors() override { (void)thread_.release(); }
 
  private:
   void take(std::unique_lock<Turn>& issuing, const Wait& wait);

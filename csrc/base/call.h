@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <utility>
@@ -84,6 +85,11 @@ struct Differs {
 // Returns the error for ranks that made different calls. who: for example "the ranks of group pair". callers: each call as text,
 // with the ranks that made it, lowest rank first.
 Error mismatch(const std::string& who, const std::vector<std::pair<std::string, std::vector<int>>>& callers);
+
+// Copies `bytes` bytes. Does nothing if `bytes` is 0, or if `to` and `from` are the same.
+inline void copy(void* to, const void* from, size_t bytes) {
+  if (bytes && to != from) std::memcpy(to, from, bytes);
+}
 
 // Returns a number of bytes as text: "4 MiB", "7 B".
 std::string in_units(uint64_t bytes);

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string_view>
 
 namespace mscomm {
@@ -95,14 +96,12 @@ inline constexpr std::array<DtypeRow, 15> dtypes{{
     {"complex128", 16},
 }};
 inline constexpr std::array<std::string_view, 8> ops{"sum", "prod", "min", "max", "avg", "band", "bor", "bxor"};
-inline constexpr std::array<std::string_view, 11> collectives{"all_reduce", "all_gather", "reduce_scatter", "broadcast",
-                                                              "reduce",     "gather",     "scatter",        "all_to_all",
-                                                              "barrier",    "scan",       "exscan"};
 inline constexpr std::array<std::string_view, 21> functions{
     "all_reduce",       "all_gather",       "reduce_scatter", "broadcast", "reduce",       "gather",
     "scatter",          "all_to_all",       "barrier",        "scan",      "exscan",       "all_reduce_many",
     "all_gather_v",     "reduce_scatter_v", "gather_v",       "scatter_v", "all_to_all_v", "all_gather_object",
     "broadcast_object", "gather_object",    "scatter_object"};
+inline constexpr auto collectives = std::span(functions).first<11>();  // the enum Function begins with the collectives
 
 constexpr std::string_view name(Dtype dtype) {
   return dtype == Dtype::object ? "object" : dtypes[static_cast<size_t>(dtype)].name;

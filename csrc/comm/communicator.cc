@@ -266,7 +266,6 @@ void Communicator::work() {
 
 // Runs one call. If the call fails, breaks the group, and throws the first cause of the group's failure.
 void Communicator::execute(const Call& call, const Deadline& deadline, bool its_turn) {
-  const uint64_t number = call.signature.number;
   try {
     if (!its_turn) queue_for(call.signature, deadline);
     recorder_.begin(call.signature, its_turn ? deadline.start() : Clock::now());
@@ -278,7 +277,7 @@ void Communicator::execute(const Call& call, const Deadline& deadline, bool its_
   } catch (...) {
     fail(&call, "");
   }
-  if (!call.stream) recorder_.end(number, Record::State::done);
+  if (!call.stream) recorder_.end(call.signature.number, Record::State::done);
 }
 
 void Communicator::queue_for(const Signature& call, const Deadline& deadline) {
@@ -503,11 +502,6 @@ Error Communicator::differing(const Differs& differs) const {
 std::string Communicator::current() const {
   const auto last = recorder_.last();
   return last ? brief(last->signature) : "the first call";
-}
-
-std::vector<int> Communicator::in_job(std::vector<int> ranks) const {
-  for (int& rank : ranks) rank = in_job(rank);
-  return ranks;
 }
 
 std::string Communicator::named(const std::vector<int>& ranks) const {

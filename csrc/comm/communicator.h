@@ -249,7 +249,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   const std::string& name_of(int rank) const { return peers_->names[in_job(rank)]; }
   int in_job(int rank) const { return ranks_[rank]; }
   int host_of(int rank) const { return peers_->hosts[in_job(rank)]; }
-  std::vector<int> in_job(std::vector<int> ranks) const;
+  std::vector<int> in_job(const std::vector<int>& ranks) const { return renumbered(ranks, ranks_); }
   std::string named(const std::vector<int>& ranks) const;
   void look_for_the_dead(const std::vector<int>& ranks, const Missing& missing) const;
   void say_waiting(double waited_s, const std::vector<int>& missing, bool by_memory);

@@ -30,8 +30,7 @@ std::unique_ptr<HostBackend> carriers_of(Founding& founding, const Peers& peers,
   }
   std::unique_ptr<Arena> arena;
   if (layout.arena) {
-    std::vector<int> at_home = layout.at_home();
-    for (int& rank : at_home) rank = ranks[rank];
+    std::vector<int> at_home = renumbered(layout.at_home(), ranks);
     arena = std::make_unique<Arena>(std::move(at_home), layout.place, peers.heaps, founding.control, founding.spin);
   }
   return std::make_unique<HostBackend>(std::move(founding.layout), std::move(arena), std::move(mesh));

@@ -5,7 +5,6 @@
 // nvcc compiles this file for devices, and the host compiler compiles it for tests (tests/core/cuda_on_cpu.h). Both compilers
 // give the same bits, because every operation rounds once (--fmad=false), subnormal numbers are kept, and every computed NaN is
 // replaced with the same NaN.
-#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 

@@ -1,9 +1,8 @@
-#include "device/acl.h"
-
 #include <cstdint>
 #include <mutex>
 
 #include "base/error.h"
+#include "device/runtime.h"
 
 namespace mscomm {
 

@@ -36,8 +36,7 @@ bool aligned(const void* address, size_t bytes) { return reinterpret_cast<uintpt
 // Returns whether every array is aligned to its element size. An array can be unaligned only if it is a view of bytes.
 bool aligned(const Packing& packing) {
   return aligned(packing.bucket, size_of(packing.bucket_dtype)) && aligned(packing.residual, sizeof(float)) &&
-         std::all_of(packing.parts.begin(), packing.parts.end(),
-                     [&](const Packing::Part& part) { return aligned(part.data, size_of(packing.dtype)); });
+         std::ranges::all_of(packing.parts, [&](auto& part) { return aligned(part.data, size_of(packing.dtype)); });
 }
 
 int kernel_for(const Packing& packing, uint64_t unit) {

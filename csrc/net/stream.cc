@@ -7,7 +7,6 @@
 #include <poll.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -108,10 +107,12 @@ void Stream::deliver(const Deadline& deadline) {
   }
 }
 
-void deliver_all(std::vector<Stream> streams, double timeout_s) {
+void deliver_all(std::vector<std::optional<Stream>> streams, double timeout_s) {
   const Deadline deadline(timeout_s);
-  for (const Stream& stream : streams) ::shutdown(stream.fd(), SHUT_WR);
-  for (Stream& stream : streams) stream.deliver(deadline);
+  for (const auto& stream : streams)
+    if (stream) ::shutdown(stream->fd(), SHUT_WR);
+  for (auto& stream : streams)
+    if (stream) stream->deliver(deadline);
 }
 
 void Stream::shut_down() const { ::shutdown(fd(), SHUT_RDWR); }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -54,7 +55,7 @@ class Stream {
   };
 
  private:
-  friend void deliver_all(std::vector<Stream> streams, double timeout_s);
+  friend void deliver_all(std::vector<std::optional<Stream>> streams, double timeout_s);
   void deliver(const Deadline& deadline);
 
   Descriptor fd_;
@@ -65,6 +66,6 @@ class Stream {
 
 // Waits for at most timeout_s until the peers' kernels have received all bytes that were sent, and then closes the streams. Drops
 // all bytes that arrive from the peers in the meantime.
-void deliver_all(std::vector<Stream> streams, double timeout_s);
+void deliver_all(std::vector<std::optional<Stream>> streams, double timeout_s);
 
 }  // namespace mscomm

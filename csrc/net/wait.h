@@ -23,6 +23,12 @@ struct Missing {
   std::vector<int> operator()() const { return ranks(); }
 };
 
+// Returns `ranks`, each replaced with the number that `numbers` has for it, such as its rank in a larger group.
+inline std::vector<int> renumbered(std::vector<int> ranks, const std::vector<int>& numbers) {
+  for (int& rank : ranks) rank = numbers[rank];
+  return ranks;
+}
+
 // A Watch checks whether a wait must end early: whether the group was aborted, a peer has died, or Python has a signal to handle.
 // look() throws to end the wait.
 class Watch {

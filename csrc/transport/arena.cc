@@ -32,8 +32,6 @@ Arena::~Arena() {
   if (getpid() == owner_) control_.common().closed.fetch_add(1);
 }
 
-uint64_t Arena::reserve(Heap& heap, int size) { return heap.reserve(Control::bytes(size)); }
-
 void Arena::release(Heap& heap, uint64_t control, int size) {
   const auto& closed = Control(heap.mapping().begin() + control, size).common().closed;
   heap.release_when(control, [&closed, size] { return closed.load() == static_cast<uint32_t>(size); });

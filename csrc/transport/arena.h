@@ -30,7 +30,7 @@ class Arena {
 
   // Only the lowest rank calls reserve(), release() and abandon(). It must call reserve() before any rank creates an Arena.
   // reserve() reserves zero-filled control memory for a group of `size` ranks, and returns its offset.
-  static uint64_t reserve(Heap& heap, int size);
+  static uint64_t reserve(Heap& heap, int size) { return heap.reserve(Control::bytes(size)); }
   // Lets the heap reuse the control memory after all ranks have destroyed their Arenas. If a rank never destroys its Arena, the
   // memory is never reused, because that rank may wake up late and access the memory.
   static void release(Heap& heap, uint64_t control, int size);

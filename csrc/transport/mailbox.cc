@@ -31,10 +31,6 @@ size_t cost(size_t payload) { return sizeof(Envelope) + payload; }
 
 bool takes(const Transfer& recv, int64_t tag) { return recv.tag == tag || (recv.tag == any_tag && tag <= last_tag); }
 
-void copy(void* to, const void* from, size_t bytes) {
-  if (bytes) std::memcpy(to, from, bytes);
-}
-
 }  // namespace
 
 Mailbox::Mailbox(std::vector<int> ranks, int rank, uint32_t epoch)
@@ -151,7 +147,7 @@ void Mailbox::wait(const std::shared_ptr<Transfer>& transfer, const Wait& wait) 
   auto looked = Clock::now();
   try {
     while (!transfer->done()) {
-      const bool idle = driving_ ? !await_change(lock) : !turn(lock);
+      const bool idle = !turn(lock);
       if (transfer->done() || (!idle && seconds_since(looked) <= longest_sleep_ms * 1e-3)) continue;
       lock.unlock();
       wait.look({[&] { return missing(*transfer); }, false});
@@ -223,7 +219,7 @@ void Mailbox::serve_detached() {
       looked = Clock::now();
       continue;
     }
-    const bool idle = driving_ ? !await_change(lock) : !turn(lock);
+    const bool idle = !turn(lock);
     if (!idle && seconds_since(looked) <= longest_sleep_ms * 1e-3) continue;
     // Only this thread removes elements from the list, so the pointers stay valid.
     std::vector<Detached*> all;
@@ -256,14 +252,11 @@ void Mailbox::shut_down() {
 
 void Mailbox::close(double timeout_s) {
   stop_thread();
-  std::vector<Stream> delivering;
+  std::vector<std::optional<Stream>> delivering;
   {
     auto lock = enter();
     // Take out the streams that may still have data to deliver, because end_all() would shut them down.
-    for (Outgoing& link : outgoing_) {
-      if (link.stream) delivering.push_back(std::move(*link.stream));
-      link.stream.reset();
-    }
+    for (Outgoing& link : outgoing_) delivering.push_back(std::exchange(link.stream, std::nullopt));
     end_all(Error("Aborted", "the group was released"));
     changed_->wait(lock, [this] { return !driving_; });
     for (Incoming& link : incoming_) link.stream.reset();
@@ -317,8 +310,10 @@ void Mailbox::tell_finished() {
 }
 
 // Moves the bytes that can move now, for all transfers. If no bytes can move, sleeps until bytes can move or until another thread
-// wakes this thread, but for at most longest_sleep_ms. Returns false if longest_sleep_ms has passed without such an event.
+// wakes this thread. If another thread is the driver, only waits until changed_ is notified. Both waits take at most
+// longest_sleep_ms. Returns false if longest_sleep_ms has passed without such an event.
 bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
+  if (driving_) return changed_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms)) == std::cv_status::no_timeout;
   const bool moved = move_some();
   tell_finished();
   if (moved) {
@@ -357,12 +352,6 @@ bool Mailbox::end_silent_links() {
   for (Outgoing& link : outgoing_) check(link, link.reads());
   for (Incoming& link : incoming_) check(link, reads(link));
   return ended;
-}
-
-// Called while another thread is the driver. Waits until changed_ is notified. Returns false if this does not happen within
-// longest_sleep_ms.
-bool Mailbox::await_change(std::unique_lock<std::mutex>& lock) {
-  return changed_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms)) == std::cv_status::no_timeout;
 }
 
 // Returns the ranks for which the transfer is waiting. A recv from any source waits for all other ranks, or for this rank if the
@@ -419,12 +408,7 @@ bool Mailbox::step(Link& link, const Step& step) {
 // --- sending: links to peers ---
 
 Envelope Mailbox::envelope(Kind kind, uint64_t id) const {
-  Envelope envelope;
-  envelope.kind = kind;
-  envelope.epoch = epoch_;
-  envelope.source = static_cast<uint32_t>(rank_);
-  envelope.id = id;
-  return envelope;
+  return {.kind = kind, .epoch = epoch_, .source = static_cast<uint32_t>(rank_), .id = id};
 }
 
 Envelope Mailbox::header_of(const Transfer& send, Kind kind) const {

@@ -227,7 +227,6 @@ class Mailbox {
   void tell_finished();
   bool turn(std::unique_lock<std::mutex>& lock);
   bool end_silent_links();
-  bool await_change(std::unique_lock<std::mutex>& lock);
   std::vector<int> missing(const Transfer& transfer) const;
   void serve();
   void serve_detached();

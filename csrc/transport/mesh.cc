@@ -72,8 +72,6 @@ int Mesh::next() {
   return -1;
 }
 
-void Mesh::receive(std::span<const Piece> in, const Wait& wait) { transfer(in, wait, false); }
-
 void Mesh::exchange(std::span<const Piece> out, std::span<const Piece> in, const Wait& wait) {
   send(out);
   transfer(in, wait, true);
@@ -97,12 +95,7 @@ void Mesh::transfer(std::span<const Piece> in, const Wait& wait, bool sends_all)
 }
 
 void Mesh::greet(Link& link, bool payload) {
-  Header header;
-  header.payload = payload;
-  header.epoch = epoch_;
-  header.source = static_cast<uint32_t>(rank_);
-  header.signature = mine_;
-  link.outbox.push_back(header);
+  link.outbox.push_back({.payload = payload, .epoch = epoch_, .source = static_cast<uint32_t>(rank_), .signature = mine_});
   link.greeted = true;
   link.announced |= payload;
 }
@@ -140,19 +133,14 @@ size_t Mesh::send_in_turn() {
     bytes += gone;
     if (gone > 0) turn_moved_ = Clock::now();
     if (gone == whole) continue;
-    if (others_wait(peer)) {
+    const auto waits = [&](const Link& other) { return &other != &link && !other.queue.empty(); };
+    if (std::ranges::any_of(links_, waits)) {
       const bool stalls = seconds_since(turn_moved_) > longest_sleep_ms * 1e-3;
       others_ = stalls || link.stream->waits_for_reader() ? Others::go : Others::wait;
     }
     break;
   }
   return bytes;
-}
-
-bool Mesh::others_wait(int holder) const {
-  for (int peer = 0; peer < size(); peer++)
-    if (peer != holder && !links_[peer].queue.empty()) return true;
-  return false;
 }
 
 bool Mesh::send_some(int peer) {
@@ -284,11 +272,8 @@ void Mesh::shut_down() const {
 }
 
 void Mesh::close(double timeout_s) {
-  std::vector<Stream> streams;
-  for (Link& link : links_) {
-    if (link.stream) streams.push_back(std::move(*link.stream));
-    link.stream.reset();
-  }
+  std::vector<std::optional<Stream>> streams;
+  for (Link& link : links_) streams.push_back(std::exchange(link.stream, std::nullopt));
   deliver_all(std::move(streams), timeout_s);
 }
 

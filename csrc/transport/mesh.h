@@ -46,7 +46,7 @@ class Mesh {
   void send(std::span<const Piece> out);
   // Receives all pieces, in any order. `in` has at most one piece from each peer. If no data arrives for a while, receive() sends
   // the header of the current call to each peer whose piece is missing.
-  void receive(std::span<const Piece> in, const Wait& wait);
+  void receive(std::span<const Piece> in, const Wait& wait) { transfer(in, wait, false); }
   // Sends and receives at the same time. Returns when all pieces of `in` have been received, and all pieces of `out` and all
   // earlier queued pieces have been sent.
   void exchange(std::span<const Piece> out, std::span<const Piece> in, const Wait& wait);
@@ -107,7 +107,6 @@ class Mesh {
   bool compare_inbox(int peer);
   bool move_some();
   size_t send_in_turn();
-  bool others_wait(int holder) const;
   void poll_links(const Wait& wait);
   void look(const Wait& wait);
   bool all_received() const;

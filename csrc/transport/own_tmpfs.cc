@@ -67,13 +67,8 @@ void make_file(Task& task) {
 }
 
 bool write_file(const char* path, const char* text) {
-  const int fd = open(path, O_WRONLY | O_CLOEXEC);
-  if (fd < 0) return false;
-  const bool written = write(fd, text, std::strlen(text)) >= 0;
-  const int error = errno;
-  close(fd);
-  errno = error;
-  return written;
+  const Descriptor file(open(path, O_WRONLY | O_CLOEXEC));
+  return file.get() >= 0 && write(file.get(), text, std::strlen(text)) >= 0;
 }
 
 // The child's main function. Makes the child root in its user namespace, and creates the file. See "Defining user and group ID
@@ -99,9 +94,7 @@ void make_file_in_namespace(Task& task) {
   pthread_sigmask(SIG_SETMASK, &all, &before);  // otherwise a signal handler could run in the child
   const pid_t child = clone(in_namespace, reinterpret_cast<void*>(top),
                             CLONE_VM | CLONE_VFORK | CLONE_FILES | CLONE_NEWUSER | CLONE_NEWNS, &task);
-  const int error = errno;
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  errno = error;
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);  // does not change errno
   if (task.ok(child, "a user namespace"))
     while (waitpid(child, nullptr, __WALL) < 0 && errno == EINTR) {
     }
