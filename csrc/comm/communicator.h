@@ -124,8 +124,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   std::vector<Matched> run(std::span<const Message> messages, const Deadline& deadline);
   // Starts one message and returns. The mailbox's thread then waits for the message to complete.
   std::shared_ptr<Work> start(const Message& message, const Deadline& deadline);
-  void add_outgoing(int peer, int fd);
-  void add_incoming(int peer, int fd);
+  void add_link(bool sends, int peer, int fd);
   // Tells the communicator that a link from the peer is being set up. From then on, a recv considers the peer gone only when that
   // link has ended, even if left() has been called for the peer or the peer's process has exited.
   void expect_incoming(int peer);

@@ -159,11 +159,9 @@ bool Communicator::expects(int peer) const {
   return expected_[peer];
 }
 
-void Communicator::add_outgoing(int peer, int fd) { mailbox_.add_outgoing(peer, Stream(fd, name_of(peer))); }
-
-void Communicator::add_incoming(int peer, int fd) {
-  expect_incoming(peer);
-  mailbox_.add_incoming(peer, Stream(fd, name_of(peer)));
+void Communicator::add_link(bool sends, int peer, int fd) {
+  if (!sends) expect_incoming(peer);
+  mailbox_.add_link(sends, peer, Stream(fd, name_of(peer)));
 }
 
 void Communicator::expect_incoming(int peer) {

@@ -54,10 +54,6 @@ Mailbox::~Mailbox() {
 
 // --- adding links ---
 
-void Mailbox::add_outgoing(int peer, Stream stream) { add_link(true, peer, std::move(stream)); }
-
-void Mailbox::add_incoming(int peer, Stream stream) { add_link(false, peer, std::move(stream)); }
-
 void Mailbox::add_link(bool sends, int peer, Stream stream) {
   check_peer(peer);
   const auto lock = enter();
@@ -67,11 +63,6 @@ void Mailbox::add_link(bool sends, int peer, Stream stream) {
   added.stream.emplace(std::move(stream));
   if (shut_) added.stream->shut_down();
   wake_driver();
-}
-
-Mailbox::Link& Mailbox::link(bool sends, int peer) {
-  if (sends) return outgoing_[peer];
-  return incoming_[peer];
 }
 
 void Mailbox::check_peer(int peer) const {

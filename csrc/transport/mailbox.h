@@ -126,12 +126,11 @@ class Mailbox {
   Mailbox(const Mailbox&) = delete;
   Mailbox& operator=(const Mailbox&) = delete;
 
-  // Any thread may call add_outgoing() and add_incoming(). The link to a peer must be added before the first send to that peer.
-  // The link from a peer may be added while a recv is already waiting for a message from that peer. When a link has ended and all
-  // its data has been read, its transfers fail. As long as there is no link from a peer, the Watch of a recv must detect that the
-  // peer is gone.
-  void add_outgoing(int peer, Stream stream);
-  void add_incoming(int peer, Stream stream);
+  // Adds the link to a peer (if `sends` is true) or the link from a peer. Any thread may call add_link(). The link to a peer
+  // must be added before the first send to that peer. The link from a peer may be added while a recv is already waiting for a
+  // message from that peer. When a link has ended and all its data has been read, its transfers fail. As long as there is no
+  // link from a peer, the Watch of a recv must detect that the peer is gone.
+  void add_link(bool sends, int peer, Stream stream);
 
   // Starts a send or a recv, and returns without waiting. Several threads may call this at the same time. A message to this rank
   // itself, or a message that has already arrived, is copied at once. All other bytes move later, in wait() or on the mailbox's
@@ -232,8 +231,7 @@ class Mailbox {
   void serve_detached();
   void stop_thread();
 
-  void add_link(bool sends, int peer, Stream stream);
-  Link& link(bool sends, int peer);
+  Link& link(bool sends, int peer) { return sends ? static_cast<Link&>(outgoing_[peer]) : incoming_[peer]; }
   void begin_send(const Shared& send);
   void begin_recv(const Shared& recv);
 

@@ -506,10 +506,12 @@ class Group:
     def start_recv(
         self, peer: int, tag: int, dtype: int, out: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
     ) -> Work: ...
-    def add_outgoing(self, peer: int, fd: int, /) -> None:
-        """Add the link for messages to the peer. fd is a connected socket, of which the core takes ownership."""
+    def add_link(self, sends: bool, peer: int, fd: int, /) -> None:
+        """Add the link for messages to the peer (if `sends` is True), or for messages from the peer.
 
-    def add_incoming(self, peer: int, fd: int, /) -> None: ...
+        fd is a connected socket, of which the core takes ownership.
+        """
+
     def expect_incoming(self, peer: int, /) -> None:
         """Record that a link from the peer is being set up.
 

@@ -47,8 +47,8 @@ struct Group {
   }
   void link(int from, int to, std::array<int, 2> (*pair)() = unix_pair) {
     const auto [out, in] = pair();
-    (*this)[from].add_outgoing(to, Stream(out, "rank " + std::to_string(to)));
-    (*this)[to].add_incoming(from, Stream(in, "rank " + std::to_string(from)));
+    (*this)[from].add_link(true, to, Stream(out, "rank " + std::to_string(to)));
+    (*this)[to].add_link(false, from, Stream(in, "rank " + std::to_string(from)));
   }
   Mailbox& operator[](int rank) { return *boxes[static_cast<size_t>(rank)]; }
   void on_threads(const std::function<void(int, Mailbox&)>& body) {
@@ -538,7 +538,7 @@ void garbage_is_refused() {
     bytes[at] = static_cast<unsigned char>(bytes[at] + 1 + random() % 255);
     const auto [wire, end] = unix_pair();
     Mailbox box({0, 1}, 0, 7);
-    box.add_incoming(1, Stream(end, "rank 1"));
+    box.add_link(false, 1, Stream(end, "rank 1"));
     CHECK(::send(wire, bytes, sizeof header, MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof header));
     close(wire);
     Ints out(2, 42);
@@ -563,7 +563,7 @@ void garbage_is_refused() {
     back.id = 2;
     const auto [end, wire] = unix_pair();
     Mailbox box({0, 1}, 0, 7);
-    box.add_outgoing(1, Stream(end, "rank 1"));
+    box.add_link(true, 1, Stream(end, "rank 1"));
     CHECK(::send(wire, &back, sizeof back, MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof back));
     returns_refused += has(error_of(box, start_send(box, 1, ints(large, 0))), "Error: send to rank 1, tag 0");
     close(wire);
@@ -575,7 +575,7 @@ void garbage_is_refused() {
 void the_window_bounds_what_is_kept() {
   const auto [wire, end] = unix_pair();
   Mailbox box({0, 1}, 0, 7);
-  box.add_incoming(1, Stream(end, "rank 1"));
+  box.add_link(false, 1, Stream(end, "rank 1"));
   std::thread flood([wire = wire] {
     for (uint64_t id = 1;; id++) {
       std::vector<char> message(sizeof(Envelope) + eager_bytes);
@@ -598,7 +598,7 @@ void the_window_bounds_what_is_kept() {
 void matched_messages_give_credit() {
   const auto [wire, end] = unix_pair();
   Mailbox box({0, 1}, 0, 7);
-  box.add_incoming(1, Stream(end, "rank 1"));
+  box.add_link(false, 1, Stream(end, "rank 1"));
   constexpr uint64_t messages = eager_window / 2 / eager_bytes + 1;
   std::thread sender([wire = wire] {
     for (uint64_t id = 1; id <= messages; id++) {

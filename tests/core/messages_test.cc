@@ -56,8 +56,8 @@ struct Pair {
     for (int from : {0, 1}) {
       int ends[2];
       if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) < 0) throw system_error("socketpair", errno);
-      ranks[from].group->add_outgoing(1 - from, ends[0]);
-      ranks[1 - from].group->add_incoming(from, ends[1]);
+      ranks[from].group->add_link(true, 1 - from, ends[0]);
+      ranks[1 - from].group->add_link(false, from, ends[1]);
     }
   }
   Rank ranks[2] = {{0, 2}, {1, 2}};
@@ -182,7 +182,7 @@ void a_recv_from_any_ends_when_no_rank_can_send() {
   again.group->left(1);
   int ends[2];
   if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) < 0) throw system_error("socketpair", errno);
-  again.group->add_incoming(2, ends[0]);
+  again.group->add_link(false, 2, ends[0]);
   std::thread leaver([&] {
     poll(nullptr, 0, 120);
     close(ends[1]);

@@ -40,7 +40,8 @@ class MessageLinks:
             try:
                 core.check(peer)
                 if peer not in self.linked:
-                    core.add_outgoing(peer, self._epoch.invite(self._group, rank, deadline, lambda: core.check(peer)))
+                    fd = self._epoch.invite(self._group, rank, deadline, lambda: core.check(peer))
+                    core.add_link(True, peer, fd)
                     self.linked.add(peer)
             finally:
                 self._dialling[peer].release()
@@ -73,7 +74,7 @@ class MessageLinks:
         rank = self._ranks[peer]
         try:
             fd = self._epoch.call(rank, addresses, MESSAGES, Deadline(_ANSWER_S))
-            self._core.add_incoming(peer, fd)
+            self._core.add_link(False, peer, fd)
         except (RuntimeError, OSError) as error:  # Error is a RuntimeError; an OSError is a shortage in this process
             symptom = self._no_link(rank, error)
             # If the group has no failure now, this rank has left the group.
