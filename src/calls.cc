@@ -164,12 +164,16 @@ Array read(const Calls& calls, std::string_view function, std::string_view argum
   return array;
 }
 
-py::object new_like(py::handle ndarray, const Shape& shape) {
+// Returns a new numpy.ndarray with the dtype of `ndarray`.
+Array new_like(py::handle ndarray, const Shape& shape, Dtype dtype) {
   const auto& api = Numpy::get();
   PyObject* const descriptor = py::handle(fields(ndarray)->descr).inc_ref().ptr();
-  return taken(api.PyArray_NewFromDescr_(api.PyArray_Type_, descriptor, shape.dims,
-                                         reinterpret_cast<const Py_intptr_t*>(shape.extents.data()), nullptr, nullptr, 0,
-                                         nullptr));
+  const auto* const extents = reinterpret_cast<const Py_intptr_t*>(shape.extents.data());
+  PyObject* const made =
+      api.PyArray_NewFromDescr_(api.PyArray_Type_, descriptor, shape.dims, extents, nullptr, nullptr, 0, nullptr);
+  Array array{.given = taken(made), .memory = {}, .packed = {}, .dtype = dtype};
+  read_fields(array, array.given);
+  return array;
 }
 
 std::string shape_text(const Array& array) {
@@ -244,16 +248,26 @@ void check_device(const Calls& calls, Function function, std::string_view argume
   if (!array.backend) return;
   if (array.device == calls.device && array.device >= 0 && equal(array.backend, calls.backend)) return;
   const py::object memory = memory_of(array);
-  python_of(calls).attr("check_device")(name(function), argument, memory);
+  calls.python().attr("check_device")(name(function), argument, memory);
   array.device = memory.attr("index").cast<int>();  // the library did not report the device's number
 }
 
 void check_defined(const Calls& calls, Function function, Dtype dtype, Op op, bool on_device) {
   if (!supports(dtype, op))
     type_error(function, std::string(name(op)) + " is not defined on " + std::string(name(dtype)) + " arrays");
-  if (!on_device || calls.group->communicator->reduces_on_device(dtype, op)) return;
-  const py::object why = python_of(calls).attr("refuses")(static_cast<int>(dtype), static_cast<int>(op));
-  type_error(function, why.cast<std::string>() + ". Every operation can reduce arrays on the CPU");
+  const std::string why = on_device ? calls.group->communicator->refuses(dtype, op) : "";
+  if (!why.empty()) type_error(function, why + ". Every operation can reduce arrays on the CPU");
+}
+
+// Returns the root as a number. Python's checked_rank reads unusual integers, and raises the errors.
+int checked_root(const Calls& calls, Function function, py::handle root) {
+  if (root && PyLong_CheckExact(root.ptr())) {
+    int overflow = 0;
+    const long rank = PyLong_AsLongAndOverflow(root.ptr(), &overflow);  // -1 if the integer is too large
+    if (rank >= 0 && rank < calls.group->communicator->size()) return static_cast<int>(rank);
+  }
+  const py::object given = root ? py::reinterpret_borrow<py::object>(root) : py::none();
+  return ours("mscomm.arguments", "checked_rank")(name(function), "root", given, calls.python()).cast<int>();
 }
 
 // -- choosing the memory of the result
@@ -315,9 +329,7 @@ void make_target(PreparedCall& ready, const Calls& calls, Function function, con
   if (like.chosen) refuse_new_memory(function);
   Array& target = ready.target.emplace();
   if (is_numpy(like.given)) {
-    target.given = new_like(like.given, shape);
-    target.dtype = like.dtype;
-    read_fields(target, target.given);
+    target = new_like(like.given, shape, *like.dtype);
   } else if (like.library) {
     target = read(calls, name(function), "out",
                   taken(PyObject_CallFunctionObjArgs(like.library->empty, like.given.ptr(), as_tuple(shape).ptr(), nullptr)));
@@ -370,10 +382,7 @@ void take_out(PreparedCall& ready, const Calls& calls, const Wanted& wanted, con
     ready.assigned = true;
   } else {
     ready.out_memory = memory_of(out);
-    Array& target = ready.target.emplace();
-    target.given = new_like(ready.out_memory, share.shape);
-    target.dtype = dtype;
-    read_fields(target, target.given);
+    ready.target = new_like(ready.out_memory, share.shape, dtype);
   }
 }
 
@@ -382,8 +391,6 @@ void take_out(PreparedCall& ready, const Calls& calls, const Wanted& wanted, con
 bool Shape::operator==(const Shape& other) const {
   return dims == other.dims && dims <= max_dims && std::equal(extents.begin(), extents.begin() + dims, other.extents.begin());
 }
-
-uint64_t Shape::count() const { return dims ? static_cast<uint64_t>(extents[0]) * row() : 1; }
 
 uint64_t Shape::row() const {
   uint64_t elements = 1;
@@ -397,8 +404,6 @@ py::tuple as_tuple(const Shape& shape) {
     PyTuple_SET_ITEM(extents.ptr(), i, taken(PyLong_FromSsize_t(shape.extents[static_cast<size_t>(i)])).release().ptr());
   return extents;
 }
-
-py::object python_of(const Calls& calls) { return calls.python(); }
 
 double seconds_of(py::handle timeout) {
   if (PyLong_CheckExact(timeout.ptr()) || PyFloat_CheckExact(timeout.ptr())) {
@@ -444,32 +449,15 @@ Array described(const Calls& calls, Function function, std::string_view argument
   return array;
 }
 
-int checked_root(const Calls& calls, Function function, py::handle root) {
-  const int n = calls.group->communicator->size();
-  if (!root) root = Py_None;
-  const py::object index = py::reinterpret_steal<py::object>(PyNumber_Index(root.ptr()));
-  if (!index) {
-    PyErr_Clear();
-    type_error(function, "root " + shown(root) + " is not an integer");
-  }
-  int overflow = 0;
-  const long rank = PyLong_AsLongAndOverflow(index.ptr(), &overflow);
-  if (overflow || rank < 0 || rank >= n)
-    value_error(function, "root " + shown(index) + " is not a rank of group " + calls.group->communicator->name() +
-                              ", which has the ranks 0 to " + std::to_string(n - 1));
-  return static_cast<int>(rank);
-}
-
 Shape part_of(const Calls& calls, Function function, const Shape& shape) {
   return share_of({.function = function, .what = Collective::scatter}, shape, 0, calls.group->communicator->size()).shape;
 }
 
 Op checked_op(Function function, py::handle given) {
   if (!given) given = Py_None;
-  Py_ssize_t length = 0;
-  const char* said = PyUnicode_Check(given.ptr()) ? PyUnicode_AsUTF8AndSize(given.ptr(), &length) : nullptr;
-  if (!said) PyErr_Clear();
-  const auto found = said ? std::find(ops.begin(), ops.end(), std::string_view(said, static_cast<size_t>(length))) : ops.end();
+  // The names are literals, so they end with a NUL.
+  const auto is_given = [&](std::string_view op) { return PyUnicode_CompareWithASCIIString(given.ptr(), op.data()) == 0; };
+  const auto found = PyUnicode_Check(given.ptr()) ? std::ranges::find_if(ops, is_given) : ops.end();
   if (found == ops.end()) {
     std::string known;
     for (const auto& op : ops) known.append(known.empty() ? "" : ", ").append(op);
@@ -486,15 +474,8 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
   PreparedCall ready;
   Call& call = ready.call;
   Signature& signature = call.signature;
-  signature.what = what;
-  signature.function = function;
-  signature.digest = wanted.digest;
-  signature.head = wanted.head;
-  signature.dtype = Dtype::boolean;
-  if (what == Collective::barrier) {
-    ready.out = py::none();
-    return ready;
-  }
+  signature = {.what = what, .dtype = Dtype::boolean, .digest = wanted.digest, .function = function, .head = wanted.head};
+  if (what == Collective::barrier) return ready;
   ready.x = std::move(x);
   if (!ready.x && !told) type_error(function, "x is None");
   const Shape& shape = ready.x ? ready.x->shape : told->first;
@@ -525,8 +506,6 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
     call.out = ready.target->begin;
     call.out_bytes = ready.target->bytes;
     call.stream = ready.target->stream;
-  } else {
-    ready.out = py::none();
   }
   if (ready.x && (what != Collective::scatter || at_root)) {
     Array& source = *ready.x;
@@ -534,7 +513,7 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
       // On a device, parts of the result can arrive before all parts of x have been sent. So x is copied if it overlaps the
       // result.
       if (source.chosen) refuse_new_memory(function);
-      source.packed = python_of(calls).attr("apart")(name(function), source.given, memory_of(source));
+      source.packed = calls.python().attr("apart")(name(function), source.given, memory_of(source));
     }
     call.x = source.packed ? fields(source.packed)->data : source.begin;
     call.x_bytes = source.bytes;
@@ -595,7 +574,7 @@ py::object call(Calls& calls, const Wanted& wanted, py::object x, py::object out
   const double timeout_s = timeout ? seconds_of(timeout) : calls.timeout_s;
   if (async_op) return py::cast(start(calls, std::make_shared<PreparedCall>(std::move(ready)), timeout_s, 0));
   if (!calls.running.empty()) forget_ended(calls);
-  const py::object python = calls.noted ? python_of(calls) : py::object();  // kept until the end of the call
+  const py::object python = calls.noted ? calls.python() : py::object();  // kept until the end of the call
   if (python) ready.call.signature.number = python.attr("next_number")().cast<uint64_t>();
   failing(calls, [&] { calls.group->called([&] { calls.group->communicator->run(std::move(ready.call), timeout_s); }); });
   if (python) python.attr("ended")();

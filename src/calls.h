@@ -25,7 +25,7 @@ struct Shape {
   std::array<Py_ssize_t, max_dims + 1> extents{};  // valid only if dims <= max_dims
 
   bool operator==(const Shape& other) const;
-  uint64_t count() const;
+  uint64_t count() const { return dims ? extents[0] * row() : 1; }
   uint64_t row() const;  // the number of elements in one row; axis 0 counts the rows
 };
 
@@ -57,11 +57,11 @@ struct Array {
 struct PreparedCall {
   Call call;
   std::optional<Array> x, target;
-  py::object out;         // what the user gets; if `finish` is set and `assigned` is false, result() creates it
-  py::object out_memory;  // the memory of a strided `out`, to which result() copies the target
-  py::object finish;      // a Python function that creates an array of the user's library over the target
-  bool assigned = false;  // whether result() copies the array from `finish` to `out`, or the target if `finish` is not set
-  py::object written;     // a Python function to call when `out` has been written
+  py::object out = py::none();  // what the user gets; if `finish` is set and `assigned` is false, result() creates it
+  py::object out_memory;        // the memory of a strided `out`, to which result() copies the target
+  py::object finish;            // a Python function that creates an array of the user's library over the target
+  bool assigned = false;        // whether result() copies to `out`: the array from `finish` or, if that is not set, the target
+  py::object written;           // a Python function to call when `out` has been written
 
   // Keeps the memory of x and of the target alive until the call has completed, even if the user assigns different memory to one
   // of these arrays in the meantime.
@@ -79,7 +79,8 @@ struct Calls {
   Group* group;
   py::handle core;  // the Python object that holds *group
   double timeout_s;
-  py::object python;   // a weak reference to the Group in python/mscomm/group.py; the core calls its methods
+  py::object python;   // a weak reference to the Group in python/mscomm/group.py, whose methods the core calls; python() is the
+                       // Group, or None if it no longer exists
   py::dict libraries;  // maps the type of an array to the fields of Library
   py::str backend;     // the backend of this rank's device; "" if this rank has joined without a device
   int device;
@@ -89,8 +90,6 @@ struct Calls {
   std::vector<std::shared_ptr<Started>> failed{};   // calls that failed to start; the device may nevertheless run them
 };
 
-// Returns the Group object of python/mscomm/group.py, or None if it no longer exists.
-py::object python_of(const Calls& calls);
 // Converts the `timeout` argument of a call to seconds.
 double seconds_of(py::handle timeout);
 
@@ -111,7 +110,6 @@ struct Wanted {
 
 // Describes the array `given`, and checks it as the x of a call.
 Array described(const Calls& calls, Function function, std::string_view argument, py::object given, py::handle stream);
-int checked_root(const Calls& calls, Function function, py::handle root);
 Op checked_op(Function function, py::handle op);
 // Divides an array of the given shape into equal parts, one for each rank. Returns the shape of one part.
 Shape part_of(const Calls& calls, Function function, const Shape& shape);

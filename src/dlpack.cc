@@ -10,8 +10,6 @@
 
 namespace mscomm {
 
-namespace py = pybind11;
-
 namespace {
 
 struct Tensor {
@@ -67,15 +65,13 @@ py::tuple describe_dlpack(const py::capsule& capsule) {
     throw py::value_error("mscomm: DLPack's type " + std::to_string(tensor.code) + " of " + std::to_string(tensor.bits) +
                           " bits, which mscomm does not move");
   if (tensor.dims < 0 || tensor.dims > max_dims) throw py::value_error("mscomm: arrays have at most 12 dimensions");
-  const int64_t bytes = tensor.bits / 8;
-  py::tuple shape(tensor.dims);
-  py::object strides = py::none();
-  for (int i = 0; i < tensor.dims; i++) shape[static_cast<size_t>(i)] = py::int_(tensor.shape[i]);
-  if (tensor.strides) {
-    py::tuple steps(tensor.dims);
-    for (int i = 0; i < tensor.dims; i++) steps[static_cast<size_t>(i)] = py::int_(tensor.strides[i] * bytes);
-    strides = steps;
-  }
+  const auto as_tuple = [&](const int64_t* numbers, int64_t factor) {
+    py::tuple made(tensor.dims);
+    for (int i = 0; i < tensor.dims; i++) made[i] = py::int_(numbers[i] * factor);
+    return made;
+  };
+  const py::tuple shape = as_tuple(tensor.shape, 1);
+  const py::object strides = tensor.strides ? py::object(as_tuple(tensor.strides, tensor.bits / 8)) : py::none();
   const uintptr_t address = reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset;
   return py::make_tuple(address, shape, strides, std::string(mscomm::name(*dtype)), tensor.device_type, tensor.device,
                         whole && (whole->flags & 1));

@@ -101,17 +101,12 @@ PyObject* entered(PyObject*, PyObject* const* given, Py_ssize_t count, PyObject*
   return enter(number, given, count, names);
 }
 
-using Entered = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);
-
-template <size_t... numbers>
-constexpr std::array<Entered, sizeof...(numbers)> all_entered(std::index_sequence<numbers...>) {
-  return {entered<numbers>...};
-}
-
 }  // namespace
 
 py::object collective_function(Collective what, const py::function& model, const std::string& signature) {
-  static constexpr auto functions = all_entered(std::make_index_sequence<collectives.size()>());
+  static constexpr auto functions = []<size_t... numbers>(std::index_sequence<numbers...>) {
+    return std::array{entered<numbers>...};
+  }(std::make_index_sequence<collectives.size()>());
   const auto number = static_cast<size_t>(what);
   Entry& entry = entries.at(number);
   entry = {};

@@ -25,8 +25,6 @@
 
 namespace mscomm {
 
-namespace py = pybind11;
-
 inline bool python_is_ending() {
 #if PY_VERSION_HEX >= 0x030D0000
   return Py_IsFinalizing() != 0;
@@ -39,11 +37,13 @@ inline bool python_is_ending() {
 // If a daemon thread asks for the GIL while the process is exiting, Python before 3.14 ends the thread by unwinding its stack.
 // But a stack cannot be unwound through a destructor. So if the process is exiting when `function` returns, the thread waits
 // forever instead of taking the GIL. Python 3.14 does the same.
+// If `away` is given, it counts this thread until the thread has the GIL again.
 template <typename Function>
-auto unlocked(const Function& function) {
+auto unlocked(const Function& function, std::atomic<int>* away = nullptr) {
   using Result = std::invoke_result_t<Function>;
   std::conditional_t<std::is_void_v<Result>, std::monostate, std::optional<Result>> result;
   std::exception_ptr thrown;
+  if (away) ++*away;
   PyThreadState* const state = PyEval_SaveThread();
   try {
     if constexpr (std::is_void_v<Result>) function();
@@ -53,6 +53,7 @@ auto unlocked(const Function& function) {
   }
   while (python_is_ending()) pause();
   PyEval_RestoreThread(state);
+  if (away) --*away;
   if (thrown) std::rethrow_exception(thrown);
   if constexpr (!std::is_void_v<Result>) return *std::move(result);
 }
@@ -88,13 +89,7 @@ struct Group {
   // Does the same as unlocked(function), but counts this thread in `away` until the thread has the GIL again.
   template <typename Function>
   auto called(const Function& function) {
-    struct Counted {
-      explicit Counted(std::atomic<int>& count) : count(count) { count++; }
-      ~Counted() { count--; }
-      std::atomic<int>& count;
-    };
-    const Counted counted(away);
-    return unlocked(function);
+    return unlocked(function, &away);
   }
 
   // Ends this rank's part in the group. Call this without holding the GIL. The process may exit after close(), and no thread may
@@ -119,7 +114,7 @@ auto failing(const Calls& calls, const Function& function) {
       throw py::error_already_set();
     }
   } catch (py::error_already_set& error) {
-    const py::object python = python_of(calls);
+    const py::object python = calls.python();
     if (python.is_none()) throw;
     const py::object value = error.value();
     if (error.trace()) PyException_SetTraceback(value.ptr(), error.trace().ptr());

@@ -233,12 +233,6 @@ std::shared_ptr<Runtime> open_cuda_at(const Places& places, const std::optional<
   });
 }
 
-Forced forced_of(const std::vector<std::string>& names) {
-  Forced forced;
-  for (size_t i = 0; i < forced.size(); i++) forced[i] = names.at(i);
-  return forced;
-}
-
 template <typename Names>
 std::vector<std::string> as_strings(const Names& names) {
   return {names.begin(), names.end()};
@@ -401,10 +395,8 @@ stream waits for the call.)")
   module.def("set_world", &set_world);
 
   py::class_<Layout>(module, "Layout")
-      .def(py::init([](const std::vector<int>& hosts, int rank, const std::vector<std::string>& forced) {
-             return Layout(hosts, rank, forced_of(forced));
-           }),
-           py::kw_only(), py::arg("hosts"), py::arg("rank"), py::arg("forced"))
+      .def(py::init<const std::vector<int>&, int, const Forced&>(), py::kw_only(), py::arg("hosts"), py::arg("rank"),
+           py::arg("forced"))
       .def_readonly("rank", &Layout::rank)
       .def_property_readonly("at_home", &Layout::at_home)
       .def_readonly("arena", &Layout::arena)
@@ -415,15 +407,8 @@ stream waits for the call.)")
            })
       .def("rows", [](const Layout& layout,
                       int what) { return as_strings(std::views::transform(layout.rows.at(what), &Algorithm::name)); })
-      .def(
-          "chosen",
-          [](const Layout& layout, size_t bytes) {
-            py::dict names;
-            for (size_t what = 0; what < collectives.size(); what++)
-              names[py::str(collectives[what])] = layout.chosen(static_cast<Collective>(what), bytes).name;
-            return names;
-          },
-          py::arg("bytes") = 0);
+      .def("chosen",
+           [](const Layout& layout, int what, size_t size) { return layout.chosen(static_cast<Collective>(what), size).name; });
 
   py::class_<Group>(module, "Group")
       .def(py::init([](std::string name, const std::shared_ptr<Peers>& peers, std::vector<int> ranks, unsigned epoch,
@@ -487,8 +472,6 @@ stream waits for the call.)")
            })
       .def("op", [](const Group&, int function,
                     py::handle op) { return static_cast<int>(checked_op(static_cast<Function>(function), op)); })
-      .def("root", [](const Group& group, int function,
-                      py::handle root) { return checked_root(group.ready(), static_cast<Function>(function), root); })
       .def("reserve", [](Group& group, int count) { return group.communicator->reserve(count); })
       .def("send", &run_message<true>)
       .def("recv", &run_message<false>)

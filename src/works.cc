@@ -49,7 +49,7 @@ py::object as_exception(const Error& error) {
 Handle::Handle(Calls& calls, std::shared_ptr<Started> started)
     : calls_(&calls),
       core_(py::reinterpret_borrow<py::object>(calls.core)),
-      python_(python_of(calls)),
+      python_(calls.python()),
       started_(std::move(started)) {}
 
 void Handle::check_process() const {
@@ -123,8 +123,6 @@ void Handle::raise_cause(const Error& symptom) const {
   throw symptom;
 }
 
-std::optional<Matched> Handle::matched() const { return started_ ? started_->work->matched() : std::nullopt; }
-
 void Handle::collect() {
   const auto call = started_->call;  // a second pointer, because another thread may reset started_->call in the meantime
   if (collected_ || !call) return;
@@ -166,7 +164,7 @@ Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, double timeout_s,
     copy.signature.number = number;
     return started(calls, one, [&] { return calls.group->communicator->start(std::move(copy), timeout_s); });
   });
-  if (calls.noted && !number) python_of(calls).attr("noted")(one->work->number());
+  if (calls.noted && !number) calls.python().attr("noted")(one->work->number());
   return handle;
 }
 

@@ -41,7 +41,7 @@ class Handle {
   bool done() const;
   // Returns the error if the call or message has failed. Otherwise, returns None.
   py::object exception() const;
-  std::optional<Matched> matched() const;
+  std::optional<Matched> matched() const { return started_ ? started_->work->matched() : std::nullopt; }
 
   // For the garbage collector.
   int traverse(visitproc visit, void* arg) const;

@@ -196,10 +196,10 @@ def test_tune_knows_the_algorithms_of_a_layout() -> None:
 
 
 def test_tune_finds_where_the_choice_changes_and_who_is_faster() -> None:
-    one: Any = SimpleNamespace(chosen=lambda size: {"broadcast": "ring" if size >= 3000 else "tree"})
+    one: Any = SimpleNamespace(chosen=lambda _, size: "ring" if size >= 3000 else "tree")
     assert tune.choice(one, "broadcast", [8, 4096, 65536]) == [("tree", 0), ("ring", 3000)]
     assert tune.choice(one, "broadcast", [8, 64]) == [("tree", 0)]
-    many: Any = SimpleNamespace(chosen=lambda size: {"all_gather": "ab"[size > 7000] if size < 10**6 else "c"})
+    many: Any = SimpleNamespace(chosen=lambda _, size: "ab"[size > 7000] if size < 10**6 else "c")
     assert tune.choice(many, "all_gather", [4096, 1 << 22]) == [("a", 0), ("b", 7001), ("c", 10**6)]
 
     def row(size: int, tree: list[float], ring: list[float]) -> dict[str, Any]:

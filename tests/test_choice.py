@@ -64,9 +64,9 @@ def test_a_long_broadcast_over_links_goes_along_a_chain(rank: int, group: Any, n
     """Check that the faster algorithm is chosen. A chain takes as long as one message plus n-2 windows of 128 KiB. A
     tree takes as long as log2(n) messages.
     """
-    layout = resolve(None).core.layout
+    layout, broadcast = resolve(None).core.layout, _core.collectives.index("broadcast")
     for size in (8, (256 << 10) - 1, 256 << 10, (1 << 20) + 1):
-        assert layout.chosen(size)["broadcast"] == ("ring" if chain and size >= chain else "tree")
+        assert layout.chosen(broadcast, size) == ("ring" if chain and size >= chain else "tree")
         for root in range(n):
             x = np.full(size, rank if rank == root else 99, np.uint8)
             assert (mscomm.broadcast(x, root=root) == root).all(), size
@@ -79,10 +79,11 @@ def test_many_hosts_choose_what_takes_few_messages_or_a_ring(rank: int, group: A
     bits of their results would change.
     """
     layout = resolve(None).core.layout
-    chosen = {size: layout.chosen(size) for size in (8, 7 << 10, 8 << 10, 1 << 20, 34 << 20)}
-    assert [chosen[size]["all_reduce"] for size in chosen] == ["bruck", "bruck", "direct", "direct", "direct"]
-    assert [chosen[size]["all_gather"] for size in chosen] == ["bruck", "bruck", "direct", "ring", "ring"]
-    assert [chosen[size]["reduce_scatter"] for size in chosen] == ["direct"] * 5
+    sizes = (8, 7 << 10, 8 << 10, 1 << 20, 34 << 20)
+    chosen = {what: [layout.chosen(number, size) for size in sizes] for number, what in enumerate(_core.collectives)}
+    assert chosen["all_reduce"] == ["bruck", "bruck", "direct", "direct", "direct"]
+    assert chosen["all_gather"] == ["bruck", "bruck", "direct", "ring", "ring"]
+    assert chosen["reduce_scatter"] == ["direct"] * 5
     x = np.arange(5.0) + rank
     assert (mscomm.all_reduce(x) == 34 * np.arange(5.0) + 33 * 17).all()
     assert (mscomm.all_gather(x[None]) == np.arange(34)[:, None] + np.arange(5.0)).all()

@@ -10,6 +10,7 @@ import pytest
 from ranks import everybody_is_here, ranks, tell, until_told
 
 import mscomm
+from mscomm import _core
 from mscomm.job import resolve
 
 TWO = ["a", "a", "b", "b"]
@@ -18,7 +19,7 @@ TWO = ["a", "a", "b", "b"]
 @pytest.mark.parametrize("hosts", [["a", "a", "a", "b"], ["b", "a", "a", "c"], TWO], ids="-".join)
 @ranks(4, env={"MSCOMM_HOST_ID": "{hosts}"})
 def test_every_memory_in_place_and_not_of_many_sizes(rank: int, group: Any, hosts: list[str]):
-    assert resolve(None).core.layout.chosen()["all_reduce"] == "hierarchical"
+    assert resolve(None).core.layout.chosen(_core.collectives.index("all_reduce"), 0) == "hierarchical"
     for count in (0, 1, 16, 17, 5000, (1 << 18) - 1, 1 << 20):
         for make in (np.empty, mscomm.empty):
             x, out = make(count, np.float32), make(count, np.float32)

@@ -114,8 +114,8 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   VendorBackend& device() const;
   // Returns whether pack() can scale the values and, if the two dtypes differ, cast them.
   bool converts(Dtype part, Dtype bucket) const { return device_ && device_->converts(part, bucket); }
-  // Returns whether the group has a device whose library can reduce elements of this type with this operation.
-  bool reduces_on_device(Dtype dtype, Op op) const { return device_ && device_->refuses(dtype, op).empty(); }
+  // Returns why the library of the group's device cannot reduce elements of this type with this operation, or "" if it can.
+  std::string refuses(Dtype dtype, Op op) const { return device_ ? device_->refuses(dtype, op) : ""; }
 
   // Starts the messages in the given order, without waiting for one before starting the next. Then waits until all have
   // completed, and returns the source and the tag of each message. Throws the same exceptions as run() for a call. Any number of

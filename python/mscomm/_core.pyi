@@ -308,8 +308,8 @@ class Layout:
         size of the message, or the last of them if none does.
         """
 
-    def chosen(self, bytes: int = 0) -> dict[str, str]:
-        """Return, for each collective, the algorithm that runs for a message of this many bytes."""
+    def chosen(self, what: int, bytes: int, /) -> str:
+        """Return the algorithm that a collective runs for a message of this many bytes."""
 
 @final
 class Group:
@@ -404,12 +404,6 @@ class Group:
 
     def op(self, function: int, op: Any, /) -> int:
         """Return the number of the operation with this name. Raise ValueError if there is none."""
-
-    def root(self, function: int, root: Any, /) -> int:
-        """Return the root as an int.
-
-        Raise TypeError if it is not an integer, and ValueError if it is not a rank of the group.
-        """
 
     def join_device(
         self, vendor: Vendor, runtime: Runtime, device: int, id: bytes, timeout_s: float, check: Callable[[], object], /

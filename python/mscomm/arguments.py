@@ -1,4 +1,4 @@
-"""Checks two kinds of arguments that the core does not check: lists of row counts and lists of arrays."""
+"""Checks the arguments that the core does not check: ranks, lists of row counts and lists of arrays."""
 
 from __future__ import annotations
 
@@ -66,3 +66,17 @@ def checked_counts(
         has = f"x of shape {shape} has {shape[0]}" if shape else "x is a scalar"
         raise ValueError(f"{function}: {argument} adds up to {sum(rows)} rows, but {has}")
     return rows
+
+
+def checked_rank(function: str, argument: str, rank: Any, group: Group) -> int:
+    """Return the rank as an int. Raise TypeError or ValueError unless it is a rank of the group."""
+    try:
+        rank = operator.index(rank)
+    except TypeError:
+        raise TypeError(f"{function}: {argument} {rank!r} is not an integer") from None
+    if not 0 <= rank < group.size:
+        raise ValueError(
+            f"{function}: {argument} {rank} is not a rank of group {group.name}, which has the ranks 0 to "
+            f"{group.size - 1}"
+        )
+    return int(rank)

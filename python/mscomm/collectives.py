@@ -369,7 +369,7 @@ def gather_v(
 ) -> Any:
     """Run all_gather_v, but only the root gets the result (rows, counts). The other ranks get None."""
     group = resolve(group)
-    root = group.core.root(FUNCTION["gather_v"], root)
+    root = arguments.checked_rank("gather_v", "root", root, group)
     return gather_rows("gather_v", x, root, out, group, timeout, async_op, stream)
 
 
@@ -525,7 +525,7 @@ def _scatter(
     """Run scatter, or scatter_v if counts is not None. The root first broadcasts x's dtype and shape."""
     number, core = FUNCTION[function], group.core
     given = None if x is None else core.array(number, x, stream=stream)
-    root = core.root(number, root)
+    root = arguments.checked_rank(function, "root", root, group)
     at_root = group.rank == root
     rows = None
     if counts is not None:

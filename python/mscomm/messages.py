@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from mscomm import _core
+from mscomm.arguments import checked_rank
 from mscomm.arrays import fill, library, memory_anywhere, on_host, written
 from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import dtype_code, readable, writable
@@ -240,19 +241,6 @@ def _on_host_for(function: str, out: Any, there: OnDevice) -> tuple[np.ndarray[A
         )
     target = np.empty(there.shape, there.dtype)
     return target, lambda: fill(out, target, "out", function)
-
-
-def checked_rank(function: str, argument: str, rank: Any, group: Group) -> int:
-    try:
-        rank = operator.index(rank)
-    except TypeError:
-        raise TypeError(f"{function}: {argument} {rank!r} is not an integer") from None
-    if not 0 <= rank < group.size:
-        raise ValueError(
-            f"{function}: {argument} {rank} is not a rank of group {group.name}, which has the ranks 0 to "
-            f"{group.size - 1}"
-        )
-    return int(rank)
 
 
 def checked_tag(function: str, argument: str, tag: Any) -> int:

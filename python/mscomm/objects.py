@@ -35,11 +35,12 @@ from typing import Any
 import numpy as np
 
 from mscomm import _core
+from mscomm.arguments import checked_rank
 from mscomm.arrays.numpy import dtype_code
 from mscomm.collectives import FUNCTION, gather_rows
 from mscomm.group import Group, Timeout, seconds_left
 from mscomm.job import resolve
-from mscomm.messages import LAST_TAG, Status, checked_rank, checked_source, checked_tag
+from mscomm.messages import LAST_TAG, Status, checked_source, checked_tag
 from mscomm.packing import pack, unpack
 from mscomm.registry import register_object as register_object
 
@@ -83,7 +84,7 @@ def gather_object(
     """
     group = resolve(group)
     mine = _bytes_of(pack(obj, allow_pickle))
-    root = group.core.root(FUNCTION["gather_object"], root)
+    root = checked_rank("gather_object", "root", root, group)
     gathered = gather_rows("gather_object", mine, root, None, group, timeout, False)
     return None if gathered is None else _unpacked(gathered, allow_pickle)
 
@@ -105,7 +106,7 @@ def broadcast_object(
     """
     group = resolve(group)
     function, what = FUNCTION["broadcast_object"], FUNCTION["broadcast"]
-    root = group.core.root(function, root)
+    root = checked_rank("broadcast_object", "root", root, group)
     at_root = root == group.rank
     mine = np.frombuffer(bytearray(pack(obj, allow_pickle)) if at_root else b"", np.uint8)
     length = np.array([mine.size], np.int64)
@@ -138,7 +139,7 @@ def scatter_object(
     """
     group = resolve(group)
     function = FUNCTION["scatter_object"]
-    root = group.core.root(function, root)
+    root = checked_rank("scatter_object", "root", root, group)
     parts: list[bytes] = []
     if root == group.rank:
         if not isinstance(objs, Sequence) or isinstance(objs, (str, bytes)):

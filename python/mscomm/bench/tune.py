@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import itertools
 import statistics
 from typing import Any
@@ -78,7 +79,7 @@ def _of_collective(plan: Plan, case: Case, variants: dict[str, Group], layout: _
         # The choice depends on the size of x. If only the result has parts, x has the size of one part.
         message = size if case.row.x_in_parts else count * case.dtype.itemsize
         row = {"collective": what, "size": size, "message": message, "results": of_size(plan, case, ways, count)}
-        row["chosen"] = layout.chosen(message)[what]
+        row["chosen"] = layout.chosen(_core.collectives.index(what), message)
         row["best"] = min(names, key=lambda name: _cell(row, name)["us"])
         rows.append(row)
         if case.rank == 0:
@@ -93,9 +94,7 @@ def choice(layout: _core.Layout, what: str, sizes: list[int]) -> list[tuple[str,
     chosen. It is also chosen for all larger sizes below the size in the next pair.
     """
 
-    def chosen(size: int) -> str:
-        return layout.chosen(size)[what]
-
+    chosen = functools.partial(layout.chosen, _core.collectives.index(what))
     found = [(chosen(0), 0)]
     for small, large in itertools.pairwise([0, *sizes]):
         while chosen(large) != found[-1][0]:

@@ -120,8 +120,11 @@ def heap_bytes(ranks: int) -> int:
 
 def chosen(layout: _core.Layout) -> dict[str, str]:
     """Return the algorithms of each collective as text: "direct", or "tree or ring" if large arrays use ring."""
-    sizes = [layout.chosen(2**power) for power in range(_LARGEST_POWER + 1)]
-    return {what: " or ".join(dict.fromkeys(names[what] for names in sizes)) for what in sizes[0]}
+    sizes = [2**power for power in range(_LARGEST_POWER + 1)]
+    return {
+        what: " or ".join(dict.fromkeys(layout.chosen(number, size) for size in sizes))
+        for number, what in enumerate(_core.collectives)
+    }
 
 
 class Founded(NamedTuple):
