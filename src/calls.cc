@@ -72,7 +72,7 @@ std::optional<Dtype> native_dtype(py::handle array) {
   const auto* descriptor = py::detail::array_descriptor_proxy(fields(array)->descr);
   const int number = descriptor->type_num;
   if (number < 0 || number >= type_numbers || descriptor->byteorder == '>') return std::nullopt;
-  return dtype_of_number[static_cast<size_t>(number)];
+  return dtype_of_number[number];
 }
 
 // Fills in `array` from the fields of a numpy.ndarray, which describes CPU or device memory.
@@ -83,8 +83,7 @@ void read_fields(Array& array, py::handle memory) {
   array.in_order = (told->flags & in_order) == in_order;
   array.writable = (told->flags & Numpy::NPY_ARRAY_WRITEABLE_) != 0;
   array.shape.dims = told->nd;
-  std::copy_n(told->dimensions, std::min<size_t>(static_cast<size_t>(told->nd), array.shape.extents.size()),
-              array.shape.extents.begin());
+  std::copy_n(told->dimensions, std::min<size_t>(told->nd, array.shape.extents.size()), array.shape.extents.begin());
   array.bytes = array.dtype && told->nd <= max_dims ? array.shape.count() * size_of(*array.dtype) : 0;
 }
 
@@ -104,8 +103,7 @@ bool read_told(Array& array, PyObject* function) {
   array.device = static_cast<int>(PyLong_AsLong(item(3)));
   if (array.device >= 0) array.stream = PyLong_AsVoidPtr(item(4));
   array.shape.dims = static_cast<int>(dims);
-  for (Py_ssize_t i = 0; i < dims; i++)
-    array.shape.extents[static_cast<size_t>(i)] = PyLong_AsSsize_t(PyTuple_GET_ITEM(item(1), i));
+  for (Py_ssize_t i = 0; i < dims; i++) array.shape.extents[i] = PyLong_AsSsize_t(PyTuple_GET_ITEM(item(1), i));
   if (PyErr_Occurred()) throw py::error_already_set();
   return true;
 }
@@ -294,25 +292,25 @@ Share share_of(const Wanted& wanted, const Shape& whole, size_t me, size_t n) {
   if (wanted.rows) {
     const auto& rows = *wanted.rows;
     if (what == Collective::all_to_all) {
-      extent = static_cast<Py_ssize_t>(sum(rows, me, n, n));
+      extent = sum(rows, me, n, n);
     } else {
       before = sum(rows, 0, me);
-      extent = static_cast<Py_ssize_t>(gathers(what) ? sum(rows, 0, n) : rows[me]);
+      extent = gathers(what) ? sum(rows, 0, n) : rows[me];
     }
   } else if (gathers(what)) {
     if (shape.dims == 0) return {Shape{1, {static_cast<Py_ssize_t>(n)}}, me};
-    before = me * static_cast<uint64_t>(extent);
+    before = me * extent;
     if (__builtin_mul_overflow(extent, n, &extent))
       value_error(wanted.function, "the result would have more rows than this machine can count");
   } else {
-    if (shape.dims == 0 || extent % static_cast<Py_ssize_t>(n) != 0) {
+    if (shape.dims == 0 || extent % n != 0) {
       const std::string rows = shape.dims ? "axis 0 of " + shown(as_tuple(shape)) : "a scalar";
       value_error(wanted.function, rows + " cannot be divided into " + std::to_string(n) +
                                        " equal parts, one for each rank; see " + std::string(name(wanted.function)) + "_v");
     }
     if (what == Collective::all_to_all) return {shape, 0};
-    extent /= static_cast<Py_ssize_t>(n);
-    before = me * static_cast<uint64_t>(extent);
+    extent /= n;
+    before = me * extent;
   }
   return {shape, before * shape.row()};
 }
@@ -401,7 +399,7 @@ uint64_t Shape::row() const {
 py::tuple as_tuple(const Shape& shape) {
   py::tuple extents(shape.dims);
   for (int i = 0; i < shape.dims; i++)
-    PyTuple_SET_ITEM(extents.ptr(), i, taken(PyLong_FromSsize_t(shape.extents[static_cast<size_t>(i)])).release().ptr());
+    PyTuple_SET_ITEM(extents.ptr(), i, taken(PyLong_FromSsize_t(shape.extents[i])).release().ptr());
   return extents;
 }
 
@@ -424,7 +422,7 @@ Shape shape_of(py::handle tuple) {
   Shape shape;
   for (const auto& extent : tuple) {
     if (shape.dims == max_dims) throw py::value_error("mscomm: arrays have at most 12 dimensions");
-    shape.extents[static_cast<size_t>(shape.dims++)] = extent.cast<Py_ssize_t>();
+    shape.extents[shape.dims++] = extent.cast<Py_ssize_t>();
   }
   return shape;
 }
@@ -470,7 +468,7 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
                       const std::optional<std::pair<Shape, Dtype>>& told) {
   const Collective what = wanted.what;
   const Function function = wanted.function;
-  const size_t n = calls.group->communicator->size(), me = static_cast<size_t>(calls.group->communicator->rank());
+  const size_t n = calls.group->communicator->size(), me = calls.group->communicator->rank();
   PreparedCall ready;
   Call& call = ready.call;
   Signature& signature = call.signature;
@@ -526,7 +524,7 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
   if (wanted.rows) {
     // In an uneven gather or all_to_all, the number of rows of x differs between the ranks, but the signature must be the same on
     // all ranks. So axis 0 of the signature's shape is the total number of rows, or 0 for all_to_all.
-    if (gathers(what)) signature.shape[0] = static_cast<uint64_t>(share.shape.extents[0]);
+    if (gathers(what)) signature.shape[0] = share.shape.extents[0];
     if (what == Collective::all_to_all) signature.shape[0] = 0;
     const uint64_t row = shape.row();
     call.counts = *wanted.rows;

@@ -98,7 +98,7 @@ bool read_by_exchange(Array& array, PyObject* capsule) {
   for (int i = tensor.dims - 1; i >= 0; i--) {
     const int64_t extent = tensor.shape[i];
     in_order &= !tensor.strides || extent == 1 || tensor.strides[i] == step;
-    array.shape.extents[static_cast<size_t>(i)] = extent;
+    array.shape.extents[i] = extent;
     step *= extent;
   }
   if (!in_order && step != 0) return false;  // if the array has no elements, any strides will do

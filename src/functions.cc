@@ -64,8 +64,7 @@ Callee callee(PyObject* given) {
 PyObject* enter(size_t number, PyObject* const* given, Py_ssize_t count, PyObject* names) {
   const Entry& entry = entries[number];
   Arguments arguments;
-  if (!fit(entry, given, count, names, arguments))
-    return PyObject_Vectorcall(entry.model, given, static_cast<size_t>(count), names);
+  if (!fit(entry, given, count, names, arguments)) return PyObject_Vectorcall(entry.model, given, count, names);
   try {
     try {
       const auto object = [&](Slot slot) { return py::reinterpret_borrow<py::object>(arguments[slot]); };
@@ -125,7 +124,7 @@ py::object collective_function(Collective what, const py::function& model, const
     if (static_cast<size_t>(slot) == slots) throw py::value_error(entry.name + ": unknown parameter " + name);
     entry.parameters.emplace_back(PyUnicode_InternFromString(name.c_str()), static_cast<Slot>(slot));
     const py::object absent = parameter.attr("empty"), value = parameter.attr("default");
-    entry.defaults[static_cast<size_t>(slot)] = value.is(absent) ? nullptr : py::object(value).release().ptr();
+    entry.defaults[slot] = value.is(absent) ? nullptr : py::object(value).release().ptr();
     if (!parameter.attr("kind").equal(parameter.attr("KEYWORD_ONLY"))) entry.positional++;
   }
   const py::object module = py::module_::import("sys").attr("modules")[model.attr("__module__")];

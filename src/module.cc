@@ -105,14 +105,14 @@ Elements elements_of(py::array& array, size_t count) {
 }
 
 void compress_array(py::array x, py::array residual, py::array narrow, double largest) {
-  const auto count = static_cast<size_t>(x.size());
+  const size_t count = x.size();
   const Elements from = elements_of(x, count), owed = elements_of(residual, count), to = elements_of(narrow, count);
   if (owed.dtype != from.dtype) throw py::type_error("mscomm: the residual must have the dtype of x");
   unlocked([&] { compress(from, owed.data, to, largest, count); });
 }
 
 void expand_array(py::array narrow, py::array out) {
-  const auto count = static_cast<size_t>(narrow.size());
+  const size_t count = narrow.size();
   const Elements from = elements_of(narrow, count), to = elements_of(out, count);
   unlocked([&] { expand(from, to, count); });
 }
@@ -124,13 +124,13 @@ Packing packing_of(bool packs, py::array& bucket, std::vector<py::array>& parts,
   if (begins && begins->size() != parts.size()) throw py::value_error("mscomm: begins must have one number for each part");
   Packing packing{packs, dtype_of(bucket), dtype_of(bucket), bucket.mutable_data(), {}, scale};
   if (!parts.empty()) packing.dtype = dtype_of(parts.front());
-  const auto room = static_cast<uint64_t>(bucket.size());
+  const uint64_t room = bucket.size();
   uint64_t end = 0;
   for (size_t i = 0; i < parts.size(); i++) {
     if (!parts[i].dtype().equal(parts.front().dtype()))
       throw py::type_error("mscomm: all parts of a bucket must have the same dtype");
     const uint64_t at = begins ? (*begins)[i] : end;
-    const auto count = static_cast<uint64_t>(parts[i].size());
+    const uint64_t count = parts[i].size();
     if (at < end) throw py::value_error("mscomm: the parts must be in the order of the bucket, and must not overlap");
     if (at > room || count > room - at) throw py::value_error("mscomm: the parts do not fit into the bucket");
     packing.parts.push_back({packs ? const_cast<void*>(parts[i].data()) : parts[i].mutable_data(), at, count});
@@ -161,7 +161,7 @@ void unpack(Group& group, py::array bucket, std::vector<py::array> parts, uintpt
 void clear(Group& group, py::array memory, uintptr_t stream) {
   if (!(memory.flags() & py::array::c_style)) throw py::value_error("mscomm: only contiguous memory can be cleared");
   void* const begin = memory.mutable_data();
-  const auto bytes = static_cast<size_t>(memory.nbytes());
+  const size_t bytes = memory.nbytes();
   unlocked([&] { group.communicator->device().clear(begin, bytes, reinterpret_cast<StreamHandle>(stream)); });
 }
 

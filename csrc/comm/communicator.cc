@@ -112,7 +112,7 @@ void Communicator::check_usable() const {
 
 uint64_t Communicator::take_numbers(int count) {
   check_usable();
-  return std::exchange(next_, next_ + static_cast<uint64_t>(count));
+  return std::exchange(next_, next_ + count);
 }
 
 void Communicator::check_no_handler() const {

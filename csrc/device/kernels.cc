@@ -75,7 +75,7 @@ std::optional<std::vector<Launch>> plan(const Packing& packing, int multiprocess
   const uint64_t unit = common_unit(packing);
   const int kernel = kernel_for(packing, unit);
   if (kernel < 0) return std::nullopt;
-  const Kernel& row = kernels[static_cast<size_t>(kernel)];
+  const Kernel& row = kernels[kernel];
   // Positions in the bucket are in units for a copy, and in elements for the other kernels.
   const uint64_t times = packing.plain() ? size_of(packing.dtype) : 1, by = packing.plain() ? unit : 1;
   const auto units = [&](uint64_t elements) { return elements * times / by; };
@@ -101,7 +101,7 @@ std::optional<std::vector<Launch>> plan(const Packing& packing, int multiprocess
     if (batch && (batch->count == cuda::Batch::most || gap > 255)) close();
     if (!batch) {
       Launch& launch = launches.emplace_back();
-      launch.kernel = static_cast<size_t>(kernel);
+      launch.kernel = kernel;
       batch = &launch.batch;
       batch->bucket = reinterpret_cast<uintptr_t>(packing.bucket);
       batch->residual = reinterpret_cast<uintptr_t>(packing.residual);

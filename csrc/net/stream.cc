@@ -41,14 +41,14 @@ Stream::Stream(int fd, std::string peer) : fd_(fd), peer_(std::move(peer)) {
 
 size_t Stream::send(const void* data, size_t bytes) {
   const ssize_t moved = ::send(fd(), data, bytes, MSG_NOSIGNAL);
-  if (moved >= 0) return static_cast<size_t>(moved);
+  if (moved >= 0) return moved;
   if (later(errno)) return 0;
   throw Broken{std::strerror(errno)};
 }
 
 size_t Stream::receive(void* data, size_t bytes) {
   const ssize_t moved = ::recv(fd(), data, bytes, 0);
-  if (moved > 0) return static_cast<size_t>(moved);
+  if (moved > 0) return moved;
   if (moved == 0) throw Broken{"closed by the other side"};
   if (later(errno)) return 0;
   throw Broken{std::strerror(errno)};

@@ -75,7 +75,7 @@ void Pulls::pull(int rank, uint64_t address, void* to, size_t bytes, const Wait&
   for (size_t done = 0; done < bytes;) {
     const ssize_t now = read_process(process, address + done, static_cast<char*>(to) + done, bytes - done);
     if (now > 0) {
-      done += static_cast<size_t>(now);
+      done += now;
       continue;
     }
     const int error = now < 0 ? errno : EFAULT;
