@@ -182,6 +182,9 @@ void forget_ended(Calls& calls) {
   // and run Python code. If that code makes another call, the call changes `running`.
   const std::vector<std::shared_ptr<Started>> last(std::make_move_iterator(ended), std::make_move_iterator(running.end()));
   running.erase(ended, running.end());
+  // If a call on a device has failed, the device may use its arrays until the vendor's library has ended the group.
+  std::ranges::copy_if(last, std::back_inserter(calls.failed),
+                       [](const auto& one) { return one->current && one->work->error(); });
 }
 
 void drain(Calls& calls) {

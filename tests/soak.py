@@ -532,9 +532,11 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
 
 
 def shared_files() -> set[str]:
-    """Return the files in /dev/shm, except those of MPI libraries that run at the same time."""
+    """Return the files in /dev/shm, except those of MPI libraries and stand-ins that run at the same time."""
     return {
-        name for name in os.listdir("/dev/shm") if not re.match(r"mpich_shm|sm_segment|vader_segment|Intel_MPI", name)
+        name
+        for name in os.listdir("/dev/shm")
+        if not re.match(r"mpich_shm|sm_segment|vader_segment|Intel_MPI|mscomm-fake", name)
     }
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -223,6 +225,25 @@ def test_release_after_a_failure_leaves_nothing_of_the_device(rank: int, group: 
         assert time.monotonic() < until, left
         time.sleep(0.01)
     assert violations() == []
+
+
+@each_backend
+@devices(2, expect={1: -signal.SIGKILL})
+def test_arrays_of_a_failed_call_stay_alive_until_the_group_has_ended(rank: int, group: None, backend: str) -> None:
+    x = on_device(np.ones(10, np.float32))
+    mscomm.all_reduce(x).to_numpy()
+    everybody_is_here()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    mscomm.all_reduce(x, async_op=True)
+    alive = weakref.ref(x)
+    del x
+    for _ in range(2):  # the second call forgets the calls that the first one found ended
+        assert isinstance(ends(mscomm.barrier), mscomm.PeerLost)
+    assert alive() is not None
+    mscomm.release()
+    gc.collect()
+    assert alive() is None
 
 
 @each_backend
