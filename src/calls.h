@@ -87,7 +87,7 @@ struct Calls {
   // Whether the core asks Python for the number of each call, and tells Python when the call has completed.
   bool noted;
   std::vector<std::shared_ptr<Started>> running{};  // the started calls and messages (see works.h); some may have completed
-  std::vector<std::shared_ptr<Started>> failed{};   // calls that failed; the device may still run them
+  std::vector<std::shared_ptr<Started>> failed{};   // calls that failed on a device, which may still run them
 };
 
 // Converts the `timeout` argument of a call to seconds.

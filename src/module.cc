@@ -13,9 +13,11 @@
 #include <utility>
 
 #include "algo/algorithm.h"
+#include "backend/hccl.h"
 #include "backend/nccl.h"
 #include "base/compress.h"
 #include "base/reduce.h"
+#include "device/acl.h"
 #include "device/cuda.h"
 #include "src/calls.h"
 #include "src/dlpack.h"
@@ -407,8 +409,10 @@ stream waits for the call.)")
            })
       .def("rows", [](const Layout& layout,
                       int what) { return as_strings(std::views::transform(layout.rows.at(what), &Algorithm::name)); })
-      .def("chosen",
-           [](const Layout& layout, int what, size_t size) { return layout.chosen(static_cast<Collective>(what), size).name; });
+      .def("chosen", [](const Layout& layout, int what, size_t size) {
+        (void)layout.rows.at(what);  // throws if there is no such collective
+        return layout.chosen(static_cast<Collective>(what), size).name;
+      });
 
   py::class_<Group>(module, "Group")
       .def(py::init([](std::string name, const std::shared_ptr<Peers>& peers, std::vector<int> ranks, unsigned epoch,

@@ -93,9 +93,9 @@ bool Handle::ended(std::optional<double> seconds) {
 }
 
 // Releases the arrays, but only if the call has completed: while the device is still reading x, the library must not reuse the
-// memory of x.
+// memory of x. If a call on a device has failed, forget_ended() keeps its arrays.
 void Handle::let_go() {
-  if (!started_->work->done()) return;
+  if (!started_->work->done() || started_->work->error()) return;
   std::erase(calls_->running, started_);
   const auto call = std::move(started_->call);
   const auto array = std::move(started_->array);

@@ -606,6 +606,8 @@ def main() -> None:
     if lacking := sorted(set(kinds) & set(missing())):
         print(f"left out on this machine: {', '.join(f'{kind} ({missing()[kind]})' for kind in lacking)}")
         kinds = [kind for kind in kinds if kind not in lacking]
+        if not kinds:
+            parser.error("no kind of fault is left")
     done = soak(given.faults, given.seed, kinds, given.only, given.minutes)
     words = ", ".join(f"{done[fault]} {fault}" for fault in FAULTS if done[fault])
     print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -72,7 +73,8 @@ class UnderMpirun:
         self._mpirun.kill()
         self._mpirun.wait()
         for pid in self._processes():
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _processes(self) -> Iterator[int]:
         """Return the process ids of the job: of its ranks, its hub, and the programs that mpirun has started."""

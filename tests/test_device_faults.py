@@ -232,10 +232,11 @@ def test_release_after_a_failure_leaves_nothing_of_the_device(rank: int, group: 
 def test_arrays_of_a_failed_call_stay_alive_until_the_group_has_ended(rank: int, group: None, backend: str) -> None:
     x = on_device(np.ones(10, np.float32))
     mscomm.all_reduce(x).to_numpy()
-    everybody_is_here()
     if rank == 1:
+        until_told("started")
         os.kill(os.getpid(), signal.SIGKILL)
     mscomm.all_reduce(x, async_op=True)
+    tell("started")
     alive = weakref.ref(x)
     del x
     for _ in range(2):  # the second call forgets the calls that the first one found ended

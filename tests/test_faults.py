@@ -857,7 +857,9 @@ PARTED = CUT.replace(
         mscomm.all_reduce(x)
 """,
     """    while True:
-        if sys.argv[2] == "call" or rank == 0:
+        if sys.argv[2] == "group":
+            mscomm.destroy_group(mscomm.create_group("new", [0, 1, 2]))
+        elif sys.argv[2] == "call" or rank == 0:
             mscomm.all_reduce(x)
         elif rank == 1:
             mscomm.send(x, 2)
@@ -880,10 +882,10 @@ def test_a_link_that_breaks_is_noticed_on_both_sides(tmp_path: Path) -> None:
         print(f"rank {rank} raised {saw['at'] - cut:.1f} s after the cable was out: {saw['text']}")
 
 
-@pytest.mark.parametrize("how", ["call", "message"])
+@pytest.mark.parametrize("how", ["call", "message", "group"])
 def test_two_hosts_that_lose_each_other_are_found_out_by_themselves(tmp_path: Path, how: str) -> None:
     """The hub is on a third host, which both hosts can still reach. In a call, a rank has sent data that the peer does
-    not acknowledge. In recv, a rank has sent nothing and only waits for data.
+    not acknowledge. In recv, a rank has sent nothing and only waits for data. In create_group, a rank connects.
     """
     with on_hosts(3, 1, tmp_path, PARTED, how, silence_s=4) as hosts:
         cut = time.time()

@@ -1,3 +1,5 @@
+#include "backend/hccl.h"
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -8,14 +10,11 @@
 #include <thread>
 #include <utility>
 
-#include "backend/library.h"
 #include "base/error.h"
 
 namespace mscomm {
 
 namespace {
-
-// The declarations are our own, and follow the hccl and hcomm headers.
 
 using Comm = void*;
 

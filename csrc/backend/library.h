@@ -8,9 +8,7 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <vector>
 
-#include "base/dynlib.h"
 #include "base/types.h"
 #include "device/runtime.h"
 
@@ -94,11 +92,5 @@ class Vendor {
   virtual std::unique_ptr<VendorGroup> join(const std::string& id, int size, int rank, std::shared_ptr<Runtime> runtime,
                                             int device) = 0;
 };
-
-// Opens Huawei's HCCL for Ascend NPUs. Throws BackendUnavailable if it cannot be opened.
-// communicators: where libhcomm may be; in newer CANN releases, the communicator functions are in that library.
-// soc: the device's name, on which HCCL's limits depend.
-std::unique_ptr<Vendor> open_hccl(const std::vector<Candidate>& collectives, const std::vector<Candidate>& communicators,
-                                  const std::string& soc);
 
 }  // namespace mscomm

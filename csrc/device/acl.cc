@@ -1,8 +1,9 @@
+#include "device/acl.h"
+
 #include <cstdint>
 #include <mutex>
 
 #include "base/error.h"
-#include "device/runtime.h"
 
 namespace mscomm {
 

@@ -3,11 +3,8 @@
 #pragma once
 
 #include <cstddef>
-#include <memory>
 #include <string>
-#include <vector>
 
-#include "base/dynlib.h"
 #include "device/packing.h"
 
 namespace mscomm {
@@ -85,9 +82,5 @@ class Runtime {
   virtual bool push(int device) = 0;
   virtual void pop() noexcept = 0;
 };
-
-// Opens AscendCL, for Ascend NPUs. Throws BackendUnavailable if there is no AscendCL or no NPU. visible: the numbers that this
-// process's devices have on the host, if the process sees only some of the host's devices.
-std::unique_ptr<Runtime> open_acl(const std::vector<Candidate>& candidates, std::vector<std::string> visible);
 
 }  // namespace mscomm

@@ -1,4 +1,4 @@
-"""The public names, for type checkers. tests/test_stubs.py checks that __init__.py has the same names."""
+"""The public names. Type checkers read this file, and so does __init__.py. Each name has an import of its own."""
 
 from mscomm import common as common
 from mscomm import communication as communication

@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import errno
 import functools
 import os
 import select
@@ -53,7 +52,7 @@ def end_with_mpi_launcher() -> None:
     """If an MPI launcher has started this process, make this process receive SIGTERM when the launcher ends.
 
     If the launcher is the parent, the kernel sends the signal. If another program is in between, such as a shell
-    script, a thread waits for the launcher's end. Before Linux 5.3, there is no such thread.
+    script, a thread waits for the launcher's end. If the system offers no pidfds, there is no such thread.
     """
     launcher = _mpi_launcher()
     if launcher is None:
@@ -67,9 +66,11 @@ def end_with_mpi_launcher() -> None:
             threading.Thread(target=_end_with, args=(os.pidfd_open(launcher),), daemon=True).start()
     except ProcessLookupError:
         os.kill(os.getpid(), signal.SIGTERM)
-    except OSError as error:
-        if error.errno != errno.ENOSYS:
-            raise
+    except OSError:  # the kernel or a sandbox offers no pidfds
+        pass
+
+
+os.register_at_fork(after_in_child=end_with_mpi_launcher.cache_clear)  # a child has neither the signal nor the thread
 
 
 def _mpi_launcher() -> int | None:
@@ -77,7 +78,7 @@ def _mpi_launcher() -> int | None:
     pid = os.getppid()
     while pid > 1:
         try:
-            before, after = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)
+            before, after = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rsplit(")", 1)
         except OSError:  # the ancestor has ended, or is in another PID namespace
             return None
         if before.partition("(")[2] in _MPI_LAUNCHERS:

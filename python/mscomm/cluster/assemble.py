@@ -278,7 +278,8 @@ class Epoch:
         if at_home:
             return links.unix_listener(128)
         assert self.member
-        # If the backlog were full, the kernel would not answer, and the connecting rank would report us as lost.
+        # If the backlog is full, the kernel does not answer, and a rank that connects reports us as lost after
+        # MS_NODE_TIMEOUT. The kernel limits the backlog to net.core.somaxconn.
         return links.listen(self.member.address(), max(128, self.size), os.environ)
 
     def _connect(

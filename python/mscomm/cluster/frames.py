@@ -17,7 +17,7 @@ FROM_MEMBER_BYTES = 64 << 10
 FROM_HUB_BYTES = 16 << 20
 
 # A rank that waits for other ranks names a key. It is JOIN or READY until all ranks have joined or are ready. All other
-# keys belong to meetings.
+# keys belong to meetings, or to a call of rejoin().
 JOIN, READY = "join", "ready"
 
 Frame = dict[str, Any]

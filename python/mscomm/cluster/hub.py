@@ -334,7 +334,7 @@ class Hub:
                 self._board.drop(link)
             else:
                 self._refuse(link, f"the job is over: {self._outcome().text}")
-        self.goes_on = False
+        self.goes_on = self.only_stopped = False
         self._dismiss_launchers()
         self._selector.close()
         self._wake_r.close()
@@ -543,11 +543,11 @@ class Hub:
     def _on_waits(self, link: Link, key: str) -> None:
         """A rank has waited for a long time, and asks which ranks are missing. Only one waiting rank tells the user."""
         ranks, here = list[int](), [one.number for one in self._roster]
-        if key == JOIN:
-            words = self._roster.missing()
-        elif link.waits and key == link.rejoin_key:
+        if link.waits and key in (JOIN, link.rejoin_key):
             here, ranks = self._rejoining()
             words = self._absence(ranks)
+        elif key == JOIN:
+            words = self._roster.missing()
         else:
             if key == READY:
                 here, ranks = sorted(self._ready), [rank for rank in here if rank not in self._ready]

@@ -49,8 +49,11 @@ def connect(address: Address, deadline: Deadline, *, source: str | None = None) 
         with on_failure(sock.close):
             _connect_unix(sock, address, deadline)
     else:
-        silence_s = min(deadline.left(), node_timeout_s())
-        sock = socket.create_connection(address, silence_s or 1e-3, source_address=(source, 0) if source else None)
+        limit_s = min(deadline.left(), node_timeout_s())
+        try:
+            sock = socket.create_connection(address, limit_s or 1e-3, source_address=(source, 0) if source else None)
+        except TimeoutError as error:
+            raise TimeoutError(error.errno, f"its host did not answer for {limit_s:g} s") from error
         tune(sock)
     sock.settimeout(None)
     return sock
@@ -92,15 +95,16 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
-def _limit_silence(sock: socket.socket, silence_s: float) -> None:
-    """Make a TCP link also fail if the other host does not acknowledge our data for this time. 0 means no limit.
+def _limit_silence(sock: socket.socket, limited: bool = True) -> None:
+    """Let the other host of a TCP link leave our data unacknowledged for at most MS_NODE_TIMEOUT, or for any time.
 
     The limit is for links to the hub, and for the hello. After the hello, links between ranks must not have it, and use
     Stream::check_silence instead. The limit would also end a link to a healthy rank that has not read for that long,
     for example because it is computing when data for the next call arrives.
     """
     if _is_tcp(sock):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(silence_s * 1000))
+        milliseconds = math.ceil(node_timeout_s() * 1000) if limited else 0  # 0: no limit
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
 def _is_tcp(sock: socket.socket) -> bool:
@@ -123,7 +127,7 @@ def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadlin
     # may still be starting, which can take a while on a busy host. A rank may be busy for long before it accepts.
     if purpose in OF_THE_HUB and sock.family != socket.AF_UNIX:
         deadline = deadline.within(HELLO_S)
-    _limit_silence(sock, node_timeout_s())
+    _limit_silence(sock)
     where = f"what listens at {_name(sock)}"
     expected = f"mscomm {'scheduler' if purpose in OF_THE_HUB else 'rank'}"
     hello = Hello.connector(key, purpose, mine)
@@ -138,12 +142,15 @@ def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadlin
             if answer := hello.feed(received):  # do not send an empty answer: the peer may have closed the link
                 sock.sendall(answer)
         if purpose not in OF_THE_HUB:
-            _limit_silence(sock, 0)
+            _limit_silence(sock, False)
     except NotMscomm as error:
         raise NotMscomm(f"{where} is not an {expected}: {error}") from error
     except Error as error:
         raise type(error)(f"{where} and this process do not fit together: {error}") from error
     except TimeoutError as error:
+        if error.errno == errno.ETIMEDOUT:  # reported by the kernel; wait() sets no errno
+            silent = f"has been silent for {node_timeout_s():g} s (MS_NODE_TIMEOUT)"
+            raise NotMscomm(f"the host of {where} {silent}") from error
         raise NotMscomm(
             f"{where} is not an {expected}, or it is stopped: it said nothing for {deadline.seconds:g} s"
         ) from error
@@ -343,7 +350,7 @@ class Door:
             self._drop(sock, str(hello.refusal))
         elif hello.done:
             if hello.purpose in OF_THE_HUB:
-                _limit_silence(sock, node_timeout_s())
+                _limit_silence(sock)
             self._enter(self._forget(sock), hello.peer, hello.purpose)
 
     def _forget(self, sock: socket.socket) -> socket.socket:

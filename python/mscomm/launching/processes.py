@@ -71,9 +71,8 @@ class Launch:
         self._ends: dict[int, End] = {}  # by local rank
         self._until = self._started + self.timeout_s
         self.late: list[int] = []  # ranks that were ended at the timeout
-        self._stopped_at = float(
-            "inf"
-        )  # since when all remaining ranks of the job are stopped, in time.monotonic() seconds
+        # Since when all remaining ranks of the job are stopped, in time.monotonic() seconds.
+        self._stopped_at = float("inf")
         self._stopped: list[int] = []  # ranks that were killed because they were stopped (SIGSTOP)
         self.signals: list[int] = []  # the signals that this process received and passed on
         self._failed = False  # whether a rank of this or another host has failed, and is not restarted
@@ -323,11 +322,11 @@ class Launch:
         """Kill ranks that are stopped (SIGSTOP) if all other ranks have ended, because nothing else would end them."""
         left, now = self._running(), time.monotonic()
         stopped = [self.part.first + local for local in left] if all(map(self._is_stopped, left)) else []
-        if self._ending or not self.part.only_stopped(stopped):
+        if self._ending or not self.part.only_stopped(stopped) or not stopped:
             self._stopped_at = float("inf")
             return
         self._stopped_at = min(self._stopped_at, now)
-        if stopped and now >= self._stopped_at + STOPPED_S:
+        if now >= self._stopped_at + STOPPED_S:
             self._stopped_at, self._stopped = float("inf"), stopped
             self._ending = self._must_end = True
             self._steps = [(now, signal.SIGKILL)]
