@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from sessions import clean_environment, run
 
-from mscomm.cluster import hub
+from mscomm.cluster.hub import FROM_RANKS
+from mscomm.cluster.launchers import FROM_LAUNCHERS
 
 ROOT = Path(__file__).parent.parent
 README, GUIDE, ERRORS = ROOT / "README.md", ROOT / "docs/guide.md", ROOT / "docs/errors.md"
@@ -119,5 +120,5 @@ def test_the_tables_of_control_frames_name_what_the_hub_handles():
     page = (ROOT / "docs/design/0001-call.md").read_text()
     frames = page.partition("\n## Frames\n")[2].partition("\n## ")[0]
     from_ranks, from_launchers = re.findall(r"^\| to the hub .*\n(?:\|.*\n)+", frames, re.M)
-    for table, handled in ((from_ranks, hub._OF_RANKS), (from_launchers, hub._OF_LAUNCHERS)):
+    for table, handled in ((from_ranks, FROM_RANKS), (from_launchers, FROM_LAUNCHERS)):
         assert set(re.findall(r"^\| `([^`]+)`", table, re.M)) == set(handled)

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 from control import KEY, Job, eventually, key_file, soon
 
-from mscomm.cluster import hub as hub_module
-from mscomm.cluster import links
+from mscomm.cluster import links, waiting
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.hello import LAUNCHER, Identity
 from mscomm.launching.parts import OtherNode
@@ -119,8 +118,8 @@ def test_node_0_shows_what_is_wrong_with_the_other_node(nodes: Nodes, tmp_path: 
 
 def test_node_0_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Node 0 names the missing ranks after 10 s, then every minute; in this test the pauses are short."""
-    monkeypatch.setattr(hub_module, "_TELL_AFTER_S", 0.05)
-    monkeypatch.setattr(hub_module, "_TELL_EVERY_S", 0.05)
+    monkeypatch.setattr(waiting, "_TELL_AFTER_S", 0.05)
+    monkeypatch.setattr(waiting, "_TELL_EVERY_S", 0.05)
     told: list[str] = []
     with Job(4, tcp=True, watched=True, nodes={"node 1": range(2, 4)}, tell=told.append) as job:
         assert job.listener

@@ -243,7 +243,7 @@ class Hosts(Node0):
         After a failure, wait at most _ENDS_S, unless the other ranks continue without the lost ranks.
         """
         self.over()
-        if self._hub.goes_on or (well and not super().over()):
+        if self.goes_on() or (well and not super().over()):
             self._heard_at = float("inf")
         else:
             self._heard_at = min(self._heard_at, time.monotonic() + _ENDS_S)

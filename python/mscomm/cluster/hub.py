@@ -10,27 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import os
-import reprlib
 import selectors
 import socket
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
 from mscomm.cluster.frames import FROM_HUB_BYTES, JOIN, READY, Frame, encode
+from mscomm.cluster.handlers import handlers
 from mscomm.cluster.hello import LAUNCHER, OF_THE_HUB, UNKNOWN_JOB, UNKNOWN_RANK, Identity, package_version
 from mscomm.cluster.judge import Judge, Progress
+from mscomm.cluster.launchers import Launchers, State
 from mscomm.cluster.links import Door, require_same_user
 from mscomm.cluster.meetings import Answer, Meetings, unmet
-from mscomm.cluster.plan import numbers, world_id
+from mscomm.cluster.plan import world_id
 from mscomm.cluster.roster import Link, Roster
-from mscomm.cluster.switchboard import Line, Switchboard
+from mscomm.cluster.switchboard import Switchboard
+from mscomm.cluster.waiting import WaitNotices
 from mscomm.errors import Aborted, CollectiveTimeout, Error, PeerLost, make
 
-_TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0  # when to tell the user which ranks are missing, and how often after that
-_UNPROVEN_EVERY_S = 10.0
-_DISMISS_S = 1.0
 _CONTESTED_S = 5.0  # if two jobs use one port: how long the hub keeps telling processes why they cannot join
 
 
@@ -53,14 +52,6 @@ class _Group:
         self.rejoining: set[int] = set()  # the ranks in `closed` that left because the world had failed
 
 
-class _Launcher(Line):
-    """The link to another host's launcher, and the ranks that this launcher watches."""
-
-    ranks = range(0)
-    name = "another launcher"
-    stopped: Sequence[int] = ()  # the ranks that are left on its host, if all of them are stopped
-
-
 class Hub:
     """The hub of one job of `size` ranks. Pass it sockets with listen() or adopt(), then call serve() in a thread.
 
@@ -69,10 +60,7 @@ class Hub:
     launcher says whether it restarts the rank. `named`: the job id, which every hello must contain (links.job_of).
     `log`: a function that writes a short line to the log; it must not raise an error.
 
-    `nodes`: maps the name of each other host, as shown in messages, to the ranks of the host. The launchers of these
-    hosts connect to the hub. `layout`: the options that determine each launcher's ranks, as text; the options must be
-    the same on all hosts.
-    `tell`: a function that writes a line for a user who is waiting.
+    `nodes` and `layout`: see Launchers. `tell`: a function that writes a line for a user who is waiting.
     """
 
     def __init__(
@@ -99,28 +87,14 @@ class Hub:
         self._watched = watched
         self._restarts = restarts
         self._log = log or (lambda text: None)
-        self._nodes = nodes or {}
-        self._layout = layout
-        self._tell = tell or (lambda text: None)
-        self._tell_at: float | None = None  # when the user is next told which hosts or ranks are missing
-        self._turned_away = ""  # the most recent rejected connection, as text; "" if the user has been told
-        self._unproven = 0  # how many peers with a wrong key have come since the user was last told about such peers
-        self._unproven_at = 0.0  # when the user may next be told about such peers
+        tell = tell or (lambda text: None)
         self._listening = False
-        self._own: set[int] = set()  # ranks that the launcher of this host started; the hub adopted their links
-        self.attended: set[int] = set()  # ranks of other hosts whose launcher has connected; any thread may read this
         self._absent: dict[int, str] = {}  # ranks that were lost before any rank had joined: how each was lost
         self._starter_gone = False
         self._ended_well: set[int] = set()  # ranks that ended with status 0; ranks that had joined also sent a bye
         self._ended_badly: dict[int, str] = {}  # ranks that failed and are not restarted: how each process ended
         self._started_again: set[int] = set()  # ranks that were lost in this epoch and are restarted
-        # The reason why the job cannot continue, or None if it can. If there is such a reason, launchers must end their
-        # ranks. Any thread may read this.
-        self.over: Error | None = None
-        # Whether ranks continue without the lost ranks (mscomm.shrink), or wait to do so. Any thread may read this.
-        self.goes_on = False
-        # Whether some ranks have ended, and all others are stopped (SIGSTOP). Any thread may read this.
-        self.only_stopped = False
+        self.state = State()  # any thread may read this
         self._stopped_here: Sequence[int] = ()
         self._aborted: Error | None = None  # why all groups of this epoch are aborted, even those created later
         self._abort_announced = False
@@ -134,12 +108,19 @@ class Hub:
         self._selector = selectors.DefaultSelector()
         self._board: Switchboard[Link] = Switchboard(self._selector, self._handle, self._ended)
         mine = Identity(named, package_version())  # no epoch, because a process that joins does not know it yet
-        self._launchers: Switchboard[_Launcher] = Switchboard(
-            self._selector, self._handle_launcher, self._launcher_gone
+        self._launchers = Launchers(
+            self._selector,
+            self._roster,
+            nodes or {},
+            layout,
+            process_ended=self._process_ended,
+            lost=self._without_launcher,
+            contested=self._contested,
+            log=self._log,
+            tell=tell,
         )
-        self._door = Door(
-            self._selector, key, OF_THE_HUB, mine, range(size), self._enter, self._log, self._note_turned_away
-        )
+        self._waiting = WaitNotices(self._roster, self._launchers, tell)
+        self._door = Door(self._selector, key, OF_THE_HUB, mine, range(size), self._enter, self._log, self._turned_away)
         # Requests from other threads. A thread appends a function and sends a byte. The byte wakes the hub's thread,
         # which calls the function.
         self._orders: deque[Callable[[], None]] = deque()
@@ -160,11 +141,7 @@ class Hub:
         Such a link begins with the key, which the hub sends, instead of a hello.
         """
         require_same_user(sock)
-        self._order(lambda: self._adopt(sock, rank))
-
-    def _adopt(self, sock: socket.socket, rank: int) -> None:
-        self._own.add(rank)
-        self._board.write(self._board.add(Link(sock, rank, adopted=True)), self._key)
+        self._order(lambda: self._board.write(self._board.add(Link(sock, rank, adopted=True)), self._key))
 
     def started_by(self, rank: int, pidfd: int) -> None:
         """Watch the process of the rank that started the hub. When it has ended, expect no more connections."""
@@ -190,6 +167,16 @@ class Hub:
         self._wake()
 
     @property
+    def attended(self) -> set[int]:
+        """The ranks of other hosts whose launcher has connected. Any thread may read this."""
+        return self._launchers.attended
+
+    @property
+    def over(self) -> Error | None:
+        """Why the job cannot continue; None if it can. Any thread may read this."""
+        return self.state.over
+
+    @property
     def verdict(self) -> Error | None:
         """The job's first failure or, with `restarts`, the failure that ended the job. Any thread may read this."""
         return self.over if self._restarts else self._world.judge.verdict
@@ -206,8 +193,8 @@ class Hub:
         """Serve until all ranks have left or are lost. Also end if not all ranks join in time. Call this only once."""
         if not self._watched:
             self._topo_until = time.monotonic() + self._topo_timeout_s
-        if self._nodes:
-            self._tell_at = time.monotonic() + _TELL_AFTER_S
+        if self._launchers.missing():
+            self._waiting.begin()
         try:
             self._obey()
             while not self._finished():
@@ -252,7 +239,7 @@ class Hub:
         """Return how many seconds to wait for events until the next action is due; None if no action is due."""
         now = time.monotonic()
         dues = [group.judge.due() for group in self._groups.values()]
-        dues += [self._topo_until, self._tell_at, self._contested_until if now < self._contested_until else None]
+        dues += [self._topo_until, self._waiting.due, self._contested_until if now < self._contested_until else None]
         waits = [until - now for until in dues if until is not None]
         if (half_open_s := self._door.expire()) is not None:
             waits.append(half_open_s)
@@ -263,9 +250,7 @@ class Hub:
         now = time.monotonic()
         if self._topo_until is not None and now >= self._topo_until:
             self._refuse_all(self._roster.too_few(self._topo_timeout_s))
-        if self._tell_at is not None and now >= self._tell_at:
-            self._tell_missing()
-            self._tell_at = None if self._welcomed or self.over else now + _TELL_EVERY_S
+        self._waiting.look(now)
         for name, group in list(self._groups.items()):
             judge = group.judge
             judge.look(now)
@@ -285,17 +270,25 @@ class Hub:
             self._broadcast({"t": "verdict", "group": "", **self._aborted.fields()}, self._world.ranks)
         if self.over is None and (end := self._end()):
             self._give_up(end)
-        goes_on, only_stopped = self._meetings.survivors_go_on, self._only_stopped()
-        if (goes_on, only_stopped) != (self.goes_on, self.only_stopped):
-            self.goes_on, self.only_stopped = goes_on, only_stopped
-            self._tell_launchers()
+        self._set_state(goes_on=self._meetings.survivors_go_on, only_stopped=self._only_stopped())
+
+    def _set_state(self, **changes: Any) -> None:
+        """Change the state of the job, and tell the launchers of other hosts."""
+        self.state = self.state._replace(**changes)
+        self._launchers.announce(self.state)
 
     def _give_up(self, verdict: Error) -> None:
         """Record that the job cannot continue. Tell the launchers, and the ranks that wait for the next epoch."""
-        self.over = verdict
         self._log(f"the job cannot go on: {verdict}")
+        self._waiting.end()
+        self._set_state(over=verdict)
         self._begin_epoch()
-        self._tell_launchers()
+
+    def _only_stopped(self) -> bool:
+        """Return whether some ranks have ended, and all others are stopped (SIGSTOP)."""
+        ended = self._ended_well | self._ended_badly.keys()
+        stopped = self._launchers.stopped().union(self._stopped_here)
+        return bool(ended) and not stopped <= ended and len(ended | stopped) == self._roster.size
 
     def _end(self) -> Error | None:
         """Return why the job cannot continue, or None if it can."""
@@ -334,8 +327,8 @@ class Hub:
                 self._board.drop(link)
             else:
                 self._refuse(link, f"the job is over: {self._outcome().text}")
-        self.goes_on = self.only_stopped = False
-        self._dismiss_launchers()
+        self.state = State(self.over)  # the launchers on other hosts are told "end" instead
+        self._launchers.dismiss()
         self._selector.close()
         self._wake_r.close()
         self._wake_w.close()
@@ -418,18 +411,21 @@ class Hub:
 
     def _enter(self, sock: socket.socket, peer: Identity, purpose: int) -> None:
         if purpose == LAUNCHER:
-            self._launchers.add(_Launcher(sock))
+            self._launchers.add(sock)
             return
         self._board.add(Link(sock, peer.rank if peer.rank >= 0 else None, adopted=False))
+
+    def _turned_away(self, address: str, why: str, unproven: bool) -> None:
+        self._waiting.turned_away(address, why, unproven and not self._welcomed)
 
     def _handle(self, link: Link, frame: Frame) -> None:
         """Handle one control frame from a rank. If this raises Error, the caller ends the rank's link."""
         kind = frame["t"]
         if kind != "join" and (not link.joined or link.left):
             raise Error(f"{kind!r} is not allowed before join or after bye")
-        if kind not in _OF_RANKS:
+        if kind not in FROM_RANKS:
             raise Error(f"{kind!r} is not a message to the hub")
-        _OF_RANKS[kind](self, link, frame)
+        FROM_RANKS[kind](self, link, frame)
 
     def _on_ready(self, link: Link, epoch: int) -> None:
         if epoch != self._epoch:
@@ -450,7 +446,7 @@ class Hub:
         number: int,
         call: str,
     ) -> None:
-        error = make(kind, text, self._known(ranks), self._known(waiting_for))
+        error = make(kind, text, self._roster.known(ranks), self._roster.known(waiting_for))
         for one in [one for name, one in self._groups.items() if group in ("", name)]:
             one.judge.called(link.number, number, call, time.monotonic())
             self._failed(one, link, error, number)
@@ -460,9 +456,6 @@ class Hub:
     def _failed(self, group: _Group, link: Link, error: Error, number: int = -1) -> None:
         """Tell the group's judge about an error of this rank, which the rank reported or the hub noticed."""
         group.judge.failed(link.number, error, number, self._members(group), time.monotonic())
-
-    def _known(self, ranks: list[object]) -> list[int]:
-        return [rank for rank in ranks if isinstance(rank, int) and 0 <= rank < self._roster.size]
 
     def _abort_epoch(self, verdict: Error) -> None:
         """Abort all groups of this epoch, including groups that are yet to be created."""
@@ -497,7 +490,7 @@ class Hub:
         self._answer(answers)
 
     def _check_meeting(self, kind: str, link: Link, key: str, ranks: list[Any]) -> None:
-        known = self._known(ranks) == ranks
+        known = self._roster.known(ranks) == ranks
         if not known or len(set(ranks)) != len(ranks) or link.number not in ranks or len(key) > 1024:
             raise Error(f"{kind!r} needs a key and the ranks that meet, this one among them")
 
@@ -649,6 +642,7 @@ class Hub:
             self._refuse_all(str(error))
             return
         self._welcomed = True
+        self._waiting.end()
         for link, data in frames:
             link.waits, link.welcomed = False, True
             self._board.write(link, data)
@@ -726,70 +720,20 @@ class Hub:
 
     # -- launchers of other hosts
 
-    def _tell_missing(self) -> None:
-        """Tell the user which hosts or ranks the job still waits for."""
-        nodes = [f"{name} ({_ranks(ranks)})" for name, ranks in self._nodes.items() if ranks[0] not in self.attended]
-        absent = [rank for rank in range(self._roster.size) if self._roster.at(rank) is None]
-        last = f"; {self._turned_away}" if self._turned_away else ""
-        if nodes and not self.over:
-            self._tell(f"waiting for {', '.join(nodes)}: nothing there has connected to {self._roster.address}{last}")
-        elif len(self._roster) and absent and not self.over:
-            self._tell(f"waiting for {_ranks(absent)} to call mscomm.init(){last}")
-        self._turned_away = ""
-
-    def _note_turned_away(self, address: str, why: str, unproven: bool) -> None:
-        self._turned_away = f"a connection from {address} was turned away: {why}"
-        if not unproven:
-            return
-        self._unproven += 1
-        if not self._welcomed and time.monotonic() >= self._unproven_at:
-            self._tell(
-                f"a connection from {address} could not prove that it has the key of this job"
-                f"{f' ({self._unproven} such connections)' if self._unproven > 1 else ''}; give every host the same "
-                "file in MSCOMM_JOB_KEY_FILE"
-            )
-            self._unproven, self._unproven_at = 0, time.monotonic() + _UNPROVEN_EVERY_S
-
-    def _handle_launcher(self, launcher: _Launcher, frame: Frame) -> None:
-        """Handle one control frame from another host's launcher about its ranks."""
-        if frame["t"] not in _OF_LAUNCHERS:
-            raise Error(f"{frame['t']!r} is not a message that a launcher may send, or not for these ranks")
-        _OF_LAUNCHERS[frame["t"]](self, launcher, frame)
-
-    def _from_launcher_attend(self, launcher: _Launcher, first: int, end: int, name: str, layout: str) -> None:
-        launcher.name = name
-        objection = None if self.over else self._objection(range(first, end), layout)
-        if objection:
-            self._log(f"refused {name}: {objection}")
-            self._tell(f"{name} was refused: {objection}")
-            self._launchers.write(launcher, encode({"t": "refused", "why": objection}, FROM_HUB_BYTES))
-            self._launchers.drop(launcher)
-            return
-        # Register the launcher even if the job is over. _tell_launcher() then says so.
-        launcher.ranks = range(max(first, 0), min(end, self._roster.size))
-        self.attended.update(launcher.ranks)
-        self._tell_launcher(launcher)
-
-    def _from_launcher_ended(self, launcher: _Launcher, rank: int, how: str, badly: bool, again: bool) -> None:
-        if rank not in launcher.ranks:
-            raise Error("'ended' is not a message that a launcher may send, or not for these ranks")
-        self._process_ended(rank, how, badly, again)
-
-    def _from_launcher_stopped(self, launcher: _Launcher, ranks: list[Any]) -> None:
-        launcher.stopped = [rank for rank in self._known(ranks) if rank in launcher.ranks]
-
-    def _only_stopped(self) -> bool:
+    def _without_launcher(self, ranks: Sequence[int], why: str) -> None:
+        """No launcher starts or restarts these ranks any more."""
         ended = self._ended_well | self._ended_badly.keys()
-        stopped = {*self._stopped_here, *(rank for launcher in self._launchers.lines for rank in launcher.stopped)}
-        return bool(ended) and not stopped <= ended and len(ended | stopped) == self._roster.size
+        for rank in [rank for rank in ranks if rank not in ended]:
+            member = self._roster.at(rank)
+            if member is not None and member.left:  # the rank said bye; only the report on how it ended is missing
+                self._ended_well.add(rank)
+            elif self._restarts:
+                self._ended_badly.setdefault(rank, why)
+            elif member is None:
+                self._process_ended(rank, why, badly=True, again=False)
+        self._begin_epoch()  # if there can be no new epoch, this tells the ranks that wait for it
 
-    def _from_launcher_gave_up(self, launcher: _Launcher, name: str, why: str) -> None:
-        text = f"{name} cannot start its ranks: {why}"
-        self._log(text)
-        self._tell(text)
-        self._without_launcher(launcher, text)
-
-    def _from_launcher_rival(self, launcher: _Launcher, who: str, seconds: float) -> None:
+    def _contested(self, who: str, seconds: float) -> None:
         """A process that was started `seconds` ago tried to serve another job at our port, and could not.
 
         The ranks of that job connect to this hub instead. If a rank joined after the start of that process, it may
@@ -802,8 +746,7 @@ class Hub:
             return
         why = (
             f"two jobs were started at {self._roster.address}, here and by {who}: which job's {self._roster.plural} "
-            "joined "
-            "is unclear, so neither job can go on. Give each job its own port or MSCOMM_JOB_ID"
+            "joined is unclear, so neither job can go on. Give each job its own port or MSCOMM_JOB_ID"
         )
         self._contested_until = now + _CONTESTED_S
         if not self._welcomed:
@@ -813,60 +756,6 @@ class Hub:
             group.judge.failed(UNKNOWN_RANK, Aborted(why), -1, (), now)
         self._abort_epoch(Aborted(why))
         self._give_up(Aborted(why))
-
-    def _objection(self, ranks: range, layout: str) -> str | None:
-        """Return why the requesting launcher may not start these ranks, or None if it may."""
-        if layout != self._layout:
-            return f"it was started with {layout}, and node 0 with {self._layout}; give every node the same"
-        if not 0 <= ranks.start < ranks.stop <= self._roster.size:
-            return f"it has the ranks {ranks.start} to {ranks.stop - 1}, and the job {self._roster.size} ranks"
-        if taken := self._own.intersection(ranks):
-            return f"node 0 has rank {min(taken)}; give each node a --node-rank of its own"
-        for other in self._launchers.lines:
-            if taken := set(other.ranks).intersection(ranks):
-                return f"{other.name} has rank {min(taken)} already; give each node a --node-rank of its own"
-        return None
-
-    def _tell_launcher(self, launcher: _Launcher) -> None:
-        """Tell the launcher why the job is over, if it is, and whether the remaining ranks continue or are stopped."""
-        over = self.over.fields() if self.over else None
-        state = {"t": "state", "over": over, "goes_on": self.goes_on, "only_stopped": self.only_stopped}
-        self._launchers.write(launcher, encode(state, FROM_HUB_BYTES))
-
-    def _tell_launchers(self) -> None:
-        for launcher in list(self._launchers.lines):
-            self._tell_launcher(launcher)
-
-    def _launcher_gone(self, launcher: _Launcher, how: str) -> None:
-        """A launcher has ended, so its ranks are no longer started or restarted. Ranks that have joined continue."""
-        self._without_launcher(launcher, f"the launcher of {launcher.name} has ended")
-
-    def _without_launcher(self, launcher: _Launcher, why: str) -> None:
-        ended = self._ended_well | self._ended_badly.keys()
-        for rank in [rank for rank in launcher.ranks if rank not in ended]:
-            member = self._roster.at(rank)
-            if member is not None and member.left:  # the rank said bye; only the report on how it ended is missing
-                self._ended_well.add(rank)
-            elif self._restarts:
-                self._ended_badly.setdefault(rank, why)
-            elif member is None:
-                self._process_ended(rank, why, badly=True, again=False)
-        self._begin_epoch()  # if there can be no new epoch, this tells the ranks that wait for it
-
-    def _dismiss_launchers(self) -> None:
-        """Tell the launchers that the job is over, and wait until they have closed their links.
-
-        If the hub closed a link first, with unread data in it, the kernel could reset the link, and the launcher would
-        miss the message.
-        """
-        for launcher in list(self._launchers.lines):
-            self._launchers.write(launcher, encode({"t": "end"}, FROM_HUB_BYTES))
-        until = time.monotonic() + _DISMISS_S
-        while self._launchers.lines and time.monotonic() < until:
-            for ready, _ in self._selector.select(max(0.0, until - time.monotonic())):
-                ready.data()
-        for launcher in list(self._launchers.lines):
-            self._launchers.drop(launcher)
 
     # -- control frames to the ranks
 
@@ -895,37 +784,10 @@ class Hub:
     def _refuse_all(self, why: str) -> None:
         """Refuse all processes that have joined, because the job can never begin."""
         self._topo_until, self._never_began = None, why
+        self._waiting.end()
         self._log(why)
         for link in self._roster:
             self._refuse(link, why)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    """Return the ranks as text: rank 3; ranks 2, 3; ranks 8 to 15."""
-    return f"rank{'s' * (len(ranks) > 1)} {numbers(ranks)}"
-
-
-def _handlers(prefix: str) -> dict[str, Callable[[Hub, Any, Frame], None]]:
-    """Return, for each kind of control frame, a function that calls the method of Hub for this kind.
-
-    The method's name is the prefix followed by the kind. Its parameters after the link are the fields of the frame, and
-    their annotations are the types of the fields.
-    """
-
-    def handler(method: Callable[..., None]) -> Callable[[Hub, Any, Frame], None]:
-        _, *fields, _ = get_type_hints(method).items()  # without the link, and without the type of the result
-        return lambda hub, link, frame: method(hub, link, **{name: _field(frame, name, kind) for name, kind in fields})
-
-    found = {name: method for name, method in vars(Hub).items() if name.startswith(prefix)}
-    return {name.removeprefix(prefix).replace("_", " "): handler(method) for name, method in found.items()}
-
-
-def _field(frame: Frame, name: str, kind: Any) -> Any:
-    value = frame.get(name)
-    kind = get_origin(kind) or kind
-    if not isinstance(value, kind):
-        raise Error(f"{frame['t']!r} needs {name!r} as {kind.__name__}, not {reprlib.repr(value)}")
-    return value
-
-
-_OF_RANKS, _OF_LAUNCHERS = _handlers("_on_"), _handlers("_from_launcher_")
+FROM_RANKS = handlers(Hub)

@@ -88,6 +88,10 @@ class Roster:
             return f"{link} waits for the next epoch of the job: call rejoin() too"
         return f"{link} has left the job" if link.left else f"{link} ended without release"
 
+    def known(self, ranks: list[Any]) -> list[int]:
+        """Return those of these values, which came in a control frame, that are ranks of the job."""
+        return [rank for rank in ranks if isinstance(rank, int) and 0 <= rank < self.size]
+
     def at(self, number: int) -> Link | None:
         """Return the member with this Link.number; None if no member has it."""
         return next((link for link in self._members if link.number == number), None)

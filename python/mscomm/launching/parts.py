@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mscomm import environment
@@ -82,11 +82,11 @@ class Part(Protocol):
     def goes_on(self) -> bool:
         """Return whether ranks continue without the lost ranks (shrink), or wait to do so. If so, do not end them."""
 
-    def only_stopped(self, ranks: list[int]) -> bool:
-        """Return whether some ranks of the job have ended, and all others are stopped (SIGSTOP).
+    def stopped(self, ranks: list[int]) -> None:
+        """Report the ranks of this host that have not ended, if all of them are stopped; otherwise an empty list."""
 
-        ranks: the ranks of this host that have not ended, if all of them are stopped. Otherwise an empty list.
-        """
+    def only_stopped(self) -> bool:
+        """Return whether some ranks of the job have ended, and all others are stopped (SIGSTOP)."""
 
     def needed(self, well: bool) -> bool:
         """Return whether other hosts still need this launcher after its own ranks have ended.
@@ -111,14 +111,16 @@ class _WithHub(Part):
         return self._hub.verdict
 
     def over(self) -> Error | None:
-        return self._hub.over
+        return self._hub.state.over
 
     def goes_on(self) -> bool:
-        return self._hub.goes_on
+        return self._hub.state.goes_on
 
-    def only_stopped(self, ranks: list[int]) -> bool:
+    def stopped(self, ranks: list[int]) -> None:
         self._hub.stopped_here(ranks)
-        return self._hub.only_stopped
+
+    def only_stopped(self) -> bool:
+        return self._hub.state.only_stopped
 
 
 @dataclass(eq=False)
@@ -128,6 +130,7 @@ class WholeJob(_WithHub):
     size: int
     topo_timeout_s: float
     restarts: bool
+    _only_stopped: bool = field(default=False, init=False)
 
     def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
         self._hub = _hub(self.size, security.new_key(), self.topo_timeout_s, self.restarts, log)
@@ -140,8 +143,11 @@ class WholeJob(_WithHub):
     def serve(self, stack: ExitStack) -> None:
         _serve(self._hub, stack)
 
-    def only_stopped(self, ranks: list[int]) -> bool:
-        return 0 < len(ranks) < self.size  # so this also works for programs that never call init()
+    def stopped(self, ranks: list[int]) -> None:
+        self._only_stopped = 0 < len(ranks) < self.size  # without the hub: the program may never call init()
+
+    def only_stopped(self) -> bool:
+        return self._only_stopped
 
 
 @dataclass(eq=False)
@@ -220,7 +226,7 @@ class Node0(_WithHub):
                 return False
             # A node whose launcher has not connected yet still needs us, but only until the join timeout.
             self._until = min(self._until, time.monotonic() + self.topo_timeout_s)
-        if well or self._hub.goes_on:
+        if well or self.goes_on():
             self._heard_at = float("inf")
         else:
             self._heard_at = min(self._heard_at, time.monotonic() + _HEAR_S)
@@ -313,10 +319,12 @@ class OtherNode(Part):
             self._ended_well.add(rank)
         self._tell({"t": "ended", "rank": rank, "how": how, "badly": badly, "again": again})
 
-    def only_stopped(self, ranks: list[int]) -> bool:
+    def stopped(self, ranks: list[int]) -> None:
         if ranks != self._stopped:
             self._stopped = ranks
             self._tell({"t": "stopped", "ranks": ranks})
+
+    def only_stopped(self) -> bool:
         self.over()  # reads what node 0 has said
         return self._only_stopped
 

@@ -322,7 +322,8 @@ class Launch:
         """Kill ranks that are stopped (SIGSTOP) if all other ranks have ended, because nothing else would end them."""
         left, now = self._running(), time.monotonic()
         stopped = [self.part.first + local for local in left] if all(map(self._is_stopped, left)) else []
-        if self._ending or not self.part.only_stopped(stopped) or not stopped:
+        self.part.stopped(stopped)
+        if self._ending or not stopped or not self.part.only_stopped():
             self._stopped_at = float("inf")
             return
         self._stopped_at = min(self._stopped_at, now)

@@ -1,0 +1,36 @@
+"""Calls the method that handles a control frame, and checks the types of the frame's fields first."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any, get_origin, get_type_hints
+
+from mscomm.cluster.frames import Frame
+from mscomm.errors import Error
+
+Handlers = Mapping[str, Callable[[Any, Any, Frame], None]]
+
+
+def handlers(of: type) -> Handlers:
+    """Return, for each kind of control frame, a function that calls the method of this class for this kind.
+
+    The method's name is `_on_` followed by the kind. Its parameters after the link are the fields of the frame, and
+    their annotations are the types of the fields.
+    """
+    prefix = "_on_"
+    found = {name: method for name, method in vars(of).items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix).replace("_", " "): _handler(method) for name, method in found.items()}
+
+
+def _handler(method: Callable[..., None]) -> Callable[[Any, Any, Frame], None]:
+    _, *fields, _ = get_type_hints(method).items()  # without the link, and without the type of the result
+    return lambda owner, link, frame: method(owner, link, **{name: _field(frame, name, kind) for name, kind in fields})
+
+
+def _field(frame: Frame, name: str, kind: Any) -> Any:
+    value = frame.get(name)
+    kind = get_origin(kind) or kind
+    if not isinstance(value, kind):
+        raise Error(f"{frame['t']!r} needs {name!r} as {kind.__name__}, not {reprlib.repr(value)}")
+    return value
