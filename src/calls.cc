@@ -257,7 +257,8 @@ void check_defined(const Calls& calls, Function function, Dtype dtype, Op op, bo
   if (!why.empty()) type_error(function, why + ". Every operation can reduce arrays on the CPU");
 }
 
-// Returns the root as a number. Python's checked_rank reads unusual integers, and raises the errors.
+// Returns the root as a number. If it is not an int, or not a rank of the group, Python's checked_rank converts it or raises
+// the error.
 int checked_root(const Calls& calls, Function function, py::handle root) {
   if (root && PyLong_CheckExact(root.ptr())) {
     int overflow = 0;
@@ -522,8 +523,8 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
   signature.dims = static_cast<uint8_t>(shape.dims);
   std::copy_n(shape.extents.begin(), shape.dims, signature.shape);
   if (wanted.rows) {
-    // In an uneven gather or all_to_all, the number of rows of x differs between the ranks, but the signature must be the same on
-    // all ranks. So axis 0 of the signature's shape is the total number of rows, or 0 for all_to_all.
+    // In an uneven all_gather, gather or all_to_all, the number of rows of x differs between the ranks, but the signature must
+    // be the same on all ranks. So axis 0 of the signature's shape is the total number of rows, or 0 for all_to_all.
     if (gathers(what)) signature.shape[0] = share.shape.extents[0];
     if (what == Collective::all_to_all) signature.shape[0] = 0;
     const uint64_t row = shape.row();
@@ -570,7 +571,7 @@ py::object call(Calls& calls, const Wanted& wanted, py::object x, py::object out
   if (wanted.what != Collective::barrier) given.emplace(described(calls, wanted.function, "x", std::move(x), wanted.stream));
   auto ready = prepared(calls, wanted, std::move(given), std::move(out));
   const double timeout_s = timeout ? seconds_of(timeout) : calls.timeout_s;
-  if (async_op) return py::cast(start(calls, std::make_shared<PreparedCall>(std::move(ready)), timeout_s, 0));
+  if (async_op) return py::cast(start(calls, std::make_shared<PreparedCall>(std::move(ready)), timeout_s, 0, false));
   if (!calls.running.empty()) forget_ended(calls);
   const py::object python = calls.noted ? calls.python() : py::object();  // kept until the end of the call
   if (python) ready.call.signature.number = python.attr("next_number")().cast<uint64_t>();

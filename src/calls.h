@@ -47,7 +47,7 @@ struct Array {
   bool in_order = true;  // whether the elements are aligned, and lie in C order without gaps
   bool writable = true;
   int device = -1;                       // -1 for the CPU, or for a device whose number the library does not report
-  PyObject* backend = nullptr;           // the backend that reaches the device; nullptr for the CPU
+  PyObject* backend = nullptr;           // the backend of the device, as a Python str; nullptr for the CPU
   std::optional<StreamHandle> stream{};  // for a device array: the stream with which the call is synchronized
   bool chosen = false;                   // whether the user chose the stream; if not, it is the library's current stream
   std::optional<Library> library{};
@@ -60,7 +60,7 @@ struct PreparedCall {
   py::object out = py::none();  // what the user gets; if `finish` is set and `assigned` is false, result() creates it
   py::object out_memory;        // the memory of a strided `out`, to which result() copies the target
   py::object finish;            // a Python function that creates an array of the user's library over the target
-  bool assigned = false;        // whether result() copies to `out`: the array from `finish` or, if that is not set, the target
+  bool assigned = false;        // whether result() copies the array from `finish`, or without `finish` the target, to `out`
   py::object written;           // a Python function to call when `out` has been written
 
   // Keeps the memory of x and of the target alive until the call has completed, even if the user assigns different memory to one
@@ -68,6 +68,8 @@ struct PreparedCall {
   void hold_memory();
   // Returns what the user gets. Call this once, after the call has completed without an error.
   py::object result();
+  // Returns whether only result() fills `out`, because the core writes to other memory.
+  bool result_fills_out() const { return out_memory || assigned; }
   // Returns whether result() calls into Python. If it does, other threads may run in the meantime.
   bool python_makes_result() const { return finish || assigned || out_memory || written; }
   // Visits every object that this call holds, for the garbage collector.
@@ -87,7 +89,7 @@ struct Calls {
   // Whether the core asks Python for the number of each call, and tells Python when the call has completed.
   bool noted;
   std::vector<std::shared_ptr<Started>> running{};  // the started calls and messages (see works.h); some may have completed
-  std::vector<std::shared_ptr<Started>> failed{};   // calls that failed on a device, which may still run them
+  std::vector<std::shared_ptr<Started>> failed{};   // failed calls on a device, which may still use their arrays
 };
 
 // Converts the `timeout` argument of a call to seconds.

@@ -13,8 +13,8 @@ namespace mscomm {
 // array that mscomm cannot use.
 pybind11::tuple describe_dlpack(const pybind11::capsule& capsule);
 
-// Describes array.given through the DLPackExchangeAPI of the array's type. `capsule` holds this API. This needs no call into
-// Python. Returns false unless the array is in C order, is on the CPU or a CUDA device, and has a dtype that the core supports.
+// Describes array.given through the DLPackExchangeAPI of the array's type, without a call into Python. `capsule` holds this
+// API. Returns false unless the array is in C order, is on the CPU or a CUDA device, and has a dtype that the core supports.
 bool read_by_exchange(Array& array, PyObject* capsule);
 
 }  // namespace mscomm

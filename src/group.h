@@ -71,7 +71,7 @@ inline Descriptor copy_of(int fd) {
   return copy;
 }
 
-// The group object that Python holds: one rank's part of a group, and what concerns Python.
+// The group object that Python holds: one rank's part of a group, and what the bindings need to know about it.
 struct Group {
   std::atomic<int> away{0};  // the number of threads in called(); a thread holds the GIL when it leaves called()
   std::unique_ptr<Calls> calls;
@@ -92,9 +92,9 @@ struct Group {
     return unlocked(function, &away);
   }
 
-  // Ends this rank's part in the group. Call this without holding the GIL. The process may exit after close(), and no thread may
-  // ask for the GIL while the process is exiting. close() ends the calls of other threads. Then close() waits until these threads
-  // have the GIL again, but for at most 5 s.
+  // Ends this rank's part in the group. Call this without holding the GIL. After close(), the process may exit, and a thread
+  // must not ask for the GIL while the process is exiting. So close() ends the calls of other threads, and then waits until
+  // these threads have the GIL again, but for at most 5 s.
   void close() {
     communicator->close();
     const Deadline deadline(5);

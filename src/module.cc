@@ -119,7 +119,7 @@ void expand_array(py::array narrow, py::array out) {
   unlocked([&] { expand(from, to, count); });
 }
 
-// The bucket element at which each part begins, or nullopt if the parts are contiguous.
+// The bucket element at which each part begins, or nullopt if each part begins where the previous one ends.
 using Begins = std::optional<std::vector<uint64_t>>;
 
 Packing packing_of(bool packs, py::array& bucket, std::vector<py::array>& parts, double scale, const Begins& begins) {
@@ -212,7 +212,7 @@ PreparedCall prepare(const Group& group, int function, const py::object& x, py::
   return ready;
 }
 
-// The places where a library may be. Each place has a name, a path and a kind: "usual", "loaded" or "must" (see
+// The places where a library may be. Each place has an origin, a path and a kind: "usual", "loaded" or "must" (see Candidate in
 // csrc/base/dynlib.h).
 using Places = std::vector<std::tuple<std::string, std::string, std::string>>;
 
@@ -357,7 +357,7 @@ A Work keeps x and out alive. Do not touch x and out until the call has complete
 complete. If the call fails and the Work is dropped before wait() was called, the next call on the group raises the
 error.
 
-For arrays on a device, wait() without a timeout returns at once. Operations that are enqueued later on the library's
+For arrays on a device, wait() without a timeout returns at once. Operations that are enqueued later on the array library's
 current stream wait for the call. With a timeout, wait() returns when the device has completed the call.
 
 >>> work = mscomm.all_reduce(x, async_op=True)
@@ -368,12 +368,15 @@ current stream wait for the call. With a timeout, wait() returns when the device
            R"(Wait until the call has completed, and return its result. If the call has failed, raise its error.
 
 Raise TimeoutError if the call has not completed in time; the call then continues. timeout: a number of seconds or a
-timedelta; None sets no limit. For a call on the device, wait() without a timeout returns at once, and the library's current
-stream waits for the call.)")
-      .def("done", &Handle::done, "Return whether the call has completed, with or without an error.")
+timedelta; None sets no limit. For a call on the device, wait() without a timeout returns at once, and the array library's
+current stream waits for the call.)")
+      .def("done", &Handle::done, R"(Return whether the call has completed, with or without an error.
+
+If it has completed without an error, out holds the result.)")
       .def("is_completed", &Handle::done, "Do the same as done().")
       .def("exception", &Handle::exception, "Return the error of a call that has failed, otherwise None.")
       .def("_join", &Handle::join)
+      .def("_failed", &Handle::failed)
       .def("matched", [](const Handle& handle) {
         const auto matched = handle.matched();
         return matched ? std::optional(received(*matched)) : std::nullopt;
@@ -387,6 +390,7 @@ stream waits for the call.)")
   py::class_<PreparedCall, std::shared_ptr<PreparedCall>>(module, "Call")
       .def_property_readonly("function", [](const PreparedCall& call) { return static_cast<int>(call.call.signature.function); })
       .def("result", &PreparedCall::result)
+      .def_property_readonly("result_fills_out", &PreparedCall::result_fills_out)
       .def_property_readonly("source",
                              [](const PreparedCall& call) { return call.x->packed ? call.x->packed : memory_of(*call.x); })
       .def_property_readonly("target", [](const PreparedCall& call) { return memory_of(*call.target); });
@@ -432,8 +436,8 @@ stream waits for the call.)")
              call.signature.number = number;
              group.called([&] { group.communicator->run(std::move(call), timeout_s); });
            })
-      .def("start", [](Group& group, std::shared_ptr<PreparedCall> call, double timeout_s,
-                       uint64_t number) { return start(group.ready(), std::move(call), timeout_s, number); })
+      .def("start", [](Group& group, std::shared_ptr<PreparedCall> call, double timeout_s, uint64_t number,
+                       bool part) { return start(group.ready(), std::move(call), timeout_s, number, part); })
       .def("join_device",
            [](Group& group, std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id,
               double timeout_s, const py::function& check) {

@@ -13,7 +13,7 @@ namespace mscomm {
 namespace {
 
 template <typename Start>
-Handle started(Calls& calls, std::shared_ptr<Started> one, const Start& start) {
+Handle started(Calls& calls, std::shared_ptr<Started> one, bool part, const Start& start) {
   forget_ended(calls);
   // Store `one` before the start, so that its arrays stay alive. The core's threads may use the arrays as soon as the call or
   // message has started.
@@ -25,7 +25,7 @@ Handle started(Calls& calls, std::shared_ptr<Started> one, const Start& start) {
     if (one->current) calls.failed.push_back(std::move(one));  // the device may still use the arrays
     throw;
   }
-  return {calls, std::move(one)};
+  return {calls, std::move(one), part};
 }
 
 // Waits for at most the given number of seconds, without the GIL. Returns whether the call or message has completed.
@@ -46,11 +46,24 @@ py::object as_exception(const Error& error) {
 
 }  // namespace
 
-Handle::Handle(Calls& calls, std::shared_ptr<Started> started)
+Handle::Handle(Calls& calls, std::shared_ptr<Started> started, bool part)
     : calls_(&calls),
       core_(py::reinterpret_borrow<py::object>(calls.core)),
       python_(calls.python()),
-      started_(std::move(started)) {}
+      started_(std::move(started)),
+      part_(part) {}
+
+void Handle::warn_if_unfilled() noexcept {
+  if (!started_ || part_ || collected_ || getpid() != owner_ || python_is_ending()) return;
+  const auto call = started_->call;
+  if (!call || !call->result_fills_out() || failed() || python_.is_none()) return;
+  try {
+    python_.attr("unfilled")(name(call->call.signature.function));
+  } catch (py::error_already_set& error) {
+    error.discard_as_unraisable("mscomm.Work");
+  } catch (...) {  // out of memory, and a destructor cannot report it
+  }
+}
 
 void Handle::check_process() const {
   if (!started_) throw py::type_error("mscomm: a Work is made by a call with async_op=True");
@@ -101,13 +114,17 @@ void Handle::let_go() {
   const auto array = std::move(started_->array);
 }
 
-bool Handle::done() const {
+bool Handle::done() {
   check_process();
-  return started_->work->done();
+  if (!started_->work->done()) return false;
+  const auto call = started_->call;
+  if (call && !part_ && !failed() && (call->result_fills_out() || call->written)) collect();
+  return true;
 }
 
 py::object Handle::exception() const {
-  if (!done()) return py::none();
+  check_process();
+  if (!started_->work->done()) return py::none();
   const auto error = started_->work->error();
   if (!error) return py::none();
   const py::object symptom = as_exception(*error);
@@ -150,11 +167,12 @@ int Handle::traverse(visitproc visit, void* arg) const {
 }
 
 void Handle::clear() {
+  warn_if_unfilled();
   const auto started = std::move(started_);
   const auto core = std::move(core_), python = std::move(python_), result = std::exchange(result_, py::none());
 }
 
-Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, double timeout_s, uint64_t number) {
+Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, double timeout_s, uint64_t number, bool part) {
   auto one = std::make_shared<Started>();
   if (call->call.stream) one->current = memory_of(call->x ? *call->x : *call->target).attr("current");
   call->hold_memory();
@@ -162,7 +180,7 @@ Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, double timeout_s,
   Handle handle = failing(calls, [&] {
     Call copy = one->call->call;
     copy.signature.number = number;
-    return started(calls, one, [&] { return calls.group->communicator->start(std::move(copy), timeout_s); });
+    return started(calls, one, part, [&] { return calls.group->communicator->start(std::move(copy), timeout_s); });
   });
   if (calls.noted && !number) calls.python().attr("noted")(one->work->number());
   return handle;
@@ -171,15 +189,15 @@ Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, double timeout_s,
 Handle start(Calls& calls, py::array array, const Message& message, const Deadline& deadline) {
   auto one = std::make_shared<Started>();
   one->array = std::move(array);
-  return started(calls, std::move(one), [&] { return calls.group->communicator->start(message, deadline); });
+  return started(calls, std::move(one), false, [&] { return calls.group->communicator->start(message, deadline); });
 }
 
 void forget_ended(Calls& calls) {
   auto& running = calls.running;
   const auto ended =
       std::stable_partition(running.begin(), running.end(), [](const auto& one) { return !one->work || !one->work->done(); });
-  // These calls and messages are destroyed only after `running` has been updated. The destruction may also destroy their arrays
-  // and run Python code. If that code makes another call, the call changes `running`.
+  // Destroy the completed calls and messages only after `running` has been updated. Their destruction may also destroy their
+  // arrays and run Python code. If that code makes another call, the call changes `running`.
   const std::vector<std::shared_ptr<Started>> last(std::make_move_iterator(ended), std::make_move_iterator(running.end()));
   running.erase(ended, running.end());
   // If a call on a device has failed, the device may use its arrays until the vendor's library has ended the group.

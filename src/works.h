@@ -25,7 +25,10 @@ class Handle {
  public:
   // For Python subclasses that override all methods.
   Handle() = default;
-  Handle(Calls& calls, std::shared_ptr<Started> started);
+  // part: the caller of start() calls PreparedCall::result(), so this handle never does.
+  Handle(Calls& calls, std::shared_ptr<Started> started, bool part = false);
+  Handle(Handle&&) = default;
+  ~Handle() { warn_if_unfilled(); }
 
   // If the call or message has failed, wait() and join() throw the first cause of the group's failure instead of the error of
   // this call, because users should see the cause. exception() returns the cause for the same reason.
@@ -34,11 +37,14 @@ class Handle {
   // timedelta, or None for no limit. For a call on a device, if the timeout is None, wait() does not wait for the device.
   // Instead, work that is enqueued later on the library's current stream waits for the call.
   py::object wait(py::handle timeout);
-  // Waits like wait(), but does not create the result, because the caller of join() does that. Returns false if the call or
-  // message has not completed within the given number of seconds. Otherwise, releases the arrays, as wait() does, and returns
-  // true.
+  // Waits like wait(), but does not create the result: only parts are joined. Returns false if the call or message has not
+  // completed within the given number of seconds. Otherwise, releases the arrays, as wait() does, and returns true.
   bool join(std::optional<double> seconds);
-  bool done() const;
+  // Returns whether the call or message has completed. If a call has completed without an error, first fills `out`, as wait()
+  // does.
+  bool done();
+  // Returns whether the call or message has completed with an error.
+  bool failed() const { return started_ && started_->work->done() && started_->work->error(); }
   // Returns the error if the call or message has failed. Otherwise, returns None.
   py::object exception() const;
   std::optional<Matched> matched() const { return started_ ? started_->work->matched() : std::nullopt; }
@@ -52,6 +58,8 @@ class Handle {
   bool ended(std::optional<double> seconds);
   void collect();
   void let_go();
+  // Warns the user if only result() fills `out`, and nobody has asked for the result.
+  void warn_if_unfilled() noexcept;
   bool is_current() const;
   [[noreturn]] void raise_cause(const Error& symptom) const;
 
@@ -59,14 +67,14 @@ class Handle {
   Calls* calls_ = nullptr;
   py::object core_, python_;  // the Python object that owns *calls_, and the Group of python/mscomm/group.py
   std::shared_ptr<Started> started_;
-  bool collecting_ = false, collected_ = false;
+  bool part_ = false, collecting_ = false, collected_ = false;
   py::object result_ = py::none();  // valid if collected_ is true
 };
 
-// Both functions start() keep the arrays alive until the call or message has completed, even if the user drops the handle.
+// Both overloads of start() keep the arrays alive until the call or message has completed, even if the user drops the handle.
 // number: the number that was reserved for the call, or 0 to use the next number. Only a call on a device can have a reserved
-// number.
-Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, double timeout_s, uint64_t number);
+// number. part: as in the constructor of Handle.
+Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, double timeout_s, uint64_t number, bool part);
 Handle start(Calls& calls, py::array array, const Message& message, const Deadline& deadline);
 
 // Removes completed calls and messages from calls.running.

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -222,3 +223,48 @@ def test_an_array_may_make_a_call_when_the_end_of_a_work_frees_it(rank, group):
     del work  # nobody has called work.wait()
     mscomm.barrier()  # each call frees the Works that have ended
     assert calls == [2.0]
+
+
+def strided(size: int) -> np.ndarray[Any, Any]:
+    return np.zeros(2 * size)[::2]
+
+
+# Asynchronous calls that fill `out` with twos, although the core does not write to `out`.
+FILLS: dict[str, Callable[..., Any]] = {
+    "all_reduce": lambda out, peer: mscomm.all_reduce(np.ones(500), out=out, async_op=True),
+    "all_reduce_many": lambda out, peer: mscomm.all_reduce_many([np.ones(500)] * 2, out=[out, out + 0], async_op=True),
+    "recv": lambda out, peer: mscomm.recv(out, peer, async_op=True),
+}
+
+
+@pytest.mark.parametrize("function", FILLS)
+@ranks(2)
+def test_the_result_is_in_out_when_a_work_is_done(rank, group, function):
+    out = strided(500)
+    work = FILLS[function](out, 1 - rank)
+    if function == "recv":
+        mscomm.send(np.full(500, 2.0), 1 - rank)
+    while not work.done():
+        time.sleep(0.001)
+    assert (out == 2).all()
+    out[:] = 7  # neither done() nor wait() fills `out` again
+    assert work.done()
+    work.wait()
+    assert (out == 7).all()
+
+
+@pytest.mark.parametrize("function", FILLS)
+@ranks(2)
+def test_a_work_that_is_dropped_before_out_is_filled_warns(rank, group, function):
+    told: list[str] = []
+    mscomm.log.warn = told.append
+    FILLS[function](strided(500), 1 - rank)
+    if function == "recv":
+        mscomm.send(np.ones(500), 1 - rank)
+    mscomm.barrier()
+    (text,) = told
+    assert text.startswith(f"{function}: the Work was dropped before wait() returned or done() was True")
+    x = np.ones(500)
+    mscomm.all_reduce(x, out=x, async_op=True)  # the core writes to `out` itself
+    mscomm.barrier()
+    assert (x == 2).all() and len(told) == 1

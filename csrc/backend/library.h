@@ -23,7 +23,7 @@ struct Part {
 };
 
 // The library's numbers for types and operations. A number is -1 if the library cannot reduce the type, or does not know the
-// operation.
+// operation. Initialize the arrays with std::to_array: it does not compile if a new Dtype or Op has no number yet.
 struct Numbers {
   std::array<int, dtypes.size()> types;            // by Dtype; -1 for bool and complex numbers
   std::array<int, mscomm::ops.size()> operations;  // by Op
@@ -65,9 +65,8 @@ class VendorGroup {
   // Returns whether the library is still setting up the most recent call. Throws if the group has failed in this or an earlier
   // call.
   virtual bool busy() = 0;
-  // Ends the group's work on the device. Any thread may call abort(), but only once, and no other function may be called after
-  // it. The abort may take a long time. beside: whether another thread is inside the library; if so, abort() must make that
-  // thread return.
+  // Ends the group's work on the device. May take a long time. May be called from any thread, but only once. After it, no other
+  // function may be called. beside: whether another thread is inside the library; if so, abort() must make that thread return.
   virtual void abort(bool beside) noexcept = 0;
   // Starts to free the group, which has ended without an error. After busy() has returned false, the destructor frees the rest.
   virtual void finish() = 0;

@@ -28,7 +28,7 @@ struct Signature {
   // The shape of x, if it is the same on all ranks. In an uneven call, the length of axis 0 is the sum of the lengths of all
   // ranks' parts. In an uneven all_to_all, the length of axis 0 may also be 0.
   uint64_t shape[max_dims] = {};
-  uint64_t digest = 0;  // a hash of the arrays of a fused call, or of the counts of an uneven call; 0 for other calls
+  uint64_t digest = 0;  // a hash of a fused call's dtypes and shapes, or of an uneven call's counts; 0 for other calls
   Function function = Function::barrier;
   // 1 if this call is a head. A head carries only the counts or the shape of the next call, which carries the data.
   uint8_t head = 0;
@@ -37,8 +37,9 @@ struct Signature {
 
   bool operator==(const Signature&) const = default;
   bool valid() const {
-    return what <= Collective::exscan && dtype <= Dtype::complex128 && op <= Op::bxor && dims <= max_dims &&
-           function <= Function::scatter_object && head <= 1 && device <= 1;
+    return static_cast<size_t>(what) < collectives.size() && static_cast<size_t>(dtype) < dtypes.size() &&
+           static_cast<size_t>(op) < ops.size() && static_cast<size_t>(function) < functions.size() && dims <= max_dims &&
+           head <= 1 && device <= 1;
   }
   // Returns a 64-bit hash of all fields. Two signatures that differ in a single 64-bit word never have the same hash. If they
   // differ in several words, their hashes are equal with a probability of about one in 2^64.

@@ -215,7 +215,7 @@ Error Communicator::here(const Error& error, const std::string& what) const {
 void Communicator::waits(const Signature& call, double waited_s) {
   stuck_ = call.number;
   if (hooks_.failed) hooks_.failed();  // wakes the thread that calls stuck()
-  if (waited_s >= first_notice_s) say(in_group() + brief(call) + " has not ended on the device since " + seconds_text(waited_s));
+  if (waited_s >= first_notice_s) say(in_group() + brief(call) + " has not ended on the device for " + seconds_text(waited_s));
 }
 
 // Prints a line for the user.

@@ -33,8 +33,8 @@ def compress(
 ) -> None:
     """Round x (float32 or float64) to the dtype of narrow (float16 or bfloat16), with error feedback.
 
-    The residual is added to x first. Then the residual becomes what the limit and the rounding remove from the value.
-    largest: the largest value that narrow may get. The arrays must be contiguous and have the same number of elements.
+    Add the residual to x, limit the sum to values from -largest to largest, and round it. Then set the residual to what
+    the limit and the rounding have removed. The arrays must be contiguous and have the same number of elements.
     """
 
 def expand(narrow: np.ndarray[Any, Any], out: np.ndarray[Any, Any], /) -> None:
@@ -44,7 +44,8 @@ def algorithms() -> list[tuple[str, str, Literal["arena", "mesh", "both"]]]:
     """Return all algorithms, in order of preference, as (collective, name, carrier)."""
 
 def make_heap(bytes: int, own_tmpfs: bool, /) -> tuple[Heap, int]:
-    """Create a heap. Return the heap, and the descriptor with which the peers map it, which the caller must close.
+    """Create a heap. Return the heap and its descriptor. The peers need the descriptor to map the heap. The caller must
+    close the descriptor.
 
     own_tmpfs: whether to try a tmpfs of this process's own if the kernel's default setting gives memfds no huge pages.
     """
@@ -95,7 +96,7 @@ class Heap:
         """Reserve control memory for a group of `size` ranks. Return its offset, which all these ranks must know."""
 
     def release_control(self, control: int, size: int, /) -> None:
-        """Free the control memory as soon as all ranks have stopped using it. size is 0 if no rank has used it."""
+        """Free the control memory once its `size` ranks have stopped using it. size is 0 if no rank has used it."""
 
     def abandon_control(self, control: int, size: int, /) -> None:
         """Do the same as release_control(), for a rank that created no group with this memory.
@@ -190,7 +191,7 @@ def open_hccl(
 def open_acl(places: Sequence[tuple[str, str, str]], visible: Sequence[str], /) -> Runtime:
     """Open AscendCL in the same way as open_nccl. Also raise BackendUnavailable if there is no NPU.
 
-    visible: the numbers on the host of the devices that this process sees; empty if it sees all devices.
+    visible: the host's numbers for the devices that this process sees; empty if it sees all devices.
     """
 
 def open_cuda(places: Sequence[tuple[str, str, str]], *, image: bytes | None = None) -> Runtime:
@@ -216,11 +217,14 @@ class Work:
 
         Raise TimeoutError if the call has not completed in time; the call then continues. timeout: a number of seconds
         or a timedelta; None sets no limit. For a call on the device, wait() without a timeout returns at once, and the
-        library's current stream waits for the call.
+        array library's current stream waits for the call.
         """
 
     def done(self) -> bool:
-        """Return whether the call has completed, with or without an error."""
+        """Return whether the call has completed, with or without an error.
+
+        If it has completed without an error, out holds the result.
+        """
 
     def is_completed(self) -> bool:
         """Do the same as done()."""
@@ -233,6 +237,9 @@ class Work:
 
         A Work that combines several calls uses this method to wait for each of them.
         """
+
+    def _failed(self) -> bool:
+        """Return whether the call has completed with an error. Unlike exception(), this does not create the error."""
 
     def matched(self) -> tuple[int, int] | None:
         """Return the source and tag of the received message, or None.
@@ -265,11 +272,14 @@ class Call:
     @property
     def target(self) -> np.ndarray[Any, Any]:
         """The memory that the call writes: the memory of out, or of an array that result() copies to out."""
+    @property
+    def result_fills_out(self) -> bool:
+        """Whether result() copies the result to out, because the core writes to other memory."""
     def result(self) -> Any:
         """Return the result for the user. Call this once, after the call has completed without an error."""
 
 def collective(what: int, model: _F, signature: str, /) -> _F:
-    """Create the Python function of a collective. It runs Python code only for unusual arguments.
+    """Create the Python function of a collective. The function runs Python code only for unusual arguments.
 
     model: a Python function with the same name, parameters and docstring. signature: the signature of model, as text.
     """
@@ -343,11 +353,12 @@ class Group:
         number: a number that reserve() returned for the call, or 0 for the next number.
         """
 
-    def start(self, call: Call, timeout_s: float, number: int, /) -> Work:
+    def start(self, call: Call, timeout_s: float, number: int, part: bool, /) -> Work:
         """Start a call on the worker's thread or, for a call on the device, on the group's own stream.
 
         On the device, the call runs after all work that is already on the call's stream. The group keeps the call alive
-        until it has completed. number: as for run(); only a call on the device can have a reserved number.
+        until it has completed. number: as for run(); only a call on the device can have a reserved number. part: the
+        caller calls call.result(), so the Work's done() does not.
         """
 
     def join_python(
@@ -532,15 +543,15 @@ class Group:
         """
 
     def called(self, number: int, /) -> str:
-        """Describe the call with this number as Mismatch does.
+        """Describe the call with this number, in the words that a Mismatch error uses.
 
         Return "" if the call was not made, or was made too long ago.
         """
 
     def stuck(self) -> int:
-        """Return the number of a call that has been on the device for over a second, or 0.
+        """Return the number of the oldest call on the device if no call has completed for over a second, otherwise 0.
 
-        Each number is returned once.
+        After stuck() has returned a number, it returns 0 until the device backend reports a call again.
         """
 
     def failure(self) -> Failure | None:

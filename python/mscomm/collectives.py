@@ -539,9 +539,9 @@ def _scatter(
             number, x, out, what=FUNCTION["scatter"], root=root, rows=rows, digest=digest, told=told, stream=stream
         )
 
-    # If the root's caller passed `out` but no stream, prepare the call now, so that an invalid `out` raises an error
-    # before anything is sent. Otherwise, prepare the call after the head. After the head, the other ranks are already
-    # waiting for this rank, so an error must fail the call on all ranks (see _late).
+    # If this rank is the root and the user passed `out` but no stream, prepare the call now, so that an invalid `out`
+    # raises an error before anything is sent. Otherwise, prepare the call after the head. After the head, the other
+    # ranks are already waiting for this rank, so an error must fail the call on all ranks (see _late).
     mine = parts(given) if at_root and out is not None and stream is None else None
     if given is not None and rows is None:
         core.part(number, given.shape)
@@ -642,7 +642,11 @@ def all_reduce_many(
         fused = [_FusedCall([empty])]
     with group.committed("all_reduce_many"):
         if async_op:
-            return group.together([group.start(one.filled(group, prepared), seconds) for one in fused], result)
+            fills = any(
+                out[i] is not None and (len(part) > 1 or alone[i].result_fills_out) for part in parts for i in part
+            )
+            works = [group.start(one.filled(group, prepared), seconds, part=True) for one in fused]
+            return group.together(works, result, "all_reduce_many" if fills else "")
         first = group.reserve(len(fused))
         for i, one in enumerate(fused):
             group.run(one.filled(group, prepared), seconds, first + i)
@@ -711,7 +715,7 @@ class _FusedOnDevice(_FusedCall):
         return prepared(self._made, self._made)
 
     def spread(self, group: Group) -> None:
-        """Do the same as _FusedCall.spread. The copies are enqueued on the library's current stream."""
+        """Do the same as _FusedCall.spread. The copies are enqueued on the array library's current stream."""
         if self._made is not None:
             bucket, self._made = self._made, None
             group.core.unpack(bucket, [one.target for one in self._alone], bucket.current())

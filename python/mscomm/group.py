@@ -24,6 +24,7 @@ from mscomm.cluster.assemble import Epoch, Founded
 from mscomm.cluster.deadline import Deadline, seconds_of
 from mscomm.cluster.message_links import MessageLinks
 from mscomm.errors import Aborted, Error, on_failure
+from mscomm.notices import warn_once
 from mscomm.tracebacks import PACKAGE
 
 _LINES_KEPT = 1024
@@ -68,16 +69,25 @@ class _Beside:
             self._group.raise_cause(self._error)
         return ended
 
+    def _failed(self) -> bool:
+        return self._error is not None
+
     def exception(self) -> BaseException | None:
         return self._group.cause_of(self._error) if self.done() and self._error is not None else None
 
 
 class _Several(Work):
-    """The Work of a call that consists of several calls, or whose result is computed in Python."""
+    """The Work of a call that consists of several calls, or whose result is computed in Python.
 
-    def __init__(self, group: Group, parts: Sequence[Work | _Beside], result: Callable[[], Any]) -> None:
+    result: a function that computes the result. fills: if the result is also written to arrays that the user passed,
+    the name of the function that the user called; otherwise "".
+    """
+
+    def __init__(self, group: Group, parts: Sequence[Work | _Beside], result: Callable[[], Any], fills: str) -> None:
         super().__init__()
         self._group = group
+        self._fills = fills
+        self._process = os.getpid()
         self._parts = parts
         self._result: Callable[[], Any] | None = result  # None when self._value holds the result
         self._making = False  # whether self._result() is running
@@ -87,6 +97,11 @@ class _Several(Work):
         seconds = None if timeout is None else seconds_of(timeout)
         if not self._join(seconds):
             raise TimeoutError(f"Work.wait: the call did not end within {seconds:g} s; it is still running")
+        self._collect()
+        self.done()  # releases the arrays if the call has completed
+        return self._value
+
+    def _collect(self) -> None:
         with self._group.collecting:  # only one of several waiting threads computes the result
             # If _making is True, a signal handler has interrupted self._result() and called wait().
             if self._result is not None and not self._making:
@@ -96,22 +111,29 @@ class _Several(Work):
                     self._result = None
                 finally:
                     self._making = False
-        if self.done():
-            self._parts = ()  # releases the arrays
-        return self._value
 
     def _join(self, seconds: float | None, /) -> bool:
         deadline = None if seconds is None else Deadline(seconds)
         return all(part._join(None if deadline is None else deadline.rest()) for part in self._parts)
 
     def done(self) -> bool:
-        return all(part.done() for part in self._parts)
+        if not all(part.done() for part in self._parts):
+            return False
+        if not any(part._failed() for part in self._parts):
+            self._collect()
+            self._parts = ()  # releases the arrays
+        return True
 
     is_completed = done
 
     def exception(self) -> BaseException | None:
         errors = (part.exception() for part in self._parts)
         return next((error for error in errors if error is not None), None)
+
+    def __del__(self) -> None:
+        unfilled = self._fills and self._result is not None and self._process == os.getpid()
+        if unfilled and not any(part._failed() for part in self._parts):
+            self._group.unfilled(self._fills)
 
 
 class Group:
@@ -224,7 +246,8 @@ class Group:
         with self.committed(f"{function} #{first}"):
             if on_device:
                 call, result = second()
-                return self.together([self.start(call, left(), first + 1)], result)
+                fills = function if call.result_fills_out else ""
+                return self.together([self.start(call, left(), first + 1, part=True)], result, fills)
             beside = _Beside(self, both)
         return self.together([beside], lambda: beside.result)
 
@@ -301,16 +324,17 @@ class Group:
             self.core.run(call, seconds, number)
         self.ended()
 
-    def start(self, call: _core.Call, seconds: float, number: int = 0) -> Work:
+    def start(self, call: _core.Call, seconds: float, number: int = 0, *, part: bool = False) -> Work:
         """Start a call on the group's worker thread, or on a stream of the device. The core keeps the arrays alive.
 
-        Return the call's Work. number: as in run().
+        Return the call's Work. number: as in run(). part: the Work is for together(), whose result() calls
+        call.result().
         """
-        return self.core.start(call, seconds, number)
+        return self.core.start(call, seconds, number, part)
 
-    def together(self, parts: Sequence[Work | _Beside], result: Callable[[], Any]) -> Work:
-        """Combine several parts into one Work. Its wait() returns what result() returns."""
-        return _Several(self, parts, result)
+    def together(self, parts: Sequence[Work | _Beside], result: Callable[[], Any], fills: str = "") -> Work:
+        """Combine several parts into one Work. Its wait() returns what result() returns. fills: as in _Several."""
+        return _Several(self, parts, result, fills)
 
     def drain(self) -> None:
         """Wait until all asynchronous calls have ended. Do not raise their errors."""
@@ -319,15 +343,16 @@ class Group:
         self.core.drain()
 
     def _interrupted(self, error: BaseException) -> None:
-        """Handle `error`, a signal handler's exception or a MemoryError, which ended a call. The caller raises it.
+        """If `error` has broken the group, tell the other ranks why. The caller re-raises `error`.
 
-        If `error` has broken the group, tell the other ranks why.
+        `error` is an exception that has ended a call and is not an mscomm error: for example, a MemoryError, or an
+        exception that a signal handler raised.
         """
         failure = self.core.failure()
         if failure is not None and self.member is not None:
             known = failure.error
             words = f"{known}: {type(error).__name__}" if known.kind == "Aborted" else str(known)
-            # An error of the core that says that memory ran out names this rank only in its text.
+            # If the core has run out of memory, its error names this rank only in the text, not in `ranks`.
             ranks = known.ranks or ([self.ranks[self.rank]] if isinstance(error, MemoryError) else [])
             self.member.report(Aborted(words, ranks), self.id)
             self.raised = True
@@ -464,6 +489,14 @@ class Group:
             return error
         self.raised = True
         return self.settle(error)
+
+    def unfilled(self, function: str) -> None:
+        """Warn that out was not filled, because the user has dropped the Work of an asynchronous call too early."""
+        warn_once(
+            f"{function}: the Work was dropped before wait() returned or done() was True, so out does not hold the "
+            "result; keep the Work, and call wait()",
+            rank=0,  # any rank warns, because the other ranks may have kept their Work
+        )
 
     def noted(self, number: int) -> None:
         """Record the line of Python code of a call that has been started."""

@@ -122,13 +122,13 @@ def recv(
     out: a writable array of any shape, with the same dtype and number of elements as the array that was sent. If the
     dtype or the number differs, both ranks raise a Mismatch that describes both arrays. src: a rank in the group (in
     torch.distributed, it is a rank in the world), or mscomm.ANY_SOURCE. tag: an int from 0 to 2^31 - 1, or
-    mscomm.ANY_TAG. status: a mscomm.Status, in which recv stores the message's source, tag and count. group: a Group,
+    mscomm.ANY_TAG. status: an mscomm.Status, in which recv stores the message's source, tag and count. group: a Group,
     its name, or None for all ranks. timeout: seconds or a timedelta; None means the timeout passed to init().
 
     Messages from one source with one tag are received in the order in which they were sent. A message with another tag
     or from another source can overtake them. With ANY_SOURCE, messages are received in the order in which they reach
     this rank. If a message matches several recvs, the recv that was called first gets it. With async_op=True, return a
-    Work. Its wait() fills in status and returns out; do not use out before that.
+    Work. wait(), or done() when it returns True, fills in status; do not use out before that.
 
     Raise CollectiveTimeout, whose `.waiting_for` holds src, if no message arrived in time. Raise PeerLost if src ended
     or left the job without sending a message. With ANY_SOURCE, `.waiting_for` holds all ranks that could have sent a
@@ -151,7 +151,7 @@ def recv(
         assert matched is not None
         return receiving.result(matched)
 
-    return group.together([work], result)
+    return group.together([work], result, "recv" if receiving.copies else "")
 
 
 def sendrecv(
@@ -191,6 +191,7 @@ def sendrecv(
 class _Receiving(NamedTuple):
     message: tuple[int, int, int, np.ndarray[Any, Any]]  # source, tag, dtype number, array to receive into
     result: Callable[[tuple[int, int]], Any]  # takes the message's source and tag; returns the user's result
+    copies: bool  # whether result() copies the message to the user's array
 
 
 def _sending(
@@ -221,13 +222,13 @@ def _receiving(
             status.count = target.size
         return out
 
-    return _Receiving((*wanted, code, target), result)
+    return _Receiving((*wanted, code, target), result, finish is not None)
 
 
 def checked_source(function: str, src: Any, tag: Any, tag_argument: str, status: Any, group: Group) -> tuple[int, int]:
     """Check the arguments. Return the source and tag to match, as numbers for the core."""
     if status is not None and not isinstance(status, Status):
-        raise TypeError(f"{function}: status is a {type(status).__name__}, not a mscomm.Status")
+        raise TypeError(f"{function}: status is a {type(status).__name__}, not an mscomm.Status")
     source = _core.any_source if src is ANY_SOURCE else checked_rank(function, "src", src, group)
     return source, _core.any_tag if tag is ANY_TAG else checked_tag(function, tag_argument, tag)
 
