@@ -1,4 +1,4 @@
-"""Compares mscomm with Open MPI, MPICH, gloo and memory bandwidth. Open MPI, MPICH and gloo have two settings each.
+"""Compares mscomm with Open MPI, MPICH, gloo and memory bandwidth. Open MPI, MPICH and gloo each run with two settings.
 
     python bench/compare.py -n 2,4,8 --openmpi-prefix OPENMPI --mpich-prefix MPICH results
     python bench/compare.py --read results
@@ -10,8 +10,8 @@ and prints the tables in Markdown.
 
 The tables show the times, and the times of MPI and of gloo divided by the time of mscomm. MPI means the better MPI with
 its better setting, and gloo means gloo with its better setting. mscomm is measured with arrays of mscomm.empty
-("arena") and with ordinary arrays ("foreign"). From 64 KiB on, the tables also show the time of NumPy ("memory"), as a
-share of mscomm's time. NumPy reads and writes as many bytes as the collective must read and write. A time is the median
+("arena") and with ordinary arrays ("foreign"). From 64 KiB on, the tables also show "memory" as a share of mscomm's
+time: the time in which NumPy reads and writes as many bytes as the collective must read and write. A time is the median
 over rounds of the median time in a round. The interval of a ratio of two times comes from a paired bootstrap over
 rounds. Ratios below 1 are in bold. The goals, and the cells that miss them, follow the tables.
 """
@@ -141,7 +141,7 @@ class Series:
         return f"{self.collective}, {self.ranks} ranks"
 
     def setting(self) -> dict[str, Any]:
-        """Return the machine, the versions, and the settings of MPI and gloo. All series of a report have the same."""
+        """Return the machine, the versions, and the settings of MPI and gloo. They must be equal in all series."""
         facts = {name: self.environment[name] for name in ("cpu", "cpus", "kernel", "mscomm", "python", "numpy")}
         about = self.environment["contenders"]
         return {**facts, **{name: about[name] for name in (*MPI, *GLOO) if name in about}}
@@ -173,8 +173,8 @@ def read_all(folder: Path) -> list[Series]:
             first, path = seen.setdefault(what, (value, series.path))
             if first != value:
                 raise click.ClickException(
-                    f"{what} is {value!r} in {series.path} and {first!r} in {path}: keep what was not measured alike in"
-                    " folders of its own"
+                    f"{what} is {value!r} in {series.path} and {first!r} in {path}: move measurements with"
+                    " different settings to separate folders"
                 )
     return sorted(found, key=lambda one: (COLLECTIVES.index(one.collective), one.ranks))
 
@@ -292,7 +292,7 @@ def _goal(goal: Goal, collective: str, ranks: int, who: str, cells: list[tuple[C
 
 
 def _gaps(goal: Goal, collective: str, ranks: int, cells: list[Cell]) -> list[str]:
-    """Return a list of what the goal lacks: sizes that were not measured, and peers that lack some of the sizes."""
+    """Return what was not measured for the goal: the missing sizes, and the peers that lack some of the other sizes."""
     case = Case(ROWS[collective], np.dtype(np.float32), "sum", 0, ranks, 0)
     wanted = [case.size(case.count(size)) for size in SIZES if goal.smallest <= size <= goal.largest]
     there = {cell.size for cell in cells}

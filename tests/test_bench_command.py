@@ -145,7 +145,7 @@ def test_buckets_compares_fused_with_each() -> None:
         assert 0 <= float(hidden.rstrip("%")) <= 100
         assert float(communication) > 0
     best = min(sizes, key=lambda row: float(row[4]))[0]
-    assert re.search(rf"^# Shortest step        : bucket_mb={best}(; no slower .*)?$", done.stdout, re.M)
+    assert re.search(rf"^# Shortest step        : bucket_mb={best}(; not measurably slower: .*)?$", done.stdout, re.M)
 
 
 def test_tune_measures_every_algorithm_and_says_what_is_chosen(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_sizes_of_buckets_that_are_as_good_are_named(capsys: pytest.CaptureFixtu
         return {"bucket_mb": megabytes, "buckets": 3, "us": us, "samples_us": {"step": [step - 1, step, step + 1] * 3}}
 
     report.overlap([row(1, 15.0), row(4, 14.0), row(8, 14.5), row(16, 15.5)])
-    best = "bucket_mb=4; no slower than its upper quartile: 1, 8\n"
+    best = "bucket_mb=4; not measurably slower: 1, 8\n"
     assert capsys.readouterr().out.endswith(f"# Shortest step        : {best}")
 
 

@@ -266,8 +266,8 @@ def test_all_ranks_begin_with_the_model_of_rank_0(rank: int) -> None:
     for name, x in inner.state_dict().items():
         own = name == "1.running_var"
         assert (mscomm.all_gather(x[None]) == x).all() != own, name
-    # At the start of a step's first forward pass, all ranks copy rank 0's running means. After the pass, each rank has
-    # different means.
+    # At the start of a step's first forward pass, all ranks copy rank 0's running means. After the pass, the means
+    # differ by rank.
     x = torch.full((4, 3), float(rank))
     model(x).sum().backward()
     means = mscomm.all_gather(inner[1].running_mean[None])
@@ -339,6 +339,11 @@ def test_uneven_data(rank: int) -> None:
         pytest.raises(RuntimeError, match=r"join: a join\(\) on group world is open already; put the modules"),
         mscomm.DistributedDataParallel(network()).join(),
         model.join(),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match="throw_on_early_termination differs by rank: True on rank 0"),
+        model.join(throw_on_early_termination=rank == 0),
     ):
         pass
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import subprocess
 import sys
@@ -125,6 +126,23 @@ def test_send_and_receive_match_by_tag(rank, group):
     else:
         came = ops.Receive(sr_tag=7, src_rank=0, shape=[4, 3], dtype=np.float32)()
         assert np.array_equal(came, rows(0))
+
+
+@pytest.mark.parametrize(
+    "library",
+    [
+        pytest.param(name, marks=pytest.mark.skipif(not importlib.util.find_spec(name), reason="not installed"))
+        for name in ("mindspore", "torch")
+    ],
+)
+@ranks(2)
+def test_receive_takes_a_dtype_of_another_library(rank, group, library):
+    if rank == 0:
+        ops.Send(sr_tag=0, dest_rank=1)(np.arange(3, dtype=np.float16))
+    else:
+        dtype = importlib.import_module(library).float16
+        came = ops.Receive(sr_tag=0, src_rank=0, shape=[3], dtype=dtype)()
+        assert came.dtype == np.float16 and came.tolist() == [0, 1, 2]
 
 
 # --- arguments ------------------------------------------------------------------------------------------------------

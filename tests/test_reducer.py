@@ -168,7 +168,7 @@ def test_parameters_that_differ_are_an_error_on_all_ranks(rank, group):
 @ranks(2)
 def test_what_compression_takes_away_is_added_later(rank, group, compression):
     reducer = GradientReducer([np.zeros(1000, np.float32)], compression=compression)
-    # This number lies a quarter of the way between two neighbouring 16-bit numbers.
+    # This number lies a quarter of the way from one 16-bit number to the next.
     odd = np.full(1000, 1 + 2.0 ** (-9 if compression == "bf16" else -12), np.float32)
     got = sum(reducer.reduce([odd])[0].astype(np.float64) for _ in range(64))
     # Without the residual, each step would lose a quarter of a unit. With the residual, all 64 steps together lose at
@@ -192,7 +192,7 @@ def test_what_is_owed_to_a_gradient_that_nobody_has_waits(rank, group):
         reducer.wait()
         assert (b.grad is not None and bool((b.grad == 1).all())) == used
     owed = reducer.state_dict()["residual"]
-    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # a's residual was sent in the third step
+    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # four residuals make one unit, sent in the third step
     assert (owed["b"] == 2 * 2.0**-9).all()  # two residuals, one for each step in which b had a gradient
 
 
@@ -253,7 +253,7 @@ def test_what_is_not_finite_arrives_and_leaves_nothing_behind(rank, group, compr
         got = reducer.reduce([np.array([1, bad if rank else 0, 2, 3], np.float32)])[0]
         assert not np.isfinite(got[1]) and (got[[0, 2, 3]] == [1, 2, 3]).all()
     assert (reducer.reduce([np.full(4, rank, np.float32)])[0] == 0.5).all()
-    odd = 1 + 2.0**-13  # the other elements keep what rounding takes away
+    odd = 1 + 2.0**-13  # the finite elements keep their rounding errors
     reducer.reduce([np.array([odd, np.inf, odd, odd], np.float32)])
     assert (next(iter(reducer.state_dict()["residual"].values())) == [2.0**-13, 0, 2.0**-13, 2.0**-13]).all()
 
@@ -299,7 +299,7 @@ def test_after_a_join_all_have_the_weights_of_the_rank_that_left_last(rank, grou
     with pytest.raises(TypeError, match=r"join: sync has a ndarray; expected .* state_dict\(\) and load_state_dict"):
         reducer.join(sync=weights)
     with (
-        pytest.raises(ValueError, match=r"sync of \['Momentum'\] on rank 0 of the group, \[\] on rank 2"),
+        pytest.raises(ValueError, match=r"sync differs by rank: \['Momentum'\] on rank 0 of the group, \[\] on rank 2"),
         reducer.join(sync=[optimizer] if rank < 2 else []),
     ):
         pass

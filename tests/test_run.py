@@ -1,4 +1,4 @@
-"""`mscomm run` with programs that do not use mscomm: output, exit status, signals, and nothing left behind."""
+"""`mscomm run` on one node and on two: output, exit status, signals, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ends(pid: int) -> None:
         time.sleep(0.01)
 
 
-def appears(path: Path, timeout_s=10.0) -> str:
+def appears(path: Path, timeout_s=60.0) -> str:
     """Wait for a file that another process writes, and return its text."""
     end = time.monotonic() + timeout_s
     while not (path.exists() and path.read_text()):
@@ -368,7 +368,7 @@ def test_msruns_line_is_understood(script):
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] 60.0", "[1] 60.0"])
 
 
-# -- several nodes, which are loopback addresses of one host; tests/test_hosts.py uses several hosts
+# -- several nodes, all on this host; tests/test_hosts.py uses several hosts
 
 
 def start_node(rank, *args, port, stderr=subprocess.PIPE, **env):

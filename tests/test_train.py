@@ -392,7 +392,7 @@ def flip_in_momentum(path: Path) -> None:
 
 
 def as_earlier_versions_wrote(path: Path) -> None:
-    """Rewrite the file, even if it is damaged, without a checksum and without the names of a training run."""
+    """Rewrite the file, even if it is damaged, without its checksum and without the metadata on its training run."""
     import safetensors.numpy
 
     with safetensors.safe_open(path, "np") as file:
@@ -434,7 +434,7 @@ def test_wrong_arguments():
         (
             {"callbacks": [print]},
             TypeError,
-            "callbacks has a builtin_function_or_method; expected a mscomm.train.Callback",
+            "callbacks has a builtin_function_or_method; expected an mscomm.train.Callback",
         ),
     ]:
         with pytest.raises(error, match=re.escape(says)):
@@ -574,7 +574,8 @@ def test_the_bar_is_rank_0s(rank, group):
     with mock.patch("mscomm.train.monitors._EVERY_S", 0.0):
         numpy_line()[0].train(2, Batches(rank, 2), [ProgressBar(console)])
     lines = "".join(line.format(f"{1 + i // 6}/2", 1 + i % 6) for i in range(12))
-    assert re.fullmatch(lines, console.file.getvalue()[len(shown) :]) if rank == 0 else shown == ""
+    later = console.file.getvalue()[len(shown) :]
+    assert re.fullmatch(lines, later) if rank == 0 else later == ""
 
 
 @ranks(1)
@@ -865,7 +866,7 @@ def test_a_first_checkpoint_that_one_rank_could_not_write(tmp_path):
         (tmp_path / "0/line_1-1_6.safetensors").unlink()
         codes, job = run("again")
         assert codes == [0, 0] and all("goes on after (1, 4)" in job.output(rank) for rank in range(2)), job.logs()
-        # Now rank 0 has only files of an older training run. They have the same names as rank 1's files of the last
+        # Now rank 0 has only a file of an older training run, with the same name as one of rank 1's files of the last
         # training run.
         (tmp_path / "0/line_1-1_4.safetensors").unlink()
         (tmp_path / "0/line_1-1_6.safetensors").unlink()

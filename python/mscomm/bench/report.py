@@ -97,7 +97,7 @@ def _head(plan: Plan, env: dict[str, Any]) -> None:
 
 def _how(plan: Plan) -> None:
     warmup = "50 ms" if plan.warmup is None else f"{plan.warmup} calls"
-    say(f"# time of a call: the mean over ranks; the median over rounds of their medians. Warm-up {warmup}")
+    say(f"# time of a call: the mean over ranks; the median of the medians of all rounds. Warm-up {warmup}")
 
 
 def row(plan: Plan, case: Case, row: dict[str, Any]) -> None:
@@ -187,7 +187,7 @@ def overlap(rows: list[dict[str, Any]]) -> None:
     best = min(rows, key=lambda row: float(row["us"]["step"]))
     upper = statistics.quantiles(best["samples_us"]["step"], n=4)[2]
     alike = [f"{row['bucket_mb']:g}" for row in rows if row is not best and row["us"]["step"] <= upper]
-    noise = f"; no slower than its upper quartile: {', '.join(alike)}" if alike else ""
+    noise = f"; not measurably slower: {', '.join(alike)}" if alike else ""
     say(f"# Shortest step        : bucket_mb={best['bucket_mb']:g}{noise}")
 
 

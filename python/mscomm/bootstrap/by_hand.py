@@ -58,7 +58,7 @@ class _Tcp:
     def __init__(self, host: str, port: int, rank: int, size: int) -> None:
         if (host, port) in self._used:
             # The hub of the previous job may still listen at this address, and would take us for a rank of that job.
-            raise ValueError(f"init: this process has joined a job at {host}, port {port} before; use another port")
+            raise ValueError(f"init: this process has used {host}, port {port} for a job before; use another port")
         self._used.add((host, port))
         self._place = Seat(rank, size, None, one_host=False)
         self._spot = Spot("init_method", host, (port,))

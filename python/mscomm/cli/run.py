@@ -209,7 +209,8 @@ def _shares(
         raise click.ClickException("--hosts and --hostfile: both name the hosts; give one of them")
     for name, value in others.items():
         if value is not None:
-            raise click.ClickException(f"--hosts says this already; leave out {name}")
+            option = "--hostfile" if hosts is None else "--hosts"
+            raise click.ClickException(f"{option} says this already; leave out {name}")
     listed = remote.listed(hosts) if hosts is not None else remote.read_hostfile(hostfile or Path())
     shares = remote.shares(listed, _per_node(per_node))
     size = shares[-1].ranks.stop
@@ -315,8 +316,10 @@ def nodes_of(
         raise click.ClickException(
             f"the job has {count} hosts: name node 0's address, as the others reach it, with --master-addr"
         )
-    port = master_port or _number(env, "PET_MASTER_PORT") or 0
-    return Nodes(count, node_rank, host, port if 0 < port < 1 << 16 else DEFAULT_PORT)
+    port = master_port or _number(env, "PET_MASTER_PORT") or DEFAULT_PORT
+    if port >= 1 << 16:
+        raise click.ClickException(f"PET_MASTER_PORT={port}: expected a port, at most 65535")
+    return Nodes(count, node_rank, host, port)
 
 
 def _number(env: Mapping[str, str], name: str) -> int | None:

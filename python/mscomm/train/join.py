@@ -46,14 +46,14 @@ def join(
 ) -> Iterator[None]:
     """Return a context for this rank's training loop.
 
-    sync: as in GradientReducer.join. by_all: if True, sums are divided by the number of all ranks; if False, by the
-    number of ranks that have not left. on_forward(root): called on a rank that has left, to receive the buffers that
-    rank root sends before a forward pass. at_end(root, uneven): called after the loops to make the models equal;
-    `uneven` says whether some ranks left before others. throw: if True, all ranks raise OutOfBatches as soon as one
-    rank has left. own: parameters that each rank keeps for itself.
+    sync: as in GradientReducer.join. by_all: if True, the mean is taken over all ranks; if False, over the ranks that
+    have not left. on_forward(root): called on a rank that has left, to receive the buffers that rank root sends before
+    a forward pass. at_end(root, uneven): called after the loops to make the models equal; `uneven` says whether some
+    ranks left before others. throw: if True, all ranks raise OutOfBatches as soon as one rank has left. own: parameters
+    that each rank keeps for itself.
     """
     step.check_between("join")
-    if group.name in _open:  # all_gathers of the two loops could be matched with each other
+    if group.name in _open:  # otherwise an all_gather of the inner loop could be matched with one of the outer loop
         raise RuntimeError(
             f"join: a join() on group {group.name} is open already; put the modules that are trained together into one"
             " wrapper or reducer"
@@ -114,13 +114,15 @@ def checked(sync: Iterable[Any] | None) -> list[Any]:
 
 
 def _check_alike(kinds: list[str], by_all: bool, throw: bool, group: Group) -> None:
-    everybodys = objects.all_gather_object([kinds, by_all, throw], group=group)
-    for rank, theirs in enumerate(everybodys):
-        if theirs != everybodys[0]:
-            raise ValueError(
-                f"join: the arguments differ by rank: sync of {everybodys[0][0]} on rank 0 of the group, {theirs[0]} on"
-                f" rank {rank}; all ranks give the same"
-            )
+    mine = {"sync": kinds, "divide_by_initial_world_size": by_all, "throw_on_early_termination": throw}
+    first, *others = objects.all_gather_object(mine, group=group)
+    for rank, theirs in enumerate(others, 1):
+        for name, value in theirs.items():
+            if value != first[name]:
+                raise ValueError(
+                    f"join: {name} differs by rank: {first[name]} on rank 0 of the group, {value} on rank {rank}; "
+                    "pass the same on all ranks"
+                )
 
 
 def _take_over(one: Any, root: int, group: Group, own: Iterable[Any]) -> None:
