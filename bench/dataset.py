@@ -33,7 +33,7 @@ from mscomm.dataset import cifar10, transforms, vision
 
 BATCH_SIZE, IMAGES = 32, 50_000
 MEAN, STD = (0.4465, 0.4822, 0.4914), (0.2010, 0.1994, 0.2023)
-RATES = {32: 20_000, 224: 1_500}  # image size -> approximate images per second; determines how many images are used
+RATES = {32: 20_000, 224: 1_500}  # image size -> approximate images per second, by which main() chooses `images`
 
 
 def by_mscomm(folder: Path, size: int, images: int, workers: int) -> Iterable[Any]:

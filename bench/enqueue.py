@@ -5,7 +5,7 @@
 The job has one rank. Its CUDA driver and its NCCL do nothing (idle.py). An array of idle.py is just an address, a shape
 and a dtype, and finding its current stream costs nothing, so all the measured time is mscomm's own. The kinds of calls
 take turns in rounds, and the result for each kind is the median over all calls. The times do not include NCCL, the
-driver or an array library. bench/gpu.py includes them.
+driver or an array library. The times of bench/gpu.py do.
 """
 
 from __future__ import annotations

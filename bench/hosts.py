@@ -54,7 +54,7 @@ class Goal(NamedTuple):
     """A goal for mscomm at each size from `smallest` on.
 
     mscomm must reach at least `share` of the wire's speed, and be at least `speed` times as fast as gloo with its
-    better setting. If `share` or `speed` is None, there is no such goal.
+    better setting. A condition whose number is None does not apply.
     """
 
     link: str

@@ -4,8 +4,8 @@
 
 A kind of step is a mode (graph or PyNative) and a way to exchange gradients. MindSpore's own communication uses
 parallel_mode=DATA_PARALLEL, in processes that are started as a dynamic cluster (MS_ROLE and so on). MindSpore users
-usually train in graph mode. Some kinds exchange nothing, in n processes at once or in only one process. These kinds
-show the cost of PyNative mode and the cost of the exchange.
+usually train in graph mode. Some kinds exchange nothing, in n processes at once or in only one process. Compared with
+the other kinds, they show what PyNative mode and the exchange cost.
 
 All processes of all kinds are started once. In every round, each kind takes a few steps while the others wait. All
 kinds have the same network, initial weights, batches and number of threads. A step ends when its loss is a Python
@@ -28,7 +28,7 @@ from ratio import interval, ratio
 
 STEPS = 8  # how many steps of one kind are taken in a row
 WARM_UP = 5
-PATIENCE_S = 300  # the longest wait for a process's answer; compiling a graph takes most of this time
+PATIENCE_S = 300  # the longest wait for a process's answer; before its first answer, the process may compile a graph
 
 # The values of Kind.carrier: who exchanges the gradients of the ranks.
 NOBODY, MINDSPORE, MSCOMM = "nobody", "MindSpore", "mscomm"

@@ -4,8 +4,8 @@
 
 Every rank has two copies of the network, one for each library. In every round, a rank takes a few steps with each copy,
 first with an exchange of gradients and then without one (no_sync). The difference between these two times in a round is
-the exposed communication: the part that the backward pass did not hide. A time is the median over rounds of the slowest
-rank's time. The intervals of the ratios come from a paired bootstrap over rounds.
+the exposed communication: the part of the exchange that the backward pass did not hide. A time is the median over
+rounds of the slowest rank's time. The intervals of the ratios come from a paired bootstrap over rounds.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def main() -> None:
     model.train(EPOCHS, create_dataset(path, "train", rank, size, drop_remainder=True), [mscomm.LossMonitor()])
 
     if rank == 0:
-        print(f"{accuracy(optimizer.parameters, path):.1%} of the test's images are named rightly", flush=True)
+        print(f"{accuracy(optimizer.parameters, path):.1%} of the test's images are classified correctly", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def count_hosts() -> int:
 
 
 if __name__ == "__main__":
-    mscomm.init()  # the backend is nccl if every rank has a GPU of its own, otherwise the CPU core
+    mscomm.init()  # the backend: nccl if every rank has its own GPU, hccl if every rank has its own NPU, otherwise cpu
     backend = mscomm.get_backend()
     value = mscomm.get_rank()
     if backend == "nccl" and importlib.util.find_spec("cupy"):

@@ -24,7 +24,7 @@ def train(epoch, batches):
         data = torch.Generator().manual_seed(1000 * epoch + 10 * step + rank)
         images, labels = torch.randn(16, 3, 16, 16, generator=data), torch.randint(0, 10, (16,), generator=data)
         optimizer.zero_grad()
-        for part in range(2):  # each optimizer step uses the sum of the gradients of two half batches
+        for part in range(2):  # each optimizer step adds up the gradients of two half batches
             with model.no_sync() if part == 0 else torch.enable_grad():
                 with torch.autocast("cpu", torch.bfloat16):
                     loss = torch.nn.functional.cross_entropy(model(images[part::2]), labels[part::2])

@@ -114,5 +114,5 @@ def handles() -> dict[str, int]:
 
 
 def violations() -> list[str]:
-    """Return the calls to the stand-ins that the vendor libraries would not allow."""
+    """Return a text for each call in which this process broke a rule of the vendor libraries."""
     return list(counters()["texts"])

@@ -1,8 +1,8 @@
 """A row for each collective function in mscomm: how to call it, and its expected result, computed with NumPy.
 
-The rows are the functions of mscomm._core; a test checks that none is missing. The expected result of a reduction is a
-left-to-right fold of the ranks' arrays in the accumulator type (float32 for float16 and bfloat16), rounded once. With
-several hosts, the ranks of each host are folded first, and then the hosts.
+The rows are the functions of mscomm._core, except OTHERS; a test checks that none is missing. The expected result of a
+reduction is a left-to-right fold of the ranks' arrays in the accumulator type (float32 for float16 and bfloat16),
+rounded once. With several hosts, the arrays of each host are folded first, and then the results of the hosts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCANS = ("scan", "exscan")
 
 
 def ops_of(dtype: np.dtype[Any], collective: str = "") -> list[str]:
-    """Return the ops that exist for the dtype and the collective, if a collective is given. Scans have no "avg"."""
+    """Return the ops that the dtype supports, without "avg" if the collective is a scan."""
     found = [op for code, op in enumerate(_core.ops) if _core.supports(DTYPES.index(dtype), code)]
     return [op for op in found if op != "avg" or collective not in SCANS]
 

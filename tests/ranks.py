@@ -8,8 +8,8 @@ When a rank returns from a call, other ranks may still be in it. If the rank the
 the others. If that must not happen, call everybody_is_here() first.
 
 Each process writes a log. When a rank fails, the others get a moment to report and are then killed, and the test shows
-the logs. `expect` says which ranks may end with a nonzero exit code. Parameters of the test (pytest.mark.parametrize)
-must be JSON.
+the logs. `expect` has the exit codes of the ranks that must not end with 0. Parameters of the test
+(pytest.mark.parametrize) must be JSON.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Job:
         env: dict[str, str] | Callable[[int], dict[str, str]] | None = None,
         test: Order | None = None,
     ) -> None:
-        """command: the command line of one rank. test: an order for an interpreter, which then forks the ranks if their
-        environment permits it.
+        """command: the command line that starts a rank. test: an order with which an interpreter forks the rank. If
+        there is an order, Job uses the command only for a rank for which Interpreter.suits() returns False.
         """
         self.size = size
         self.folder = folder
@@ -179,7 +179,7 @@ def ranks(
     """Decorate a test whose body runs in each of n processes, as fn(rank, group, **parameters).
 
     n may be the name of a parameter. env: the ranks' variables, or a function that gets the rank and the parameters and
-    returns the variables. "{rank}" in a value is replaced by the rank, and "{algo}" by the parameter algo. If the
+    returns the variables. "{rank}" in a value is replaced by the rank, and "{algo}" by the parameter algo. If a
     parameter is a list of n values, rank r gets the value at index r. expect: the exit codes of ranks that do not end
     with 0, e.g. {1: -signal.SIGKILL}. init: the arguments of mscomm.init, or a function that gets the parameters and
     returns the arguments; None if the body calls init itself.

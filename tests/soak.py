@@ -58,13 +58,13 @@ FAULTS = ("kill", "stop", "raise", "exit", "os-exit", "interrupt", "mismatch", "
 FAULTS += ("hub", "descriptors", "memory", "mpirun", "parted")
 TRANSPORTS = ("", "all_reduce=arena", "direct", "ring", "bruck")
 SIZES = (1, 7, 1000, 5000, 100_000)
-SHORTAGES = ("descriptors", "memory")  # faults that begin with an iteration, and leave the victim short of something
+SHORTAGES = ("descriptors", "memory")  # faults that happen at an iteration, and leave the victim short of something
 ITERATIONS = 25  # the number of iterations of a job that does not fail
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 BOOM = "the 7th file is empty"
 CLONE_NEWNET = 0x40000000  # from <sched.h>
 SILENCE_S = 3  # MS_NODE_TIMEOUT of jobs whose hosts lose each other
-# What the error of a rank says when the operating system has refused it memory, or a thread, whose stack needs memory.
+# What a rank's error says if the operating system gave the rank no memory, or no thread (its stack needs memory).
 NO_MEMORY = "MemoryError|Cannot allocate memory|out of memory|start new thread|start a thread"
 ROOMS = (1 << 20, 4 << 20, 16 << 20, 64 << 20)  # how many bytes a rank with a limit may still allocate
 # CPython (seen with 3.11.7) prints this if a new thread has no memory for its first Python objects. Thread.start() then
@@ -101,7 +101,7 @@ def plan(seed: int, index: int, kinds: Sequence[str] = FAULTS) -> dict[str, Any]
         "at": draw.randrange(ITERATIONS),  # for faults that happen at an iteration
         "after_s": draw.random() * 0.2,  # for faults that happen after a delay
         "pause_s": 0.1 + draw.random() * 0.5,
-        # For faults that limit the victim's memory: the limit, and how many more bytes the victim may allocate.
+        # For faults that limit the victim's memory: which limit, and how many more bytes the victim may allocate.
         "limit": draw.choice(("RLIMIT_AS", "RLIMIT_DATA")),
         "room": draw.choice(ROOMS),
         # The groups besides the world. "created" and "split": a group with all even ranks and a group with all odd
@@ -112,7 +112,7 @@ def plan(seed: int, index: int, kinds: Sequence[str] = FAULTS) -> dict[str, Any]
         "shrinks": draw.random() < 0.7,
         "beside": draw.random() < 0.2,  # whether a second job, which does not fail, runs at the same time
         "in_a_script": draw.random() < 0.5,  # whether mpirun starts a shell script that starts the ranks
-        "three_hosts": draw.random() < 0.5,  # whether the parted hosts are two of three, instead of all
+        "three_hosts": draw.random() < 0.5,  # whether there is a third host besides the two that lose each other
     }
 
 
@@ -351,7 +351,7 @@ CALLS: dict[str, tuple[Any, Any]] = {
 
 
 class Running:
-    """A running job: its processes and its hub. hosts: the hosts of a job whose hosts lose each other."""
+    """A running job: its processes and its hub. hosts: the hosts on which the ranks run, if the fault is "parted"."""
 
     def __init__(self, interpreter: Interpreter, job: dict[str, Any], folder: Path, hosts: Hosts | None = None) -> None:
         if hosts:
@@ -488,7 +488,7 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
         expected = exits.get(fault, 0) if rank == victim else 0
         if fault in SHORTAGES and rank == victim and code == 1:
             log = (folder / f"log.{rank}").read_text(errors="replace")
-            if not re.search(words[fault], log):  # the victim has ended because of the operating system's error
+            if not re.search(words[fault], log):  # the victim ended because of the shortage, so its log must say so
                 yield f"rank {rank} does not say what it lacked"
             continue
         if code != expected:
@@ -515,7 +515,7 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
         named = saw["waiting_for"] if fault == "timeout" else saw["ranks"]
         if fault == "hub":
             right = named == []
-        elif fault == "parted":  # the two hosts cannot know which of them the others still reach
+        elif fault == "parted":  # a lost link does not show which of its two hosts is cut off: both are right
             right = gave_up or (named and all(job["hosts"][one] < 2 for one in named))
         elif fault == "mismatch":
             right = bool(re.search(rf"ranks? [\d, ]*\b{victim}\b[\d, ]* called all_gather", saw["text"]))
@@ -543,8 +543,8 @@ def shared_files() -> set[str]:
 def soak(
     faults: int, seed: int, kinds: Sequence[str], only: int | None = None, minutes: float = float("inf")
 ) -> Counter[str]:
-    """Run the jobs. Return the number of successful jobs for each fault, and the number of jobs that "failed". Print
-    the failed jobs.
+    """Run the jobs. Return the number of successful jobs for each fault and, under "failed", the number of failed jobs.
+    Print the failed jobs.
     """
     done: Counter[str] = Counter()
     shared_before, until = shared_files(), time.monotonic() + 60 * minutes

@@ -1,4 +1,4 @@
-"""For soak.py: a job whose ranks were started by mpirun, which is killed by SIGKILL at a random moment."""
+"""For soak.py: a job whose ranks mpirun starts. SIGKILL ends mpirun at a random moment."""
 
 from __future__ import annotations
 

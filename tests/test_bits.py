@@ -56,7 +56,7 @@ def fused_beside(x: Array, dice: random.Random) -> Array:
 
 
 def in_pieces(x: Array, dice: random.Random) -> Array:
-    """Reduce the message in random pieces, so that the algorithms split it among the ranks differently."""
+    """Reduce the message in random pieces, so that the algorithms split its elements among the ranks differently."""
     cuts = sorted(dice.randint(0, x.size) for _ in range(3))
     return np.concatenate([mscomm.all_reduce(piece) for piece in np.split(x, cuts)])
 

@@ -23,7 +23,7 @@ each_way = pytest.mark.parametrize(("backend", "how"), [("nccl", "library"), ("n
 
 
 def devices(n: int | str) -> Any:
-    """Decorate a test in which each rank calls join(...) and gets the torch module, set up for the device."""
+    """Decorate a test in which each rank calls join(...), which returns the module fakes.managed_torch."""
 
     def env(rank: int, backend: str = "nccl", how: str = "refused", **_: Any) -> dict[str, str]:
         return {**variables(backend), **kernel_variables(rank, how)}
@@ -163,7 +163,7 @@ def test_what_is_owed_to_a_gradient_that_nobody_has_waits(rank: int, backend: st
         device.settle()
         assert (b.grad is not None and bool((b.grad == 1).all())) == used
     owed = reducer.state_dict()["residual"]
-    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # a's residual was sent in the third step
+    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # four residuals make one unit, sent in the third step
     assert (owed["b"] == 2 * 2.0**-9).all()  # two residuals, one for each step in which b had a gradient
     assert violations() == []
 
@@ -236,7 +236,7 @@ def test_gradients_are_in_their_buckets_as_soon_as_these_are_started(rank: int) 
         there = [
             p.grad.data_ptr() == view.data_ptr() for p, view in zip(model.parameters(), reducer.buffers, strict=True)
         ]
-        # Of the 8 gradients, only those of the last bucket are still autograd's arrays.
+        # Only the gradients of the last bucket, fewer than 4 of the 8, are still autograd's arrays.
         assert 0 < there.count(False) < 4
         reducer.wait()
         device.settle()

@@ -208,7 +208,7 @@ def test_modules_on_the_device_are_trained_and_resumed(rank: int, group: None, b
         model = torch_model(again)
         assert model.resume(folder) == (2, 2)
         model.train(2, Batches())
-        # This writes into net's arrays, so their addresses must still be `addresses`.
+        # load_param_into_net writes into net's arrays, so their addresses must still be `addresses`.
         assert load_param_into_net(net, load_checkpoint(folder)) == ([], [])
     assert losses.mean == expected.mean and len(losses.mean) == 2 * BATCHES
     assert [x.data_ptr() for x in net.state_dict().values()] == addresses

@@ -1,4 +1,4 @@
-"""The examples in MindSpore and JAX train two real ranks on the digits of `mscomm data make`."""
+"""The examples in MindSpore and JAX train on two real ranks, with the digits of `mscomm data make`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def assert_learned(lines: list[str], output: str) -> None:
     assert lines[0].startswith("epoch: 1 step: 1, loss is 2.") and lines[-1].startswith("epoch: 3 step: 23, loss is ")
     losses = [float(line.rpartition(" ")[2]) for line in lines]
     assert sum(losses[-10:]) < sum(losses[:10]) / 2
-    (share,) = re.findall(r"^(\S+)% of the test's images are named rightly$", output, re.M)
+    (share,) = re.findall(r"^(\S+)% of the test's images are classified correctly$", output, re.M)
     assert float(share) > 60
 
 

@@ -242,7 +242,7 @@ def test_the_rank_tables_are_good_ones_also_for_atlas_910(size: int, servers: li
 
 
 def own_table(size: int, folder: Path, *addresses: str) -> str:
-    """Copy the example's table. Return the path of the copy. Each run of this test needs a different table, because two
+    """Copy the example's table. Return the path of the copy. Each run of a test needs a different table, because two
     jobs cannot share a table.
     """
     content = json.loads((FOLDER / f"rank_table_{size}pcs.json").read_text())
@@ -420,7 +420,7 @@ def test_a_script_that_is_ended_leaves_no_process(folder: Path, few: Path, port:
 
 
 # The script starts this program instead of Python. The first process sends a signal to the script while the script is
-# still starting other processes. When the script terminates the first process, this process needs 0.5 s to end.
+# still starting other processes. When the script terminates the first process, that process needs 0.5 s to end.
 ENDS_ITS_STARTER = """#!/bin/bash
 if [ "$1" = -c ]; then echo 8118; exit; fi  # the script asks for a free port
 if [ "$2" = mscomm ]; then for ((i = 0; i < 50; i++)); do echo "$i $i"; done; exit; fi  # for `mscomm ranktable ranks`

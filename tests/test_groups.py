@@ -173,7 +173,7 @@ def functions_of_groups():
     public |= {f"comm_func.{name}": f for name, f in vars(mscomm.communication.comm_func).items() if name[0] != "_"}
     for name, function in public.items():
         if not callable(function) or name in ("Work", "create_group", "destroy_group"):
-            continue  # Work is a class; the two functions create and destroy groups
+            continue  # a class, and the functions that create and destroy groups
         parameters = inspect.signature(function).parameters
         if "group" not in parameters:
             continue
@@ -588,7 +588,8 @@ def test_a_rank_without_a_descriptor_for_the_core_of_a_group_is_named(rank, grou
     mscomm.barrier(group=mscomm.create_group("first", [0, 1]))  # imports all modules before the descriptors run out
     with contextlib.ExitStack() as stack:
         if rank == 1:
-            # Without a mesh, the ranks need no descriptors to meet. The core then needs one for its mailbox.
+            # Without a mesh, the ranks need no descriptors to meet. After they have met, the core needs one for its
+            # mailbox.
             stack.enter_context(no_descriptor_left())
         with pytest.raises(mscomm.Aborted, match=r"rank 1: group all: .*Too many open files") as caught:
             mscomm.barrier(group=mscomm.create_group("all", [0, 1]))  # create_group succeeds on rank 0

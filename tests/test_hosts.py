@@ -271,7 +271,7 @@ def test_mscomm_run_on_two_hosts(two: Hosts, key: str) -> None:
 
 
 def test_the_line_that_node_0_prints_starts_the_other_node(two: Hosts, key: str) -> None:
-    """Node 0 has msrun's options and --nnodes 2. The other host runs exactly the line that node 0 prints for it."""
+    """Node 0 starts with msrun's options and --nnodes 2. The other host runs exactly the line that node 0 prints."""
     words = ["--nnodes=2", "--node_rank=0", f"--master_addr={two[0].address}", "--master_port=8200"]
     words += ["--worker_num=4", "--local_worker_num=2"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

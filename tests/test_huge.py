@@ -1,4 +1,6 @@
-"""Messages of more than 2^31 bytes: `pytest -m huge tests/test_huge.py`, with 16 GiB of free memory. Not in CI."""
+"""Calls and messages of more than 2^31 bytes. `pytest -m huge tests/test_huge.py` runs them, and needs 16 GiB of free
+memory. CI does not run them.
+"""
 
 from __future__ import annotations
 

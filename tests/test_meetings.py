@@ -114,7 +114,7 @@ def test_a_meeting_waits_for_the_judge_and_is_never_met_with_a_rank_that_is_lost
     table.gone[1] = "rank 1 ended without release"
     table.judge.gone(1, "ended without release", now=0)
     assert table.meetings.look() == []
-    assert table.come(0, [0, 1]) == []  # the judge still waits until the launcher reports how rank 1 ended
+    assert table.come(0, [0, 1]) == []  # the judge still waits for the launcher to report how rank 1 ended
     table.judge.process_ended(1, "exit code 7", badly=True, now=0.1)
     why = "init: rank 1 ended without release: exit code 7"
     assert unmet(table.meetings.look()) == [((1, 0), "PeerLost", why, [1])]

@@ -22,7 +22,7 @@ import mscomm
 from mscomm import _core
 from mscomm.job import resolve
 
-SIZES = [16 << 10, (64 << 10) + 3, 300_001, 1 << 20, (3 << 20) + 7]  # in bytes: below, at and beyond every threshold
+SIZES = [16 << 10, (64 << 10) + 3, 300_001, 1 << 20, (3 << 20) + 7]  # in bytes: from tiny_bytes to several chunks
 
 
 def may_read_each_other() -> bool:
@@ -187,7 +187,7 @@ print(_core.describe_memory(True))
 @pytest.mark.skipif(not _core.describe_memory(True).startswith("a tmpfs"), reason="memory is in memfds in any case")
 def test_without_a_tmpfs_of_ones_own_it_is_a_memfd(tmp_path):
     """The job runs as root of a user namespace. This root user is not allowed to mount a tmpfs in the outer mount
-    namespace, and cannot create another namespace.
+    namespace, and the test keeps it from creating another user namespace.
     """
     script = tmp_path / "sum.py"
     script.write_text(SUM)

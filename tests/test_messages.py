@@ -20,9 +20,7 @@ LARGE = 4 << 20  # bytes; a message of this size is announced first, and its dat
 
 
 def links(n):
-    """Decorate a test that runs both with all ranks on one host (unix sockets) and with each rank on its own host
-    (TCP).
-    """
+    """Make a test run twice: with all ranks on one host (unix sockets), and with each rank on its own host (TCP)."""
     return pytest.mark.parametrize("host", [["a"] * n, [f"host {i}" for i in range(n)]], ids=["unix", "tcp"])
 
 
@@ -452,7 +450,7 @@ def test_wrong_arguments_send_nothing_and_break_nothing(rank, group):
         (lambda: mscomm.recv(x, mscomm.ANY_TAG), TypeError, "recv: src mscomm.ANY_TAG is not an integer"),
         (lambda: mscomm.send(x, mscomm.ANY_SOURCE), TypeError, "send: dst mscomm.ANY_SOURCE is not an integer"),
         (lambda: mscomm.send(x, other, mscomm.ANY_TAG), TypeError, "send: tag mscomm.ANY_TAG is not an integer"),
-        (lambda: mscomm.recv(x, other, status={}), TypeError, "recv: status is a dict, not a mscomm.Status"),
+        (lambda: mscomm.recv(x, other, status={}), TypeError, "recv: status is a dict, not an mscomm.Status"),
         (lambda: mscomm.sendrecv(x, other, x, other), ValueError, "sendrecv: x and out overlap"),
         (lambda: mscomm.sendrecv(x, 2, x.copy(), other), ValueError, "sendrecv: dst 2"),
         (lambda: mscomm.sendrecv(x, other, x.copy(), 2), ValueError, "sendrecv: src 2"),

@@ -99,7 +99,7 @@ def test_the_second_scheduler_at_a_port_leaves_the_key_of_the_first(tmpdir_env, 
         pass
 
     def second(*args):
-        """Start a second scheduler after the first has bound the port and written its key, but before it listens."""
+        """Start a second scheduler when the first has bound the port and written its key, but does not listen yet."""
         monkeypatch.undo()
         monkeypatch.setattr("tempfile.tempdir", str(tmpdir_env))
         answer = write_key(*args)
@@ -210,7 +210,7 @@ def test_a_stopped_process_that_holds_the_folder_delays_a_new_key_file_only(tmpd
     monkeypatch.setattr(security, "_ALONE_WITHIN_S", 0.1)
     first = security.KeyFile(security.key_path("first"))
     fd = os.open(os.path.dirname(first.path), os.O_RDONLY)
-    fcntl.flock(fd, fcntl.LOCK_EX)  # as a process that was stopped at the wrong moment
+    fcntl.flock(fd, fcntl.LOCK_EX)  # like a process that was stopped while it held this lock
     second = security.KeyFile(security.key_path("second"))
     assert security.read_key(second.path) == second.key and security.read_key(first.path) == first.key
     os.close(fd)

@@ -49,7 +49,7 @@ ROWS = rows()
 # Each row that ends its job runs in a job of its own.
 LAST = ("mscomm.release()", "mscomm.abort(")
 
-# Rows that belong together: one rank runs the first while the other rank runs the second.
+# Rows that belong together: rank 0 runs the first while rank 1 runs the second.
 PAIRS = {
     "mscomm.send(x, dst=1)": "mscomm.recv(out=x, src=0)",
     "mscomm.send(x, dst=1, tag=7)": "mscomm.recv(out=x, src=0, tag=7)",

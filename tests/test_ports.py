@@ -1,4 +1,4 @@
-"""MSCOMM_PORTS: mscomm's TCP listeners use only ports in this range, unless a port is named."""
+"""MSCOMM_PORTS: mscomm's TCP listeners use only ports in this range, unless the user specifies a port."""
 
 from __future__ import annotations
 

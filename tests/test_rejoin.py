@@ -44,7 +44,7 @@ for victim, seconds in planned("IN_INIT"):
     if (victim, life) == (rank, 1):
         die_in(seconds)
 mscomm.init()
-pair = mscomm.create_group("pair", [1, 3])  # False on the other ranks
+pair = mscomm.create_group("pair", [1, 3])  # a falsy Group on the other ranks
 halves = mscomm.split(rank % 2 if rank else None)  # rank 0 is in neither half
 step, agreed, death = 0, life == 0, None
 while True:
@@ -369,7 +369,7 @@ sys.exit(life < 2)
     env = {} if words else {"PET_MAX_RESTARTS": 2}  # torchrun's variable for --max-restarts
     done = job(tmp_path, body, *words, "--log_dir", tmp_path / "logs", ranks=1, **env)
     assert done.returncode == 0, done.stderr
-    # The rank and its two restarts write to one log.
+    # The rank's three processes write to one log.
     assert (tmp_path / "logs/worker_0.log").read_text() == "life 0\nlife 1\nlife 2\n"
 
 
@@ -449,7 +449,7 @@ def test_a_worker_comes_back_to_its_scheduler(tmp_path, port):
     assert "epoch 1 begins" in out and "all 4 workers have left" in out
 
 
-# -- several nodes, which are loopback addresses of one host
+# -- several nodes, all on this host
 
 
 @pytest.fixture

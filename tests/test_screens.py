@@ -25,7 +25,7 @@ def documented(page: Path, name: str) -> str | None:
 
 
 def without_marks(screen: str) -> list[str]:
-    """Return the screen without the lines that only underline others, because Python versions underline differently."""
+    """Return the screen's lines, except those that only underline code: each Python version underlines differently."""
     return [line for line in screen.splitlines() if line.removeprefix("[0-3]").strip(" ^~")]
 
 

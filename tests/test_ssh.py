@@ -80,7 +80,7 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
 
 @pytest.fixture
 def start(sshd: Sshd, tmp_path: Path) -> Iterator:
-    """start(*args, **env) starts `mscomm run` in its own folder, with an ssh that reaches this sshd."""
+    """start(*args, **env) starts `mscomm run` in the test's folder, with an ssh that reaches this sshd."""
     processes: list[subprocess.Popen[str]] = []
 
     def begin(*args: object, **env: str) -> subprocess.Popen[str]:
@@ -215,7 +215,7 @@ def test_a_process_that_ssh_leaves_behind_keeps_nobody_waiting(start, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_signal_for_the_launcher_ends_the_ranks_of_other_hosts(start, tmp_path, number):
-    """After SIGKILL, the other host learns that the launcher has ended only when the ssh connection closes."""
+    """After SIGKILL, only the closed ssh connection tells the other host that the launcher has ended."""
     (tmp_path / "script.py").write_text(PIDS.format(""))
     process = start("--hosts", "127.0.0.1:1,127.0.0.2:1", "script.py")
     pids = [int(appears(tmp_path / f"pid{rank}", 20)) for rank in range(2)]

@@ -28,8 +28,8 @@ def leave(folder: Path, rank: int, calls: list[dict[str, Any]], cause: str = "ra
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """Write the records of a job in which rank 2 is 100 ms late in call 1, and is still in call 2 while rank 0 waits in
-    call 3. Rank 1 leaves no record.
+    """Write the records of a job in which rank 2 is 100 ms late in call 1, and is still in call 2 when call 3 fails on
+    rank 0. Rank 1 leaves no record.
     """
     leave(tmp_path, 0, [call(1, 0.0), call(2, 0.2), call(3, 0.3, state="failed", line="train.py:9")])
     leave(tmp_path, 2, [call(1, 0.1, line="train.py:7"), call(2, 0.201, 0.0, "inside", line="train.py:8")])

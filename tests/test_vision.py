@@ -124,7 +124,7 @@ def test_resize_without_pillow_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ImportError, match=r"Resize needs Pillow: pip install pillow, or mscomm\[train\]"):
         vision.Resize(3)(image(4, 4))
-    assert vision.Resize(8)(image(4, 4)).shape == (8, 8, 3)  # larger images are made with NumPy, without Pillow
+    assert vision.Resize(8)(image(4, 4)).shape == (8, 8, 3)  # to enlarge an image, Resize uses NumPy, not Pillow
 
 
 @given(

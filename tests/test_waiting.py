@@ -1,4 +1,4 @@
-"""Long waits cost no CPU time, whichever call the ranks wait in and however they are linked."""
+"""Long waits cost almost no CPU time, whichever call the ranks wait in and however they are linked."""
 
 from __future__ import annotations
 

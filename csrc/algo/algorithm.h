@@ -71,13 +71,13 @@ struct Layout {
   size_t here;                 // this rank's host
   int place = 0;               // the index of this rank in at_home()
   size_t fewest = 0;           // the number of ranks on the host with the fewest ranks
-  std::vector<size_t> others;  // the other hosts; each host begins with a different one, to spread the load
+  std::vector<size_t> others;  // the other hosts, rotated so that each host starts with a different one, to spread the load
 
   const std::vector<int>& at_home() const { return hosts[here]; }
   // Returns whether ranks on these hosts can use an algorithm with this carrier.
   bool allows(Carrier carrier) const;
-  // Returns the algorithm that runs this collective for a message of `bytes` bytes: the first row whose `fits` accepts the size.
-  // If no row before the last one fits, this is the last row, whose `fits` is not called.
+  // Returns the algorithm that runs this collective for a message of `bytes` bytes: the first row whose `fits` accepts the
+  // size, or the last row if no earlier row does. Never calls the `fits` of the last row.
   const Algorithm& chosen(Collective what, size_t bytes) const {
     const auto& all = rows[static_cast<size_t>(what)];
     return **std::find_if(all.begin(), all.end() - 1, [&](const Algorithm* row) { return row->fits(*this, bytes); });

@@ -74,9 +74,9 @@ void from_slots(const Call& call, const Ranks& ranks) {
   reduce_in_order(call.signature, ranks.layout, in.data(), call.out, call.bytes());
 }
 
-// Called after the first round if not all arrays are in heaps. An x that is in a heap is not yet in its rank's buffer for tiny
-// messages, because this copy is not needed if all arrays are in heaps. So a rank with such an x copies it now, and then all
-// ranks run a round. Does nothing if no rank's x is in a heap.
+// Called after the first round if not all arrays are in heaps. An x that is in a heap has not been copied into its rank's
+// buffer for tiny messages yet, because no copy is needed if all arrays are in heaps. So a rank with such an x copies it now,
+// and then all ranks run a round. Does nothing if no rank's x is in a heap.
 void fill_slots(const Call& call, Arena& arena, const Wait& wait) {
   bool any_in_heap = false;
   for (int rank = 0; rank < arena.size(); rank++) any_in_heap |= arena.x_in_heap(rank);
@@ -179,8 +179,8 @@ void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   if (by_slots(call.bytes(), arena)) {
     if (!arena.x_in_heap(arena.rank())) copy(arena.tiny(arena.rank(), call.bytes()), call.x, call.bytes());
     meet(arena, wait);
-    // Posts never give the heap locations of arrays of at most unoffered_bytes(). So this rank reads the posts only for larger
-    // arrays. For small arrays, this saves reading one or two cache lines of each rank.
+    // Posts never give the heap locations of arrays of at most unoffered_bytes(). So for such arrays, this rank does not read
+    // the posts, which saves it reading one or two cache lines of each rank.
     if (call.bytes() > arena.unoffered_bytes()) {
       if (all_in_heaps(call, arena)) return in_heaps(call, ranks, wait);
       fill_slots(call, arena, wait);
@@ -193,7 +193,7 @@ void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   meet(arena, wait);
   if (all_in_heaps(call, arena)) return in_heaps(call, ranks, wait);
   if (pull && arena.can_pull(wait) && all_readable(arena)) return pulled(call, ranks, wait);
-  // Chunk 0 has not been staged, because peers were expected to read x directly. But some array of this call cannot be read from
+  // If chunk 0 has not been staged, the peer was expected to read x directly, but some array of this call cannot be read from
   // its owner's process.
   if (!staged) {
     chunks.put(0);

@@ -1,8 +1,8 @@
-// All-reduce over several hosts, some of which have several ranks. On each host, every rank reduces one slice of the message in
-// the arena. Then the ranks with the same slice on different hosts reduce it over the mesh, as all_reduce_direct does. Finally,
-// each of these ranks shares the result with the other ranks on its host. If there are H hosts, each host sends 2 (H-1)/H times
-// the size of the message, however many ranks it has. With 16-bit floats, a host sends 1.5 times as much, because partial sums
-// are sent as float32.
+// All-reduce over several hosts, some of which have several ranks. On each host, every rank that owns a slice of the message
+// reduces this slice in the arena. Then the owners of the same slice on different hosts reduce it over the mesh, as
+// all_reduce_direct does. Finally, each owner shares the result with the other ranks on its host. If there are H hosts, each
+// host sends 2 (H-1)/H times the size of the message, however many ranks it has. With 16-bit floats, a host sends 1.5 times as
+// much, because partial sums are sent as float32.
 //
 // The message moves in chunks, and the ranks work on several chunks at a time. In step k, the ranks on a host perform four tasks.
 // They reduce chunk k and send its partial sums to the other hosts. They merge the partial sums of chunk k-1 that the other hosts
@@ -222,9 +222,9 @@ class Hierarchy {
     if (shares_are_full()) mesh_.receive(in, wait_);
     else mesh_.exchange({}, in, wait_);
   }
-  // Delivers the result of this rank's slice of chunk k to all ranks on the host. For ranks whose out is not in a heap, publish()
-  // puts the result into staging. In take(), these ranks copy it from staging to out, after the
-  // round of step `step`.
+  // Delivers the result of this rank's slice of chunk k to all ranks on the host. For ranks whose out is not in a heap,
+  // publish() puts the result into staging. After the round of step `step`, these ranks call take(), which copies it from
+  // staging to out.
   void publish(size_t k, size_t step) {
     if (!owns()) return;
     const Range own = slice(k, layout_.place);

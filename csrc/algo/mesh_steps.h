@@ -1,5 +1,5 @@
-// Functions that several mesh algorithms share. They send a message down a tree, reduce block r of every x on rank r, and gather
-// the blocks of all ranks.
+// Functions that several mesh algorithms share: to send a message down a tree, to reduce block r of every x on rank r, and to
+// gather the blocks of all ranks.
 #pragma once
 
 #include <algorithm>

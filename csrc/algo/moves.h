@@ -21,8 +21,8 @@ struct Move {
 class Moves {
  public:
   // Says for which moves the caller will call between(). all_ranks: the moves between any two ranks. this_rank: only moves from
-  // and to this rank. With this_rank, Move::from is valid only in moves from this rank, and Move::to only in moves to this rank.
-  // An uneven all_to_all then takes less time to prepare.
+  // and to this rank. With this_rank, an uneven all_to_all takes less time to prepare, but Move::from is valid only in moves
+  // from this rank, and Move::to only in moves to this rank.
   enum class Of { all_ranks, this_rank };
   // n: the number of ranks in the group. me: this rank.
   Moves(const Call& call, int n, int me, Of of);

@@ -48,7 +48,7 @@ class Ways {
     // rank copies the rest. If the root copied the whole message for every rank, all ranks would wait for the root.
     if (for_all_ && source == root_)
       return {move, way, readable ? part(move.bytes, arena_.size(), arena_.size() - 1).bytes() : 0};
-    // In all other cases, one of the two ranks copies all bytes of the move. If both ranks could do this, the root leaves the
+    // In all other cases, either the source or the destination copies all bytes of the move. If both could, the root leaves the
     // copy to the other rank, because the root would have to copy for all ranks.
     return {move, way, !readable || destination == root_ ? move.bytes : 0};
   }

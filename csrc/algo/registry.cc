@@ -22,8 +22,8 @@ namespace {
 // more than about this many ranks. These are assumptions, not measurements: see docs/performance.md.
 constexpr int many_ranks = 32;
 
-// Returns whether bruck takes less time than direct. `bytes` is the size of each rank's message. For longer messages, the time on
-// the wire dominates, and direct sends fewer bytes.
+// Returns whether bruck takes less time than direct. `bytes` is the size of each rank's message. For longer messages, the time
+// on the wire dominates, and in an all_reduce, direct sends fewer bytes.
 bool many_short(const Layout& layout, size_t bytes) { return layout.size > many_ranks && layout.size * bytes <= bruck_bytes; }
 
 // Returns whether a ring is better than direct. In direct, n-1 ranks send to the same rank at the same time, so switches may drop

@@ -19,8 +19,8 @@ class Backend {
   // Makes sure that no peer can access the call's arrays any more. Called by the thread whose call failed, after the group was
   // broken.
   virtual void withdraw(const Call& call) = 0;
-  // Compares this rank's own calls with those headers of the peers that have not been read yet. Does not wait. Throws Differs if
-  // a peer made a different call.
+  // Reads the headers that the peers have already sent, and compares them with this rank's own calls. Does not wait. Throws
+  // Differs if a peer made a different call.
   virtual void last_look() = 0;
   // Ends the group's communication, after delivering the data that is still on its way to the peers. Called when this rank leaves
   // the group without an error.

@@ -50,8 +50,8 @@ class HostBackend final : public Backend {
   const Algorithm& algorithm_of(const Call& call) const {
     const Collective what = call.signature.what;
     size_t bytes = call.bytes();
-    // In an uneven all_gather, the signature describes the x of all ranks together. So choose the algorithm for an x of average
-    // size.
+    // In an uneven all_gather or gather, the signature describes the x of all ranks together. So choose the algorithm for an x
+    // of average size.
     if (gathers(what) && !call.counts.empty()) bytes /= layout_.size;
     return layout_.chosen(what, bytes);
   }

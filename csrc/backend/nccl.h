@@ -13,7 +13,7 @@ namespace mscomm {
 namespace nccl {
 
 enum Result { success = 0, remote_error = 6, in_progress = 7 };
-// The values of both enums begin at 0, as in nccl.h.
+// The values of DataType and RedOp begin at 0, as in nccl.h.
 enum DataType { int8, uint8, int32, uint32, int64, uint64, float16, float32, float64, bfloat16 };
 enum RedOp { sum, prod, max, min, avg };
 

@@ -48,7 +48,7 @@ void SharedGroup::finish(bool captured) {
   const std::lock_guard calling(calling_);
   if (!group_) return;
   if (captured) {
-    // Do not free the group. This would block until the graph that contains the group's calls is destroyed.
+    // Do not free the group, because that would block until the graph that contains the group's calls is destroyed.
     leave_behind(std::move(group_));
     return;
   }

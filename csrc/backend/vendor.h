@@ -35,8 +35,8 @@ class VendorBackend final : public Backend {
   void run(const Call& call, const Wait& wait) override;
   // After order(), work that is enqueued on the stream waits until the device has completed the call with this number.
   void order(uint64_t number, StreamHandle stream);
-  // Packs or unpacks in stream order, using the device's kernels if it has them, and plain copies otherwise. Throws RuntimeError
-  // if there are no kernels but the packing has to scale or cast.
+  // Packs or unpacks in stream order, with a kernel if the device has one for this packing, and with plain copies otherwise.
+  // Throws RuntimeError if there is no such kernel and plain copies are not sufficient (see Packing::plain).
   void pack(const Packing& packing, StreamHandle stream);
   // Fills device memory with zeros, in stream order.
   void clear(void* memory, size_t bytes, StreamHandle stream);

@@ -15,8 +15,8 @@ namespace {
 using namespace std::chrono_literals;
 
 // How often the watcher thread polls the calls on the device. For looks_often_s seconds after a call completes, the thread polls
-// every first_look. After that, it polls every later_look. It keeps polling for looks_often_s even if no call is pending, because
-// waking a sleeping thread would cost the next caller a system call.
+// at intervals of first_look, and after that at intervals of later_look. It keeps polling for looks_often_s even if no call is
+// pending, because waking a sleeping thread would cost the next caller a system call.
 constexpr auto first_look = 1ms, later_look = 10ms;
 constexpr double looks_often_s = 0.1;
 // If no call has completed on the device for this long, the ranks compare their calls.

@@ -80,7 +80,7 @@ class Watcher {
   const std::shared_ptr<SharedGroup> group_;
   StreamHandle beside_ = nullptr;  // created by the first call that needs it
 
-  mutable std::mutex mutex_;  // protects the fields down to ended_; never held during a call to the vendor library
+  mutable std::mutex mutex_;  // protects the fields down to ended_; never held during a call to NCCL or HCCL
   std::condition_variable changed_;
   std::deque<Pending> pending_;      // ordered by number
   std::vector<EventHandle> events_;  // events that are not in use

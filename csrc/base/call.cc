@@ -27,8 +27,8 @@ Size sum(const std::vector<uint64_t>& counts, size_t first, size_t number, size_
   return total;
 }
 
-// Returns how many elements of x rank `me` reads, and how many elements of out it writes. In a collective with a root, this
-// treats every rank as if it were the root.
+// Returns how many elements of x rank `me` reads, and how many elements of out it writes. If the collective has a root, these
+// are the numbers for `me` as the root.
 Elements elements(const Call& call, size_t me, size_t n) {
   const Collective what = call.signature.what;
   const uint64_t count = call.signature.count;
@@ -57,9 +57,8 @@ void check(const Call& call, int rank, int size) {
   const Collective what = signature.what;
   const size_t n = size, me = rank;
 
-  // If a call has a root, the signature of its head also names this root, even if the collective that moves the head has no root.
-  // But a head that is moved by a reduction must not name a root, because a reduction with a root delivers its result only to the
-  // root.
+  // The signature of a head names the root of the next call, even if the head's own collective has no root. But a head that is
+  // a reduction must not name a root: all_reduce_arena, for example, would then deliver the result only to the root.
   const bool may_have_root = rooted(what) || (signature.head && !reduces(what));
   if (signature.root < (rooted(what) ? 0 : -1) || signature.root >= (may_have_root ? size : 0))
     refuse("root " + std::to_string(signature.root) + ", expected " +

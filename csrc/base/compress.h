@@ -15,7 +15,7 @@ struct Elements {
 };
 
 // Rounds x to `narrow`. `residual` has the dtype of x; see narrow_and_owe() in numbers.h. `largest` must be a finite number of
-// the narrow dtype. Throws std::logic_error if x is not wide or narrow is not narrow.
+// the narrow dtype. Throws std::logic_error unless x has a wide dtype and `narrow` has a narrow one.
 void compress(const Elements& x, void* residual, const Elements& narrow, double largest, size_t count);
 
 // Converts `narrow` to the dtype of out.

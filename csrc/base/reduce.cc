@@ -24,7 +24,7 @@
 namespace mscomm {
 namespace {
 
-// The number of elements in a block of accumulators. A block fits into the L1 cache together with the inputs for it.
+// The number of elements in a block of accumulators. For most dtypes, a block and its inputs fit into the L1 cache together.
 constexpr size_t block_elements = 1024;
 
 template <class T>

@@ -112,7 +112,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   std::shared_ptr<Work> start(Call call, double timeout_s);
   // Returns the backend of the group's device. Throws if the group is broken or has no device.
   VendorBackend& device() const;
-  // Returns whether pack() can scale the values and, if the two dtypes differ, cast them.
+  // Returns whether device().pack() can scale elements with a kernel and, if the dtypes differ, also cast them.
   bool converts(Dtype part, Dtype bucket) const { return device_ && device_->converts(part, bucket); }
   // Returns why the library of the group's device cannot reduce elements of this type with this operation, or "" if it can.
   std::string refuses(Dtype dtype, Op op) const { return device_ ? device_->refuses(dtype, op) : ""; }

@@ -18,7 +18,7 @@
 
 namespace mscomm {
 
-// What was decided about a group before it is founded. Values that do not depend on the rank or its host are the same on all
+// What is decided about a group before it is founded. Values that do not depend on the rank or its host are the same on all
 // ranks of the group.
 struct Founding {
   std::string name;

@@ -2,11 +2,11 @@
 # (csrc/device/image.cc.in). CMake's own CUDA language is not used, because it would look for the CUDA runtime, which mscomm does
 # not need, and because the build would fail without nvcc.
 #
-# The image holds machine code for the first device of each generation. All later devices of that generation can run this code.
-# The image also holds PTX for the oldest and the newest device. A driver that is at least as new as nvcc compiles the PTX for
-# devices between these two and for newer ones. A driver that is older than nvcc can use only the machine code, and not even that
-# if nvcc is too new for the driver. So build wheels with the oldest nvcc that supports the devices.
-set(MSCOMM_CUDA_KERNELS AUTO CACHE STRING "Build the CUDA kernels: ON, OFF, or AUTO, where there is nvcc of CUDA 12 or later")
+# The image holds machine code for the oldest architecture of each generation. All later devices of that generation can run this
+# code. The image also holds PTX for the oldest and the newest architecture. If a device belongs to another generation, a driver
+# that is at least as new as nvcc compiles the PTX for it. A driver that is older than nvcc can use only the machine code, and
+# not even that if nvcc is too new for the driver. So build wheels with the oldest nvcc that supports the devices.
+set(MSCOMM_CUDA_KERNELS AUTO CACHE STRING "Build the CUDA kernels: ON, OFF, or AUTO: ON if there is an nvcc of CUDA 12 or later")
 set_property(CACHE MSCOMM_CUDA_KERNELS PROPERTY STRINGS AUTO ON OFF)
 
 set(MSCOMM_IMAGE_INCBIN "")

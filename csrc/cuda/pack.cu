@@ -60,8 +60,8 @@ struct Owing {
   __device__ To operator()(float x, float& owed) const { return narrow_and_owe<To>(x * scale, owed, largest); }
 };
 
-// The addresses that a piece is moved from and to. They are numbers and not pointers, because the type of the elements differs
-// between the two directions, but Batch serves both.
+// The addresses that a piece is moved from and to, and the address of its residual. They are numbers and not pointers, because
+// `from` and `to` each point into a part or into the bucket, whose element types can differ.
 struct Sides {
   uint64_t from, to, owed;
 };

@@ -10,9 +10,9 @@ namespace mscomm {
 
 namespace {
 
-// Limits on the number of bytes that a block moves. Each multiprocessor gets about blocks_each blocks, which is about as many as
-// it can run at a time. But a block moves at least least_cell_bytes, which hides the cost of starting the block. It moves at most
-// most_cell_bytes.
+// A cell is the most that one block moves (see batch.h). Its size is chosen so that each multiprocessor gets about blocks_each
+// blocks, which is about as many as it can run at a time. But a cell has at least least_cell_bytes, so that moving it hides the
+// cost of starting the block, and at most most_cell_bytes.
 constexpr uint64_t least_cell_bytes = 4096, most_cell_bytes = 32768, blocks_each = 8;
 
 int place_of(Kernel::Way way, Dtype part, Dtype bucket) {

@@ -1,5 +1,5 @@
 // How a rank waits. Every function that waits takes a Wait. Such a function sleeps for at most longest_sleep_ms at a time, and
-// calls Wait::look() each time it wakes up.
+// calls Wait::look() regularly while it waits.
 #pragma once
 
 #include <functional>
@@ -23,7 +23,7 @@ struct Missing {
   std::vector<int> operator()() const { return ranks(); }
 };
 
-// Returns `ranks`, each replaced with the number that `numbers` has for it, such as its rank in a larger group.
+// Returns `ranks` with each rank r replaced by numbers[r], such as its rank in a larger group.
 inline std::vector<int> renumbered(std::vector<int> ranks, const std::vector<int>& numbers) {
   for (int& rank : ranks) rank = numbers[rank];
   return ranks;
@@ -35,7 +35,7 @@ class Watch {
  public:
   virtual ~Watch() = default;
   virtual void look(const Deadline& deadline, const Missing& missing) = 0;
-  // Returns whether the group was aborted. The call is cheap enough for every iteration of a polling loop.
+  // Returns whether the group was aborted. Cheap enough to be called in every iteration of a polling loop.
   virtual bool broken() const = 0;
 };
 

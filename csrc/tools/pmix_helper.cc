@@ -14,9 +14,9 @@
 // The user's process keeps the connection open after PMIx_Finalize. This avoids a race in the servers of PMIx 4.0 to 6.0: one
 // thread answers PMIx_Finalize, and another thread records later that the client has finalized. If the client closes its
 // connection between these two steps, the server considers the client dead. Every later fence, such as the one in MPI_Init, then
-// waits for one rank too few, and the job hangs or crashes. The connection may be closed when the server has answered the same
-// rank's next PMIx_Init or PMIx_Finalize, which MPI or the next helper calls. By that time, the server has recorded that this
-// client has finalized.
+// waits for one rank too few, and the job hangs or crashes. The user's process may close the connection once the server has
+// answered the same rank's next PMIx_Init or PMIx_Finalize, which MPI or the next helper calls. By that time, the server has
+// recorded that this client has finalized.
 //
 // The exit status is 0 for success, 1 for an error (with a line on stderr), and TIMED_OUT if rank 0 did not put a value in time.
 

@@ -63,9 +63,9 @@ class Arena {
   // longer than copying such a small array. The limit is higher if there are more ranks than CPUs: a round then takes longer,
   // because ranks must wait for the kernel to give them a CPU.
   size_t unoffered_bytes() const { return spin_ ? unshared_bytes : 2 * unshared_bytes; }
-  // Returns the given rank's buffer for its tiny message in the current call. Each rank writes its own message before the first
-  // round. All ranks may read this message between the first and the second round. bytes: the size of the largest message of any
-  // rank, at most tiny_bytes.
+  // Returns the given rank's buffer for its tiny message in the current call. Each rank writes its own message before one of
+  // the call's rounds, usually the first. All ranks may read the message between this round and the next. bytes: the size of
+  // the largest message of any rank, at most tiny_bytes.
   char* tiny(int rank, size_t bytes) const {
     return bytes <= inline_bytes ? first_line(rank).data : control_.staging(rank) + parity_ * tiny_bytes;
   }

@@ -1,7 +1,7 @@
 // The layout of a group's control memory on one host.
 //
-// The control memory is in the lowest rank's heap. docs/design/0001-call.md describes which rank may access which part of it in
-// which state.
+// The control memory is in the heap of the group's lowest rank on the host. docs/design/0001-call.md describes which rank may
+// access which part of the control memory in which state.
 #pragma once
 
 #include <sys/types.h>

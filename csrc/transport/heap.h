@@ -1,5 +1,5 @@
 // The shared heaps of a host. Each rank has one heap, which all ranks on the host map. mscomm.empty allocates an array in the
-// calling rank's heap. A group's control memory is in the heap of the group's lowest rank.
+// calling rank's heap. A group's control memory is in the heap of the group's lowest rank on the host.
 #pragma once
 
 #include <cstdint>

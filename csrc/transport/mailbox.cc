@@ -596,8 +596,8 @@ void Mailbox::clear_to_send(Incoming& link, const Shared& recv, uint64_t id) {
   link.outbox.push_back(envelope(Kind::clear, id));
 }
 
-// Adds `bytes` to the number of bytes of matched messages. When this number reaches half of the eager window, returns that many
-// bytes of credit to the sender. Returning credit more often would take more headers.
+// Adds `bytes` to the number of bytes of matched messages. When this number reaches half of the eager window, returns credit
+// for all these bytes to the sender. Returning credit more often would take more headers.
 void Mailbox::give_back(Incoming& link, size_t bytes) {
   link.matched += bytes;
   if (link.matched < eager_window / 2) return;

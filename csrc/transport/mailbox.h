@@ -272,8 +272,8 @@ class Mailbox {
   // mutex_ protects everything below. Threads hold it while bytes move, but not while they wait or run a callback.
   mutable std::mutex mutex_;
   mutable std::atomic<int> entering_{0};  // how many threads are waiting for mutex_; the driver lets them go first
-  // changed_ is notified when a transfer completes, when the mailbox ends, and when the driver stops driving. detaching_ wakes
-  // thread_, which is idle, if there is a new transfer or if the mailbox ends.
+  // changed_ is notified when a transfer completes, when the mailbox ends, and when the driver stops driving. While thread_ has
+  // no transfers, it waits on detaching_, which is notified when there is a new transfer and when the mailbox ends.
   std::unique_ptr<std::condition_variable> changed_ = std::make_unique<std::condition_variable>();
   std::unique_ptr<std::condition_variable> detaching_ = std::make_unique<std::condition_variable>();
   std::vector<Outgoing> outgoing_;

@@ -1,5 +1,4 @@
-// In a pull, a rank reads another rank's private memory directly from that rank's process (process_vm_readv), if the kernel
-// allows it.
+// In a pull, a rank reads another rank's array directly from that rank's process (process_vm_readv), if the kernel allows it.
 #pragma once
 
 #include <atomic>
@@ -13,7 +12,7 @@
 
 namespace mscomm {
 
-// Which arrays of a call the peers may read directly from this rank's process. This applies only to arrays in private memory.
+// Which arrays of a call the peers may read directly from this rank's process.
 enum class Pulled { nothing, x, x_and_out };
 
 class Pulls {

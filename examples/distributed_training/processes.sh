@@ -69,8 +69,8 @@ train_by_mpirun() {
     local ranks=${DEVICE_NUM:-8} flags=()
     need_mpirun "mscomm run -n $ranks pytest -s -v $1"
     # Only Open MPI knows these flags. Without --bind-to none, it binds each rank of a two-rank job to one core, and
-    # PyTorch would use only one thread. Without --oversubscribe, it starts no more ranks than there are cores. As root,
-    # it starts ranks only with --allow-run-as-root.
+    # PyTorch would use only one thread. Without --oversubscribe, it refuses to start more ranks than there are cores.
+    # Without --allow-run-as-root, it refuses to run as root.
     if mpirun --version 2>&1 | grep -q "Open MPI"; then
         flags+=(--bind-to none --oversubscribe)
         [ "$(id -u)" -eq 0 ] && flags+=(--allow-run-as-root)

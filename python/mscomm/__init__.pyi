@@ -1,4 +1,4 @@
-"""The public names. Type checkers read this file, and so does __init__.py. Each name has an import of its own."""
+"""The public names. Type checkers read this file, and so does __init__.py, which expects one import for each name."""
 
 from mscomm import common as common
 from mscomm import communication as communication

@@ -86,7 +86,7 @@ def of_fields(fields: Mapping[str, Any]) -> Error:
 
 @contextlib.contextmanager
 def on_failure(undo: Callable[..., object], *args: Any, **options: Any) -> Iterator[None]:
-    """If the with block raises, call undo(*args, **options), and let the exception pass."""
+    """If the with block raises, call undo(*args, **options), and let the exception propagate."""
     try:
         yield
     except BaseException:

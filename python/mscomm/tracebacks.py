@@ -47,7 +47,7 @@ def users_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def place(trace: TracebackType | None) -> str:
-    """Return the innermost line of the user's own program, such as "train.py:6"; "" if there is none."""
+    """Return the innermost line of the user's own program, such as "train.py:6"; "" without a traceback."""
     entries = _entries(users_part(trace))
     return innermost((entry.tb_frame.f_code.co_filename, entry.tb_lineno) for entry in entries)
 

@@ -519,8 +519,8 @@ void shut_down_lets_go_of_memory() {
   }
 }
 
-// A peer sends garbage instead of a header. Whatever the bytes are, the transfer ends with an error. The bytes never crash the
-// rank and are never mistaken for data.
+// A peer sends a header with one changed byte. Whichever byte it is, the transfer ends with an error. The header never crashes
+// the rank and is never mistaken for data.
 void garbage_is_refused() {
   std::mt19937 random(3);
   constexpr int tries = 400;

@@ -22,8 +22,8 @@ std::vector<Memory> memories(const std::string& algorithm) {
 
 void every_collective_by(const std::string& algorithm) {
   for (int size : sizes_of_groups()) {
-    // These sizes are smaller and larger than a window. With 3 ranks and the largest size, each part of an all_reduce spans
-    // several windows, so the sockets cannot buffer a whole part.
+    // Only the last size is larger than a window. With 3 ranks, each part of an all_reduce of this size spans several windows,
+    // so the sockets cannot buffer a whole part.
     const std::vector<size_t> sizes{0, 1, 7, 1000, (size == 3 ? 12 : 2) * window_bytes / 4 + 5};
     const ThreadJob job(size);
     const ThreadGroup world(job, job.all(), algorithm, false);
@@ -104,8 +104,8 @@ struct NeverBroken final : Watch {
   bool broken() const override { return false; }
 };
 
-// A peer sends garbage instead of a header. Whatever the bytes are, the call ends with Error or Differs. The bytes never crash
-// the rank and are never mistaken for data.
+// A peer sends a header with one changed byte. Whichever byte it is, the call ends with Error or Differs. The header never
+// crashes the rank and is never mistaken for data.
 void garbage_is_refused() {
   std::mt19937 random(3);
   int refused = 0;

@@ -364,8 +364,8 @@ void test_reduction(Dtype dtype, Op op, int n, size_t count, size_t offset) {
     row.finish(merged.data(), divisor, finished.data(), count);
     ok &= CHECK(finished == out);
 
-    // Combining a value with the identity does not change the value. The exceptions are -0 in a sum or a product, and infinity
-    // times a complex 1.
+    // Combining a value with the identity does not change the value. The exceptions are -0 in a sum, and -0 and infinity in a
+    // product of complex numbers.
     Buffer identity(count * row.element_bytes, offset);
     row.identity(identity.data(), count);
     const void* const with_identity[] = {identity.data(), out.data()};

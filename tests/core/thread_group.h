@@ -154,7 +154,7 @@ class ThreadGroup {
     const auto found = std::find(ranks_.begin(), ranks_.end(), rank);
     return found == ranks_.end() ? -1 : static_cast<int>(found - ranks_.begin());
   }
-  // Runs body on one thread for each rank.
+  // Runs body for each rank, on a thread of its own.
   void run(const std::function<void(const ThreadRank&)>& body) const {
     std::vector<std::thread> threads;
     for (int rank = 0; rank < size(); rank++) threads.emplace_back([&, rank] { body(at(rank)); });
@@ -187,7 +187,7 @@ class ThreadGroup {
   std::vector<std::unique_ptr<Founded>> groups_;
 };
 
-// Creates a job and its world, and runs body on one thread for each rank.
+// Creates a job and its world, and runs body for each rank, on a thread of its own.
 inline void on_threads(int size, const std::string& algorithm, bool spin, const std::function<void(const ThreadRank&)>& body,
                        std::vector<int> hosts = {}) {
   const ThreadJob job(size, std::move(hosts));

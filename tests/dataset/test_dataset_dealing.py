@@ -107,7 +107,7 @@ def test_the_shards_of_a_pass_are_a_permutation_of_all_rows():
 
 
 def test_draws_are_the_same_for_ever():
-    """A checkpoint saved by an older version in the middle of a pass must continue with the same random numbers."""
+    """Training that resumes from an older version's checkpoint in the middle of a pass must draw the same numbers."""
     assert draws.bits(0).tolist() == [16294208416658607535]  # SplitMix64's first output from seed 0
     assert draws.bits(5489, 1, 2, [3, 4]).tolist() == DRAWN
     assert draws.permutation(8, 5489, 0, 0).tolist() == PERMUTED

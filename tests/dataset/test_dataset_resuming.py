@@ -205,8 +205,8 @@ def test_the_operations_of_a_map_draw_for_themselves(folder):
     plain = ds.Cifar10Dataset(folder, shuffle=False)
     twice = plain.map([vision.RandomHorizontalFlip(), vision.RandomHorizontalFlip()], "image")
     flipped = sum(not np.array_equal(one, other) for (one, _), (other, _) in zip(plain, twice, strict=True))
-    # The mean is 48, and each bound is 5 standard deviations away. If both flips drew the same numbers, `flipped` would
-    # be 0.
+    # `flipped` is 48 on average, and each bound is about 5 standard deviations away. If both flips drew the same
+    # numbers, `flipped` would be 0.
     assert 24 < flipped < 72
 
 

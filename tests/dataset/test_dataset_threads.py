@@ -35,7 +35,7 @@ def four_cpus(monkeypatch):
 
 
 def pixels(image: Any) -> Any:
-    """Stands for a function of the user's program."""
+    """Stands in for a function of the user's program."""
     return image[::2]
 
 

@@ -159,7 +159,7 @@ FAKE_EXPORT Error aclrtSetCurrentContext(Context context) {
   const auto device = static_cast<int>((context - 0xACE00000) / 256) - 1;
   if (context <= 0xACE00000 || context != context_of(device) || device >= engine().devices()) return rt_invalid_parameter;
   std::lock_guard lock(devices_mutex);
-  if (devices_set[device] < 1) return rt_invalid_parameter;  // no thread has set this device yet
+  if (devices_set[device] < 1) return rt_invalid_parameter;  // the device was never set, or was reset since
   engine().set_current(device);
   return success;
 }

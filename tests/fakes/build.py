@@ -18,8 +18,8 @@ NCCL_VERSIONS = (21803, 22809, 23203)
 MACHINE = ("engine.cc", "hooks.cc", "tools.cc")
 COMMUNICATION = ("communicator.cc", "meeting.cc", "tools.cc")
 
-# Maps each name to the library's path in the folder and to its sources. A source can be followed by a macro definition
-# for the compiler.
+# Maps each name to the library's path, relative to the build folder, and to its sources. A source can be followed by a
+# macro definition for the compiler.
 LIBRARIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "cuda": ("libcuda.so.1", ("cuda.cc", "kernels.cc", *MACHINE)),
     **{

@@ -62,7 +62,7 @@ constexpr struct {
     {captured_event, "CUDA_ERROR_CAPTURED_EVENT", "operation not permitted on an event last recorded in a capturing stream"},
 };
 
-// The process that called cuInit. Like the real driver, this one cannot be used in a forked child.
+// The process that called cuInit. Like the real driver, the stand-in cannot be used in a forked child.
 std::atomic<pid_t> initialized{0};
 
 // Protects `retained`.

@@ -450,7 +450,7 @@ class DeviceArray:
         return type(self).empty(self.shape, self.dtype, self.device).copy_(self)
 
     def copy_(self, other: DeviceArray) -> DeviceArray:
-        """Enqueue the copy on the current stream."""
+        """Copy other into this array, and return this array. The copy is enqueued on the current stream."""
         if self.shape != other.shape or self.dtype != other.dtype:
             raise ValueError(f"copy_: {other.shape} {other.dtype} into {self.shape} {self.dtype}")
         if not self.size:

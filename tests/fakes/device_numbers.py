@@ -35,4 +35,4 @@ class DeviceNumbers(DeviceArray):
     sum, mean = _on_the_host(np.sum), _on_the_host(np.mean)
 
     def __array__(self, *_: Any, **__: Any) -> Any:
-        raise TypeError("an array of a device becomes none of NumPy's by itself")  # as CuPy does
+        raise TypeError("a device array is not converted to NumPy implicitly")  # as CuPy does

@@ -27,7 +27,7 @@ using SteadyClock = std::chrono::steady_clock;
 namespace {
 
 constexpr size_t grain = 512;  // addresses are multiples of this number, like the addresses from cuMemAlloc
-// New memory is filled with this byte, so code that relies on zeros fails.
+// The first junk_bytes of new memory are filled with this byte, so code that relies on zeros fails.
 constexpr unsigned char junk = 0xA5;
 constexpr size_t junk_bytes = 16 << 20;
 

@@ -41,7 +41,7 @@ class Stream {
   virtual ~Stream() = default;
   virtual int device() const = 0;
   // Enqueues work. The stream's own thread runs the work of the stream in order. Returns the work's number. If `delayed` is true,
-  // the thread waits FAKE_DELAY_US before it runs the work, and code that does not wait for the work reads too early. A capturing
+  // the thread waits FAKE_DELAY_US before it runs the work, so code that does not wait for the work reads too early. A capturing
   // stream does not run the work, but keeps it for a graph.
   virtual uint64_t enqueue(std::function<void()> work, bool delayed = true) = 0;
   virtual uint64_t tail() const = 0;

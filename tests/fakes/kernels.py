@@ -13,8 +13,8 @@ CSRC, CORE = HERE.parent.parent / "csrc", HERE.parent / "core"
 FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-fvisibility=hidden"]
 FLAGS += ["-ffp-contract=off", "-fno-strict-aliasing"]
 
-# A build without nvcc uses this image. It begins with the same bytes as an image from nvcc, and the stand-in checks
-# only these bytes.
+# The tests use this image if mscomm was built without nvcc. It begins with the same bytes as an image from nvcc, and
+# the stand-in checks only these bytes.
 IMAGE = bytes.fromhex("50ed55ba") + b" a stand-in's"
 
 

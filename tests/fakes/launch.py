@@ -27,7 +27,7 @@ def launch(
 ) -> dict:
     """Run the ranks and return their values by rank.
 
-    codes: the expected exit status of ranks that should not end with 0. The value of such a rank is None.
+    codes: the expected exit status of each rank that should not end with 0. The value of such a rank is None.
 
     clean: whether to check that no handle, violation or file is left. If false, return each value with the counters.
     """

@@ -75,7 +75,8 @@ class Meeting {
   // Runs a collective, or a list of messages. Returns false if it was stopped. In this case, the received data is incomplete.
   bool run(const Call& call, const Watch& watch);
   bool run(std::vector<Message> messages, const Watch& watch);
-  // Waits for the ranks for which `counts` returns true. Each of these ranks must have called finish(), or must have left.
+  // Waits until each rank for which `counts` returns true has called finish() or has left. Returns false if the wait was
+  // stopped.
   bool finish(const std::function<bool(int)>& counts, const Watch& watch);
 
   void leave();

@@ -81,7 +81,7 @@ scenarios = {}
 
 
 def scenario(body):
-    """Register a scenario. It runs on the rank's device and stream. Its value and the counters are returned."""
+    """Register a scenario. It runs on the rank's device and stream, and returns its value and the counters."""
 
     @functools.wraps(body)
     def run(rank: Rank):

@@ -32,8 +32,8 @@ To make calls on its arrays cheap, the module may also define the following name
 * `plain`: the type's `__dlpack_c_exchange_api__`, or a function: `plain(x)` -> (address, shape, the dtype's number,
   device, current stream), with device -1 for the CPU. If x is not contiguous or cannot be written, the function returns
   None, and mscomm calls `memory`;
-* `pending`, if `plain` is an exchange API: a dict from a dtype's number to functions of x. A function returns whether
-  the library has deferred an operation on x, such as a negation. If so, x's memory does not hold the values of x;
+* `pending`, if `plain` is an exchange API: a dict from a dtype's number to functions of x. Each function returns
+  whether the library has deferred an operation on x, such as a negation. If so, x's memory does not hold x's values;
 * `empty(x, shape)` -> an array of x's type, dtype and device, in C order.
 """
 
@@ -78,8 +78,8 @@ class Plain(NamedTuple):
 
 
 plain_types: dict[type, Plain] = {}
-"""A row for each array type that has been used so far. The core keeps pointers into a row, so rows are never
-replaced."""
+"""A row for each array type that is in its library's PLAIN and has been used so far. The core keeps pointers into a
+row, so rows are never replaced."""
 
 
 def names(x: Any) -> Iterator[str]:

@@ -152,7 +152,7 @@ def _written(tensors: tuple[torch.Tensor]) -> None:
 
 # A function that tells autograd that tensors were written, as in-place operations do. A backward pass that needs the
 # old values then raises an error. PyTorch's own function for this is not public. mscomm uses it from PyTorch 2.10 on;
-# in earlier versions, it does not skip inference-mode tensors.
+# in earlier versions, that function does not skip inference-mode tensors.
 written: Callable[[tuple[torch.Tensor]], None] = (
     getattr(torch._C, "_increment_version", _written) if plain else _written
 )

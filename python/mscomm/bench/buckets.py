@@ -75,7 +75,7 @@ def measure(plan: Plan, rank: int, ranks: int) -> dict[str, Any]:
         for _ in range(max(plan.rounds, ROUNDS_WITH_PEERS)):
             for way, call in ways.items():
                 for array in arrays:
-                    array[...] = 0  # zeros stay zero, however often they are summed
+                    array[...] = 0  # zeros stay zero, however often they are reduced
                 rounds[way].append(times_us(call, plan.least_warmup, plan.iterations or 5, "max"))
         for way, call in ways.items():
             wrong = None
@@ -159,7 +159,7 @@ def _step(counts: list[int], dtype: np.dtype[Any], op: str, megabytes: float) ->
 def _works(counts: list[int], step: Step) -> list[int]:
     """Return the number of matrix products to run for each gradient.
 
-    The numbers are computed from the slowest rank's times, so that they are the same on all ranks.
+    The numbers are computed from the longest times of all ranks, so that all ranks get the same numbers.
     """
     product = times_ns(lambda: _compute(1000), 3).min() / 1000
     communication = times_ns(lambda: _reduce([0] * len(counts), step), 3).min()

@@ -38,8 +38,8 @@ def of_size(plan: Plan, case: Case, contenders: list[Contender], count: int) -> 
         cells = {contender.name: contender.cell(count, in_place) for contender in contenders}
         rounds: dict[str, list[list[float]]] = {name: [] for name in cells}
         # `trials` holds the times of a few calls of each contender. The number of calls in a round depends on these
-        # times. If the contender is an MPI, only rank 0 gets the times and tells the MPI how many calls to make. The
-        # other ranks use 1.0.
+        # times. If the contender is an MPI, rank 0 alone gets the times, and it tells the MPI how many calls to make.
+        # The other ranks use 1.0, which has no effect.
         trials = {name: [1.0] for name in cells}
         if plan.warmup is None or plan.iterations is None:
             trials = {name: cell.measure(WARMUP_CALLS, WARMUP_CALLS) or [1.0] for name, cell in cells.items()}

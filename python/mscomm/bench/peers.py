@@ -68,8 +68,8 @@ class Peer(NamedTuple):
 # -- gloo --------------------------------------------------------------------------------------------------------------
 
 
-# The gloo peers, and how many times GLOO_SOCKET_IFNAME names the interface for each. Every mention adds a set of
-# connections, and successive calls use the sets in turn. A blocking call uses only one set, however many there are.
+# The name of each gloo peer -> how many times GLOO_SOCKET_IFNAME names the interface. Each mention adds a set of
+# connections. Successive calls use the sets in turn, so a blocking call uses only one set, however many there are.
 GLOO_INTERFACES = {"torch-gloo": 1, "torch-gloo-4": 4}
 
 
@@ -209,7 +209,7 @@ class Flavour(NamedTuple):
     """One kind of MPI: how to recognise its mpirun and its library, and what to install."""
 
     name: str
-    words: str  # a regular expression for how mpirun and the library identify themselves
+    words: str  # a regular expression that matches the version text of this MPI's mpirun and library
     package: str
     flags: list[str]  # the options of mpirun
 

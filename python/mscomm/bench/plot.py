@@ -33,7 +33,7 @@ _LINES = {
 }
 _GREY = "#666666"
 _X_TICKS = 4  # how many labels such as "64 KiB" fit below a panel
-_FEW_DECADES = 100.0  # if slowest / fastest time is below this, times between powers of ten also get labels
+_FEW_DECADES = 100.0  # if longest time < this * shortest time, times between powers of ten also get labels
 
 Panel = dict[str, dict[int, float]]  # line -> size -> the time in microseconds
 
@@ -114,7 +114,7 @@ def draw(documents: list[dict[str, Any]], picture: Path) -> None:
 
 
 def _style(ax: Any, panels: dict[tuple[str, int], Panel]) -> None:
-    """Give the axes of all panels the same style."""
+    """Style the axes of one panel. Ticks and labels fit the data of all panels, so they are the same in each panel."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     cells = [cell for panel in panels.values() for cell in panel.values()]

@@ -15,7 +15,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 PERIOD = 127  # a prime number, so that the check notices data that is misplaced by a power of two
-POISON = 127  # the value in `out` before a call; collectives without a reduction never write this value
+POISON = 127  # the value in `out` before a call; except for bool, only reductions can write this value
 
 
 class Collective(NamedTuple):

@@ -90,8 +90,8 @@ def _of_collective(plan: Plan, case: Case, variants: dict[str, Group], layout: _
 def choice(layout: _core.Layout, what: str, sizes: list[int]) -> list[tuple[str, int]]:
     """Return which algorithm is chosen for each message size from 0 to the last of `sizes`.
 
-    The result is a list of pairs in ascending order: an algorithm, and the smallest size in bytes for which it is
-    chosen. It is also chosen for all larger sizes below the size in the next pair.
+    The result is a list of pairs (algorithm, size in bytes) in ascending order of size. The algorithm is chosen for
+    this size and for all larger sizes below the size in the next pair.
     """
 
     chosen = functools.partial(layout.chosen, _core.collectives.index(what))

@@ -2,8 +2,8 @@
 
 The modules for PMI-1, PMIx and MPI communicators share this code. Rank 0 publishes one string. If all ranks are on one
 host, the string is `mscomm1,unix,NAME,KEY`, with the name of an abstract unix socket and the job's key in hex.
-Otherwise, the string is `mscomm1,tcp,ADDRESS,PORT`. It does not contain the key, because a store on several hosts may
-send it over the network. Each rank gets the key from security.worker_key() instead.
+Otherwise, the string is `mscomm1,tcp,ADDRESS,PORT`. This string does not contain the key, because a store on several
+hosts may send the string over the network. Each rank gets the key from security.worker_key() instead.
 """
 
 from __future__ import annotations

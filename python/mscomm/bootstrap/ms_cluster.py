@@ -190,9 +190,9 @@ def _stop_on_sigterm(stop: Callable[[], None]) -> None:
 
 
 def _leave(status: int) -> NoReturn:
-    """End the process like sys.exit(). This also works under pytest, where SystemExit would only fail a test."""
+    """End the process, like sys.exit(). Do not raise SystemExit, which under pytest would only fail a test."""
     atexit._run_exitfuncs()
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads the stream any more
+        with contextlib.suppress(OSError, ValueError):  # in case nobody reads the stream any more
             stream.flush()
     os._exit(status)

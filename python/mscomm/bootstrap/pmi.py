@@ -152,7 +152,7 @@ def _process_manager(env: Mapping[str, str], deadline: Deadline) -> Iterator[tup
 def _inherited(text: str) -> int:
     """Return the descriptor in PMI_FD. Raise BackendUnavailable if it is not a socket.
 
-    For example, a rank may have started this process. A child process may inherit the variable without the descriptor.
+    For example, a child process of a rank may inherit the variable without the descriptor.
     """
     try:
         fd = int(text)

@@ -2,7 +2,8 @@
 
 Rank 0 passes one string to the other ranks through the PMIx store. A short-lived helper process talks to PMIx, because
 PMIx_Init and PMIx_Finalize in this process would break MPI_Init, whether MPI_Init runs before or after them. The helper
-is a C++ program, csrc/tools/pmix_helper.cc. With 8 ranks on 2 cores, it takes 50 ms. Python with ctypes takes 110 ms.
+is a C++ program, csrc/tools/pmix_helper.cc. With 8 ranks on 2 cores, it takes 50 ms; a helper in Python with ctypes
+takes 110 ms.
 """
 
 from __future__ import annotations

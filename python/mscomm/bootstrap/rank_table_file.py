@@ -3,9 +3,9 @@
 The reader is strict on every backend. Contradictions are errors, and so are values that the HCCL documentation does not
 allow. Examples are a field that is missing or has the wrong type, a number that is out of range, and a rank, device or
 address that occurs twice. The error message gives the place of the error. HCCL also refuses some tables that the CPU
-core can use. In these tables, the order of the servers is wrong, for example, or the addresses of network cards are
-missing. The reader accepts such a table, and adds a remark to it. `unfit_for_910` finds what HCCL allows but Atlas 910
-servers cannot run. Unknown fields are ignored.
+core can use, for example a table with the servers in the wrong order, or without the addresses of network cards. The
+reader accepts such a table, and adds a remark to it. `unfit_for_910` finds what HCCL allows but Atlas 910 servers
+cannot run. Unknown fields are ignored.
 
     >>> from mscomm.bootstrap.rank_table_file import Server, make, parse
     >>> text = make([Server("10.0.0.1", [0, 1]), Server("10.0.0.2", [0, 1])])
@@ -50,7 +50,7 @@ class Seat(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """One error and its place, such as server_list[0].device[1].rank_id; the place "" is the whole file."""
+    """One error and its place, such as server_list[0].device[1].rank_id; the place "" means the whole file."""
 
     where: str
     what: str

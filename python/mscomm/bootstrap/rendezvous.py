@@ -80,7 +80,7 @@ def number(launcher: str, env: Mapping[str, str], name: str, low: int, high: int
 
 
 def ports_after(port: int, env: Mapping[str, str]) -> Sequence[int]:
-    """Return the hub's ports if another program uses `port`: eight of MSCOMM_PORTS, or else the eight after `port`."""
+    """Return ports for the hub, as another program uses `port`: eight of MSCOMM_PORTS, or else eight next to `port`."""
     if allowed := environment.read("MSCOMM_PORTS", env):
         return _eight_of(allowed, str(port))
     return range(port + 1, port + 9) if port + 8 < 1 << 16 else range(port - 8, port)

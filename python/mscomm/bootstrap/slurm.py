@@ -1,8 +1,8 @@
 """Joins a job step that Slurm's srun has started without an MPI plugin. The step's first node runs task 0.
 
-The step's variables describe the job. With --mpi=pmix, pmix.py is used instead. With --mpi=pmi2, pmi.py is used. In a
-job step on several nodes, the key is in the file that MSCOMM_JOB_KEY_FILE names. If this variable is not set, rank 0
-writes the key to a file in ~/.mscomm, a folder that all nodes must share.
+The step's variables describe the job. With --mpi=pmix, mscomm uses pmix.py instead of this module, and with --mpi=pmi2
+it uses pmi.py. In a job step on several nodes, the key is in the file that MSCOMM_JOB_KEY_FILE names. If this variable
+is not set, rank 0 writes the key to a file in ~/.mscomm, a folder that all nodes must share.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Joins by RANK, WORLD_SIZE and MASTER_ADDR if Kubeflow's PyTorchJob or a user's script has set them, not torchrun."""
+"""Joins by RANK, WORLD_SIZE and MASTER_ADDR if Kubeflow's PyTorchJob or a user's script, not torchrun, has set them."""
 
 from __future__ import annotations
 

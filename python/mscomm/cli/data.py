@@ -25,7 +25,7 @@ from mscomm.dataset.cifar10 import CHANNELS, CLASSES, SIDE, TEST, TRAIN
 META, ABOUT = "batches.meta.txt", "about.txt"
 _CLASS_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _TEST_OF = 6  # every sixth image goes to the test set, the same share as in CIFAR-10
-_SHUFFLE_SEED = 10  # the images are shuffled, because they may be sorted by label; any fixed number will do
+_SHUFFLE_SEED = 10  # the training images are shuffled, because they may be sorted by label; any fixed number will do
 _SLOW = 3000  # show a progress bar if there are at least this many images
 
 Array = np.ndarray[Any, Any]

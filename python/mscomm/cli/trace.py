@@ -38,7 +38,7 @@ class Record(NamedTuple):
 
 
 class Late(NamedTuple):
-    """One call, the rank that arrived at it after all other ranks, and how long they waited for this rank."""
+    """One call, the rank that arrived last, and how long the other ranks waited for it."""
 
     rank: int
     call: RecordedCall

@@ -278,7 +278,7 @@ class Epoch:
         if at_home:
             return links.unix_listener(128)
         assert self.member
-        # If the backlog is full, the kernel does not answer, and a rank that connects reports us as lost after
+        # If the backlog is full, the kernel does not answer, and a rank that tries to connect reports us as lost after
         # MS_NODE_TIMEOUT. The kernel limits the backlog to net.core.somaxconn.
         return links.listen(self.member.address(), max(128, self.size), os.environ)
 
@@ -437,8 +437,8 @@ def _exchange_memory(
 ) -> list[int]:
     """Return the descriptors of the neighbours' heaps, in the order of `epoch.neighbours`.
 
-    The first neighbour collects all descriptors and sends them to the other neighbours, so each of these needs only one
-    connection.
+    The first neighbour collects all descriptors and sends them to the other neighbours, so each of the others needs
+    only one connection.
     """
     key, mine = epoch.key, epoch.identity
     first, *others = epoch.neighbours

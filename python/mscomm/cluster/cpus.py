@@ -28,7 +28,7 @@ def can_spin(members: Sequence[dict[str, Any]]) -> bool:
 def cpus_of(members: Sequence[dict[str, Any]]) -> float:
     """Return how many CPUs these ranks on one host share.
 
-    This is the number of different CPUs in their affinity masks, or the smallest quota if that is less.
+    The result is the number of different CPUs in their affinity masks, or the smallest quota if that is less.
     """
     cpus = {cpu for member in members for cpu in member["cpus"]}
     return float(min(len(cpus), *(member["quota"] for member in members)))

@@ -16,8 +16,8 @@ from mscomm.errors import Error
 FROM_MEMBER_BYTES = 64 << 10
 FROM_HUB_BYTES = 16 << 20
 
-# A rank that waits for other ranks names a key. It is JOIN or READY until all ranks have joined or are ready. All other
-# keys belong to meetings, or to a call of rejoin().
+# A rank that asks the hub which ranks are missing names its wait by a key: JOIN until all ranks have joined, READY
+# until all ranks are ready, and otherwise the key of the meeting or of the call of rejoin().
 JOIN, READY = "join", "ready"
 
 Frame = dict[str, Any]

@@ -57,8 +57,8 @@ class Judge:
         # process ended.
         self._gone: dict[int, tuple[str, float]] = {}
         self._symptoms: list[_Symptom] = []
-        # After a timeout, the hub asks the ranks where they are. This holds the timeout to explain, the number of the
-        # call, the time to stop waiting for answers, and the ranks that have not answered yet.
+        # After a timeout, the hub asks the ranks where they are. The tuple holds the timeout to explain, the number of
+        # the call, the time to stop waiting for answers, and the ranks that have not answered yet.
         self._question: tuple[Error, int, float, set[int]] | None = None
         self._progress: dict[int, Progress] = {}
         self._asked_at: dict[int, float] = {}  # by call number: when the ranks were last asked about that call
@@ -182,7 +182,7 @@ class Judge:
                 reason = f": {self._ends[rank]}" if rank in self._ends else ""
                 self.verdict = PeerLost(f"{self._name(rank)} {how}{reason}", [rank] if rank >= 0 else [])
                 return
-        if not self._gone and self._symptoms and (now >= self._symptoms[0].until or self._circular()):
+        if not self._gone and self._symptoms and (now >= self._symptoms[0].until or self._all_named_reported()):
             self.verdict = self._root().error
 
     def _judge_deadline(self, now: float) -> None:
@@ -243,7 +243,7 @@ class Judge:
             symptom = nexts[0]
             seen.add(symptom.reporter)
 
-    def _circular(self) -> bool:
+    def _all_named_reported(self) -> bool:
         """Return whether each rank that a symptom names has sent a report. If so, there is nothing left to wait for."""
         # A symptom from NCCL names no rank, because NCCL does not know which rank is lost. So wait for other reports.
         return all(symptom.error.ranks and self._spoke.issuperset(symptom.error.ranks) for symptom in self._symptoms)

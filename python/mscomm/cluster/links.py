@@ -96,11 +96,11 @@ def tune(sock: socket.socket) -> None:
 
 
 def _limit_silence(sock: socket.socket, limited: bool = True) -> None:
-    """Let the other host of a TCP link leave our data unacknowledged for at most MS_NODE_TIMEOUT, or for any time.
+    """Limit how long the other host of a TCP link may leave our data unacknowledged, or lift this limit.
 
-    The limit is for links to the hub, and for the hello. After the hello, links between ranks must not have it, and use
-    Stream::check_silence instead. The limit would also end a link to a healthy rank that has not read for that long,
-    for example because it is computing when data for the next call arrives.
+    The limit is MS_NODE_TIMEOUT. It is for links to the hub, and for the hello. After the hello, links between ranks
+    must not have it, and use Stream::check_silence instead. The limit would also end a link to a healthy rank that has
+    not read for that long, for example because it is computing when data for the next call arrives.
     """
     if _is_tcp(sock):
         milliseconds = math.ceil(node_timeout_s() * 1000) if limited else 0  # 0: no limit

@@ -1,7 +1,7 @@
 """One rank's end of its control link: joins the job, meets other ranks, reports failures, and learns about failures.
 
-From join() on, a daemon thread reads the link. Of a group, this thread uses only what attach() was given: the core's
-group, whose methods return at once, and the function `dialled`.
+From join() on, a daemon thread reads the link. This thread uses only the two parts of a group that attach() was given:
+the core's group, whose methods return at once, and the function `dialled`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOW
 
 
 class Welcome(NamedTuple):
-    """What the hub tells a rank when all ranks have joined. facts[rank]: the facts of this rank."""
+    """What the hub tells a rank when all ranks have joined. facts[r]: the facts of rank r."""
 
     rank: int
     size: int

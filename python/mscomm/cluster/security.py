@@ -1,4 +1,4 @@
-"""The job's key: 32 bytes that only the job's ranks know. It is never in argv or the environment, or sent over TCP."""
+"""The job's key: 32 bytes that only the job's ranks know. It is never in argv, in the environment, or in the hello."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _sched_name(host: str, port: int) -> str:
     return f"sched-{host}-{port}"
 
 
-# Only files with this ending are removed. A key file of an earlier version, which locks none, ends only with ".key".
+# Only files with this ending are removed. Earlier versions wrote key files that end with just ".key", without a lock.
 _LOCKED = ".locked.key"
 _ALONE_WITHIN_S = 2.0
 
@@ -183,7 +183,7 @@ def remove_stale() -> None:
         with _alone_in(folder) as is_alone:
             for name in os.listdir(folder) if is_alone else ():
                 if name.endswith(_LOCKED):
-                    # An error means that the file is locked or gone, or that we may not or cannot lock it: it stays.
+                    # An error means that another process has locked or removed the file, or that we cannot lock it.
                     with contextlib.suppress(OSError):
                         _remove_unless_locked(os.path.join(folder, name))
 
@@ -201,8 +201,8 @@ def _remove_unless_locked(path: str) -> None:
 def _alone_in(folder: str) -> Iterator[bool]:
     """Let only one process at a time replace or remove key files. Yield whether this process is alone.
 
-    Otherwise, remove_stale() could remove a new file that replaces a stale one at the last moment. Each process holds
-    this lock only for a few system calls. Yield False if the file system has no flock, or if another process, which was
+    Without this lock, remove_stale() could remove a new file that has just replaced a stale one. Each process holds the
+    lock only for a few system calls. Yield False if the file system has no flock, or if another process, which was
     perhaps stopped, holds the lock for _ALONE_WITHIN_S.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -23,8 +23,8 @@ def compare(source: str, num_shards: int, facts: dict[str, Any], where: str, pro
 
     source, where: the names of the dataset and of this rank's data in error messages. problem: the exception that this
     rank got when it read its data, or None. A rank with a problem raises this exception, not ValueError. If no job was
-    joined, or if num_shards is not the size of the job, nothing is compared. In both cases, only ranks with a problem
-    raise an error.
+    joined, or if num_shards is not the size of the job, the ranks compare nothing, and only a rank with a problem
+    raises an error.
     """
     alone = not job.is_initialized() or num_shards < 2 or num_shards != job.get_group_size()
     if not alone:

@@ -28,8 +28,9 @@ def get_seed() -> int:
 def set_prefetch_size(size: int) -> None:
     """Set how many batches each iterator prefetches, in a separate thread. The default is 2.
 
-    If size is 0, there is no thread, and each batch is made when the program asks for it. The maximum is 1024. Raise
-    TypeError if size is not an int, and ValueError if it is out of range.
+    If size is 0, there is no such thread. Each batch is then made when the program asks for it, or earlier if
+    num_parallel_workers is above 1. The maximum is 1024. Raise TypeError if size is not an int, and ValueError if it is
+    out of range.
     """
     global _prefetch_size
     _prefetch_size = whole("set_prefetch_size", "size", size, 0, 1024)

@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 class Operation:
     """An operation that transforms one array. A program may also call the operation directly.
 
-    An operation keeps no state that affects the result of a later call, so several threads may call it at once.
+    In a pipeline, no call changes the result of a later call, so several threads may use an operation at once.
     """
 
     def __call__(self, x: Any) -> Array:

@@ -1,11 +1,11 @@
 """A pipeline is a source of rows, followed by steps: map, shuffle, batch, repeat.
 
-A pass has two parts. `tickets` yields one ticket for each row, in the order of the pass, without reading rows. `load`
-makes the rows for given tickets. So a pass can be resumed without making the rows before the resumed position, and one
-call of `load` makes all rows of a batch. The result of `load` depends only on its arguments, so several threads may
-make batches at the same time (workers.py).
+A pass has two parts. `tickets` yields one ticket for each row or batch, in the order of the pass. It reads no rows,
+unless the source has no random access. `load` makes the rows for given tickets. So a pass can be resumed without making
+the rows before the resumed position, and one call of `load` makes all rows of a batch. The result of `load` depends
+only on its arguments, so several threads may make batches at the same time (workers.py).
 
-Rows of one shape are put into one array, whose first axis indexes the rows. mscomm's operations transform all rows of
+Rows of one shape are put into one array, whose first axis indexes the rows. mscomm's operations transform many rows of
 the array in one call.
 """
 
@@ -160,7 +160,7 @@ class Dataset(ABC):
         """
 
     def get_col_names(self) -> list[str]:
-        """Return the names of the columns, in the order of their arrays in a tuple."""
+        """Return the names of the columns, in the order in which a tuple iterator yields their arrays."""
         return list(self.columns)
 
     def get_batch_size(self) -> int:
@@ -176,8 +176,8 @@ class Dataset(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the latest pass, for a checkpoint. The position is the same on every rank.
 
-        The position follows the latest batch that the program has taken. Batches that were only prefetched do not
-        change the position. The values of the dict are ints, strings and lists.
+        The position is the one after the latest batch that the program has taken. Batches that were only prefetched do
+        not change the position. The values of the dict are ints, strings and lists.
 
         >>> state = data.batch(32).state_dict()
         >>> state["epoch"], state["batch"], state["pipeline"]
@@ -561,7 +561,7 @@ def _stacked(name: str, arrays: Column, tickets: Sequence[Ticket]) -> Array:
 
 
 def names_of(function: str, argument: str, value: Any) -> list[str]:
-    """Return the names of columns in `value`, which is one name or several. Otherwise raise TypeError or ValueError."""
+    """Return `value`, one column name or several, as a list. Raise TypeError or ValueError for anything else."""
     names = [value] if isinstance(value, str) else list(value)
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{function}: {argument}={value!r}; expected the name of a column, or several")

@@ -1,7 +1,7 @@
 """Makes items in advance: a thread puts them into a bounded queue, from which the consumer takes them.
 
 The thread references the queue and the generator that makes the items, but not the consumer's Prefetch object. So the
-Prefetch object can be garbage-collected, and this ends the thread.
+Prefetch object can be garbage-collected, and its finalizer then ends the thread.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ class DistributedSampler:
     shuffle: if True, the rows are dealt in a random order, which is the same on all ranks and different in each pass.
     num_samples: the maximum number of rows per rank; None or 0 means all. offset: if -1, every rank gets ceil(rows /
     num_shards) rows; when the rows run out, dealing continues with the first rows. If 0 or more, the first row goes to
-    rank `offset`, and no row is dealt twice. Some ranks may then get one row more than others.
+    rank `offset` (rank 0 if offset is num_shards), and no row is dealt twice. Some ranks may then get one row more than
+    others.
 
     Raises TypeError if an argument has the wrong type, and ValueError if num_samples is negative. Raises RuntimeError
     if num_shards is below 1, if shard_id is outside 0..num_shards-1, or if offset is below -1 or above num_shards.

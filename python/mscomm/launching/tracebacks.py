@@ -55,7 +55,7 @@ class Tracebacks:
     def __init__(self, output: Output, full: bool) -> None:
         self._output = output
         self._full = full
-        self._held: dict[int, list[bytes]] = {}  # by rank: the held lines; the rank that was held first comes first
+        self._held: dict[int, list[bytes]] = {}  # by rank: the held lines; the rank with the oldest line comes first
         self._began_s: dict[int, float] = {}  # by rank: the time.monotonic() of its first held line
         self._last: dict[int, LastWords] = {}  # by rank: the exception in its latest traceback
         self.due = float("inf")  # when to show the held lines, unless the ranks are being ended after a failure

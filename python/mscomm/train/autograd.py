@@ -1,9 +1,10 @@
 """The PyTorch part of GradientReducer: hooks report ready gradients, and gradients are views into the buckets.
 
 In each backward pass, a hook queues a callback in autograd's engine. The engine runs the callback at the end of the
-pass. For GradientReducer, this is the hook of the first gradient that is ready. The callback records the gradients'
+pass. For GradientReducer, the hook of the first ready gradient queues the callback. The callback records the gradients'
 versions, so that wait() can tell whether the program changed a gradient before it was reduced. For
-DistributedDataParallel, it is a hook on the output of the forward pass, and the callback finishes the step.
+DistributedDataParallel, a hook on the output of the forward pass queues the callback, and the callback finishes the
+step.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Autograd:
 
     others: parameters whose gradients are not reduced; zero() sets these gradients to zero. The gradients of a backward
     pass are reduced if `syncing` is True. autograd sometimes allocates a gradient outside its buffer. Such a gradient
-    on the CPU is copied into its buffer immediately. Such a gradient on a device is copied when its bucket is started,
-    so that one kernel launch can copy all such gradients of the bucket.
+    is copied into its buffer immediately if it is on the CPU or not contiguous. Otherwise, it is copied when its bucket
+    is started, so that one kernel launch can copy all such gradients of the bucket.
     """
 
     def __init__(self, step: Step, names: list[str], parameters: list[Any], others: Iterable[Any]) -> None:
@@ -281,7 +282,7 @@ class Autograd:
         self._stream = stream
 
     def _take_over(self, indices: Iterable[int]) -> None:
-        """Release the tensors that autograd allocated for these gradients. They have been copied into their buffers."""
+        """Release the tensors that autograd allocated for these gradients, which are now also in their buffers."""
         for index in self._elsewhere.intersection(indices):
             parameter = self._parameters[index]
             if parameter.grad is not None:

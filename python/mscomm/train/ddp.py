@@ -36,16 +36,17 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
 
     device_ids: None, or a list with the module's GPU. If it is a list, the forward pass moves its arguments to that
     GPU. output_device: None, or the module's GPU. broadcast_buffers: unless this is False, all ranks receive rank 0's
-    buffers (such as BatchNorm's running means) when the module is wrapped and before the first forward pass of each
-    step. forward_sync_buffers: if given, it replaces broadcast_buffers for the forward passes; the buffers are still
-    sent when the module is wrapped. init_sync: if True, all ranks receive rank 0's parameters when the module is
-    wrapped. If False, neither parameters nor buffers are sent at that time: the ranks only compare their parameters,
-    and all ranks raise ValueError if the parameters differ. process_group: an mscomm Group or its name; None means all
-    ranks. bucket_cap_mb: the size of a bucket in MiB (default 4). gradient_as_bucket_view: if True, the gradients stay
-    in the buckets. This saves two copies, but the next step overwrites gradient tensors that the program has kept.
-    find_unused_parameters: no effect, because a parameter that is not used in a step is never an error. If only some
-    ranks use a parameter in a step, all ranks get its mean gradient, in which the other ranks count as zeros.
-    static_graph: no effect; True prints a warning. compression: as in GradientReducer.
+    buffers (such as BatchNorm's running means) when the module is wrapped and before each forward pass, except a pass
+    that directly follows a pass inside no_sync() or torch.no_grad(). forward_sync_buffers: if given, it replaces
+    broadcast_buffers for the forward passes; the buffers are still sent when the module is wrapped. init_sync: if True,
+    all ranks receive rank 0's parameters when the module is wrapped. If False, neither parameters nor buffers are sent
+    at that time: the ranks only compare their parameters, and all ranks raise ValueError if the parameters differ.
+    process_group: an mscomm Group or its name; None means all ranks. bucket_cap_mb: the size of a bucket in MiB
+    (default 4). gradient_as_bucket_view: if True, the gradients stay in the buckets. This saves two copies, but the
+    next step overwrites gradient tensors that the program has kept. find_unused_parameters: no effect, because a
+    parameter that is not used in a step is never an error. If only some ranks use a parameter in a step, all ranks get
+    its mean gradient, in which the other ranks count as zeros. static_graph: no effect; True prints a warning.
+    compression: as in GradientReducer.
 
     The gradients of a backward pass are reduced if the pass begins at an output of a forward pass that ran outside
     no_sync(). If a step has several such backward passes, the gradients of each are reduced. A forward pass under
@@ -140,7 +141,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         >>> with model.no_sync():
         ...     for images, labels in micro_batches[:-1]:
         ...         loss_fn(model(images), labels).backward()
-        >>> loss_fn(model(*micro_batches[-1]), ...).backward()          # reduces the sum of the gradients
+        >>> loss_fn(model(*micro_batches[-1]), ...).backward()          # reduces the gradients of all micro-batches
         """
         before, self._syncing = self._syncing, False
         try:

@@ -164,7 +164,7 @@ class DeviceBucket(Bucket):
 
     def _narrow(self) -> None:
         """Round the gradients with error feedback, as narrow_and_owe() in csrc/base/numbers.h does, but with the array
-        library. The kernels and CPU buckets give bit-identical results."""
+        library. This function, the kernels and CPU buckets give bit-identical results."""
         use = self._arrays.namespace
         spans = [place.span for place, there in zip(self.layout.places, self.there, strict=True) if there]
         if len(spans) == len(self.there):

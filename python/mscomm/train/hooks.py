@@ -120,5 +120,5 @@ def checked(callbacks: Any) -> list[Callback]:
     given = [] if callbacks is None else list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
     for one in given:
         if not isinstance(one, Callback):
-            raise TypeError(f"Model.train: callbacks has a {type(one).__name__}; expected a mscomm.train.Callback")
+            raise TypeError(f"Model.train: callbacks has a {type(one).__name__}; expected an mscomm.train.Callback")
     return given

@@ -476,7 +476,7 @@ def _check_same_start(group: Group | None, what: str, mine: dict[str, Any], advi
 
 
 def _tell_if_one_of_several(group: Group | str | None) -> None:
-    """Warn if there are several processes and each trains its own model. This is the default parallel mode, as in
+    """Warn if there are several processes and each trains its own model. Stand-alone mode is the default, as in
     MindSpore, but users rarely want it."""
     if is_initialized():
         size = resolve(group).size

@@ -78,9 +78,10 @@ class _Optimizer:
 class Momentum(_Optimizer):
     """Gradient descent with momentum: v = momentum v + g; p = p - learning_rate v.
 
-    params: arrays in a list, a tuple or a dict, possibly nested. g is the gradient. use_nesterov: if True, p = p -
-    learning_rate (g + momentum v). weight_decay: weight_decay p is added to g. Raises TypeError if learning_rate,
-    momentum or weight_decay is not a number, and ValueError if one of them is negative.
+    p is a parameter, g is its gradient and v is its velocity. params: arrays in a list, a tuple or a dict, possibly
+    nested. use_nesterov: if True, p = p - learning_rate (g + momentum v). weight_decay: weight_decay p is added to g.
+    Raises TypeError if learning_rate, momentum or weight_decay is not a number, and ValueError if one of them is
+    negative.
 
     >>> optimizer = mscomm.train.Momentum({"w": np.zeros((10, 3))}, 0.01, 0.9)
     >>> optimizer.step({"w": np.ones((10, 3))})

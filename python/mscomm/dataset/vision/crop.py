@@ -25,11 +25,11 @@ class RandomCrop(RandomOperation):
     """Crops the image at a random position. All positions are equally likely.
 
     size: (height, width) of the result, or one int for both. padding: how many pixels to add around the image before
-    the crop. It is one int for all sides, two ints (left and right, top and bottom), or four ints (left, top, right,
-    bottom). pad_if_needed: if True, images that are smaller than size are padded, as in torchvision. If there are too
-    few rows, the top and bottom are padded. If there are too few columns, the left and right are padded. fill_value:
-    the value of a constant border, from 0 to 255. It is one int for all channels, or a tuple with one int for each
-    channel. padding_mode: Border.CONSTANT, EDGE, REFLECT or SYMMETRIC.
+    the crop. It is one int for all sides; two ints, the first for left and right, the second for top and bottom; or
+    four ints (left, top, right, bottom). pad_if_needed: if True, images that are smaller than size are padded, as in
+    torchvision. If there are too few rows, the top and bottom are padded. If there are too few columns, the left and
+    right are padded. fill_value: the value of a constant border, from 0 to 255. It is one int for all channels, or a
+    tuple with one int for each channel. padding_mode: Border.CONSTANT, EDGE, REFLECT or SYMMETRIC.
 
     The operation accepts images of shape (height, width, channels) or (height, width) and any dtype, and keeps the
     dtype. Raises TypeError or ValueError for invalid arguments, and ValueError if an image is smaller than size after
@@ -52,7 +52,7 @@ class RandomCrop(RandomOperation):
         if not isinstance(pad_if_needed, bool):
             raise TypeError(f"RandomCrop: pad_if_needed is a {type(pad_if_needed).__name__}; expected a bool")
         if not isinstance(padding_mode, Border):
-            raise TypeError(f"RandomCrop: padding_mode={padding_mode!r}; expected a mscomm.dataset.vision.Border")
+            raise TypeError(f"RandomCrop: padding_mode={padding_mode!r}; expected an mscomm.dataset.vision.Border")
         self._pad_if_needed = pad_if_needed
         self._mode = padding_mode
         fill = np.asarray(fill_value)

@@ -28,8 +28,8 @@ class Resize(Operation):
 
     The pixels are computed as in Pillow: the centres of pixels have half-integer coordinates. When an image is shrunk,
     each new pixel depends on all old pixels that it replaces (antialiasing), as in torchvision. When an image is
-    enlarged, antialiasing has no effect. Enlarged images are the same as in MindSpore, which uses OpenCV, except for
-    the rounding to uint8.
+    enlarged, antialiasing has no effect. With Inter.LINEAR, enlarged images are the same as in MindSpore, which uses
+    OpenCV, except for the rounding to uint8.
 
     The operation accepts uint8 or float32 images of shape (height, width, channels) or (height, width), and keeps the
     dtype. Raises TypeError for another dtype, ImportError if Pillow is not installed, and TypeError or ValueError for
@@ -43,7 +43,7 @@ class Resize(Operation):
         self._shorter = not isinstance(size, (tuple, list)) or len(size) == 1
         self._size = two_sizes("Resize", "size", size)
         if not isinstance(interpolation, Inter):
-            raise TypeError(f"Resize: interpolation={interpolation!r}; expected a mscomm.dataset.vision.Inter")
+            raise TypeError(f"Resize: interpolation={interpolation!r}; expected an mscomm.dataset.vision.Inter")
         self._interpolation = interpolation
 
     def __call__(self, x: Any) -> Array:
@@ -111,7 +111,7 @@ def _enlarged(rows: Array, height: int, width: int) -> Array:
 def _weighed(lines: Array, result: Array) -> None:
     """Resize `lines` along axis 0: each line of `result` is the weighted sum of the two nearest lines in `lines`.
 
-    The two weights add up to 1, so the sum is the first line plus a fraction of the difference between the two.
+    The two weights add up to 1, so the sum is the first line plus a fraction of the difference between the two lines.
     """
     old, new = len(lines), len(result)
     if new == old:

@@ -45,9 +45,9 @@ class Normalize(Operation):
 
     mean, std: a tuple with one number for each channel, or with one number for all channels. A mean must be from 0 to
     255, and a std must be above 0 and at most 255. is_hwc: True if the channels are the last axis, False if they are
-    the third axis from the end, as after HWC2CHW. The operation accepts images of shape (height, width, channels), or a
-    batch of them, of any real dtype. Raises TypeError or ValueError for invalid arguments, and ValueError if an image
-    does not have as many channels as mean and std.
+    the third axis from the end, as after HWC2CHW. The operation accepts an image with three axes, or a batch of such
+    images, of any real dtype. Raises TypeError or ValueError for invalid arguments, and ValueError if mean and std have
+    several numbers, but not one for each channel of the image.
 
     >>> Normalize((0.5,), (0.25,))(np.ones((1, 1, 3), np.float32))
     array([[[2., 2., 2.]]], dtype=float32)

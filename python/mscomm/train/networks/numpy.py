@@ -1,7 +1,7 @@
 """NumPy and CuPy networks. Such a network is an object that computes its own gradients.
 
 The object's `parameters` are float arrays in a dict or a list, possibly nested. Its `loss_and_gradients(*batch)` takes
-a batch as the dataset yields it. It returns two values: the loss, which is a number or an array of shape (), and the
+a batch as the dataset yields it, and returns two values: the loss, which is a number or an array of shape (), and the
 gradients, which have the same structure as the parameters. The optimizer is mscomm.train.Momentum or SGD over the same
 `parameters`, or an object of your own with step(gradients), state_dict() and load_state_dict().
 """
