@@ -128,7 +128,7 @@ def make_step(place: Place) -> tuple[Callable[[], float], list[Any]]:
 
 
 def be_a_process(pipe: Connection, place: Place) -> None:
-    """Join the other processes of the kind.
+    """Join the other processes of this process's kind (place.kind).
 
     Take as many steps as the pipe requests, and send back the seconds per step.
     """

@@ -336,14 +336,14 @@ def test_uneven_data(rank: int) -> None:
                 model(torch.ones(2, 1))
     model(torch.ones(2, 1)).sum().backward()
     with (
-        pytest.raises(RuntimeError, match=r"join: a join\(\) on group world is open already; put the modules"),
-        mscomm.DistributedDataParallel(network()).join(),
-        model.join(),
+        pytest.raises(ValueError, match="throw_on_early_termination differs by rank: True on rank 0"),
+        model.join(throw_on_early_termination=rank == 0),
     ):
         pass
     with (
-        pytest.raises(ValueError, match="throw_on_early_termination differs by rank: True on rank 0"),
-        model.join(throw_on_early_termination=rank == 0),
+        pytest.raises(RuntimeError, match=r"join: a join\(\) on group world is open already; put the modules"),
+        mscomm.DistributedDataParallel(network()).join(),
+        model.join(),
     ):
         pass
 

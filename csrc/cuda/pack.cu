@@ -60,8 +60,8 @@ struct Owing {
   __device__ To operator()(float x, float& owed) const { return narrow_and_owe<To>(x * scale, owed, largest); }
 };
 
-// The addresses that a piece is moved from and to, and the address of its residual. They are numbers and not pointers, because
-// `from` and `to` each point into a part or into the bucket, whose element types can differ.
+// The addresses from which and to which a piece is moved, and the address of its residual (`owed`). They are numbers and not
+// pointers, because one of `from` and `to` is in a part and the other is in the bucket, and their element types can differ.
 struct Sides {
   uint64_t from, to, owed;
 };

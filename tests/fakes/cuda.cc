@@ -214,64 +214,64 @@ FAKE_EXPORT Result cuDeviceGetAttribute(int* value, int attribute, Device device
   if (!value) return invalid_value;
   const int capability = static_cast<int>(number("FAKE_CUDA_CAPABILITY", 90));
   switch (attribute) {
-    case 1:
+    case 1:  // threads per block
       *value = 1024;
-      break;  // threads per block
+      break;
     case 2:
-    case 3:
+    case 3:  // threads per block in x, y
       *value = 1024;
-      break;  // threads per block in x, y
-    case 4:
+      break;
+    case 4:  // threads per block in z
       *value = 64;
-      break;  // threads per block in z
-    case 5:
+      break;
+    case 5:  // blocks per grid in x
       *value = 2147483647;
-      break;  // blocks per grid in x
+      break;
     case 6:
     case 7:
       *value = 65535;
       break;
-    case 8:
+    case 8:  // shared memory per block
       *value = 49152;
-      break;  // shared memory per block
-    case 10:
+      break;
+    case 10:  // threads per warp
       *value = 32;
-      break;  // threads per warp
-    case 16:
+      break;
+    case 16:  // multiprocessors
       *value = 132;
-      break;  // multiprocessors
-    case 33:
+      break;
+    case 33:  // PCI bus
       *value = device + 1;
-      break;  // PCI bus
-    case 34:
+      break;
+    case 34:  // PCI device
       *value = 0;
-      break;  // PCI device
-    case 39:
+      break;
+    case 39:  // threads per multiprocessor
       *value = 2048;
-      break;  // threads per multiprocessor
+      break;
     case 40:  // asynchronous engines
-    case 41:
+    case 41:  // unified addressing
       *value = 1;
-      break;  // unified addressing
-    case 50:
+      break;
+    case 50:  // PCI domain
       *value = 0;
-      break;  // PCI domain
+      break;
     case 83:  // managed memory
-    case 89:
+    case 89:  // concurrent use of managed memory by host and device
       *value = 1;
-      break;  // concurrent use of managed memory by host and device
+      break;
     case 75:
       *value = capability / 10;
       break;
     case 76:
       *value = capability % 10;
       break;
-    case 78:
+    case 78:  // stream priorities
       *value = 1;
-      break;  // stream priorities
-    case 115:
+      break;
+    case 115:  // memory pools
       *value = 1;
-      break;  // memory pools
+      break;
     default:
       return invalid_value;
   }

@@ -1,9 +1,9 @@
 // Declares the simulated machine that the stand-ins for both vendors share. The machine has devices with memory, streams and
 // events.
 //
-// A vendor's runtime (libcuda.so.1, libascendcl.so) holds the only engine of the process. The vendor's communication library gets
-// this engine by calling fake_engine(). Both libraries are built from these sources, so an abstract class can be the interface
-// between them.
+// A vendor's runtime (libcuda.so.1 or libascendcl.so) holds the only engine of the process. The vendor's communication library
+// gets this engine by calling fake_engine(). The runtime and the communication library are compiled from the same sources, so
+// they can share an abstract class of C++ as their interface.
 #pragma once
 
 #include <array>

@@ -42,7 +42,8 @@ class Names(NamedTuple):
 class Store(NamedTuple):
     """One entry of the launcher's key-value store. Rank 0 calls `publish`, and the other ranks call `fetch`.
 
-    Both give up at the deadline, except with an MPI communicator, because Bcast has no timeout.
+    Both give up at the deadline. The store of by_hand.py is an exception, because it calls an MPI communicator's Bcast,
+    which has no timeout.
     """
 
     publish: Callable[[str, Deadline], object]

@@ -525,7 +525,8 @@ class Hub:
             return
         found.closed.add(link.number)
         if self._restarts and self._world.judge.verdict:
-            found.rejoining.add(link.number)  # other ranks may report this rank as lost before its rejoin arrives
+            # Other ranks may report this rank as lost before its rejoin arrives. Then _explained() gives the reason.
+            found.rejoining.add(link.number)
         staying = self._members(found)
         if not staying:
             del self._groups[group]

@@ -132,7 +132,7 @@ class Member:
     def rejoin(self, facts: Mapping[str, Any], deadline: Deadline) -> Welcome:
         """Wait for the next epoch, and return the Welcome of that epoch.
 
-        The next epoch begins when every rank has called rejoin() or joined again.
+        The next epoch begins when every surviving rank has called rejoin(), and every restarted rank has joined.
         """
         assert self._welcome
         now = self._welcome.epoch

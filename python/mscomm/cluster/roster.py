@@ -148,7 +148,7 @@ class Roster:
         return str(self.at(number) or f"rank {number}")
 
     def missing(self) -> str:
-        """Return the members that have not joined, as text; "" if all have joined."""
+        """Return the ranks that have not joined, as text: their numbers or, if these are unknown, how many they are."""
         ranks = self._numbers()
         if len(ranks) < len(self._members):
             return f"{self.size - len(self._members)} more {self.plural}"

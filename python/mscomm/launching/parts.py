@@ -144,7 +144,8 @@ class WholeJob(_WithHub):
         _serve(self._hub, stack)
 
     def stopped(self, ranks: list[int]) -> None:
-        self._only_stopped = 0 < len(ranks) < self.size  # without the hub: the program may never call init()
+        # This does not ask the hub, because the hub knows no ranks if the program does not call init().
+        self._only_stopped = 0 < len(ranks) < self.size
 
     def only_stopped(self) -> bool:
         return self._only_stopped
