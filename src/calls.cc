@@ -75,7 +75,7 @@ std::optional<Dtype> native_dtype(py::handle array) {
   return dtype_of_number[number];
 }
 
-// Fills in `array` from the fields of a numpy.ndarray, which describes CPU or device memory.
+// Fills in `array` from the fields of `memory`, a numpy.ndarray that describes CPU or device memory.
 void read_fields(Array& array, py::handle memory) {
   const auto* told = fields(memory);
   constexpr int in_order = Numpy::NPY_ARRAY_C_CONTIGUOUS_ | Numpy::NPY_ARRAY_ALIGNED_;
@@ -87,8 +87,8 @@ void read_fields(Array& array, py::handle memory) {
   array.bytes = array.dtype && told->nd <= max_dims ? array.shape.count() * size_of(*array.dtype) : 0;
 }
 
-// Fills in `array` from the tuple (address, shape, dtype, device, stream) that the library's function returns. Returns false if
-// the function returns something else, such as None, or if the core cannot use the dtype or the number of dimensions.
+// Fills in `array` from the tuple (address, shape, dtype, device, stream) that `function` (Library::plain) returns. Returns
+// false if `function` returns something else, such as None, or if the core cannot use the dtype or the number of dimensions.
 bool read_told(Array& array, PyObject* function) {
   const py::object told = taken(PyObject_CallOneArg(function, array.given.ptr()));
   const auto item = [&](Py_ssize_t i) { return PyTuple_GET_ITEM(told.ptr(), i); };
@@ -316,9 +316,9 @@ Share share_of(const Wanted& wanted, const Shape& whole, size_t me, size_t n) {
   return {shape, before * shape.row()};
 }
 
-// Refuses a call that has a stream chosen by the user and needs new memory. The library allocates new memory for the library's
-// current stream. Earlier work on the current stream may still be using this memory, and the chosen stream does not wait for that
-// work.
+// Refuses a call that needs new memory, but has a stream that the user chose. The library would allocate the memory for the
+// library's current stream. Earlier work on the current stream may still be using this memory, and the chosen stream does not
+// wait for that work.
 [[noreturn]] void refuse_new_memory(Function function) {
   type_error(function, "with stream=, also pass out=, in C order and not overlapping x");
 }
@@ -573,7 +573,8 @@ py::object call(Calls& calls, const Wanted& wanted, py::object x, py::object out
   const double timeout_s = timeout ? seconds_of(timeout) : calls.timeout_s;
   if (async_op) return py::cast(start(calls, std::make_shared<PreparedCall>(std::move(ready)), timeout_s, 0, false));
   if (!calls.running.empty()) forget_ended(calls);
-  const py::object python = calls.noted ? calls.python() : py::object();  // a strong reference: the Group must exist until the call has ended
+  // A strong reference, because the Group must exist until the call has ended.
+  const py::object python = calls.noted ? calls.python() : py::object();
   if (python) ready.call.signature.number = python.attr("next_number")().cast<uint64_t>();
   failing(calls, [&] { calls.group->called([&] { calls.group->communicator->run(std::move(ready.call), timeout_s); }); });
   if (python) python.attr("ended")();

@@ -26,7 +26,7 @@ struct Shape {
 
   bool operator==(const Shape& other) const;
   uint64_t count() const { return dims ? extents[0] * row() : 1; }
-  uint64_t row() const;  // the number of elements in one row; axis 0 counts the rows
+  uint64_t row() const;  // the number of elements in one row; the length of axis 0 is the number of rows
 };
 
 // What an array library offers for arrays of one type. The fields are the same as in a row of `plain_types` in
@@ -60,7 +60,7 @@ struct PreparedCall {
   py::object out = py::none();  // what the user gets; if `finish` is set and `assigned` is false, result() creates it
   py::object out_memory;        // the memory of a strided `out`, to which result() copies the target
   py::object finish;            // a Python function that creates an array of the user's library over the target
-  bool assigned = false;        // whether result() copies the array from `finish`, or without `finish` the target, to `out`
+  bool assigned = false;        // whether result() copies the target (if `finish` is set, the array that it creates) to `out`
   py::object written;           // a Python function to call when `out` has been written
 
   // Keeps the memory of x and of the target alive until the call has completed, even if the user assigns different memory to one
@@ -89,7 +89,7 @@ struct Calls {
   // Whether the core asks Python for the number of each call, and tells Python when the call has completed.
   bool noted;
   std::vector<std::shared_ptr<Started>> running{};  // the started calls and messages (see works.h); some may have completed
-  std::vector<std::shared_ptr<Started>> failed{};   // failed calls on a device, which may still use their arrays
+  std::vector<std::shared_ptr<Started>> failed{};   // failed calls; the device may still use their arrays
 };
 
 // Converts the `timeout` argument of a call to seconds.
@@ -101,8 +101,8 @@ struct Wanted {
   Collective what;
   py::handle op{}, root{}, stream{};  // as the user passed them; null if not passed
   std::string_view out_argument = "out";
-  // The number of rows of each rank, if the numbers may differ. For all_to_all, this is a table with one line for each sender and
-  // one column for each receiver.
+  // The number of rows of each rank, if the ranks may have different numbers. For all_to_all, n numbers for each sender, in rank
+  // order: how many rows the sender sends to each of the n ranks.
   std::optional<std::vector<uint64_t>> rows{};
   uint64_t digest = 0;
   bool head = false;
@@ -113,7 +113,7 @@ struct Wanted {
 // Describes the array `given`, and checks it as the x of a call.
 Array described(const Calls& calls, Function function, std::string_view argument, py::object given, py::handle stream);
 Op checked_op(Function function, py::handle op);
-// Divides an array of the given shape into equal parts, one for each rank. Returns the shape of one part.
+// Returns the shape of one part if an array of the given shape is divided into equal parts, one for each rank.
 Shape part_of(const Calls& calls, Function function, const Shape& shape);
 
 // Checks x and out, and prepares the call. x is nullopt in a barrier. In a scatter, x may also be nullopt on ranks other than the

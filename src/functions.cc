@@ -110,7 +110,8 @@ py::object collective_function(Collective what, const py::function& model, const
   Entry& entry = entries.at(number);
   entry = {};
   entry.name = model.attr("__name__").cast<std::string>();
-  // If a docstring has this form, CPython reads the function's signature from the beginning of the docstring.
+  // CPython reads a function's signature from the beginning of its docstring, if the docstring has the form
+  // `name(parameters)\n--\n\ntext`.
   entry.doc = entry.name;
   entry.doc.append(signature).append("\n--\n\n").append(model.attr("__doc__").cast<std::string>());
   entry.definition = {entry.name.c_str(), reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(functions[number])),

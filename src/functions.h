@@ -14,7 +14,7 @@ namespace mscomm {
 // do not match the parameters, the C function calls `model`, which raises TypeError.
 py::object collective_function(Collective what, const py::function& model, const std::string& signature);
 
-// Sets the group for all calls without a `group` argument: a mscomm._core.Group, or None before init and after release.
+// Sets the group for all calls without a `group` argument. core: an mscomm._core.Group, or None before init and after release.
 void set_world(py::object core);
 
 }  // namespace mscomm

@@ -33,10 +33,10 @@ inline bool python_is_ending() {
 #endif
 }
 
-// Calls the function without the GIL, and returns its result. A guard object whose destructor takes the GIL again would be wrong.
-// If a daemon thread asks for the GIL while the process is exiting, Python before 3.14 ends the thread by unwinding its stack.
-// But a stack cannot be unwound through a destructor. So if the process is exiting when `function` returns, the thread waits
-// forever instead of taking the GIL. Python 3.14 does the same.
+// Calls the function without the GIL, and returns its result. If a daemon thread asks for the GIL while the process is exiting,
+// Python before 3.14 ends the thread by unwinding its stack. But a stack cannot be unwound through a destructor. So unlocked()
+// uses no guard object whose destructor takes the GIL again. And if the process is exiting when `function` returns, the thread
+// waits forever instead of asking for the GIL. Python 3.14 does the same.
 // If `away` is given, it counts this thread until the thread has the GIL again.
 template <typename Function>
 auto unlocked(const Function& function, std::atomic<int>* away = nullptr) {

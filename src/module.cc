@@ -66,7 +66,7 @@ using Received = std::pair<int, int64_t>;
 Received received(const Matched& matched) { return {matched.peer, matched.tag}; }
 
 Message message(bool sends, int peer, int64_t tag, int dtype, py::array& array) {
-  // A send only reads the data, but Message has the same pointer for both directions.
+  // A send only reads the data. But Message has one pointer for both directions, which is not const, because a recv writes.
   void* data = sends ? const_cast<void*>(array.data()) : array.mutable_data();
   return {sends, peer, tag, static_cast<Dtype>(dtype), data, static_cast<size_t>(array.nbytes())};
 }
@@ -99,7 +99,7 @@ Dtype dtype_of(const py::array& array) {
   throw py::type_error("mscomm: arrays of " + named + " cannot be packed");
 }
 
-// The elements of an array in C order.
+// Returns the elements of an array. Throws unless the array is in C order and has `count` elements.
 Elements elements_of(py::array& array, size_t count) {
   if (!(array.flags() & py::array::c_style) || static_cast<size_t>(array.size()) != count)
     throw py::value_error("mscomm: the arrays must be contiguous, and have the same number of elements");
@@ -185,7 +185,7 @@ py::handle given_or_null(const py::object& object) { return object.is_none() ? p
 
 Array array_of(const Group& group, int function, py::object x, const std::string& argument, const py::object& stream) {
   Array array = described(group.ready(), static_cast<Function>(function), argument, std::move(x), given_or_null(stream));
-  array.memory = memory_of(array);  // this memory must live until a call uses it; see PreparedCall::hold_memory
+  array.memory = memory_of(array);  // keeps the memory alive until a call uses it; see PreparedCall::hold_memory
   return array;
 }
 
@@ -225,7 +225,8 @@ std::vector<Candidate> candidates_of(const Places& places) {
   return candidates;
 }
 
-// image: for tests, a kernel image that replaces the one in this build. This function copies the image and never frees the copy.
+// image: for tests, a kernel image that replaces the one in this build. The function copies the image and never frees the copy,
+// because the driver may need it until the process ends.
 std::shared_ptr<Runtime> open_cuda_at(const Places& places, const std::optional<py::bytes>& image) {
   const auto* const kept = image ? new std::string(*image) : nullptr;
   return unlocked([&]() -> std::shared_ptr<Runtime> {

@@ -25,7 +25,7 @@ class Handle {
  public:
   // For Python subclasses that override all methods.
   Handle() = default;
-  // part: the caller of start() calls PreparedCall::result(), so this handle never does.
+  // part: true if the caller of start() calls PreparedCall::result() itself, so that this handle must not call it.
   Handle(Calls& calls, std::shared_ptr<Started> started, bool part = false);
   Handle(Handle&&) = default;
   ~Handle() { warn_if_unfilled(); }
@@ -37,8 +37,9 @@ class Handle {
   // timedelta, or None for no limit. For a call on a device, if the timeout is None, wait() does not wait for the device.
   // Instead, work that is enqueued later on the library's current stream waits for the call.
   py::object wait(py::handle timeout);
-  // Waits like wait(), but does not create the result: only parts are joined. Returns false if the call or message has not
-  // completed within the given number of seconds. Otherwise, releases the arrays, as wait() does, and returns true.
+  // Waits like wait(), but does not create the result, because the Python Works that call join() combine several handles, and
+  // create the result themselves. Returns false if the call or message has not completed within the given number of seconds.
+  // Otherwise, releases the arrays, as wait() does, and returns true.
   bool join(std::optional<double> seconds);
   // Returns whether the call or message has completed. If a call has completed without an error, first fills `out`, as wait()
   // does.

@@ -25,7 +25,7 @@ def each(table: dict[str, Any]) -> Any:
 
 
 def in_a_forked_child(body: Any) -> str:
-    """Run body in a forked child. Return the text of the error that body raises."""
+    """Run body in a forked child. Return the type and text of the error that body raises, or "nothing was raised"."""
     readable, writable = os.pipe()
     child = os.fork()
     if child == 0:

@@ -139,7 +139,7 @@ class Job:
         return member
 
     def joined(self, ids=None, places=()):
-        """Let all Members join, attach and become ready. Return (member, communicator) for each rank."""
+        """Create all Members. Let them join, attach and become ready. Return (member, communicator) for each rank."""
         ids = ids or [None] * self.size
         results: dict[int, tuple] = {}
         failures: list[BaseException] = []

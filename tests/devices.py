@@ -88,8 +88,8 @@ def kernel_variables(rank: int, how: str, **_: Any) -> dict[str, str]:
 
 
 def load_kernels(how: str) -> None:
-    """Make init() load the kernels. The caller must not have called init() yet, and its process must have been started
-    with the variables of kernel_variables().
+    """Let init() load the image with the kernels, or an empty image if `how` is "no image". The caller must not have
+    called init() yet, and its process must have been started with the variables of kernel_variables().
     """
     image = b"" if how == "no image" else _core.embedded_image()[0] or IMAGE
     _core.open_cuda = functools.partial(_core.open_cuda, image=image)

@@ -2,7 +2,8 @@
 
 The rows are the functions of mscomm._core, except OTHERS; a test checks that none is missing. The expected result of a
 reduction is a left-to-right fold of the ranks' arrays in the accumulator type (float32 for float16 and bfloat16),
-rounded once. With several hosts, the arrays of each host are folded first, and then the results of the hosts.
+rounded once. With several hosts, the arrays of each host are folded first, and then the results of the hosts. A scan
+ignores the hosts.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ FOLD: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def folded(op: str, inputs: list[Array], hosts: list[int] | None = None) -> Array:
-    """Reduce the ranks' arrays in the defined order. Rank r is on hosts[r]. By default, all ranks are on one host."""
+    """Fold the ranks' arrays as described at the top of this file. Rank r is on hosts[r], by default on one host."""
     hosts = hosts or [0] * len(inputs)
     dtype = inputs[0].dtype
     accumulator = np.dtype(np.float32) if dtype.itemsize == 2 and dtype.kind not in "iu" else dtype

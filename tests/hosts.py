@@ -7,9 +7,10 @@ As a program, this file makes N hosts and runs a command on all of them at once.
 
     sudo python tests/hosts.py 2 --rate 1gbit -- mscomm run --nnodes 2 --node-rank {host} --master-addr host-0 ...
 
-On network j, host i has the addresses 10.77.j.(i+1) and fd77:j::(i+1) on its interface net<j>. The hosts know each
-other as host-0, host-1, ... The namespaces share this machine's files and memory; MSCOMM_HOST_ID and the namespace tell
-mscomm that they are different hosts. A rate such as 1gbit limits what each host's interfaces send and receive.
+On network j, host i has the address 10.77.j.(i+1) on its interface net<j>, or fd77:j::(i+1) if `version` is 6. By
+default, the hosts know each other as host-0, host-1, ... The namespaces share this machine's files and memory;
+MSCOMM_HOST_ID and the namespace tell mscomm that they are different hosts. A rate such as 1gbit limits what each host's
+interfaces send and receive.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from types import TracebackType
 import pytest
 
 _serial = itertools.count()
-# Processes on a host inherit only these variables. Others could come from a launcher that runs this test.
+# Host.start() passes on only these variables of this process. Others could come from a launcher that runs this test.
 _INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH")
 
 
@@ -89,7 +90,7 @@ class Host:
             _ip("-n", self.space, "link", "set", f"net{network}", "down")
 
     def lose(self, other: Host) -> None:
-        """Drop everything that this host sends to the other: its frames go to a MAC address that no interface has."""
+        """Drop all that this host sends to the other on network 0: send it to a MAC address that no interface has."""
         nowhere = ["lladdr", "02:00:00:00:00:99", "dev", "net0", "nud", "permanent"]
         _ip("-n", self.space, "neigh", "replace", other.addresses[0], *nowhere)
 

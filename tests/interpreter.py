@@ -25,8 +25,8 @@ from typing import Any
 
 from mscomm.bootstrap.launcher import CONTROL_FD
 
-# The number of interpreters per file. Each interpreter hashes strings differently, so ranks of different interpreters
-# iterate over sets in different orders.
+# The number of interpreters for a test file. Ranks that are forked from one interpreter hash strings alike, so they
+# iterate over sets in the same order. Ranks of different interpreters do not, and neither do processes of a real job.
 ALIKE = 2
 # The prefixes of variables that a process reads only when it starts.
 AT_START = ("PYTHON", "LD_", "OMP_", "MALLOC_", "JAX_", "XLA_")
@@ -42,7 +42,7 @@ class Interpreter:
     def __init__(self, file: str, env: dict[str, str]) -> None:
         self._env = env
         self._lock = threading.Lock()
-        self._codes: dict[int, int] = {}  # exit codes of ranks that have ended, by process id
+        self._codes: dict[int, int] = {}  # for each rank that has ended, its process id and its exit code
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -71,7 +71,7 @@ class Interpreter:
         return Forked(self, pid)
 
     def code(self, pid: int, wait: bool) -> int | None:
-        """Return the exit code of a rank, or None if it is still running."""
+        """Return a rank's exit code. If the rank is still running, wait, or return None if `wait` is false."""
         with self._lock:
             self._socket.settimeout(_ANSWERS_S if wait else 0.0)
             while pid not in self._codes:
@@ -188,7 +188,7 @@ def _serve(orders: socket.socket) -> Order | None:
 
 
 def _become(order: Order) -> None:
-    """Set the folder, environment and descriptor that a newly started process would have."""
+    """Set what a newly started process would have: its folder, environment and control link, and the log as output."""
     os.chdir(order["folder"])
     os.environ.clear()
     os.environ.update(order["env"])

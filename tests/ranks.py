@@ -5,7 +5,7 @@
         assert mscomm.all_reduce(np.float32([rank]))[0] == 3
 
 When a rank returns from a call, other ranks may still be in it. If the rank then ends or aborts, the call may fail on
-the others. If that must not happen, call everybody_is_here() first.
+the others. To prevent such a failure, let all ranks call everybody_is_here() before one of them ends or aborts.
 
 Each process writes a log. When a rank fails, the others get a moment to report and are then killed, and the test shows
 the logs. `expect` has the exit codes of the ranks that must not end with 0. Parameters of the test
@@ -40,7 +40,7 @@ from mscomm.bootstrap.launcher import CONTROL_FD
 from mscomm.cluster import hub, security
 
 GRACE_S = 5.0  # after the first failure, the other ranks get this much time to report
-TOLD = "RANKS_TOLD"  # the variable that names a folder, in which ranks signal each other with files
+TOLD = "RANKS_TOLD"  # the environment variable that names the folder in which ranks signal each other
 
 
 class Job:
@@ -156,7 +156,7 @@ def _how(code: int) -> str:
 
 
 def _by_hand(program: list[str], rank: int, envs: list[dict[str, str]]) -> str:
-    """Return the shell command that runs a test's ranks without pytest, so that one rank can be debugged."""
+    """Return a text with the shell command that runs a test's ranks without pytest, so that one can be debugged."""
     same = {name: value for name, value in envs[0].items() if all(env.get(name) == value for env in envs)}
     variables = [f"{TOLD}=$(mktemp -d)", *(f"{name}={shlex.quote(value)}" for name, value in same.items())]
     left_out = sorted({name for env in envs for name in env} - set(same))
@@ -179,10 +179,10 @@ def ranks(
     """Decorate a test whose body runs in each of n processes, as fn(rank, group, **parameters).
 
     n may be the name of a parameter. env: the ranks' variables, or a function that gets the rank and the parameters and
-    returns the variables. "{rank}" in a value is replaced by the rank, and "{algo}" by the parameter algo. If a
-    parameter is a list of n values, rank r gets the value at index r. expect: the exit codes of ranks that do not end
-    with 0, e.g. {1: -signal.SIGKILL}. init: the arguments of mscomm.init, or a function that gets the parameters and
-    returns the arguments; None if the body calls init itself.
+    returns the variables. "{rank}" in a value is replaced by the rank, and "{algo}" by the parameter algo. For env, a
+    parameter that is a list of n values is replaced by the value at index `rank`; the body gets the whole list. expect:
+    the exit codes of ranks that do not end with 0, e.g. {1: -signal.SIGKILL}. init: the arguments of mscomm.init, or a
+    function that gets the parameters and returns the arguments; None if the body calls init itself.
     """
 
     def decorate(fn: Callable[..., None]) -> Callable[..., None]:
@@ -228,7 +228,7 @@ def ranks(
 
 @contextlib.contextmanager
 def no_descriptor_left() -> Iterator[list[int]]:
-    """Take all file descriptors that this process may open. Yield them; the caller may close some."""
+    """Lower the limit on file descriptors, and open as many as it allows. Yield them; the caller may close some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 3, hard))
     taken: list[int] = []  # gets at least one descriptor

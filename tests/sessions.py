@@ -77,7 +77,7 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 
 def members(leader: int) -> list[psutil.Process]:
-    """Return the running processes of a session, in all its process groups. mpirun makes a group for each rank."""
+    """Return a session's running processes, in all its process groups: mpirun gives each rank its own process group."""
     return [process for process in psutil.process_iter() if _session(process) == leader and _lives(process)]
 
 

@@ -6,8 +6,8 @@ makes a different call from the others, arrives after the others have timed out,
 any memory left. In other kinds of job, the hub ends, mpirun is killed, or two hosts lose each other while the hub still
 reaches both. These hosts are network namespaces, which only root can create.
 
-Every job must end. No result may be wrong. Every other rank must name the right first cause, and raise it again at its
-next call. Each process must have the right exit code, and nothing may be left behind.
+Every job must end. No result may be wrong. Every rank except the failed one must name the right first cause, and raise
+the same error again at its next call. Each process must have the right exit code, and nothing may be left behind.
 
 In some jobs, a rank tries to use a group of which it is not a member, or the ranks create and destroy groups all the
 time, or the surviving ranks continue in a group made by shrink. Some jobs run at the same time as a second job, which
@@ -53,7 +53,7 @@ from soak_training import WrongResult
 import mscomm
 from mscomm.cluster import hub, security
 
-ENDS_WITHIN_S = 60  # a generous bound on a busy machine; a job takes less than two seconds
+ENDS_WITHIN_S = 60  # a generous bound, even on a busy machine; an idle machine runs a job in a few seconds
 FAULTS = ("kill", "stop", "raise", "exit", "os-exit", "interrupt", "mismatch", "slow", "timeout", "uneven", "damage")
 FAULTS += ("hub", "descriptors", "memory", "mpirun", "parted")
 TRANSPORTS = ("", "all_reduce=arena", "direct", "ring", "bruck")
@@ -64,9 +64,9 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"
 BOOM = "the 7th file is empty"
 CLONE_NEWNET = 0x40000000  # from <sched.h>
 SILENCE_S = 3  # MS_NODE_TIMEOUT of jobs whose hosts lose each other
-# What a rank's error says if the operating system gave the rank no memory, or no thread (its stack needs memory).
+# What a rank's error says if the system gave the rank no memory, or no thread (a thread's stack needs memory).
 NO_MEMORY = "MemoryError|Cannot allocate memory|out of memory|start new thread|start a thread"
-ROOMS = (1 << 20, 4 << 20, 16 << 20, 64 << 20)  # how many bytes a rank with a limit may still allocate
+ROOMS = (1 << 20, 4 << 20, 16 << 20, 64 << 20)  # how many more bytes a rank with limited memory may allocate
 # CPython (seen with 3.11.7) prints this if a new thread has no memory for its first Python objects. Thread.start() then
 # waits forever, and mscomm cannot end this wait.
 NEVER_STARTED = "Exception ignored in thread started by: <object repr() failed>\nMemoryError"
@@ -275,7 +275,7 @@ def misbehave(job: dict[str, Any]) -> None:
 
 
 def limit_memory(job: dict[str, Any]) -> None:
-    """Let this process allocate job["room"] more bytes: of address space, or of private memory."""
+    """Let this process allocate at most job["room"] more bytes, of address space or of private memory."""
     field = {"RLIMIT_AS": "VmSize", "RLIMIT_DATA": "VmData"}[job["limit"]]
     used = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
     assert used
@@ -285,7 +285,7 @@ def limit_memory(job: dict[str, Any]) -> None:
 
 
 def one_call(draw: random.Random, group: Any, i: int, functions: list[str]) -> None:
-    """Make one random call, the same on all ranks of the group, and compare its result with NumPy."""
+    """Make one random call, the same on all ranks of the group. Compare its result with what NumPy computes."""
     n, me = mscomm.get_group_size(group), mscomm.get_rank(group)
     function = draw.choice(functions)
     each, root = draw.choice(SIZES), draw.randrange(n)
@@ -480,8 +480,8 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
     )
     kinds |= dict.fromkeys(("hub", *SHORTAGES), "Aborted")
     words = {"raise": re.escape(BOOM), "os-exit": "exit code 7", "kill": "killed by SIGKILL", "exit": "left the job"}
-    # "interrupted in ": if the hub asks the victim before Python has raised the exception, the victim's answer names
-    # only the interrupted call, not the exception.
+    # "interrupted in ": if the hub asks the victim where it is before Python has raised the exception, the victim's
+    # answer names only the interrupted call, not the exception.
     words |= {"interrupt": "KeyboardInterrupt|interrupted in ", "mismatch": "all_gather"}
     words |= {"hub": "is gone", "descriptors": "Too many open files", "memory": NO_MEMORY}
     for rank, code in enumerate(codes):
@@ -515,7 +515,7 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
         named = saw["waiting_for"] if fault == "timeout" else saw["ranks"]
         if fault == "hub":
             right = named == []
-        elif fault == "parted":  # a lost link does not show which of its two hosts is cut off: both are right
+        elif fault == "parted":  # a lost link does not show which of its two hosts is cut off: a rank may name either
             right = gave_up or (named and all(job["hosts"][one] < 2 for one in named))
         elif fault == "mismatch":
             right = bool(re.search(rf"ranks? [\d, ]*\b{victim}\b[\d, ]* called all_gather", saw["text"]))

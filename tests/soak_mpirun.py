@@ -15,8 +15,8 @@ from typing import Any
 
 import interpreter
 
-ENDS_WITHIN_S = 60  # a generous bound on a busy machine; the processes end within a second
-MARK = "MSCOMM_SOAK_JOB"  # every process of the job has inherited this variable, whose value is the job's folder
+ENDS_WITHIN_S = 60  # a generous bound, even on a busy machine; on an idle machine, the processes end within a second
+MARK = "MSCOMM_SOAK_JOB"  # every process of the job inherits this environment variable, whose value is the job's folder
 MPIRUN = Path(sys.prefix, "bin", "mpirun")
 _FLAGS = [*(["--allow-run-as-root"] if os.getuid() == 0 else []), "--oversubscribe"]
 _IN_A_SCRIPT = ["sh", "-c", '"$@"; exit $?', "sh"]
@@ -77,7 +77,7 @@ class UnderMpirun:
                 os.kill(pid, signal.SIGKILL)
 
     def _processes(self) -> Iterator[int]:
-        """Return the process ids of the job: of its ranks, its hub, and the programs that mpirun has started."""
+        """Yield the process ids of the job's ranks, its hub, mpirun, and the programs that mpirun has started."""
         mark = f"{MARK}={self.folder}".encode()
         for entry in os.scandir("/proc"):
             if entry.name.isdigit():

@@ -72,8 +72,9 @@ def momentum(optimizer: Momentum) -> Any:
 
 
 def go_on_from_damaged(job: dict[str, Any]) -> None:
-    """Train for half of the epochs, damage checkpoints of the victim, and resume. The result must have the same bits as
-    that of an uninterrupted training run.
+    """Train for half of the epochs, damage checkpoints of the victim, and resume. The final weights must be
+    bit-identical to those of an uninterrupted training run. If the victim has no intact checkpoint, resume() may fail,
+    but then on all ranks.
     """
     rank = mscomm.get_rank()
     draw = random.Random(f"{job['seed']}:damage")

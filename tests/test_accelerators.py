@@ -196,7 +196,7 @@ def test_the_real_nccl_of_its_wheel_is_found_and_tells_its_version() -> None:
 
 @needs_nccl
 def test_our_declarations_are_those_of_the_real_header(tmp_path: Path) -> None:
-    """Compile a file in which static_asserts compare sizes, offsets and constants with those of nccl.h."""
+    """Compile a file in which static_asserts compare our sizes, offsets and constants with those of nccl.h."""
     (include,) = (Path(path) / "nccl/include" for path in importlib.util.find_spec("nvidia").submodule_search_locations)
     (tmp_path / "cuda_runtime.h").write_text(
         "typedef struct CUstream_st* cudaStream_t;\ntypedef struct CUevent_st* cudaEvent_t;\n"

@@ -106,7 +106,7 @@ def test_arrays_that_were_started_live_though_a_later_one_could_not_be(rank, gro
         return filled(self, *given)
 
     collectives._FusedCall.filled = full
-    big = [np.full(300_000, rank + 1.0) for _ in range(6)]  # each is too large to be sent together with another
+    big = [np.full(300_000, rank + 1.0) for _ in range(6)]  # each is so large that it gets a call of its own
     with pytest.raises((MemoryError, mscomm.Aborted)):
         mscomm.all_reduce_many(big, async_op=True)
     del big
@@ -142,7 +142,7 @@ def test_a_work_that_was_waited_for_keeps_nothing(rank, group, function, timeout
 
 @ranks(2)
 def test_a_second_wait_writes_nothing(rank, group):
-    out = np.zeros((2, 10))[:, ::2][0]  # strided, so the result is copied into it
+    out = np.zeros((2, 10))[:, ::2][0]  # strided, so mscomm copies the result into it
     work = mscomm.all_reduce_many([np.ones(5)], out=[out], async_op=True)
     assert (work.wait(timeout=20)[0] == 2).all()
     out[:] = 7  # the second wait() must not overwrite these values
@@ -229,7 +229,7 @@ def strided(size: int) -> np.ndarray[Any, Any]:
     return np.zeros(2 * size)[::2]
 
 
-# Asynchronous calls that fill `out` with twos, although the core does not write to `out`.
+# Asynchronous calls whose `out` is strided. The core cannot write to it, so done() or wait() copies the result to it.
 FILLS: dict[str, Callable[..., Any]] = {
     "all_reduce": lambda out, peer: mscomm.all_reduce(np.ones(500), out=out, async_op=True),
     "all_reduce_many": lambda out, peer: mscomm.all_reduce_many([np.ones(500)] * 2, out=[out, out + 0], async_op=True),
@@ -265,6 +265,6 @@ def test_a_work_that_is_dropped_before_out_is_filled_warns(rank, group, function
     (text,) = told
     assert text.startswith(f"{function}: the Work was dropped before wait() returned or done() was True")
     x = np.ones(500)
-    mscomm.all_reduce(x, out=x, async_op=True)  # the core writes to `out` itself
+    mscomm.all_reduce(x, out=x, async_op=True)  # the core itself writes to this `out`, so there is no warning
     mscomm.barrier()
     assert (x == 2).all() and len(told) == 1

@@ -171,7 +171,9 @@ def test_compare_checks_for_matplotlib_before_anything_is_measured(
 def test_compare_keeps_what_is_wrong_and_goes_on_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both runs of the bench command end with status 1. The run for 8 bytes writes its file. The other run does not."""
+    """Both runs of `mscomm bench` end with status 1, but the run for 8 bytes has written its file. compare must keep
+    that file, and report only the other run as failed.
+    """
     import compare
 
     def bench(command: list[str], **options: Any) -> Any:
@@ -265,7 +267,7 @@ sys.exit({status})
 
 
 def builds(folder: Path, *us: float, status: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run builds.py on stand-ins for `mscomm`. Each number in `us` is how long a call of one stand-in takes, in µs."""
+    """Run builds.py on stand-ins for `mscomm`. Each number in `us` is the time, in µs, that one stand-in reports."""
     paths = []
     for number, one in enumerate(us):
         paths.append(folder / f"mscomm-{number}")
@@ -292,7 +294,7 @@ def test_the_benchmark_suite_measures_over_real_ranks(tmp_path: Path) -> None:
     """Run one cell of the suite, as `pytest bench/ --benchmark-only` does."""
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", BENCH, "--benchmark-only"]
-    # In a worker of pytest-xdist, pytest-benchmark would measure nothing.
+    # Leave out pytest-xdist's variables: with them, pytest-benchmark would measure nothing.
     env = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_XDIST_")}
     done = run([*command, f"--benchmark-json={report}", "-k", "all_reduce and n2 and 8B and shared"], env=env)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,7 +17,7 @@ def cases(row: table.Collective, ranks: int, dtype: str = "float32", op: str = "
 
 
 def result_by_hand(name: str, x: list[np.ndarray[Any, Any]], rank: int, root: int) -> np.ndarray[Any, Any]:
-    """Return what a rank gets from each collective with op sum, by a second, independent definition."""
+    """Return what a rank gets from this collective with op sum, by a definition that does not use the table."""
     n = len(x)
     parts = [array.reshape(n, -1) if name in ("reduce_scatter", "scatter", "all_to_all") else array for array in x]
     return {
@@ -80,7 +80,7 @@ DEFINED = [
 @pytest.mark.parametrize("ranks", [1, 3, 8, 64])
 def test_the_expected_reduction_is_exact_in_the_type_itself(dtype: str, op: str, ranks: int) -> None:
     """Combine the ranks' arrays one by one in dtype, from the first rank to the last, and then from the last rank to
-    the first. Both orders must give the same result.
+    the first. Both orders must give the result that the table expects.
     """
     kind = plan.dtype_of(dtype)
     contents = [table.Contents(case) for case in cases(table.COLLECTIVES["all_reduce"], ranks, dtype, op)]

@@ -87,7 +87,9 @@ WAYS = [
 
 @ranks(4, env={"MSCOMM_ALGO": "{algorithm}"}, timeout_s=240)
 def write_hashes(rank: int, group: Any, algorithm: str, folder: str) -> None:
-    """Check that RUNS runs are bit-identical. Write this rank's hash of each dtype's sum to folder/algorithm.rank."""
+    """In RUNS runs, sum the same arrays of each dtype in random ways. Check that all sums of a dtype are bit-identical.
+    Write this rank's hash of each dtype's sum to folder/algorithm.rank.
+    """
     inputs = {dtype: values_of(wild, dtype, rank, (20_011,)) for dtype in FLOATS}
     together, alone = random.Random(1), random.Random(rank)
     hashes: dict[str, int] = {}

@@ -277,7 +277,7 @@ def test_a_started_call_uses_the_memory_that_a_tensor_had(rank, group):
         if rank == 0:
             x.data = torch.zeros(1)
             gc.collect()
-            # These arrays overwrite the memory that x had, if it was freed too early.
+            # These arrays overwrite the memory that x had, if that memory was freed too early.
             others = [np.full(1 << 20, 7, np.float32) for _ in range(4)]
             mscomm.send(np.ones(1), 1)
             del others
@@ -299,8 +299,8 @@ def test_odd_calls_of_one_rank(alone):
 
 
 def test_what_errors_make_raises_passes_through(monkeypatch):
-    """Python code creates the exception for a failed call. If a signal handler raises an exception while this code is
-    running, the caller gets the handler's exception.
+    """Python code creates the exception for a failed call. If a signal handler raises an exception while that code is
+    running, the caller must get the handler's exception.
     """
 
     def interrupted(*_: Any) -> Any:
@@ -381,7 +381,7 @@ def test_a_signal_handler_that_raises_ends_it(rank, group):
     if rank == 1:
         until_told("stopped")
         with pytest.raises(mscomm.Aborted, match=r"rank 0 .* was interrupted in all_reduce #2 "):
-            mscomm.all_reduce(np.ones(1))  # may succeed, because rank 0 has entered this call
+            mscomm.all_reduce(np.ones(1))  # may succeed, because rank 0 was interrupted after it had entered this call
             mscomm.all_reduce(np.ones(1))
         return
 

@@ -128,7 +128,7 @@ def test_no_flipped_bit_changes_what_is_read(tmp_path):
 
 
 def as_earlier_versions_wrote(path: Path) -> None:
-    """Rewrite the file as earlier versions did: without a checksum and without the metadata about the training run."""
+    """Rewrite the file as earlier versions wrote it: without a checksum and without metadata about the training run."""
     import safetensors.numpy
 
     arrays, metadata = tensorfile.read(path)

@@ -95,7 +95,7 @@ def test_many_hosts_choose_what_takes_few_messages_or_a_ring(rank: int, group: A
 @pytest.mark.parametrize("algorithm", ["direct", ""])
 @ranks(2, env={"MSCOMM_ALGO": "{algorithm}"})
 def test_a_rank_that_only_receives_may_send_an_empty_part_of_out(rank: int, group: Any, algorithm: str):
-    """Rank 1's x is empty and lies at the start of out. The call overwrites nothing in x, so it is not in place."""
+    """Rank 1's x is an empty part of out. Writing to out cannot overwrite x, so mscomm must allow the overlap."""
     out = np.zeros(1_000_000, np.int32)
     x, counts = (np.arange(1_000_000, dtype=np.int32), [0, 1_000_000]) if rank == 0 else (out[:0], [0, 0])
     rows, received = mscomm.all_to_all_v(x, counts, out=out if rank == 1 else None)

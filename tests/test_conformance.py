@@ -2,8 +2,8 @@
 Each job tries every function x dtype x op x size, with all kinds of memory. Other jobs try shapes, counts and strides
 that hypothesis draws.
 
-mscomm._core says which functions exist, and functions.py which results they must have. Only the `ring` reductions may
-reduce in another order: see check_in_any_order.
+mscomm._core says which functions exist, and functions.py says which results they must have. Only the `ring` reductions
+may reduce in another order than functions.py: see check_in_any_order.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def pool(make: Callable[[np.dtype[Any], int], Array], dtype: np.dtype[Any]) -> A
 def values_of(
     make: Callable[[np.dtype[Any], int], Array], dtype: np.dtype[Any], rank: int, shape: tuple[int, ...]
 ) -> Array:
-    """Return the given rank's values. Every rank that calls this function gets the same values."""
+    """Return the values of the given rank. Each rank calls this function for all ranks, to compute what to expect."""
     return pool(make, dtype)[rank * STRIDE :][: math.prod(shape)].reshape(shape)
 
 
@@ -70,8 +70,8 @@ def raw_bits(dtype: np.dtype[Any], count: int) -> Array:
 
 
 def wild(dtype: np.dtype[Any], count: int) -> Array:
-    """Return random integers, or floats from about 2^-20 to 2^19 (float16: to 2^14), and also subnormals, both zeros,
-    infinities and NaN.
+    """Return random integers, or floats of both signs whose magnitudes are from about 2^-20 to 2^19 (float16: to 2^14).
+    Some floats are subnormals, zeros of both signs, infinities or NaN.
     """
     if dtype.kind in "biu":
         return raw_bits(dtype, count)
@@ -122,9 +122,9 @@ def check_in_any_order(op: str, got: Array, expected: Array, inputs: list[Array]
     """Check that got is the reduction in some order. If the order does not matter, got must be exact. Otherwise, its
     error must be within a bound.
 
-    The bound allows n-1 roundings in the accumulator type, each of at most half an epsilon of the largest intermediate
-    magnitude, and one rounding to the element type. Each rounding counts twice, because the expected value is rounded,
-    too.
+    The error comes from n-1 roundings in the accumulator type (more for complex products), each of at most half an
+    epsilon of the largest intermediate magnitude, and from one rounding to the element type. The expected value has
+    such an error, too. The bound exceeds the sum of both errors.
     """
     dtype, n = got.dtype, len(inputs)
     if dtype.kind in "biu" or op in ("min", "max"):
@@ -234,7 +234,7 @@ SCALARS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scan", 
 
 
 def in_place(case: Case, values: Array, expected: Array, rank: int) -> tuple[Array, Array] | None:
-    """Put x and out into one array. Return (x, out), or None if the function cannot work in place."""
+    """Put x and out into one array. Return (x, out), or None if this rank's call cannot work in place."""
     place = case.row.place(case.how, rank)
     if place is None or not values.ndim:
         return None
@@ -303,7 +303,7 @@ class Ledger:
 
 
 def sizes(dtype: np.dtype[Any], n: int) -> list[int]:
-    """Return numbers of elements to test: 0, 1, a few, a number not divisible by n, and a little more than 1 MiB."""
+    """Return numbers of elements to test: 0, 1, a few, one not divisible by n, and enough for just over 1 MiB."""
     return [0, 1, 7, 257 * n + 1, -(-LARGE_BYTES // dtype.itemsize)]
 
 

@@ -88,14 +88,14 @@ def rows(seed: int) -> Any:
 
 
 class Odd:
-    """A type that neither PyTorch nor mscomm knows. A module returns it in one of the tests."""
+    """A type that neither PyTorch nor mscomm knows. A module returns it in the passes with an opaque output."""
 
     def __init__(self, x: Any) -> None:
         self.x = x
 
 
 def passes(torch: Any) -> dict[str, Any]:
-    """Return functions that compute gradients, by name. Each takes a model, wrapped or not, and this rank's data."""
+    """Return named functions that compute gradients. Each takes a model, wrapped or not, and this rank's data."""
     from torch.utils.checkpoint import checkpoint
 
     def squares(model: Any, x: Any) -> None:
@@ -425,7 +425,7 @@ def test_an_exception_in_the_backward_pass_is_not_forgotten(rank: int) -> None:
             return
         if not broken:
             y.sum().backward()
-            everybody_is_here()  # without this, rank 0 could still be in this step when rank 1 aborts the next one
+            everybody_is_here()  # otherwise rank 0 could still be in this step when rank 1 aborts in the next one
             continue
         with pytest.raises(ValueError, match="a batch is broken"):
             y.sum().backward()

@@ -1,4 +1,6 @@
-"""Calls on the stand-ins' device arrays, whose type has a row in plain_types, and the same calls without that row."""
+"""Calls on the stand-ins' device arrays. Their type has a row in plain_types, which makes calls faster. The row must
+change nothing else.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from mscomm.arrays.numpy import CODES, known_code
 from mscomm.collectives import FUNCTION
 from mscomm.job import resolve
 
-# The arguments of a call, by the function's name.
+# For each function, the arguments of its call besides x.
 CALLS: dict[str, dict[str, Any]] = {
     "all_reduce": {"op": "max"},
     "all_gather": {},
@@ -119,7 +121,7 @@ def test_a_row_changes_no_result_and_no_record(rank: int, group: None, backend: 
 
 
 def wrong() -> dict[str, tuple[Any, ...]]:
-    """Return arguments (x, op, out) by name. At least one of the three is wrong or needs special treatment."""
+    """Return named cases: arguments (x, op, out), at least one of which is wrong or needs special treatment."""
     x = on_device(np.ones((4, 2), np.float32))
     whole = on_device(np.ones(8, np.float32))
     elsewhere = DeviceArray.from_numpy(np.ones((4, 2), np.float32), device=3)

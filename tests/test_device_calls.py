@@ -1,4 +1,4 @@
-"""Calls on device arrays with the nccl and the hccl backend. The real loader loads the stand-ins of tests/fakes."""
+"""Calls on device arrays with the nccl and the hccl backend. mscomm's own loader loads the stand-ins of tests/fakes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def reduces(dtype: np.dtype[Any], op: str) -> bool:
 
 
 def values(dtype: np.dtype[Any], rank: int, shape: tuple[int, ...], op: str | None) -> Array:
-    """Return random bits. If floats are to be reduced, return whole numbers instead: their sum, product or mean over
-    four ranks is exact in any order.
+    """Return random bits. If floats are to be reduced, return whole numbers instead: their sum, product or mean over at
+    most four ranks is exact in any order.
     """
     count = math.prod(shape)
     rng = np.random.default_rng(rank)
@@ -246,8 +246,8 @@ def test_a_captured_call_is_enqueued_where_it_is_and_not_watched(rank: int, grou
 
 @devices(2)
 def test_what_is_watched_does_not_end_a_capture_of_another_stream(rank: int, group: None) -> None:
-    """While torch.cuda.graph captures a stream, an event query ends the capture, even if another thread makes the
-    query. So mscomm's watching thread must not disturb the capture.
+    """While torch.cuda.graph captures a stream, an event query from any thread ends the capture, unless that thread has
+    chosen CUDA's relaxed capture mode. mscomm's watching thread queries events, so it must choose this mode.
     """
     library = device_array.runtime().library
     stream, graph = device_array.new_stream(rank), device_array.c_uint64()

@@ -239,7 +239,7 @@ def test_arrays_of_a_failed_call_stay_alive_until_the_group_has_ended(rank: int,
     tell("started")
     alive = weakref.ref(x)
     del x
-    for _ in range(2):  # the first call finds which calls have ended, the second forgets them
+    for _ in range(2):  # the first barrier finds the calls that have ended, the second forgets them
         assert isinstance(ends(mscomm.barrier), mscomm.PeerLost)
     assert alive() is not None
     mscomm.release()

@@ -104,8 +104,8 @@ def test_new_gradients_come_into_a_bucket_in_one_launch_and_others_lie_there(ran
             moved = [at != p.grad.data_ptr() for at, p in zip(here, model.parameters(), strict=True)]
             assert (all(moved) if new else not any(moved)) and len(moved) == 40
             expected = 2 if compression else int(new)
-            # In the first step, wait() gives the buckets a new layout. It copies each gradient and each residual to the
-            # new place.
+            # In the first step, wait() gives the buckets a new layout. It copies each gradient and each residual to its
+            # new place, with one launch for each copy.
             assert launches() - before == expected + (step == 0) * 40 * (2 if compression else 1)
     assert violations() == []
 
@@ -163,7 +163,7 @@ def test_what_is_owed_to_a_gradient_that_nobody_has_waits(rank: int, backend: st
         device.settle()
         assert (b.grad is not None and bool((b.grad == 1).all())) == used
     owed = reducer.state_dict()["residual"]
-    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # four residuals make one unit, sent in the third step
+    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # four steps' residuals make one unit, sent in the third step
     assert (owed["b"] == 2 * 2.0**-9).all()  # two residuals, one for each step in which b had a gradient
     assert violations() == []
 

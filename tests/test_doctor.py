@@ -1,4 +1,4 @@
-"""mscomm doctor: what it finds on this machine, what it says about other machines, and when it exits with 1."""
+"""mscomm doctor: what it finds on this machine, what it says about made-up machines, and when it exits with 1."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_backend_that_is_not_here_is_one_line_unless_asked(monkeypatch: pytest
     short = said({}, False)
     assert short["nccl"] == short["hccl"] == "not installed (mscomm doctor -v shows where mscomm looked)"
     assert said({}, True)["nccl"] == "cannot open libnccl.so. Tried: everywhere"
-    named = said({"MSCOMM_NCCL_LIBRARY": "/there/libnccl.so"}, False)  # the user names a library, so it must be found
+    named = said({"MSCOMM_NCCL_LIBRARY": "/there/libnccl.so"}, False)  # nccl is asked for, so doctor shows details
     assert "Tried" in named["nccl"] and "Tried" not in named["hccl"]
 
 

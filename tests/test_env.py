@@ -25,8 +25,8 @@ def module_of(path: Path) -> str:
 
 
 def names_in_code() -> dict[str, set[str]]:
-    """Return the modules that use each variable. A string in the code counts as a variable if it is in the table, or if
-    it begins with MSCOMM_ or MS_ and is not in VALUES.
+    """Return the modules and C++ files that use each variable. In Python, a string counts as a variable if it is in the
+    table, or if it begins with MSCOMM_ or MS_ and is not in VALUES. In C++, an argument of getenv counts.
     """
     known = {row.name for row in environment.VARIABLES}
     found: dict[str, set[str]] = {}
@@ -135,7 +135,7 @@ def test_given_has_what_is_set_of_a_kind() -> None:
 
 
 def test_the_table_and_the_log_are_light() -> None:
-    """init() imports environment.py and log.py, so neither may import numpy, click or psutil."""
+    """init() imports environment.py and log.py, so a package that one of them imports would slow down init()."""
     look = "import sys, mscomm.environment, mscomm.log; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True, timeout=60)
     assert not {"numpy", "click", "rich", "psutil", "msgpack", "mscomm._core"} & set(done.stdout.split())

@@ -1,4 +1,4 @@
-"""Each epoch of Model.train has its own order of rows, even if training begins or is resumed at that epoch."""
+"""Each epoch of Model.train has its own order of rows. Training that begins or resumes at an epoch uses that order."""
 
 from __future__ import annotations
 

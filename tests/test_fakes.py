@@ -27,7 +27,7 @@ def paths():
 
 @pytest.fixture
 def ranks(paths, tmp_path):
-    """ranks(n, scenario, ...) runs n processes and returns their values by rank."""
+    """ranks(n, scenario, ...) runs the scenario in n processes. It returns a dict with the result of each rank."""
 
     def run(
         size, scenario, *, nccl=("nccl",), env=None, per_rank=lambda rank: {}, only=None, codes=None, clean=True, **more

@@ -26,7 +26,7 @@ def paths():
 
 @pytest.fixture
 def ranks(paths, tmp_path):
-    """ranks(n, scenario, ...) runs n processes and returns their values by rank."""
+    """ranks(n, scenario, ...) runs the scenario in n processes. It returns a dict with the result of each rank."""
 
     def run(size, scenario, *, variant="one library", env=None, only=None, codes=None, clean=True, **more):
         runtime, libraries = VARIANTS[variant]

@@ -118,7 +118,7 @@ def test_a_killed_rank_is_named_by_all_others_and_nothing_is_left(run: int, tmp_
 
 
 def leftovers(mark: str) -> list[str]:
-    """Return the processes that have the mark in their environment. Such a process also holds sockets and memory."""
+    """Return the processes that have the mark in their environment. If there are none, the job holds no memory."""
     left = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -184,7 +184,7 @@ def test_calls_that_run_beside_the_caller_name_the_dead_rank(rank, group, algo):
             works.append(mscomm.all_reduce(x, async_op=True))
             works.append(mscomm.all_reduce(x, async_op=True))
             works[-2].wait()
-    for work in works[4:]:  # the calls that were queued behind the failed call have ended, too
+    for work in works[4:]:  # the failed call and the calls that were queued behind it have ended
         with pytest.raises(mscomm.PeerLost) as again:
             work.wait(timeout=RAISES_WITHIN_S)
         assert work.done() and str(again.value) == str(work.exception()) == str(caught.value)
@@ -440,7 +440,7 @@ def _waits_long(rank, group, algo, count):
 
 
 def long_waits(tmp_path: Path, algo: str, count: int) -> list[str]:
-    """Run _waits_long(). Return the "has waited" lines of ranks 0 and 1, which wait for rank 2."""
+    """Run _waits_long(), in which ranks 0 and 1 wait for rank 2. Return the "has waited" lines of all ranks."""
     _waits_long(tmp_path=tmp_path, algo=algo, count=count)
     logs = "".join((tmp_path / f"rank_{rank}.log").read_text() for rank in range(3))
     return [line for line in logs.splitlines() if "has waited" in line]
@@ -591,7 +591,7 @@ def _fails_with_a_record(rank, group, folder):
 
 
 def test_the_last_calls_are_recorded_with_their_lines(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError):  # ranks 0 and 2 end with Aborted, which `expect` does not list
+    with pytest.raises(AssertionError):  # Aborted ends ranks 0 and 2 with status 1, but `expect` lists only rank 1
         _fails_with_a_record(tmp_path, folder=str(tmp_path / "record"))
     record = json.loads((tmp_path / "record" / "rank_0.json").read_text())
     assert "RuntimeError: boom" in record["cause"]
@@ -884,8 +884,9 @@ def test_a_link_that_breaks_is_noticed_on_both_sides(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["call", "message", "group"])
 def test_two_hosts_that_lose_each_other_are_found_out_by_themselves(tmp_path: Path, how: str) -> None:
-    """The hub is on a third host, which both hosts can still reach. In a call, a rank has sent data that the peer does
-    not acknowledge. In recv, a rank has sent nothing and only waits for data. In create_group, a rank connects.
+    """The hub is on a third host, which both hosts can still reach. The ranks must notice that the link is broken in a
+    call (a rank has sent data that the peer does not acknowledge), in recv (a rank has sent nothing and only waits for
+    data) and in create_group (a rank tries to connect).
     """
     with on_hosts(3, 1, tmp_path, PARTED, how, silence_s=4) as hosts:
         cut = time.time()

@@ -1,5 +1,5 @@
-// An algorithm is a function in a file of its own in this folder. The table in registry.cc has one row for each collective that
-// the function implements. A group's Layout holds the rows that each collective may use, and chooses one of them for a call.
+// An algorithm is a function in a file of its own in this folder. It has one row in the table in registry.cc for each collective
+// that it implements. A group's Layout holds the rows that each collective may use, and chooses one of them for a call.
 #pragma once
 
 #include <algorithm>
@@ -19,9 +19,9 @@ class Mesh;
 
 struct Layout;
 
-// The carriers through which an algorithm moves data, and its scratch memory. The algorithm's row says whether it uses the arena,
-// the mesh or both. The arena contains the group's ranks on this host. If there is no mesh, all ranks of the group are in the
-// arena. If there is a mesh, `arena` is nullptr when this rank is alone on its host.
+// What a group gives to an algorithm: the carriers that move the data, and scratch memory. The algorithm's row says whether the
+// algorithm uses the arena, the mesh or both. The arena contains the group's ranks on this host. An algorithm for the arena alone
+// runs only if these are all ranks of the group. An algorithm for both gets nullptr as `arena` if this rank is alone on its host.
 struct Ranks {
   const Layout& layout;
   Arena* arena;
@@ -53,28 +53,29 @@ std::span<const Algorithm> algorithms();
 using Forced = std::array<std::string, collectives.size()>;
 
 // Says on which host each rank of a group runs, and which algorithms and carriers the group therefore uses. A group's layout is
-// decided once, when the group is founded. It depends only on the arguments of the constructor, so all ranks make the same
-// decision.
+// decided once, when the group is founded. `rows` depends only on `host` and `forced`, which are the same on all ranks, so all
+// ranks choose the same algorithms.
 struct Layout {
-  // host: the number of each rank's host. Hosts are numbered in the order of their lowest ranks. Throws Error("ValueError") if a
-  // name in `forced` is unknown, or if these hosts do not allow the forced algorithm.
+  // host: for each rank, the number of its host. Hosts are numbered in the order of their lowest ranks. Throws
+  // Error("ValueError") if a name in `forced` is unknown, or if these hosts do not allow the forced algorithm.
   Layout(const std::vector<int>& host, int rank, const Forced& forced = {});
 
   int rank;  // this rank
   int size;
   std::vector<std::vector<int>> hosts;  // the ranks of each host, lowest first
-  // The rows of the table that each collective may use.
+  // For each collective, the rows of the table that it may use, in the order of the table.
   std::array<std::vector<const Algorithm*>, collectives.size()> rows;
   // Whether this rank needs an arena, which it shares with the ranks in at_home(), and whether it needs a mesh. A rank that is
   // alone on its host never needs an arena.
   bool arena = false, mesh = false;
-  size_t here;                 // this rank's host
+  size_t here;                 // the index of this rank's host in `hosts`
   int place = 0;               // the index of this rank in at_home()
   size_t fewest = 0;           // the number of ranks on the host with the fewest ranks
-  std::vector<size_t> others;  // the other hosts, rotated so that each host starts with a different one, to spread the load
+  std::vector<size_t> others;  // the other hosts, from the next one on, so that not all hosts send to the same host first
 
   const std::vector<int>& at_home() const { return hosts[here]; }
-  // Returns whether ranks on these hosts can use an algorithm with this carrier.
+  // Returns whether mscomm chooses algorithms with this carrier for these hosts. MSCOMM_ALGO can force an algorithm for both
+  // carriers even if allows() returns false.
   bool allows(Carrier carrier) const;
   // Returns the algorithm that runs this collective for a message of `bytes` bytes: the first row whose `fits` accepts the
   // size, or the last row if no earlier row does. Never calls the `fits` of the last row.

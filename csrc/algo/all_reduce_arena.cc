@@ -5,7 +5,8 @@
 //    rounds and no staging.
 // 2. Arrays in foreign memory (memory outside the heaps) go through staging in chunks, with one round for each chunk. The steps
 //    overlap: while the slowest rank is still copying the result of chunk k-1 from staging, others reduce chunk k and copy chunk
-//    k+1 into staging. A rank does not stage its own part of x. It reads that part directly, and writes the result to its out.
+//    k+1 into staging. A rank does not stage the part of its x that it reduces itself, and does not read the result of this part
+//    from staging.
 // 3. If there are only two ranks, and they have long arrays in foreign memory, each rank reads the other's arrays directly from
 //    the other's process. This is possible only if the kernel allows it.
 // 4. If the messages are tiny and not all arrays are in heaps, every rank that receives the result reads the messages from all
@@ -21,8 +22,8 @@ namespace mscomm {
 namespace {
 
 // A rank reduces its part in pieces of hot_bytes bytes, so that the result of a piece is still in the cache when the rank copies
-// it to all outputs. A part of at least long_part bytes does not fit into any cache, so it is reduced in longer pieces, which
-// takes less time.
+// it to all outputs. A part of at least long_part bytes comes from memory rather than from a cache, and then longer pieces take
+// less time.
 constexpr size_t hot_bytes = 4 << 10, hot_bytes_of_long_parts = 16 << 10, long_part = 8 << 20;
 
 bool receives(const Call& call, int rank) { return call.signature.root < 0 || rank == call.signature.root; }
@@ -57,9 +58,9 @@ void in_heaps(const Call& call, const Ranks& ranks, const Wait& wait) {
   arena.round(wait);
 }
 
-// If the total size of all ranks' messages is at most this many bytes, every rank reduces all of them itself, because that takes
-// less time than one more round. Each message must also fit into its rank's buffer for tiny messages. A message of at most
-// inline_bytes is always reduced in this way.
+// If the total size of all ranks' messages is at most this many bytes, every rank reduces all of them itself. Dividing the work
+// would need one more round, which takes longer. Each message must also fit into its rank's buffer for tiny messages. A message
+// of at most inline_bytes is always reduced in this way.
 constexpr size_t combined_by_all_bytes = 256 << 10;
 
 bool by_slots(size_t bytes, const Arena& arena) {
@@ -98,7 +99,7 @@ class Chunks {
     const Range whole = chunk(k);
     copy_but(staged(me_, k), call_.in() + whole.begin, whole.bytes(), part(whole.bytes(), n_, me_));
   }
-  // Determines which ranks have an x that can be read without staging.
+  // Looks up the address of each x that can be read without staging.
   void look() {
     for (int rank = 0; rank < n_; rank++)
       x_.push_back(rank == me_ ? call_.in() : arena_.at(rank, arena_.posted(rank).x_offset, call_.bytes()));
@@ -115,7 +116,7 @@ class Chunks {
       char* const staged_at = staged(me_, k) + at;
       char* const result = receives(call_, me_) ? call_.result() + whole.begin + at : staged_at;
       reduce_in_order(call_.signature, ranks_.layout, in_.data(), result, now);
-      if (call_.signature.root < 0) copy(staged_at, result, now);  // with a root, the result is already in place
+      if (call_.signature.root < 0) copy(staged_at, result, now);  // with a root, the result already is where the root finds it
     }
   }
   void take(size_t k) const {

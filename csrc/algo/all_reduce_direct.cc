@@ -1,8 +1,8 @@
 // All-reduce over the mesh in two steps, each of which takes one network latency. In the first step, every rank receives its part
-// of the message from all other ranks, and reduces the part in the canonical order. In the second step, it sends the result to
-// all other ranks. Each rank sends 2 (n-1)/n times the size of the message, as in a ring (see "pairwise" in Thakur, Rabenseifner,
-// Gropp 2005). A rank queues all its input at the start. It queues the result of each window as soon as the window is reduced. So
-// the rank sends and receives without interruption from the first byte to the last.
+// of the message from all other ranks, and reduces the part in the canonical order. In the second step, every rank sends its
+// result to all other ranks. Each rank sends 2 (n-1)/n times the size of the message, as in a ring (see "pairwise" in Thakur,
+// Rabenseifner, Gropp 2005). A rank queues all its input at the start. It queues the result of each window as soon as the window
+// is reduced. So the rank sends and receives without interruption from the first byte to the last.
 //
 // A small message takes only one latency, because every rank sends its whole message to every other rank.
 #include "algo/mesh_steps.h"

@@ -86,8 +86,8 @@ class Hierarchy {
       if (arena_ && (k < steps || k >= 3)) meet_here(k);
       if (k < steps) add_up(k);
       if (k >= 3) take(k - 3, k);
-      // Data arrives over a link in the order in which it was sent. So all ranks send in the same order: first the partial sums
-      // of chunk k, then the result of chunk k - 1.
+      // Every rank receives the partial sums of chunk k before the results of chunk k - 1. Data arrives over a link in the order
+      // in which it was sent, so every rank must also send in this order.
       if (k < steps) send_partial(k);
       if (k >= 1 && k - 1 < steps) merge(k - 1);
       if (k >= 2 && k - 2 < steps) collect(k - 2);
@@ -185,7 +185,7 @@ class Hierarchy {
   }
   void send_partial(size_t k) {
     if (!owns()) return;
-    // The first pieces are sent even if they are empty, because their headers say which call this rank is in.
+    // The pieces of chunk 0 are sent even if they are empty, because the header before them says which call this rank is in.
     mesh_.send(shares(k, partial_[k % buffers], row_.accumulator_bytes, k == 0));
   }
   // This rank owns one slice of chunk k, and each host merges one share of that slice. merge() adds up the partial sums of all

@@ -17,7 +17,8 @@ void meet(Arena& arena, const Wait& wait);
 // largest_bytes: the size of the largest message of any rank.
 void meet_with(const void* x, size_t x_bytes, size_t largest_bytes, const Call& call, Arena& arena, const Wait& wait);
 
-// Moves x through staging if x is in foreign memory. In step k, the staging chunk holds piece k of each block of x, side by side.
+// Moves x through staging if x is in foreign memory. Each step uses one staging chunk. The chunk of step k holds piece k of each
+// block of x, side by side.
 class Staging {
  public:
   // x: what this rank sends, or nullptr if it sends nothing. blocks: how x is divided, either into a single block for all ranks

@@ -37,9 +37,9 @@ class Blocks {
   // Returns the parts into which part() cuts a message for n ranks. The first part is the largest.
   static Blocks parts(size_t bytes, int n);
 
-  // For a reduce_scatter, a scatter or an all_to_all with equal parts, returns the parts into which it divides x, indexed by the
-  // rank that receives them. For an all_gather or gather, returns the parts of its result, indexed by the rank that they come
-  // from.
+  // For a reduce_scatter or a scatter, and for an all_to_all with equal parts, returns the parts into which x is divided, indexed
+  // by the rank that receives the part. For an all_gather or a gather, returns the parts of the result, indexed by the rank from
+  // which the part comes.
   static Blocks of(const Call& call, int n);
 
   int size() const { return n_; }

@@ -11,7 +11,7 @@ namespace mscomm {
 Tree::Tree(int rank, int size, int root) {
   const int relative = (rank - root + size) % size;  // the number of this rank, counted from the root
   const auto absolute = [&](int r) { return (r + root) % size; };
-  int reach = 1;  // distance to the next child; the loop ends at the lowest set bit of `relative`
+  int reach = 1;  // the distance to the next child, which is less than the lowest set bit of `relative`
   for (; relative + reach < size && (relative & reach) == 0; reach *= 2) children.push_back(absolute(relative + reach));
   if (relative > 0) parent = absolute(relative & (relative - 1));
 }

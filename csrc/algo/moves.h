@@ -57,8 +57,8 @@ class Moves {
   const bool to_root_;  // whether the collective is gather
   const bool divides_;  // whether each destination receives a different part of x
   const bool gathers_;  // whether the data from each source goes to a different part of out
-  // The collective determines what is divided into these parts: the root's message (into a single part in a broadcast), one
-  // rank's x, or the x of all ranks together.
+  // What is divided into these parts depends on the collective: the root's x in a scatter, each rank's x in an all_to_all, and
+  // the x of all ranks together in a gather or an all_gather. In a broadcast, the root's x is a single part.
   Blocks parts_;
   // Used instead of parts_ in an uneven all_to_all: the blocks of each source's x, and the blocks of each destination's out.
   std::vector<Blocks> sent_, got_;

@@ -28,8 +28,8 @@ struct Plan {
 // decisions.
 class Ways {
  public:
-  // for_all: whether all destinations receive the same data. pull: whether a rank reads foreign memory directly from its owner's
-  // process if the owner has posted the address.
+  // for_all: whether all destinations receive the same data. pull: whether an x in foreign memory is read directly from the
+  // source's process, provided that the source has posted the address of x.
   Ways(const Moves& moves, const Arena& arena, bool for_all, bool pull)
       : moves_(moves), arena_(arena), root_(moves.root()), for_all_(for_all), pull_(pull) {
     if (root_ >= 0) look_at_the_root();
@@ -44,8 +44,9 @@ class Ways {
     const bool pullable = pull_ && arena_.posted(source).x_address != 0;
     const Way way = readable ? Way::read : pullable ? Way::pulled : Way::staged;
     if (!writable) return {move, way, 0};
-    // If the root sends the same message to all ranks, the root writes only a share of it into the out of each rank, and each
-    // rank copies the rest. If the root copied the whole message for every rank, all ranks would wait for the root.
+    // If the root sends the same message to all ranks, and its x is in a heap, the root writes only a share of the message into
+    // each rank's out, and the rank copies the rest. If the root copied the whole message for every rank, all ranks would wait
+    // for the root.
     if (for_all_ && source == root_)
       return {move, way, readable ? part(move.bytes, arena_.size(), arena_.size() - 1).bytes() : 0};
     // In all other cases, either the source or the destination copies all bytes of the move. If both could, the root leaves the
@@ -54,7 +55,7 @@ class Ways {
   }
   // Returns the size in bytes of the largest move that goes through staging, or 0 if no move does.
   size_t largest_staged() const { return largest_staged_; }
-  // Returns whether any rank may read or write another rank's array directly.
+  // Returns false only if no rank reads or writes another rank's array directly.
   bool touched() const { return touched_; }
 
  private:
@@ -99,7 +100,8 @@ class Ways {
 
 // If the kernel allows it, a rank reads foreign memory directly from the owner's process. One copy usually takes less time than
 // the two copies through staging. But staging takes less time in two cases: when several ranks need the same data, and when one
-// rank would copy a long message while the only other rank waits. See the measurements in docs/performance.md.
+// rank would copy all the data while the others wait. In the second case, pulling still takes less time if there are only two
+// ranks, and at most pulled_from_root_bytes to copy. See the measurements in docs/performance.md.
 constexpr size_t pulled_from_root_bytes = 1 << 20;
 
 bool worth_pulling(const Call& call, bool for_all, size_t largest_x, int n) {

@@ -1,4 +1,5 @@
-// The canonical order of a reduction over all ranks. All algorithms except the rings use it.
+// The canonical order in which a reduction combines the values of all ranks. Among the algorithms for all_reduce, reduce and
+// reduce_scatter, only the rings use another order.
 #pragma once
 
 #include <cstddef>

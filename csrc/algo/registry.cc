@@ -43,7 +43,7 @@ bool in_a_long_chain(const Layout& layout, size_t bytes) {
 }
 
 // The rows of each collective are in order of preference. mscomm takes the first row whose carrier the group has and whose `fits`
-// accepts the size. See Layout::allows for the hosts on which a row is used.
+// accepts the size. Layout::allows says for which hosts a row may be taken.
 constexpr Algorithm table[] = {
     {"arena", Collective::all_reduce, Carrier::arena, all_reduce_arena},
     {"hierarchical", Collective::all_reduce, Carrier::both, all_reduce_hierarchical},

@@ -13,7 +13,7 @@ class Backend {
   // Runs the call. On the CPU, returns when x may be reused and out is complete. On a device, returns when the call has been
   // enqueued. Throws Error, or Differs if ranks made different calls.
   virtual void run(const Call& call, const Wait& wait) = 0;
-  // Wakes every thread that is waiting in a call, on this rank and on its peers. The woken threads see that the group is broken.
+  // Wakes every thread of this rank and of its peers that is waiting in a call, so that it checks whether the group is broken.
   // From then on, nothing more is sent. May be called from any thread.
   virtual void shut_down() = 0;
   // Makes sure that no peer can access the call's arrays any more. Called by the thread whose call failed, after the group was
@@ -25,7 +25,8 @@ class Backend {
   // Ends the group's communication, after delivering the data that is still on its way to the peers. Called when this rank leaves
   // the group without an error.
   virtual void close() = 0;
-  // Called in a forked child. Closes the child's copies of the descriptors, and does nothing else. Takes no lock.
+  // Called in a forked child. Closes the child's copies of the descriptors, and forgets the backend's threads, which exist only
+  // in the parent. Takes no lock.
   virtual void close_descriptors() = 0;
 };
 

@@ -18,7 +18,7 @@ namespace {
 
 using Comm = void*;
 
-// These numbers are from hccl_types.h. The type numbers above 11 differ between releases.
+// These numbers are from hccl_types.h. Type numbers above 11 are left out, because they differ between releases.
 constexpr int success = 0;
 constexpr size_t root_info_bytes = 4108;
 enum Type { t_int8 = 0, t_int16 = 1, t_int32 = 2, t_float16 = 3, t_float32 = 4, t_int64 = 5, t_bfloat16 = 11 };
@@ -102,7 +102,8 @@ constexpr Numbers numbers{
 };
 
 // Returns nullopt for reductions that the documentation of HcclAllReduce and HcclReduce excludes. The first device generation
-// ("Ascend910A" and "Ascend910ProB") cannot reduce int16 and bfloat16. No device can reduce these two types by prod.
+// (names that begin with "Ascend910A" or "Ascend910Pro") cannot reduce int16 or bfloat16. No device can reduce these two types
+// by prod.
 std::optional<VendorReduction> reduction_on(bool first_generation, Dtype dtype, Op op) {
   const auto found = reduction_of(numbers, dtype, op);
   const bool newer = found && (found->type == t_int16 || found->type == t_bfloat16);
@@ -220,7 +221,7 @@ class HcclGroup final : public VendorGroup {
   }
 
   void broadcast(const void* x, void* out, size_t bytes, int root, StreamHandle stream) override {
-    if (rank_ == root && x != out) runtime_->copy(out, x, bytes, stream);  // the library has one argument for x and out
+    if (rank_ == root && x != out) runtime_->copy(out, x, bytes, stream);  // the library takes one pointer for x and out
     library_.check(functions_.broadcast(out, bytes, t_int8, root, comm_, stream), "HcclBroadcast");
   }
 

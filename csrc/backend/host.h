@@ -40,7 +40,8 @@ class HostBackend final : public Backend {
 
   const Layout& layout() const { return layout_; }
   const Arena* arena() const { return arena_.get(); }
-  // For each carrier, the total size in bytes of x and out over all calls so far. A call that uses both carriers counts for both.
+  // For each carrier, the size in bytes of x and out, summed over all calls that have used it. A call that uses both carriers
+  // counts for both.
   struct Carried {
     std::atomic<uint64_t> arena{0}, mesh{0};
   };

@@ -23,11 +23,11 @@ struct Part {
 };
 
 // The library's numbers for types and operations. A number is -1 if the library cannot reduce the type, or does not know the
-// operation. Initialize the arrays with std::to_array: it does not compile if a new Dtype or Op has no number yet.
+// operation. Initialize the arrays with std::to_array, so that the build fails if a new Dtype or Op has no number.
 struct Numbers {
-  std::array<int, dtypes.size()> types;            // by Dtype; -1 for bool and complex numbers
-  std::array<int, mscomm::ops.size()> operations;  // by Op
-  int byte;  // the number of the byte type; also used for bools, which are bytes that are 0 or 1
+  std::array<int, dtypes.size()> types;            // indexed by Dtype; -1 for bool and complex types
+  std::array<int, mscomm::ops.size()> operations;  // indexed by Op
+  int byte;  // the number of the type with which bools are reduced: each bool is a byte that is 0 or 1
 };
 
 // A type and an operation, in the library's numbers. factor: how many elements of that type make up one of our elements.
@@ -36,9 +36,9 @@ struct VendorReduction {
   size_t factor = 1;
 };
 
-// Returns the type and operation with which the library can reduce elements of `dtype` by `op`, or nullopt if it cannot. The real
-// and imaginary parts of complex numbers are summed separately. For bools, the maximum serves as `or` and sum, and the minimum
-// serves as `and` and product.
+// Returns the type and operation with which the library can reduce elements of `dtype` by `op`, or nullopt if it cannot. The
+// real and imaginary parts of complex numbers are summed or averaged separately. For bools, the maximum serves as `or` and sum,
+// and the minimum serves as `and` and product.
 std::optional<VendorReduction> reduction_of(const Numbers& library, Dtype dtype, Op op);
 
 // One rank's communicator in the library, on one device. All functions except abort() are called by one thread at a time, while
@@ -47,8 +47,9 @@ class VendorGroup {
  public:
   virtual ~VendorGroup() = default;
 
-  // The functions from all_reduce() to exchange() enqueue their operation and return at once. After one of them, or after a whole
-  // batch, no other function is called until busy() has returned false. Counts are in elements. x and out may be the same.
+  // The functions from all_reduce() to exchange() enqueue their operation and return at once. After one of them, or after a
+  // whole batch, only busy() and abort() may be called until busy() has returned false. Counts are in elements. x and out may be
+  // the same.
   virtual void all_reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) = 0;
   virtual void reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, int root, StreamHandle stream) = 0;
   // count: the number of elements of out.
@@ -62,8 +63,8 @@ class VendorGroup {
   // Runs `calls`, which calls functions of this group. If the library can combine these calls, they become one operation.
   virtual void batch(const std::function<void()>& calls) = 0;
 
-  // Returns whether the library is still setting up the most recent call. Throws if the group has failed in this or an earlier
-  // call.
+  // Returns whether the library is still joining the group, setting up its most recent call, or freeing it. Throws if the group
+  // has failed.
   virtual bool busy() = 0;
   // Ends the group's work on the device. May take a long time. May be called from any thread, but only once. After it, no other
   // function may be called. beside: whether another thread is inside the library; if so, abort() must make that thread return.
@@ -84,7 +85,7 @@ class Vendor {
   // Returns why the library cannot reduce elements of this type with this operation, or "" if it can.
   virtual std::string refuses(Dtype dtype, Op op) const = 0;
   // Creates the id of a new group. One rank of the group calls this while its device is the thread's current device, and passes
-  // the id to the others.
+  // the id to the other ranks.
   virtual std::string make_id() = 0;
   // Joins the group with this id as the given rank. The given device must be the thread's current device. The group can be used
   // after busy() has returned false.

@@ -1,4 +1,5 @@
-// NVIDIA's NCCL, which is opened at run time. The declarations are our own; tests/core/nccl_abi.cc compares them with nccl.h.
+// NVIDIA's NCCL. mscomm opens NCCL at run time, and declares its functions and types itself. tests/core/nccl_abi.cc compares
+// these declarations with nccl.h.
 #pragma once
 
 #include <climits>
@@ -21,14 +22,14 @@ struct UniqueId {
   char bytes[128];
 };
 
-// The fields that ncclConfig_t had in NCCL 2.14, and the first field that was added later. `version` tells a newer library to
-// read only the fields of NCCL 2.14, and to use defaults for the rest.
+// The fields that ncclConfig_t had in NCCL 2.14, and cga_cluster_size, which newer releases have in the padding after these
+// fields. `version` tells a newer library to read only the fields of NCCL 2.14, and to use defaults for the rest.
 struct Config {
   size_t size = sizeof(Config);
   unsigned magic = 0xcafebeef;
   unsigned version = 21400;
   int blocking = 0;
-  int cga_cluster_size = INT_MIN;  // undefined, so NCCL chooses
+  int cga_cluster_size = INT_MIN;  // NCCL_CONFIG_UNDEF_INT: NCCL chooses
 };
 
 }  // namespace nccl

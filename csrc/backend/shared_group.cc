@@ -31,8 +31,8 @@ void SharedGroup::look() {
 void SharedGroup::abort() {
   std::unique_ptr<VendorGroup> group;
   {
-    // Another thread is inside the library only for microseconds, unless the library hangs. If it hangs, the abort makes that
-    // thread return.
+    // Usually, another thread stays inside the library only for microseconds. If it is still there after call_takes_at_most, the
+    // library hangs, and only aborting the group makes that thread return.
     std::unique_lock calling(calling_, call_takes_at_most);
     if (!calling) {
       aborted_ = true;

@@ -46,7 +46,7 @@ class Turn {
   bool taken_ = false;
 };
 
-// Allows only one thread at a time to call the library for the group.
+// Allows only one thread at a time to call the library for the group, except to abort it.
 class SharedGroup {
  public:
   // Joins the group; see Vendor::join.

@@ -17,16 +17,15 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// For this long after a call, we poll the library without sleeping, to see whether the library has set up the call. This is about
-// the time that the library needs if it sets up calls in a thread of its own. After this time, we sleep between polls. We do not
-// sleep earlier, because each sleep takes 50 us longer than requested.
+// After a call, we poll the library until it has set up the call: for this long without sleeping, and then with sleeps. A
+// library that sets up calls in a thread of its own needs about this long, and each sleep takes 50 us longer than requested.
 constexpr auto asks_at_once = 200us;
 
 // Returns the device's Turn, which is a mutex. A group holds the Turn while it enqueues a call, so that two groups never enqueue
 // on the same device at the same time. An abort does not wait for the Turn.
 Turn& issuing_on(const Runtime* runtime, int device) {
   static std::mutex mutex;                                                 // protects `all`
-  static auto& all = *new std::map<std::pair<const Runtime*, int>, Turn>;  // never destroyed: a thread left behind may use a turn
+  static auto& all = *new std::map<std::pair<const Runtime*, int>, Turn>;  // never destroyed: threads may use a Turn during exit
   const std::lock_guard lock(mutex);
   return all[{runtime, device}];
 }

@@ -22,8 +22,8 @@ class VendorBackend final : public Backend {
  public:
   using Observer = Watcher::Observer;
 
-  // Joins the group with this id, and waits until every rank has joined. `check` is called at least every 50 ms, and may throw to
-  // end the wait. Throws CollectiveTimeout at the deadline.
+  // Joins the group with this id, and waits until every rank has joined. `check` is called repeatedly during the wait, with
+  // sleeps of at most 50 ms in between, and may throw to end the wait. Throws CollectiveTimeout at the deadline.
   VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id, int size,
                 int rank, const Deadline& deadline, const std::function<void()>& check);
   ~VendorBackend() override;

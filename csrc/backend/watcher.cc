@@ -14,12 +14,14 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// How often the watcher thread polls the calls on the device. For looks_often_s seconds after a call completes, the thread polls
-// at intervals of first_look, and after that at intervals of later_look. It keeps polling for looks_often_s even if no call is
-// pending, because waking a sleeping thread would cost the next caller a system call.
+// How often the watcher thread polls the calls on the device. For looks_often_s seconds after a call completes, or is enqueued
+// while none is pending, the thread polls at intervals of first_look, and after that at intervals of later_look. It keeps
+// polling for looks_often_s even if no call is pending, because waking a sleeping thread would cost the next caller a system
+// call.
 constexpr auto first_look = 1ms, later_look = 10ms;
 constexpr double looks_often_s = 0.1;
-// If no call has completed on the device for this long, the ranks compare their calls.
+// If no call has completed on the device for this many seconds, the watcher tells the observer, and the ranks compare their
+// calls.
 constexpr double compares_after_s = 1;
 
 }  // namespace
@@ -176,7 +178,8 @@ void Watcher::look_at_pending(std::unique_lock<std::mutex>& lock) {
         ++one;
       }
     }
-    // A program may be far ahead of its device, so the timeout is measured from the time when a call last completed.
+    // A call may be enqueued long before the device reaches it. So its timeout is not measured from when it was enqueued, but
+    // from when a call last completed (moved_).
     const double still_s = seconds_since(moved_);
     for (const Pending& one : pending_)
       if (!failed && still_s >= one.deadline.timeout_s())

@@ -55,9 +55,9 @@ struct Call {
   size_t x_bytes = 0;
   void* out = nullptr;  // nullptr if this rank receives nothing
   size_t out_bytes = 0;
-  // The number of elements in each rank's part, if the sizes differ. Empty if all parts have the same size. For all_to_all,
-  // counts is an n x n matrix with one row for each sender. All ranks have the same counts. The counts add up to signature.count.
-  // In an all_to_all, signature.count may also be 0.
+  // In an uneven call, the number of elements in each rank's part; empty in other calls. In an uneven all_to_all, counts is a
+  // square matrix with one row for each sender. All ranks have the same counts. The counts add up to signature.count, but in an
+  // all_to_all, signature.count may also be 0.
   std::vector<uint64_t> counts{};
   // The caller's stream. The call runs on the device after the work that is already on this stream. nullopt if the arrays are in
   // CPU memory.
@@ -66,7 +66,7 @@ struct Call {
   bool beside = false;
 
   size_t element_bytes() const { return size_of(signature.dtype); }
-  // Returns the size of the message that the signature describes.
+  // Returns the size in bytes of signature.count elements.
   size_t bytes() const { return signature.count * element_bytes(); }
   const char* in() const { return static_cast<const char*>(x); }
   char* result() const { return static_cast<char*>(out); }
@@ -78,7 +78,8 @@ struct Call {
 // defined on the type. In broadcast and scatter, x may be missing on ranks other than the root, because they do not read it.
 void check(const Call& call, int rank, int size);
 
-// Thrown when ranks made different calls with the same number. calls: the ranks and their calls, as far as this rank knows them.
+// Thrown when this rank notices that ranks made different calls. calls: the ranks and their calls, as far as this rank knows
+// them.
 struct Differs {
   std::vector<std::pair<int, Signature>> calls;
 };

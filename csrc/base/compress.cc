@@ -11,7 +11,7 @@
 namespace mscomm {
 namespace {
 
-// The arrays may be the same memory, but no iteration depends on another one (ivdep).
+// The arrays of one call do not overlap, so no iteration of these loops depends on another one (ivdep).
 
 template <class Wide, class Narrow>
 [[gnu::always_inline]] inline void compress_all(const void* x, void* residual, void* narrow, double largest, size_t count) {

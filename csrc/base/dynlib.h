@@ -9,7 +9,7 @@ namespace mscomm {
 
 // A place where the library may be.
 struct Candidate {
-  std::string origin;  // where the path comes from: "MSCOMM_NCCL_LIBRARY", "the loader's path"
+  std::string origin;  // where the path comes from, for example "MSCOMM_NCCL_LIBRARY" or "the loader's path"
   std::string path;    // may be just a file name, which the loader then searches for
   // usual: try to open the library; if that fails, try the next candidate. loaded: use the library only if the process has
   // already loaded it. must: if this library cannot be opened, do not try any other candidate.

@@ -88,10 +88,10 @@ constexpr Float16 narrow<Float16, float>(float x) {
   return {static_cast<uint16_t>(number | choose(x != x, quiet_nan, 0u) | (all >> 16 & 0x8000))};
 }
 
-// Rounds x with error feedback, and returns it in the narrow type. `owed` is what earlier calls removed from the same element.
-// It is added to x first. Then `owed` becomes what the limit `largest` and the rounding remove now. If the sum is an infinity
-// or a NaN, so is the result, because programs check for it, and nothing is owed. (Error feedback: Seide et al., "1-bit
-// stochastic gradient descent", 2014.)
+// Adds `owed` to x, limits the sum to at most `largest` in magnitude, rounds it, and returns it in the narrow type. On entry,
+// `owed` is what earlier calls removed from the same element; on return, it is what the limit and the rounding have removed now.
+// If the sum is an infinity or a NaN, so is the result, because programs check results for these values, and `owed` becomes 0.
+// (Error feedback: Seide et al., "1-bit stochastic gradient descent", 2014.)
 template <class To, class Wide>
 constexpr To narrow_and_owe(Wide x, Wide& owed, Wide largest) {
   const Wide whole = one_nan(x + owed);

@@ -1,8 +1,8 @@
 // The reduction loops, one for each pair of element format and operation. All loops are compiled once for each instruction set,
 // and the instruction set is chosen at run time.
 //
-// Every loop is an instance of pass(), which has no intrinsics. For each instruction set (a "level", see levels.h), the body of
-// pass() is inlined into a function that is compiled for that instruction set.
+// Every reduction loop is an instance of pass(), which has no intrinsics. For each instruction set (a "level", see levels.h), the
+// body of pass() is inlined into a function that is compiled for that instruction set.
 #include "base/reduce.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Starts the core's own threads: a group's worker, the mailbox's thread, and the watcher of a device.
+// Starts the core's own threads: a group's worker, a mailbox's own thread, and the watcher of a device.
 #pragma once
 
 #include <functional>

@@ -307,8 +307,8 @@ void Communicator::fail(const Call* call, const std::string& message) {
   } catch (const Differs& differs) {
     error = differing(differs);
   } catch (const Error& cause) {
-    // An error of the kind "Error" comes from the system. Such an error, or an error from a vendor library, does not name the
-    // rank and the call yet.
+    // An error of the kind "Error" comes from the system or from a vendor's library. Such an error, like most errors of a call
+    // on a device, does not name the rank and the call yet.
     const bool is_whole = call && !call->stream && cause.kind != "Error";
     error = is_whole ? cause : here(cause, call ? what() : "");
   } catch (const std::bad_alloc&) {
@@ -414,7 +414,8 @@ void Communicator::close() {
            false});
     turn.lock();
     // The group is now broken, so each caller's call ends with an error when the caller next wakes up. The wait has a limit,
-    // because close() may run in a signal handler that has interrupted a call. In that case, this thread is itself a caller.
+    // because close() may run in a signal handler that has interrupted a call. In that case, this thread is itself a caller, and
+    // callers_ never becomes 0.
     if (!turn_->wait_for(turn, std::chrono::seconds(5), [this] { return callers_ == 0; }))
       throw Error("RuntimeError", "release: a call is still running on this group");
   }

@@ -78,10 +78,10 @@ class Work {
 
 class Communicator final : public Watch, private VendorBackend::Observer {
  public:
-  // interrupt: called on a caller's thread each time the thread wakes from a bounded sleep, but never on the worker thread or the
-  // mailbox's thread. The hook may throw. notice: prints one line for the user. failed: called after a thread that is not a
-  // caller's thread has broken the group, because callers might not notice the failure otherwise. Also called when stuck() has a
-  // new number to return.
+  // interrupt: called regularly on a caller's thread while that thread waits, but never on the worker thread or the mailbox's
+  // thread. May throw, which ends the wait. notice: prints one line for the user. failed: called after a thread that is not a
+  // caller's thread has broken the group. Without this hook, the process might not notice the failure before its next call. Also
+  // called when stuck() has a new number to return.
   struct Hooks {
     std::function<void()> interrupt;
     std::function<void(const std::string&)> notice;
@@ -134,8 +134,8 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // Breaks the group. Does not wait. Any thread may call this at any time. If the group is already broken, the first failure is
   // kept, but a verdict replaces a symptom.
   void abort(Failure failure);
-  // Tells the communicator that the given job rank has left the job or has destroyed the group, without an error. This is a
-  // failure only if a call or message is waiting for that rank.
+  // Tells the communicator that the given job rank has left the job or has destroyed the group, without an error. This alone
+  // does not break the group: only a call or message that waits for that rank fails.
   void left(int rank);
   Where where() const;
   // Returns the number of the oldest call on the device if the device has completed no call for more than a second,
@@ -283,7 +283,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   std::vector<bool> left_;
   std::vector<bool> expected_;                           // peers from which a link for messages exists or is being set up
   std::list<const Delivery*> delivering_;                // messages that callers are waiting for, oldest first
-  std::map<uint64_t, std::shared_ptr<Work>> on_device_;  // started calls that the device has not completed, by number
+  std::map<uint64_t, std::shared_ptr<Work>> on_device_;  // call number -> a started call that is still on the device
   std::atomic<bool> broken_{false};
   bool closed_ = false;  // protected by state_mutex_
 

@@ -25,14 +25,14 @@ struct Founding {
   std::vector<int> ranks;  // the job rank of each rank of the group
   Layout layout;
   uint32_t epoch = 0;
-  uint64_t control = 0;  // the offset of the arena's memory in the heap of the lowest job rank in layout.at_home()
+  uint64_t control = 0;  // the offset of the arena's memory in the heap of the group's lowest job rank on this host
   bool spin = false;
   // If the group has a mesh, one socket for each rank of the group, connected to that rank; -1 for this rank itself. Founded
   // takes ownership of the sockets.
   std::vector<Descriptor> links{};
   // An eventfd, or -1. The core writes to it when a started call, a started message or a call on the device has failed, when
-  // Communicator::stuck() has a number, and when there are notices for the user. So no core thread has to call into Python: such
-  // a call might never return while the process is exiting.
+  // Communicator::stuck() has a number, and when there are notices for the user. A Python thread reads the eventfd. So no core
+  // thread has to call into Python: such a call might never return while the process is exiting.
   Descriptor news{};
 };
 

@@ -101,9 +101,9 @@ std::vector<Matched> Communicator::run(std::span<const Message> messages, const 
       matched.push_back(transfer->matched());
     }
     return matched;
+  } catch (...) {
     // If one message fails, other messages may still be in progress. fail() ends these messages, so that the mailbox no longer
     // uses their memory.
-  } catch (...) {
     fail(nullptr, text);
   }
 }

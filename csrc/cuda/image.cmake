@@ -3,8 +3,8 @@
 # not need, and because the build would fail without nvcc.
 #
 # The image holds machine code for the oldest architecture of each generation. All later devices of that generation can run this
-# code. The image also holds PTX for the oldest and the newest architecture. If a device belongs to another generation, a driver
-# that is at least as new as nvcc compiles the PTX for it. A driver that is older than nvcc can use only the machine code, and
+# code. The image also holds PTX for the oldest and the newest architecture. For a device of a generation without machine code, a
+# driver that is at least as new as nvcc compiles the PTX. A driver that is older than nvcc can use only the machine code, and
 # not even that if nvcc is too new for the driver. So build wheels with the oldest nvcc that supports the devices.
 set(MSCOMM_CUDA_KERNELS AUTO CACHE STRING "Build the CUDA kernels: ON, OFF, or AUTO: ON if there is an nvcc of CUDA 12 or later")
 set_property(CACHE MSCOMM_CUDA_KERNELS PROPERTY STRINGS AUTO ON OFF)
@@ -34,7 +34,7 @@ function(ask_nvcc)
   endif()
   execute_process(COMMAND ${MSCOMM_NVCC} --list-gpu-arch OUTPUT_VARIABLE known)
   string(REGEX MATCHALL "[0-9]+" known "${known}")
-  list(FILTER known EXCLUDE REGEX "^([0-6].|7[0-4])$") # the newest nvcc supports no architecture before 7.5
+  list(FILTER known EXCLUDE REGEX "^([0-6].|7[0-4])$") # drops architectures before 7.5, which the newest nvcc does not support
   list(SORT known COMPARE NATURAL)
   set(architectures ${known} PARENT_SCOPE)
 endfunction()

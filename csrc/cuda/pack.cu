@@ -2,9 +2,9 @@
 // scale, cast and apply error feedback. The kernels are memory-bound, so all loads and stores should be wide, and many should be
 // in flight at once, regardless of the sizes of the parts. batch.h describes which block moves what.
 //
-// nvcc compiles this file for devices, and the host compiler compiles it for tests (tests/core/cuda_on_cpu.h). Both compilers
-// give the same bits, because every operation rounds once (--fmad=false), subnormal numbers are kept, and every computed NaN is
-// replaced with the same NaN.
+// nvcc compiles this file for devices, and the host compiler compiles it for tests (tests/core/cuda_on_cpu.h). The kernels
+// compute the same bits with both compilers, because every operation rounds once (--fmad=false), subnormal numbers are kept, and
+// every computed NaN is replaced with the same NaN.
 #include <cstdint>
 #include <type_traits>
 
@@ -28,7 +28,7 @@ struct Vector {
   T at[width];
 };
 
-// The ways to move an element. `owed` is the rounding error that is kept for the element (error feedback).
+// The ways to move an element. `owed` is what clamping and rounding have removed from the element so far (error feedback).
 
 template <class T>
 struct Copied {
@@ -109,7 +109,7 @@ __device__ inline void move(const Way& way, const Sides& sides, uint32_t first, 
   }
 }
 
-// Returns how many elements precede the first vector-aligned element.
+// Returns how many elements to skip, from `address` on, to reach one that is aligned for a vector of `width` elements.
 template <class T, unsigned width>
 __device__ inline uint32_t before_vectors(uint64_t address) {
   return static_cast<uint32_t>((width - address / sizeof(T) % width) % width);
@@ -126,8 +126,9 @@ __device__ inline void run(const Batch& batch) {
   const Sides sides{batch.packs ? part : bucket, batch.packs ? bucket : part, batch.residual + piece.begin * sizeof(float)};
   const auto count = static_cast<uint32_t>(piece.end - piece.begin);
 
-  // Use 16-byte vectors on the side with the wider elements. This is possible only if the first vector-aligned element is the
-  // same on all sides. Otherwise, elements are moved one at a time.
+  // Move vectors of `width` elements, which have 16 bytes on the side with the wider elements. This is possible only if the
+  // number of elements before the first aligned vector is the same on all sides: from, to and, with error feedback, owed.
+  // Otherwise, move the elements one at a time.
   constexpr unsigned width = 16 / (sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To));
   uint32_t head = before_vectors<To, width>(sides.to);
   const bool together =

@@ -1,5 +1,6 @@
-// Divides a packing into launches of the kernels in csrc/cuda, and gives access to the compiled image of these kernels. This file
-// is not in csrc/cuda, because the code in that folder is also compiled for devices, and uses neither Dtype nor std::vector.
+// Divides a packing into launches of the kernels in csrc/cuda, and gives access to the compiled image of these kernels. This
+// file is not in csrc/cuda, because it uses Dtype and std::vector: the code in that folder is also compiled for devices, and
+// uses neither.
 #pragma once
 
 #include <array>
@@ -38,7 +39,7 @@ inline constexpr std::array<Kernel, 14> kernels{{
     {"owe_f32_bf16", Kernel::Way::owe, 4, 2, Dtype::float32, Dtype::bfloat16},
 }};
 
-// Returns whether there is a kernel that scales and, if the dtypes differ, also casts.
+// Returns whether there is a kernel that scales elements and, if the dtypes of the part and the bucket differ, also casts them.
 bool kernels_convert(Dtype part, Dtype bucket);
 
 struct Launch {

@@ -71,7 +71,7 @@ class Runtime {
   // device is first used, because loading waits until the device has finished its work. Loading them later could hang, because
   // the device may then be waiting for a call that this process has yet to make.
   virtual std::string kernels(int) { return "none: this vendor's devices get copies"; }
-  // Returns whether pack() can scale and, if the dtypes differ, also cast.
+  // Returns whether pack() can scale elements and, if the two dtypes (of the part and of the bucket) differ, also cast them.
   virtual bool converts(int, Dtype, Dtype) { return false; }
   // Returns whether work enqueued on the stream is being captured into a graph. Captured work is not sent to the device.
   virtual bool captures(StreamHandle stream) = 0;

@@ -1,7 +1,7 @@
 // Puts one string into the launcher's PMIx store, or gets one string from the store, and exits. The helper acts as the rank that
 // the environment variables name.
 //
-//     pmix_helper put KEY TIMEOUT_S LIBRARY...   reads the value from stdin: the value holds the job's key, and argv is public
+//     pmix_helper put KEY TIMEOUT_S LIBRARY...   reads the value from stdin, because it may hold a secret, and argv is public
 //     pmix_helper get KEY TIMEOUT_S LIBRARY...   waits for rank 0's value
 //
 // The answer is one message on stdout, which must be a Unix socket. The message carries the socket of the connection

@@ -15,8 +15,8 @@
 namespace mscomm {
 
 inline constexpr uint64_t not_in_heap = ~uint64_t{0};
-// A message of at most this many bytes is tiny. A tiny message in foreign memory (memory outside the heaps) is copied as a whole;
-// see Arena::tiny().
+// A message of at most this many bytes is tiny. A tiny message in foreign memory (memory outside the heaps) is copied as a whole
+// into the buffer that Arena::tiny() returns.
 inline constexpr size_t tiny_bytes = 16 << 10;
 // A larger message in foreign memory goes through staging in chunks of this size. Each chunk costs a round, so larger chunks
 // would save rounds. But the chunks of all ranks together must fit into the cache.

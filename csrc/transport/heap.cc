@@ -58,7 +58,7 @@ void Heap::release(void* memory) {
     // Small arrays or control memory may use these pages next, and should not get huge pages.
     if (bytes >= huge_page) want_huge_pages(memory, bytes, false);
   }
-  // The mutex is not held during the following functions, because they take a long time. The range is now in neither used_ nor
+  // The mutex is not held during the next two loops, because madvise() takes a long time. The range is now in neither used_ nor
   // free_, so no other thread touches it.
   for (const auto& [begin, end] : withdrawn) madvise(mapping_.begin() + begin, end - begin, MADV_DONTNEED);
   for (const auto& [begin, end] : shared) give_pages_back(begin, end);

@@ -22,7 +22,7 @@ inline constexpr size_t give_back_from = 1 << 20;
 
 class Heap {
  public:
-  // Takes ownership of the mapping, but not of its descriptor.
+  // Takes ownership of the mapping. The caller keeps the descriptor of the mapped file.
   explicit Heap(Mapping mapping);
 
   // Allocates at least `bytes` bytes, and populates all their pages. Returns nullptr if the heap is full or no longer shared. The

@@ -300,9 +300,9 @@ void Mailbox::tell_finished() {
   if (std::exchange(finished_, false)) changed_->notify_all();
 }
 
-// Moves the bytes that can move now, for all transfers. If no bytes can move, sleeps until bytes can move or until another thread
-// wakes this thread. If another thread is the driver, only waits until changed_ is notified. Both waits take at most
-// longest_sleep_ms. Returns false if longest_sleep_ms has passed without such an event.
+// Moves the bytes that can move now, for all transfers. If no bytes can move, this thread becomes the driver, and polls until
+// bytes can move or another thread wakes it. If another thread already is the driver, only waits until changed_ is notified. Both
+// waits take at most longest_sleep_ms. Returns false if nothing happened in that time.
 bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
   if (driving_) return changed_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms)) == std::cv_status::no_timeout;
   const bool moved = move_some();
@@ -596,8 +596,8 @@ void Mailbox::clear_to_send(Incoming& link, const Shared& recv, uint64_t id) {
   link.outbox.push_back(envelope(Kind::clear, id));
 }
 
-// Adds `bytes` to the number of bytes of matched messages. When this number reaches half of the eager window, returns credit
-// for all these bytes to the sender. Returning credit more often would take more headers.
+// Adds `bytes` to `matched`. When `matched` reaches half of the eager window, returns credit for all these bytes to the sender.
+// Returning credit more often would take more headers.
 void Mailbox::give_back(Incoming& link, size_t bytes) {
   link.matched += bytes;
   if (link.matched < eager_window / 2) return;

@@ -1,12 +1,13 @@
 // A mailbox moves a group's point-to-point messages. It has links of its own, so messages do not disturb collectives.
 //
 // A link carries messages from one rank to another. The receiver sends only two kinds of header back on the link: permission to
-// send a message's data, and credit. If a message has at most eager_bytes, and the sender has enough credit, the message is sent
-// whole. Any other message is announced first, and its data follows after a recv has been matched to it. So large messages use no
-// mailbox memory, and small messages use at most eager_window for each source. An announcement reaches the receiver even if
-// earlier messages still have no recv. So a program hangs only if it would also hang with synchronous sends, which return only
-// after their recv has been called. A send of at most eager_bytes may return before its recv is called, but programs must not
-// rely on that. A message from a rank to itself is copied at once, either to a waiting recv or to a mailbox buffer.
+// send a message's data, and credit to send more messages whole. If a message has at most eager_bytes, and the sender has enough
+// credit, the message is sent whole. Any other message is announced first, and its data follows after a recv has been matched to
+// it. So large messages use no mailbox memory, and small messages use at most eager_window for each source. An announcement
+// reaches the receiver even if earlier messages still have no recv. So a program hangs only if it would also hang with
+// synchronous sends, which return only after their recv has been called. A send of at most eager_bytes may return before its recv
+// is called, but programs must not rely on that. A message from a rank to itself is copied at once, either to a waiting recv or
+// to a mailbox buffer.
 //
 // A recv may accept any source or any tag. Matching follows the MPI rules: a message goes to the first recv that accepts it, in
 // the order in which the recvs were called. A recv takes the first message that it accepts, in the order in which the messages
@@ -148,8 +149,8 @@ class Mailbox {
   using Ended = std::function<void(const std::optional<Error>&)>;
   void detach(std::shared_ptr<Transfer> transfer, const Wait& wait, Ended ended);
 
-  // Ends all links and transfers. Any thread may call this at any time. It calls no callback, and waits only for mutex_. No
-  // thread holds mutex_ for longer than it takes to copy one piece for each link, or one message to this rank itself.
+  // Ends all links and transfers. Any thread may call shut_down() at any time. It calls no callback, and waits only for mutex_.
+  // No thread holds mutex_ for longer than it takes to copy one piece for each link, or one message to this rank itself.
   void shut_down();
   // Ends all transfers, waits for at most timeout_s until the peers' kernels have received all bytes that were sent, and then
   // closes the links.
@@ -267,7 +268,7 @@ class Mailbox {
   const std::vector<int> ranks_;
   const int rank_;
   const uint32_t epoch_;
-  Descriptor wake_fd_;  // an eventfd that wakes the driver from poll(); -1 when closed
+  Descriptor wake_fd_;  // an eventfd that wakes the driver (see driving_) from poll(); -1 when closed
 
   // mutex_ protects everything below. Threads hold it while bytes move, but not while they wait or run a callback.
   mutable std::mutex mutex_;

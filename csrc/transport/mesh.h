@@ -121,11 +121,12 @@ class Mesh {
   // When look() was last called, or when the current call began if that was later. A call may have many short exchanges, so this
   // time is kept from one exchange to the next.
   Clock::time_point looked_;
-  // The queue of turns. Each entry holds a peer and the number of one of its turns. The piece for a turn may already have been
-  // sent before its turn.
+  // The queue of turns. Each entry holds a peer and the number of one of its turns. next() skips entries whose pieces were sent
+  // before their turns came.
   std::deque<std::pair<int, uint64_t>> turns_;
   uint64_t last_turn_ = 0;
-  // When bytes were last sent to a peer in its turn, or when pieces were last put into an empty queue, whichever was later.
+  // When bytes were last sent to a peer in its turn, or when send() was last called while no piece was queued, whichever was
+  // later.
   Clock::time_point turn_moved_;
   // What happens to pieces for other peers if the peer whose turn it is accepts no data. wait: these pieces stay queued. go:
   // these pieces are sent anyway. none: there are no such pieces, or the peer whose turn it is accepts data.

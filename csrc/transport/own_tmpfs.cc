@@ -34,8 +34,8 @@ constexpr bool may_share_memory_with_a_child = false;
 constexpr bool may_share_memory_with_a_child = true;
 #endif
 
-// The input and the result of creating the file. In some cases, a child process creates the file. The child shares our memory
-// and our descriptors, but it must not allocate memory or throw.
+// The input and the result of make_file(). If the kernel does not let this process create a tmpfs, a child process calls
+// make_file(). The child shares our memory and our descriptors, but it must not allocate memory or throw.
 struct Task {
   const char* label;
   std::array<char, 32> users{}, groups{};  // id mappings: "0 1000 1" maps root in the namespace to user 1000 outside

@@ -15,7 +15,7 @@ SEED = 5489
 
 
 def given_by(data: ds.Dataset) -> list[Any]:
-    """Return the values of the first column in one pass, converted to lists."""
+    """Make one pass over data. Return the values of its first column, as Python numbers, texts or lists."""
     return [row[0].tolist() for row in data]
 
 
@@ -29,7 +29,7 @@ def same(some: list[Any], others: list[Any]) -> bool:
 
 
 class Rows:
-    """A source with random access."""
+    """A source with random access. It records which rows are read."""
 
     def __init__(self, n: int) -> None:
         self.n = n

@@ -120,7 +120,7 @@ def test_a_label_above_9_is_named_before_the_first_batch(tmp_path, record):
 def test_a_file_system_that_gives_a_little_at_a_time_is_read_all_the_same(tmp_path, monkeypatch):
     write(tmp_path)
     whole = list(ds.Cifar10Dataset(tmp_path, shuffle=False))
-    # The time stamp changes, so mscomm reads and checks the whole file again.
+    # Change the time stamp, so that mscomm reads and checks the whole file again.
     os.utime(tmp_path / "data_batch_1.bin", (1, 1))
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, into, at: preadv(fd, [into[0][:1000]], at))

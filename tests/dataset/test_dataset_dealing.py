@@ -107,7 +107,7 @@ def test_the_shards_of_a_pass_are_a_permutation_of_all_rows():
 
 
 def test_draws_are_the_same_for_ever():
-    """Training that resumes from an older version's checkpoint in the middle of a pass must draw the same numbers."""
+    """Training that resumes from an older version's checkpoint must draw what the older version would have drawn."""
     assert draws.bits(0).tolist() == [16294208416658607535]  # SplitMix64's first output from seed 0
     assert draws.bits(5489, 1, 2, [3, 4]).tolist() == DRAWN
     assert draws.permutation(8, 5489, 0, 0).tolist() == PERMUTED
@@ -120,7 +120,7 @@ PERMUTED = [2, 4, 3, 0, 6, 1, 5, 7]
 def test_draws_are_even():
     drawn = draws.bits(1, np.arange(20_000))
     ones = (drawn[:, None] >> np.arange(64, dtype=np.uint64) & np.uint64(1)).mean(axis=0)
-    assert abs(ones - 0.5).max() < 0.02  # this bound and the next one allow 5 standard deviations or more
+    assert abs(ones - 0.5).max() < 0.02  # this bound and the next one are more than 5 standard deviations
     counts = np.bincount([draws.below(9, int(draw)) for draw in drawn], minlength=9)
     assert len(counts) == 9 and abs(counts / 20_000 - 1 / 9).max() < 0.012
     units = [draws.unit(int(draw)) for draw in drawn]

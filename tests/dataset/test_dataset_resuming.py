@@ -1,4 +1,4 @@
-"""Resuming a pass in the middle gives bit-identical data, and a sample is augmented in the same way on every rank."""
+"""Resuming in the middle of a pass gives bit-identical data. A sample is augmented alike whichever rank reads it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pipeline(folder: Path, shards: int = 2, shard: int = 1) -> ds.Dataset:
 
 
 def in_order(folder: Path) -> ds.Dataset:
-    """Return a source without random access."""
+    """Return a pipeline whose source has no random access."""
     rows = [(np.random.default_rng(i).integers(0, 256, (8, 8, 3), np.uint8), i) for i in range(22)]
     data = ds.GeneratorDataset(lambda: iter(rows), ["image", "label"])
     return data.map(vision.RandomCrop(8, 2), "image").shuffle(4).batch(4)

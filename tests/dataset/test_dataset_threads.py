@@ -117,7 +117,7 @@ def test_a_function_of_the_program_is_called_by_so_many_threads_as_its_step_allo
     data = ordered(40).map(alone).map(busy, num_parallel_workers=4)
     assert given_by(data) == list(range(40))
     assert busy.most > 1  # at least two threads were in `busy` at the same time
-    assert alone.most == 1 and alone.order == list(range(40))  # a single thread called `alone`
+    assert alone.most == 1 and alone.order == list(range(40))  # no two threads were in `alone` at the same time
     alone = Busy()
     assert given_by(ordered(24).map(alone).batch(2).batch(3, num_parallel_workers=4)) == [
         [[i, i + 1] for i in range(begin, begin + 6, 2)] for begin in range(0, 24, 6)

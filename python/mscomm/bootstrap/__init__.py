@@ -1,6 +1,6 @@
-"""Finds the job of this process, and the rank of this process in that job.
+"""Finds the launcher through which this process joins its job.
 
-There is one module per launcher. mscomm uses the first launcher that recognises the environment.
+There is one module per launcher. mscomm uses the first launcher in LAUNCHERS that recognises the environment.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ def _detected(env: Mapping[str, str]) -> Found | None:
 
 
 class Announced(NamedTuple):
-    """What the environment variables say about a process before it joins. A number that no variable gives is None."""
+    """What the environment variables say about a process before it joins.
+
+    `rank` or `size` is None if no variable gives it as a number.
+    """
 
     launcher: str
     rank: int | None

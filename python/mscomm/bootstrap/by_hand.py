@@ -1,4 +1,4 @@
-"""Joins the job that init(init_method=...) names: at tcp://host:port, or with the ranks of an MPI communicator.
+"""Joins the job that init(init_method=...) describes: its ranks meet at tcp://host:port or share an MPI communicator.
 
 A communicator is any object that has rank, size, Bcast and Allgather for plain buffers, as in mpi4py. This module does
 not import MPI.

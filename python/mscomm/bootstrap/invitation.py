@@ -19,7 +19,10 @@ _turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def turn(launcher: str) -> int:
-    """Return the number of earlier joins through this launcher. The number makes socket and key names unique."""
+    """Count a join through this launcher, and return how many joins came before it.
+
+    The number makes the names of sockets and keys unique.
+    """
     return next(_turns[launcher])
 
 

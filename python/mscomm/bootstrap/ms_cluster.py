@@ -85,7 +85,10 @@ def _require_own(worker_ip: str) -> None:
 
 
 def read(env: Mapping[str, str]) -> Settings:
-    """Read and check every variable. A ValueError names the variable, its value, and what is expected."""
+    """Read and check all MS_* variables.
+
+    If one of them is invalid, raise ValueError, which names the variable, its value, and what is expected.
+    """
     host = _required(env, "MS_SCHED_HOST", "the scheduler's address or host name, e.g. 127.0.0.1")
     port = _required(env, "MS_SCHED_PORT", "a port from 1 to 65535, the same for the scheduler and all workers")
     size = _required(env, "MS_WORKER_NUM", "the number of workers, 1 or more, the same in every process")
@@ -118,8 +121,8 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
         with _listening(settings, env, permit_plain):
             listener = stack.enter_context(rendezvous.bind(settings.host, settings.port))
             host, port = listener.getsockname()[:2]
-            # Several schedulers can bind the port until one of them listens, and each of them would write its key file.
-            # So also bind an abstract unix name, because only one process can bind it. Like the port, the name belongs
+            # Several schedulers can bind the port until one of them listens, and each of them would replace the key
+            # file. So also bind an abstract unix name, which only one process can bind. Like the port, the name belongs
             # to the network namespace. The kernel frees the name when the process ends.
             claim.bind(f"\0mscomm-sched-{host}-{port}")
         key, file = security.scheduler_key(env, host, port, permit_plain)

@@ -34,7 +34,7 @@ PLACE = (_NAMES.rank, _NAMES.size)
 _HELPER = os.path.join(os.path.dirname(__file__), "pmix_helper")
 _TIMED_OUT = 75  # the exit status of the helper if rank 0 stored nothing in time
 _ANSWER_MAX = 4096
-_connections: list[int] = []  # kept open until the next helper returns its connection; pmix_helper.cc says why
+_connections: list[int] = []  # the last helper's connection, open until the next one arrives; pmix_helper.cc says why
 
 
 def detect(env: Mapping[str, str]) -> bool:
@@ -82,7 +82,7 @@ def _run_helper(env: Mapping[str, str], what: str, key: str, text: str, deadline
                 f"{NAME}: mpirun did not answer within {deadline.seconds:g} s; is it stopped or overloaded?"
             ) from error
         theirs.close()
-        # not socket.recv_fds: it does not pass MSG_CMSG_CLOEXEC on to recvmsg
+        # Do not use socket.recv_fds, because it does not pass MSG_CMSG_CLOEXEC on to recvmsg.
         space = socket.CMSG_SPACE(array.array("i").itemsize)
         answer, ancillary, _, _ = ours.recvmsg(_ANSWER_MAX, space, socket.MSG_CMSG_CLOEXEC)
     connections = [fd for _, _, content in ancillary for fd in array.array("i", content)]

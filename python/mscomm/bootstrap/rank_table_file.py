@@ -111,7 +111,10 @@ def parse(content: bytes, path: str) -> Table:
 
 
 def _content(path: str) -> bytes:
-    """Return the content of a regular file, but at most LARGEST_BYTES + 1 bytes. Do not block on a FIFO."""
+    """Return the content of a regular file. Do not block on a FIFO.
+
+    Return at most LARGEST_BYTES + 1 bytes. The extra byte shows _document() that the file is too long.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -439,7 +442,10 @@ def _remarks(seats: list[Seat], version: str, unquoted: list[str]) -> list[Probl
 
 
 def unfit_for_910(seats: Sequence[Seat]) -> list[Problem]:
-    """Return why Atlas 910 servers cannot run these ranks. Devices 0 to 3 and 4 to 7 are on separate networks."""
+    """Return the reasons why Atlas 910 servers cannot run these ranks; none if they can.
+
+    In such a server, devices 0 to 3 and devices 4 to 7 are on separate networks.
+    """
     devices: dict[str, list[int]] = {}
     for seat in seats:
         devices.setdefault(seat.server, []).append(seat.device)

@@ -1,9 +1,9 @@
 """Lets the ranks meet at an address that each rank can compute. Rank 0 starts the hub there, and the others connect.
 
 The modules for launchers without a key-value store share this code. If all ranks are on one host, they meet at an
-abstract unix socket whose name is derived from the job. The key is in a file that only the current user can read. Ranks
-on several hosts meet at a TCP port of rank 0's host. Rank 0 has a list of a few ports and takes the first free one. The
-other ranks try the ports of this list in turn, and the hello tells them which port belongs to their job.
+abstract unix socket whose name is derived from the job. The job's key is then in a file that only the current user can
+read. Ranks on several hosts meet at a TCP port of rank 0's host. Rank 0 has a list of a few ports and takes the first
+free one. The other ranks try the ports of this list in turn, and the hello tells them which port belongs to their job.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ATTEMPT_S = 5.0  # the time limit of one attempt if there are several addresses
 _SAYS_WAITING_AFTER_S = 10.0
 _LAST_JOB_S = 5.0  # how long rank 0 retries if the address is taken; the hub of the previous job may still hold it
 _HIGH_PORTS = range(61440, 1 << 16)  # above Linux's ephemeral ports, 32768 to 60999
-_TELL_S = 2.0  # how long to try to reach the hub at a taken address, because that hub may not be listening yet
+_TELL_S = 2.0  # how long to keep trying to reach the hub at a taken address; that hub may not be listening yet
 _SILENCES = 3  # fail after this many connections that are closed without an answer; a previous job's hub may close one
 
 
@@ -80,7 +80,10 @@ def number(launcher: str, env: Mapping[str, str], name: str, low: int, high: int
 
 
 def ports_after(port: int, env: Mapping[str, str]) -> Sequence[int]:
-    """Return ports for the hub, as another program uses `port`: eight of MSCOMM_PORTS, or else eight next to `port`."""
+    """Return ports at which the hub can listen instead of `port`, which another program uses.
+
+    The ports are up to eight of MSCOMM_PORTS or, if that is not set, the eight ports next to `port`.
+    """
     if allowed := environment.read("MSCOMM_PORTS", env):
         return _eight_of(allowed, str(port))
     return range(port + 1, port + 9) if port + 8 < 1 << 16 else range(port - 8, port)
@@ -94,7 +97,7 @@ def meeting_ports(job: str, env: Mapping[str, str]) -> Sequence[int]:
 
 
 def _eight_of(ports: range, job: str) -> range:
-    """Return eight consecutive ports from the range; every rank of the job gets the same eight."""
+    """Return eight consecutive ports of the range, or all if it has fewer. All ranks of the job get the same ports."""
     place = int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "little") % max(1, len(ports) - 8)
     return ports[place : place + 8]
 
@@ -299,8 +302,9 @@ def contend(host: str, port: int, key: Callable[[Any], bytes], env: Mapping[str,
     """Find out which process has taken our hub's address. If it is another hub, tell it that our job wants the address.
 
     Return text about that process, for error messages. The other hub must know about our job, because ranks of both
-    jobs may have joined that hub, and the hub cannot tell the ranks apart. key: a function that takes the other hub's
-    address and returns that hub's key. The function is called only after the other hub has accepted our connection.
+    jobs may have joined that hub, and the hub cannot tell which rank belongs to which job. key: a function that takes
+    the other hub's address and returns that hub's key. The function is called only after the other hub has accepted our
+    connection.
     """
     import psutil
 
@@ -309,7 +313,7 @@ def contend(host: str, port: int, key: Callable[[Any], bytes], env: Mapping[str,
     deadline = Deadline(_TELL_S)
     words = {"t": "rival", "who": who, "seconds": max(0.0, time.time() - me.create_time())}
     # An error means that no hub listens, or that the hub refuses this process, as it will refuse our ranks. In both
-    # cases, tell the hub nothing.
+    # cases, our ranks cannot join that hub, so it need not know about our job.
     with contextlib.suppress(Error, OSError):
         sock, _ = reach([(host, port)], deadline, key, links.newcomer(env), "", "", purpose=LAUNCHER)
         with sock:

@@ -18,7 +18,7 @@ from mscomm.errors import BackendUnavailable
 
 NAME = "Slurm"
 PLACE = (("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
-_SPECIAL_STEPS = 0xFFFFFFF0  # srun's steps have lower ids; batch scripts and interactive shells have this id or above
+_SPECIAL_STEPS = 0xFFFFFFF0  # srun's steps have lower ids; those of batch scripts and interactive shells begin here
 
 
 def detect(env: Mapping[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""Joins by RANK, WORLD_SIZE and MASTER_ADDR if Kubeflow's PyTorchJob or a user's script, not torchrun, has set them."""
+"""Joins by RANK, WORLD_SIZE and MASTER_ADDR, as set by Kubeflow's PyTorchJob or the user's script, without torchrun."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def join(launcher: str, env: Mapping[str, str], deadline: Deadline, permit_plain
     port = number(launcher, env, "MASTER_PORT", 1, 65535) if env.get("MASTER_PORT") else DEFAULT_PORT
     one_agent = size == 1 or env.get("LOCAL_WORLD_SIZE") == str(size)
     life = f"{env.get('TORCHELASTIC_RUN_ID', '')} {turn(NAME)}"
-    if one_agent:  # with several agents, the restart count may differ between ranks
+    if one_agent:  # with several agents, leave out the restart count, because it may differ between ranks
         life += f" {env.get('TORCHELASTIC_RESTART_COUNT', '')}"
     ports = ports_after(port, env)
     advice = (

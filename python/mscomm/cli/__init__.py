@@ -24,7 +24,7 @@ COMMANDS = {
 
 
 class _Lazy(click.Group):
-    """Imports the module of a subcommand only when the subcommand is used. The module names it `command`."""
+    """Imports the module of a subcommand only when the subcommand is used. The subcommand is the module's `command`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

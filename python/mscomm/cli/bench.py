@@ -14,7 +14,7 @@ import click
 
 from mscomm import bootstrap
 
-# Only the functions that need mscomm.bench import it, because it imports NumPy. So `mscomm bench --help` starts faster.
+# Import mscomm.bench only in the functions that need it. It imports NumPy, which would slow down `mscomm bench --help`.
 
 _HELP = """Benchmark COLLECTIVE, which is one of: all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather,
 scatter, all_to_all, scan, exscan, send_recv, barrier.
@@ -131,7 +131,7 @@ def _check_files(json_file: Path | None, picture: Path | None) -> None:
 
 
 def check_peers(names: Iterable[str], prefixes: Mapping[str, Path]) -> None:
-    """Raise ClickException if a peer is not installed. prefixes: the name of an MPI peer -> its folder."""
+    """Raise ClickException if a peer is not installed. prefixes: the installation folders of MPI peers, by name."""
     from mscomm.bench.peers import PEERS, SINGLE, Missing
 
     for name in names:
@@ -150,7 +150,7 @@ def _start(ranks: int) -> int:
     launcher = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, errors="replace")
     assert launcher.stdout
     signal.signal(signal.SIGTERM, lambda number, frame: launcher.send_signal(number))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher gets Ctrl-C from the terminal too, and ends the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal also sends Ctrl-C to the launcher, which ends the ranks
     with launcher.stdout:
         for text in launcher.stdout:
             click.echo(text.removeprefix("[0] "), nl=False)

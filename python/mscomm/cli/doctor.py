@@ -195,7 +195,7 @@ def backends(env: Mapping[str, str], verbose: bool) -> Iterator[Finding]:
 
         for name in accelerators.NAMES:
             found = accelerator(name)
-            named = any(env.get(variable) for variable in _LIBRARIES[name])  # if so, show the library's error
+            named = any(env.get(variable) for variable in _LIBRARIES[name])  # the user chose a library: show its error
             if found.startswith("cannot open ") and not (verbose or named):
                 found = "not installed (mscomm doctor -v shows where mscomm looked)"
             yield Finding(name, found)
@@ -383,7 +383,7 @@ def vm_readv() -> str:
         return f"forbidden ({os.strerror(ctypes.get_errno())}): private arrays are copied twice"
     try:
         scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
-    except OSError:  # the kernel has no such restriction
+    except OSError:  # without Yama, the kernel has no such restriction
         scope = "0"
     if scope == "3" or (scope in ("1", "2") and os.geteuid() != 0):
         return f"not between ranks (ptrace_scope {scope}): private arrays are copied twice"

@@ -189,7 +189,7 @@ def _write(path: Path, text: str, force: bool) -> None:
 def check_command(files: tuple[str, ...], product: str | None) -> None:
     """Show the ranks of each table, or everything that is wrong with it. The exit status is 1 if anything is wrong.
 
-    What HCCL would refuse but the CPU core of mscomm accepts is only a warning.
+    Without --product, what HCCL would refuse but the CPU core of mscomm accepts is only a warning.
     """
     from rich.console import Console
 

@@ -98,7 +98,10 @@ def _host(text: str, where: str) -> tuple[str, int | None]:
 
 
 def shares(hosts: Sequence[tuple[str, int | None]], each: int | None) -> list[Share]:
-    """Return the ranks of each host, in the order of the list. each: the value of -n, for hosts without a number."""
+    """Return the ranks of each host, in the order of the list.
+
+    each: the value of -n, the number of ranks on a host for which the list gives no number.
+    """
     slots: dict[str, int] = {}
     for name, number in hosts:
         if number is None and each is None:
@@ -124,7 +127,7 @@ def _is_here(name: str) -> bool:
     try:
         rendezvous.bind(name, 0).close()
         return True
-    except OSError:  # another host has the address, or the name is unknown; ssh will report that
+    except OSError:  # another host has the address, or the name is unknown; ssh will report an unknown name
         return False
 
 

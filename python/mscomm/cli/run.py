@@ -279,9 +279,9 @@ def _per_node(text: str | None) -> int | None:
 
 
 def _nnodes(text: str | None) -> int | None:
-    """Return the number of hosts. Refuse a job that grows and shrinks.
+    """Return the number of hosts. Refuse a range such as 1:4, because the number of hosts is fixed for a job.
 
-    torchrun also accepts MIN:MAX. This function accepts 2:2, and refuses 1:4.
+    torchrun accepts any MIN:MAX. This function accepts MIN:MAX only if both numbers are the same.
     """
     if text is None:
         return None

@@ -76,7 +76,7 @@ def command() -> None:
 @_DIR
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="The number of calls to list.")
 def show(folder: Path, top: int) -> None:
-    """Print the end of the job, and the calls that waited longest."""
+    """Print how the job ended, and the calls in which ranks waited longest."""
     for line in report(_records(folder), top):
         click.echo(line)
 
@@ -223,10 +223,10 @@ def _end(records: list[Record]) -> Iterator[str]:
 def lateness(records: list[Record]) -> list[Late]:
     """Return, for each call, the rank that arrived last.
 
-    Leave out a call if only one record contains it, or if any rank that has a record did not reach it.
+    Leave out a call if only one record contains it, or if a rank that has a record of the group did not reach it.
     """
     arrivals: dict[tuple[str, int], list[tuple[float, int, RecordedCall]]] = defaultdict(list)
-    reached: dict[str, int] = {}  # for each group, the highest call number that all ranks with a record have reached
+    reached: dict[str, int] = {}  # for each group, the highest call number that all ranks with a record of it reached
     for record in records:
         for group, number in {call.group: call.number for call in record.calls}.items():
             reached[group] = min(reached.get(group, number), number)

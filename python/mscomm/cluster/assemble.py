@@ -119,7 +119,7 @@ def heap_bytes(ranks: int) -> int:
 
 
 def chosen(layout: _core.Layout) -> dict[str, str]:
-    """Return the algorithms of each collective as text: "direct", or "tree or ring" if large arrays use ring."""
+    """Return each collective's algorithms as text, such as "direct", or "tree or ring" if large arrays use ring."""
     sizes = [2**power for power in range(_LARGEST_POWER + 1)]
     return {
         what: " or ".join(dict.fromkeys(layout.chosen(number, size) for size in sizes))
@@ -190,7 +190,7 @@ class Epoch:
         all_came: Callable[[], None],
         forced: list[str],
     ) -> Founded:
-        """Set up the group of `ranks`, which include this rank. Each of these ranks must call this.
+        """Set up the group of `ranks`, which include this rank. Each of these ranks must call found().
 
         group: the group id at the hub. all_came: a function that is called when all ranks have met. After that, no
         other group may use this id. forced: see forced_algorithms.
@@ -278,8 +278,8 @@ class Epoch:
         if at_home:
             return links.unix_listener(128)
         assert self.member
-        # If the backlog is full, the kernel does not answer, and a rank that tries to connect reports us as lost after
-        # MS_NODE_TIMEOUT. The kernel limits the backlog to net.core.somaxconn.
+        # Let the backlog hold all ranks. If it were full, the kernel would not answer, and a rank that tries to connect
+        # would report us as lost after MS_NODE_TIMEOUT. The kernel limits the backlog to net.core.somaxconn.
         return links.listen(self.member.address(), max(128, self.size), os.environ)
 
     def _connect(

@@ -1,4 +1,4 @@
-"""Deadlines. A call that waits creates a deadline when it begins, and passes it on to every wait inside the call."""
+"""Deadlines. An operation creates its deadline when it begins, and passes it to everything inside that may wait."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Deadline:
         return min(max(0.0, self.at - time.monotonic()), 3600.0)
 
     def rest(self) -> float:
-        """Return the seconds until the deadline passes, which may be `inf`. As a timeout, use left() instead."""
+        """Return the seconds until the deadline passes, which may be `inf`. For a system call, use left() instead."""
         return max(0.0, self.at - time.monotonic())
 
     def within(self, seconds: float) -> Deadline:

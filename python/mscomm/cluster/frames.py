@@ -16,8 +16,8 @@ from mscomm.errors import Error
 FROM_MEMBER_BYTES = 64 << 10
 FROM_HUB_BYTES = 16 << 20
 
-# A rank that asks the hub which ranks are missing names its wait by a key: JOIN until all ranks have joined, READY
-# until all ranks are ready, and otherwise the key of the meeting or of the call of rejoin().
+# A rank that asks the hub which ranks are missing sends a key that says what it waits for: JOIN (all ranks to join),
+# READY (all ranks to be ready), or else the key of its meeting or of its rejoin().
 JOIN, READY = "join", "ready"
 
 Frame = dict[str, Any]

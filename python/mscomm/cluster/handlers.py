@@ -15,8 +15,8 @@ Handlers = Mapping[str, Callable[[Any, Any, Frame], None]]
 def handlers(of: type) -> Handlers:
     """Return, for each kind of control frame, a function that calls the method of this class for this kind.
 
-    The method's name is `_on_` followed by the kind. Its parameters after the link are the fields of the frame, and
-    their annotations are the types of the fields.
+    The method's name is `_on_` followed by the kind, with underscores for spaces. The method's parameters after the
+    link are the fields of the frame, and their annotations are the types of the fields.
     """
     prefix = "_on_"
     found = {name: method for name, method in vars(of).items() if name.startswith(prefix)}

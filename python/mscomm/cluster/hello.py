@@ -20,7 +20,7 @@ MAGIC = b"MSCM"
 WIRE = 1
 CONTROL, MEMORY, DATA, MESSAGES, LAUNCHER = 1, 2, 3, 4, 5
 OF_THE_HUB = (CONTROL, LAUNCHER)  # links to the hub; a process opens them before it has joined the job
-HELLO_S = 5.0  # a hello that takes longer is abandoned
+HELLO_S = 5.0  # an acceptor abandons a hello that takes longer; so does a connector on a TCP link to the hub
 
 _OPENING = struct.Struct("<4sHBB32s")  # messages 1 and 2: magic, wire version, purpose (in 1) or status (2), 0, nonce
 _IDENTITY = struct.Struct("<16s16siIQ")  # message 3: job, package version, rank, epoch, 0

@@ -49,16 +49,16 @@ class _Group:
         self.judge = judge
         self.announced: Error | None = None  # the verdict that was sent to the group
         self.closed: set[int] = set()
-        self.rejoining: set[int] = set()  # the ranks in `closed` that left because the world had failed
+        self.rejoining: set[int] = set()  # the ranks in `closed` that destroyed the group after the world had failed
 
 
 class Hub:
     """The hub of one job of `size` ranks. Pass it sockets with listen() or adopt(), then call serve() in a thread.
 
     `ranks_known`: each process says which rank it is; otherwise the hub assigns ranks (plan.assign_ranks). `watched`: a
-    launcher calls process_ended() for each rank. `restarts`: lost ranks may be restarted; when a process has ended, its
-    launcher says whether it restarts the rank. `named`: the job id, which every hello must contain (links.job_of).
-    `log`: a function that writes a short line to the log; it must not raise an error.
+    launcher calls process_ended() for each rank. `restarts`: lost ranks may be restarted; if a launcher reports the end
+    of a process, it also says whether it restarts the rank. `named`: the job id, which every hello must contain
+    (links.job_of). `log`: a function that writes a short line to the log; it must not raise an error.
 
     `nodes` and `layout`: see Launchers. `tell`: a function that writes a line for a user who is waiting.
     """
@@ -89,10 +89,11 @@ class Hub:
         self._log = log or (lambda text: None)
         tell = tell or (lambda text: None)
         self._listening = False
-        self._absent: dict[int, str] = {}  # ranks that were lost before any rank had joined: how each was lost
+        self._absent: dict[int, str] = {}  # for each rank that was lost before any rank had joined, how it was lost
         self._starter_gone = False
-        self._ended_well: set[int] = set()  # ranks that ended with status 0; ranks that had joined also sent a bye
-        self._ended_badly: dict[int, str] = {}  # ranks that failed and are not restarted: how each process ended
+        # Ranks that ended with status 0, after a bye if they had joined. If a rank's launcher is gone, a bye is enough.
+        self._ended_well: set[int] = set()
+        self._ended_badly: dict[int, str] = {}  # for each rank that failed and is not restarted, how its process ended
         self._started_again: set[int] = set()  # ranks that were lost in this epoch and are restarted
         self.state = State()  # any thread may read this
         self._stopped_here: Sequence[int] = ()
@@ -101,7 +102,7 @@ class Hub:
         self._welcomed = False
         self._ready: set[int] = set()
         self._never_began: str | None = None
-        self._contested_until = 0.0  # if two jobs use one port, processes that join before this time are refused
+        self._contested_until = 0.0  # if two jobs use one port, the hub serves until this time, to refuse newcomers
         self._groups: dict[str, _Group] = {}
         self._world = self._open_group(world_id(0), range(size))
         self._meetings = Meetings(self._roster.gone, self._roster.name, lambda: self._world.judge)
@@ -156,7 +157,10 @@ class Hub:
         self._order(lambda: self._process_ended(rank, how, badly, again))
 
     def stopped_here(self, ranks: Sequence[int]) -> None:
-        """Tell the hub which ranks are left on this host, if all of them are stopped. Any thread may call this."""
+        """Tell the hub which ranks are left on this host if all of them are stopped. Any thread may call this.
+
+        If one of them runs, `ranks` is empty.
+        """
         if ranks != self._stopped_here:
             self._stopped_here = ranks
             self._wake()
@@ -212,7 +216,8 @@ class Hub:
             return True
         if time.monotonic() < self._contested_until:
             return False
-        if self._watched and self._restarts:  # a rank can fail after its bye and then be restarted
+        # Wait for the end of each process, not for byes, because a rank can fail after its bye and be restarted.
+        if self._watched and self._restarts:
             return len(self._ended_well) + len(self._ended_badly) == self._roster.size or self._never_began is not None
         if any(link.joined or link.adopted for link in self._board.lines):
             return False
@@ -327,7 +332,7 @@ class Hub:
                 self._board.drop(link)
             else:
                 self._refuse(link, f"the job is over: {self._outcome().text}")
-        self.state = State(self.over)  # the launchers on other hosts are told "end" instead
+        self.state = State(self.over)  # not announced, because dismiss() tells the launchers on other hosts "end"
         self._launchers.dismiss()
         self._selector.close()
         self._wake_r.close()
@@ -368,7 +373,7 @@ class Hub:
         for group in self._groups_of(rank):
             group.judge.process_ended(rank, how, badly, time.monotonic())
         for link in links:
-            self._board.end(link, "")  # the socket may stay open, because a child of the rank may hold it
+            self._board.end(link, "")  # now, because a child of the rank may hold the socket open
         if member is None and not again and not self._restarts and not self._welcomed:
             self._lost(rank, f"rank {rank}", "ended before it joined")
         if self._restarts:
@@ -562,7 +567,7 @@ class Hub:
         self._answer(self._meetings.look())  # other ranks may be waiting for this rank in a meeting
 
     def _on_unrejoin(self, link: Link, seconds: float) -> None:
-        """A rank's wait for the next epoch has timed out. Do nothing if that epoch has begun in the meantime."""
+        """A rank stops waiting for the next epoch, at its timeout or by a signal. Do nothing if the epoch has begun."""
         if not link.waits:
             return
         _, absent = self._rejoining()

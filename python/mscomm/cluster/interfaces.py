@@ -87,7 +87,7 @@ def name_of(address: str) -> str | None:
 def dial_address(published: str, own: str = "", env: Mapping[str, str] = os.environ) -> str:
     """Return the address that another host published, in a form to which this host can connect.
 
-    Raise ValueError if `published` is not an address. A link-local address needs a scope. This scope is an interface of
+    Raise ValueError if `published` is not an address. A link-local IPv6 address needs a scope, which is an interface of
     this host, not of the other host. If `own` has a scope, use this scope. Otherwise, use the interface that one of
     VARIABLES chooses or, if none is set, the only interface with a link-local address.
     """
@@ -143,7 +143,7 @@ def _matching(env: Mapping[str, str], variables: Iterable[str], own: str) -> lis
     rules = list(_rules(variable, environment.read(variable, env), {interface.name for interface in here}))
     excluding = [rule for rule in rules if rule.excludes]
     left = [interface for interface in here if not any(rule.matches(interface) for rule in excluding)]
-    if len(excluding) == len(rules):  # there are only exclusions, so all other interfaces match, except loopback
+    if len(excluding) == len(rules):  # only exclusions: all other interfaces match, but loopback only if it is `own`
         rules = [_Rule(False, lambda interface: not interface.loopback or interface.address == own)]
     for rule in rules:
         matching = [interface for interface in left if not rule.excludes and rule.matches(interface)]

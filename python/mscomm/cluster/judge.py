@@ -15,7 +15,7 @@ BELIEVED_AFTER_S = 0.2  # how long the judge waits for a report from the rank th
 ANSWERS_WITHIN_S = 0.3  # after a timeout: how long the ranks may take to answer "where are you"
 REASON_WITHIN_S = 0.5  # how long the launcher may take to say how a process ended
 RESTARTED_WITHIN_S = 0.1  # replaces REASON_WITHIN_S if ranks are restarted, because survivors wait for the verdict
-ASKED_EVERY_S = 1.0  # the minimum time between two comparisons of the calls; every stuck rank asks for a comparison
+ASKED_EVERY_S = 1.0  # the minimum time between two comparisons of one call; every rank that is stuck in it asks for one
 _CALLS_KEPT = 16
 
 
@@ -50,9 +50,9 @@ class Judge:
         self._watched = watched
         self._reason_s = RESTARTED_WITHIN_S if restarts else REASON_WITHIN_S
         self._spoke: set[int] = set()
-        self._left: dict[int, int] = {}  # for each rank that has left: the number of its final call
+        self._left: dict[int, int] = {}  # for each rank that has left, the number of its final call
         self._destroyed: set[int] = set()  # the ranks in _left that left only the group, not the job
-        self._ends: dict[int, str] = {}  # by rank: how its process ended, according to the launcher
+        self._ends: dict[int, str] = {}  # for each rank whose process has ended, how it ended, as the launcher says
         # For each lost rank: how it was lost, and until when the judge waits for the launcher to say how the rank's
         # process ended.
         self._gone: dict[int, tuple[str, float]] = {}
@@ -61,8 +61,8 @@ class Judge:
         # the call, the time to stop waiting for answers, and the ranks that have not answered yet.
         self._question: tuple[Error, int, float, set[int]] | None = None
         self._progress: dict[int, Progress] = {}
-        self._asked_at: dict[int, float] = {}  # by call number: when the ranks were last asked about that call
-        self._calls: dict[int, dict[int, str]] = {}  # by call number, for a few calls: each rank's call
+        self._asked_at: dict[int, float] = {}  # the call number that was compared last, and when the ranks were asked
+        self._calls: dict[int, dict[int, str]] = {}  # for a few call numbers, the call that each rank made
 
     # -- events that the hub reports
 
@@ -104,7 +104,10 @@ class Judge:
         self.called(rank, number, call, now)
 
     def called(self, rank: int, number: int, call: str, now: float) -> None:
-        """Record what a rank says about its call with this number. call: "" if the rank does not know that call."""
+        """Record what a rank says about its call with this number.
+
+        call: "" if the rank has not made that call, or made it too long ago.
+        """
         if not call or self.verdict:
             return
         calls = self._calls.setdefault(number, {})

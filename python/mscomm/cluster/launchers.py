@@ -47,10 +47,10 @@ class Launchers:
     `nodes`: maps the name of each other host, as shown in messages, to the ranks of the host. `layout`: the options
     that determine each launcher's ranks, as text; the options must be the same on all hosts.
 
-    The hub passes these functions. `process_ended(rank, how, badly, again)`: a launcher says how a rank's process ended
-    and whether it restarts the rank. `lost(ranks, why)`: a launcher no longer starts or restarts these ranks.
-    `contested(who, seconds)`: a process that was started `seconds` ago wanted to serve another job at the hub's port.
-    `log` writes a line to the log, and `tell` writes a line for the user.
+    The hub passes these functions. Three of them handle an event. `process_ended(rank, how, badly, again)`: a launcher
+    says how a rank's process ended and whether it restarts the rank. `lost(ranks, why)`: a launcher no longer starts or
+    restarts these ranks. `contested(who, seconds)`: a process that was started `seconds` ago wanted to serve another
+    job at the hub's port. `log` writes a line to the log, and `tell` writes a line for the user.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Launchers:
         return [(name, ranks) for name, ranks in self._nodes.items() if ranks[0] not in self.attended]
 
     def stopped(self) -> set[int]:
-        """Return the ranks of other hosts on which no other rank is left, and all that are left are stopped."""
+        """Return the ranks that are left on other hosts, for each host on which all of them are stopped."""
         return {rank for launcher in self._board.lines for rank in launcher.stopped}
 
     def dismiss(self) -> None:

@@ -83,7 +83,10 @@ def node_timeout_s() -> float:
 
 
 def tune(sock: socket.socket) -> None:
-    """Make a TCP socket send small messages at once. An idle link fails if the peer is silent for MS_NODE_TIMEOUT."""
+    """Make a TCP socket send small messages at once, and fail if the other host is silent on an idle link.
+
+    The limit for the silence is MS_NODE_TIMEOUT.
+    """
     if not _is_tcp(sock):
         return
     silence_s = node_timeout_s()
@@ -252,8 +255,8 @@ class Door:
         self._on_shortage = on_shortage
         self._complaints: set[str] = set()  # the kinds of problems that have been logged, each only once
         self._listeners: list[socket.socket] = []
-        self._paused: dict[socket.socket, float] = {}  # by paused listener: when to accept again
-        # by connection, oldest first: its hello, and when to drop the connection
+        self._paused: dict[socket.socket, float] = {}  # for each paused listener, when to accept again
+        # For each connection, oldest first: its hello, and when to drop the connection.
         self._half_open: dict[socket.socket, tuple[Hello, float]] = {}
 
     def listen(self, listener: socket.socket) -> None:
@@ -332,7 +335,7 @@ class Door:
         try:
             received = sock.recv(hello.needs)
             if not received:
-                if hello.heard:  # the peer has received our proof that we know the key
+                if hello.heard:  # the peer has received our proof that we know the key, and rejects it
                     self._drop(sock, "it closed after our side of the hello: it has another key", unproven=True)
                 else:
                     self._drop(sock, "it closed during the hello")
@@ -380,7 +383,7 @@ def accept_all(
     log: Callable[[str], None] | None = None,
     check: Callable[[], None] | None = None,
 ) -> dict[int, socket.socket]:
-    """Accept one connection from each wanted rank. Return them by rank, authenticated, as blocking sockets.
+    """Accept one connection from each wanted rank. Return a blocking, authenticated socket for each rank.
 
     At the deadline, raise CollectiveTimeout, which names the missing ranks. If the host has run short of descriptors or
     memory during the wait, raise OSError instead. If this process has no descriptors left, raise OSError at once.

@@ -58,7 +58,7 @@ class Meetings:
         self._name = name
         self._judge = judge
         self._open: dict[str, _Meeting] = {}
-        self._shrunk: list[list[int]] = []  # by meeting of survivors: the ranks that met; removed when one is lost
+        self._shrunk: list[list[int]] = []  # for each meeting of survivors, the ranks that met, until one is lost
 
     def come(self, rank: int, key: str, name: str, ranks: list[int], facts: Frame, survivors: bool) -> Iterable[Answer]:
         """Handle the arrival of a rank at the meeting. survivors: the meeting does not wait for lost ranks."""

@@ -92,14 +92,14 @@ class Member:
         self._go = -1  # the latest epoch in which all ranks became ready
         self._rejoins = 0
         self._met: dict[str, Met | Error] = {}
-        self._missing: dict[str, Missing] = {}  # by the key of a wait: the hub's latest answer
+        self._missing: dict[str, Missing] = {}  # for the key of each wait, the hub's latest answer
         self._attending: list[str] = []  # the names of the meetings in which this rank waits
         self._refused: str | None = None  # the key of the latest meeting that the hub refused
         self._failure: Error | None = None  # a failure of the whole link: the hub has refused us or is gone
-        self._verdicts: dict[str, Error] = {}  # by group; "": for all groups of this epoch, even those created later
+        self._verdicts: dict[str, Error] = {}  # for each group; "": all groups of this epoch, even later ones
         self._ended: str | None = None  # why the link has ended; None if it has not
         self._departed: list[int] = []
-        self._closed: dict[str, list[int]] = {}  # by group in set-up: the ranks that have already destroyed it
+        self._closed: dict[str, list[int]] = {}  # for each group in set-up, the ranks that have destroyed it
         self._leaving = False
         self._hub_is_lost = False  # the hub ended or fell silent before this rank left
         self._forked = False
@@ -542,7 +542,8 @@ class Member:
             if failure:
                 raise failure.again()
             missing = Missing()
-            if not deadline.passed or key in (JOIN, READY):  # at the deadline of a meeting, meet() asks the hub instead
+            # At the deadline of a meeting or of rejoin(), the caller asks the hub instead.
+            if not deadline.passed or key in (JOIN, READY):
                 missing = self._ask_for_missing(key, over) if key else missing
             with self._news:
                 if over():

@@ -26,7 +26,7 @@ class MessageLinks:
         self._core = core
         self._group = group
         self._ranks = ranks
-        self._dialling = [threading.Lock() for _ in ranks]  # by peer: held while the link to the peer is set up
+        self._dialling = [threading.Lock() for _ in ranks]  # for each peer, held while the link to it is set up
         self.linked = {ranks.index(epoch.rank)}  # peers with an outgoing link, and this rank itself, which needs none
 
     def reach(self, peer: int, what: str, deadline: Deadline) -> None:

@@ -89,7 +89,7 @@ class Roster:
         return f"{link} has left the job" if link.left else f"{link} ended without release"
 
     def known(self, ranks: list[Any]) -> list[int]:
-        """Return those of these values, which came in a control frame, that are ranks of the job."""
+        """Return the values that are ranks of the job. ranks: values from a control frame, which may be invalid."""
         return [rank for rank in ranks if isinstance(rank, int) and 0 <= rank < self.size]
 
     def at(self, number: int) -> Link | None:
@@ -148,7 +148,7 @@ class Roster:
         return str(self.at(number) or f"rank {number}")
 
     def missing(self) -> str:
-        """Return the ranks that have not joined, as text: their numbers or, if these are unknown, how many they are."""
+        """Return, as text, the ranks that have not joined: their numbers or, if unknown, how many are missing."""
         ranks = self._numbers()
         if len(ranks) < len(self._members):
             return f"{self.size - len(self._members)} more {self.plural}"
@@ -162,7 +162,7 @@ class Roster:
         return [int(link.node_id) for link in self._members if link.node_id and is_number(link.node_id)]
 
     def too_few(self, timeout_s: float) -> str:
-        """Return the message that says which members did not join in time."""
+        """Return the message that says which ranks did not join in time."""
         came = len(self._members)
         text = f"only {came} of {self.size} {self.plural} joined within {timeout_s:g} s (MS_TOPO_TIMEOUT)"
         if len(self._numbers()) < came:

@@ -31,7 +31,7 @@ def is_loopback(host: str) -> bool:
 
 
 def scheduler_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool) -> tuple[bytes, KeyFile | None]:
-    """Return the scheduler's key for the numeric address, and the key file, if any.
+    """Return the key of a scheduler at the numeric address, and the key file if this function has written one.
 
     The caller must remove the key file when the job has ended.
     """
@@ -44,7 +44,7 @@ def scheduler_key(env: Mapping[str, str], host: str, port: int, permit_plain: bo
 
 
 def worker_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool) -> bytes:
-    """Return a worker's key for the scheduler at the numeric address.
+    """Return the key for connecting to the scheduler at the numeric address.
 
     Call this after connecting. The key file then exists, because the scheduler writes it before it listens.
     """
@@ -142,8 +142,8 @@ _ALONE_WITHIN_S = 2.0
 class KeyFile:
     """A new key in a file that only the current user can read, in a folder that only the current user can enter.
 
-    The process holds a lock (flock) on the file until it removes the file or ends, so remove_stale() can tell that the
-    process has been killed.
+    The process holds a lock (flock) on the file until it removes the file or ends. A file that is not locked therefore
+    belongs to a process that was killed, and remove_stale() removes it.
     """
 
     def __init__(self, path: str) -> None:

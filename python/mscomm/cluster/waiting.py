@@ -26,7 +26,7 @@ class WaitNotices:
         self.due: float | None = None  # when look() has something to say; None if it has nothing to say
 
     def begin(self) -> None:
-        """Begin to wait. Without this, the user hears only about refused connections."""
+        """Begin to wait. Until this is called, the user is told only about connections with a wrong key."""
         self.due = time.monotonic() + _TELL_AFTER_S
 
     def end(self) -> None:
@@ -48,7 +48,10 @@ class WaitNotices:
         self._turned_away = ""
 
     def turned_away(self, address: str, why: str, unproven: bool) -> None:
-        """Note a refused connection. unproven: tell the user at once, because the peer has another key."""
+        """Note a refused connection. unproven: the peer has another key, so tell the user without waiting for look().
+
+        Tell the user about such peers at most once in _UNPROVEN_EVERY_S.
+        """
         self._turned_away = f"a connection from {address} was turned away: {why}"
         if not unproven:
             return

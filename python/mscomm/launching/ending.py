@@ -41,8 +41,8 @@ def signal_name(number: int) -> str:
 def failed(first: End, others: Sequence[End], words: Mapping[int, LastWords], verdict: Error | None, here: str) -> str:
     """Return the message about a failed job.
 
-    first: the rank that failed first. others: the other ranks that failed. words: by rank, the exception that ended
-    the rank, if it is known. here: " on this host" if the job has several hosts, otherwise "".
+    first: the rank that failed first. others: the other ranks that failed. words: for each rank, the exception that
+    ended it, if that is known. here: " on this host" if the job has several hosts, otherwise "".
     """
     said = words.get(first.rank)
     # The verdict is the cause if the first rank raised it, or ended without an exception. Otherwise, the exception that

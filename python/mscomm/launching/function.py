@@ -202,7 +202,7 @@ def _outcome(rank: int, file: int, begin: int) -> _Outcome | None:
     with open(os.dup(file), "rb") as memory:
         memory.seek(begin)
         try:
-            outcome = pickle.load(memory)  # noqa: S301 - our own child's
+            outcome = pickle.load(memory)  # noqa: S301 - our own child wrote it
         except (EOFError, pickle.UnpicklingError):
             return None
         except Exception as error:

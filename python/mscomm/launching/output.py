@@ -151,7 +151,10 @@ class Stream:
     """Passes on one rank's stdout or stderr to ours."""
 
     def __init__(self, pipe: IO[bytes], rank: int, output: Output, log: Log | None, hold: Hold, prompts: bool) -> None:
-        """hold: takes the next lines, and returns the lines to show now. prompts: show unfinished lines as prompts."""
+        """hold: a function that takes the next lines, and returns the lines to show now.
+
+        prompts: show unfinished lines as prompts.
+        """
         os.set_blocking(pipe.fileno(), False)
         self.pipe = pipe
         self.output = output

@@ -1,7 +1,7 @@
 """A launcher's part in its job: the whole job, the part of node 0, or the part of another node.
 
 On one host, each rank inherits its control link. If the job has several hosts, node 0 serves the hub at a TCP port, to
-which all ranks connect. Each rank inherits a descriptor from which it reads the key.
+which all ranks connect. Each rank then inherits only a descriptor from which it reads the key.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Part(Protocol):
     The defaults of serve(), streams(), forward() and needed() are for a launcher that starts no other launchers.
 
     `size`: the number of ranks in the job. `first`: the first rank of this host. `look_s`: the seconds between two
-    calls of over(), or None.
+    calls of over(); None if the job has only this host.
     """
 
     size: int
@@ -60,7 +60,7 @@ class Part(Protocol):
         return
 
     def streams(self, stdout: Output, stderr: Output) -> list[Stream]:
-        """Return the output streams of the launchers on other hosts that this launcher started."""
+        """Return the output streams of the launchers that this launcher started on other hosts."""
         return []
 
     def forward(self, number: int) -> None:

@@ -35,7 +35,7 @@ FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 PIPE_CLOSED = 128 + signal.SIGPIPE  # our exit status when nobody reads our output any more
 _LOOK_S = 0.05  # how often to look for ranks that ended, if this process cannot handle SIGCHLD
 _NOBODY_READ = f"nobody read {{}} for {STALLED_S:g} s"
-KILL_AT_SIGNAL = 3  # this signal and all later ones, for example the third Ctrl-C, kill the ranks at once
+KILL_AT_SIGNAL = 3  # the signal with this number and all later ones, such as a third Ctrl-C, kill the ranks at once
 
 
 _PR_SET_PDEATHSIG = 1
@@ -47,8 +47,8 @@ class Launch:
     """One run of `command` as `size` ranks on this host. In the main thread, run() also handles signals.
 
     max_restarts: the maximum number of restarts, in total for all ranks. stdin_rank: the local rank that inherits our
-    stdin. call_fds: by local rank, a descriptor that the rank inherits; its number is appended to the rank's command.
-    timeout_s: the time after which the ranks are terminated.
+    stdin. call_fds: for each local rank, a descriptor that the rank inherits, and whose number is appended to the
+    rank's command. timeout_s: the time after which the ranks are terminated.
     """
 
     command: Sequence[str]
@@ -62,13 +62,13 @@ class Launch:
     timeout_s: float = float("inf")
 
     def __post_init__(self) -> None:
-        self._logs: dict[str, Log] = {}  # by the name of the file
+        self._logs: dict[str, Log] = {}  # the log for each file name
         self._started = time.monotonic()
-        # By local rank. A process is reaped only at the end, or when its rank is restarted. Until then, the pid of the
-        # process is not reused.
+        # The process of each local rank. It is reaped only at the end, or when its rank is restarted. Until then, its
+        # pid is not reused.
         self._processes: list[subprocess.Popen[bytes]] = []
         self._restarts: list[int] = []  # the local rank of each restart, in order
-        self._ends: dict[int, End] = {}  # by local rank
+        self._ends: dict[int, End] = {}  # how each local rank ended, if it has ended
         self._until = self._started + self.timeout_s
         self.late: list[int] = []  # ranks that were ended at the timeout
         # Since when all remaining ranks of the job are stopped, in time.monotonic() seconds.
@@ -79,7 +79,7 @@ class Launch:
         self._must_end = False  # whether something other than a failure ends the ranks
         self._ending = False
         self._steps: list[tuple[float, signal.Signals]] = []  # when to send which signal to the running ranks
-        self._sent_s = float("inf")  # when we first sent a signal; ranks that end later may end because of it
+        self._sent_s = float("inf")  # seconds from the start to our first signal; ranks may end later because of it
         self._look_s = self.part.look_s
         self._selector = selectors.DefaultSelector()
         self._streams = Streams(self._selector)
@@ -377,7 +377,7 @@ class Launch:
         return min(failed, key=lambda end: self._order(end, named), default=None)
 
     def _words(self) -> dict[int, LastWords]:
-        """Return, by rank, the exception that ended the rank. Omit ranks that ended in another way."""
+        """Return, for each rank that an exception ended, this exception."""
         by_exception = [end for end in self._ends.values() if end.code in (PYTHONS_STATUS, -signal.SIGINT)]
         found = {end.rank: self._tracebacks.of(end.rank, self._started + end.after_s) for end in by_exception}
         return {rank: words for rank, words in found.items() if words}

@@ -55,9 +55,9 @@ class Tracebacks:
     def __init__(self, output: Output, full: bool) -> None:
         self._output = output
         self._full = full
-        self._held: dict[int, list[bytes]] = {}  # by rank: the held lines; the rank with the oldest line comes first
-        self._began_s: dict[int, float] = {}  # by rank: the time.monotonic() of its first held line
-        self._last: dict[int, LastWords] = {}  # by rank: the exception in its latest traceback
+        self._held: dict[int, list[bytes]] = {}  # each rank's held lines; the rank with the oldest line comes first
+        self._began_s: dict[int, float] = {}  # for each rank, the time.monotonic() of its first held line
+        self._last: dict[int, LastWords] = {}  # for each rank, the exception in its latest traceback
         self.due = float("inf")  # when to show the held lines, unless the ranks are being ended after a failure
         self._interrupted = False  # whether Ctrl-C was received; if so, the tracebacks that it causes are left out
 

@@ -36,8 +36,8 @@ def why_not(group: Group, dtype: np.dtype[Any], compression: str | None, model: 
         return why
     if on_wire != dtype and not has_kernel(group, dtype, on_wire) and not hasattr(arrays.namespace, on_wire.name):
         return (
-            f"{type(model).__name__} has no {on_wire.name}, and mscomm no kernels that make one of {dtype} (see mscomm"
-            " doctor); use another compression"
+            f"{type(model).__name__} has no {on_wire.name}, and mscomm has no kernels that make one of {dtype} (see "
+            "mscomm doctor); use another compression"
         )
     return ""
 
