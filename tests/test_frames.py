@@ -1,4 +1,4 @@
-"""Control frames: each message arrives whole, even if its bytes arrive in pieces, and invalid data is refused."""
+"""Control frames: each frame arrives whole, even if its bytes arrive in pieces, and invalid data is refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_deep_nesting_and_extensions_are_errors():
 
 def test_a_frame_needs_little_memory_so_that_a_rank_can_still_say_that_memory_ran_out():
     frame = {"t": "failed", "text": "MemoryError"}
-    encode(frame, 1000)  # the first frame of a thread allocates the packer
+    encode(frame, 1000)  # allocates this thread's packer, which must not count below
     tracemalloc.start()
     encode(frame, 1000)
     _, most = tracemalloc.get_traced_memory()

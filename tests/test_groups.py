@@ -145,7 +145,7 @@ def test_groups_that_all_ranks_make_and_use_never_give_another_groups_sum(rank, 
     assert seen == ([1.0, refused] if rank < 2 else [refused, 5.0])
 
 
-WORDS = {  # a value for each argument, by the name of the argument
+WORDS = {  # for the name of each argument, a value to pass
     "arrays": [np.ones(1)],
     "color": 0,
     "counts": [1],
@@ -173,7 +173,7 @@ def functions_of_groups():
     public |= {f"comm_func.{name}": f for name, f in vars(mscomm.communication.comm_func).items() if name[0] != "_"}
     for name, function in public.items():
         if not callable(function) or name in ("Work", "create_group", "destroy_group"):
-            continue  # a class, and the functions that create and destroy groups
+            continue  # Work is a class; a rank that is no member may call create_group and destroy_group
         parameters = inspect.signature(function).parameters
         if "group" not in parameters:
             continue
@@ -233,7 +233,7 @@ def test_every_use_of_a_group_by_a_rank_that_is_no_member_raises(rank, group):
 def test_a_rank_that_is_no_member_may_forget_the_name_and_use_it_for_another_group(rank, group):
     first = mscomm.create_group("pair", [0, 1])
     if rank == 2:
-        # From here on, the name means this new group, which has the ranks in another order.
+        # This call gives the name to a new group, which has the ranks in another order.
         again = mscomm.create_group("pair", [1, 0])
         assert again.ranks == [1, 0] and not first
         mscomm.destroy_group(first)
@@ -352,7 +352,7 @@ def test_who_destroys_a_group_while_others_wait_in_it_is_named(rank, group, algo
     assert total(made) == 3
     everybody_is_here()
     if rank == 1:
-        time.sleep(0.5)  # by then, the others are probably in the barrier, but the test does not depend on it
+        time.sleep(0.5)  # by then, the others are probably in the barrier; if not, the test must pass too
         mscomm.destroy_group(made)
     else:
         with pytest.raises(mscomm.Error, match="rank 1 "):
@@ -389,7 +389,7 @@ def test_two_threads_use_two_groups_that_overlap(rank, group, algo):
 
 
 def in_use() -> dict[str, int]:
-    """Return how much this process holds: descriptors, mappings of shared memory, threads, memory of mscomm.empty."""
+    """Return how many descriptors, mappings of heaps, threads, and bytes of its own heap this process uses."""
     gc.collect()
     heap = job.default().epoch.heap
     return {
@@ -417,8 +417,8 @@ def test_a_thousand_groups_leave_nothing_behind(rank, group, algo, number):
             before = in_use()
     mscomm.barrier()
     after = in_use()
-    # `before` can be larger than `after`, because the peer may not have freed its part of the group when `before` was
-    # read.
+    # `before` can be larger than `after`: when `before` was read, the peer may not have freed its part of the last
+    # group yet.
     assert all(after[what] <= before[what] for what in before), (before, after)
     assert list(job.default().groups) == ["world"]
     tables = (member._communicators, member._dialled, member._early, member._told, member._verdicts, member._met)
@@ -498,7 +498,7 @@ class Enough(Exception):
 
 
 def when_the_main_thread_meets(number: int) -> None:
-    """Wait until the main thread is waiting for the other ranks of a meeting. Then send this process the signal."""
+    """Wait until the main thread is waiting for the other ranks of a meeting. Then send the signal to this process."""
     main = threading.main_thread().ident
 
     def functions() -> list[str]:
@@ -570,8 +570,8 @@ def test_a_call_on_a_group_that_a_peer_destroyed_ends_and_says_so(rank, group, a
 def test_a_rank_without_descriptors_is_the_one_that_is_named(rank, group):
     if rank == 1:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # Too few descriptors are left. create_group needs three: for a listener, for a connection to rank 0, and for a
-        # connection from rank 2.
+        # Leave fewer descriptors than the three that create_group needs: for a listener, for a connection to rank 0,
+        # and for a connection from rank 2.
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, hard))
         with pytest.raises(OSError, match="Too many open files"):
             mscomm.create_group("all", [0, 1, 2])
@@ -588,11 +588,11 @@ def test_a_rank_without_a_descriptor_for_the_core_of_a_group_is_named(rank, grou
     mscomm.barrier(group=mscomm.create_group("first", [0, 1]))  # imports all modules before the descriptors run out
     with contextlib.ExitStack() as stack:
         if rank == 1:
-            # Without a mesh, the ranks need no descriptors to meet. After they have met, the core needs one for its
-            # mailbox.
+            # On one host, the group has no mesh, so the ranks need no descriptors to meet. After they have met, each
+            # rank's core needs one for its mailbox.
             stack.enter_context(no_descriptor_left())
         with pytest.raises(mscomm.Aborted, match=r"rank 1: group all: .*Too many open files") as caught:
-            mscomm.barrier(group=mscomm.create_group("all", [0, 1]))  # create_group succeeds on rank 0
+            mscomm.barrier(group=mscomm.create_group("all", [0, 1]))  # on rank 0, create_group succeeds
     assert caught.value.ranks == (1,)
     if rank == 1:
         tell("seen")

@@ -13,7 +13,7 @@ from mscomm.cluster.hello import CONTROL, DATA, Hello, Identity, named
 
 
 def converse(connector: Hello, acceptor: Hello) -> None:
-    """Carry the bytes of each end to the other until both ends are done."""
+    """Pass the bytes that each end sends to the other end, until both ends are done."""
     to_acceptor = connector.feed(b"")
     while not (connector.done and acceptor.done):
         to_connector = acceptor.feed(to_acceptor)

@@ -59,8 +59,8 @@ def test_who_waits_in_shared_memory_hears_another_call_over_a_link(rank: int, gr
 @pytest.mark.parametrize("hosts", [TWO])
 @ranks(4, env={"MSCOMM_HOST_ID": "{hosts}"})
 def test_two_calls_that_meet_in_shared_memory_are_both_quoted(rank: int, group: Any, hosts: list[str]):
-    """Rank 1 is the root of its broadcast, so it waits for no other rank and makes its next call, all_reduce #3. Rank 0
-    may find this call in shared memory when it makes all_reduce #2.
+    """Rank 1 is the root of its broadcast, so it waits for no other rank and makes its next call, all_reduce #3. When
+    rank 0 makes all_reduce #2, it finds one of these two calls in shared memory, and the error must quote that call.
     """
     x = np.ones(1000)
     mscomm.all_reduce(x)

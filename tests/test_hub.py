@@ -263,7 +263,7 @@ def test_who_never_joins_does_not_keep_the_hub():
 
 
 class Spawned(Exception):
-    """Raised instead of starting a process."""
+    """Raised by the test's spawn(), which starts no process."""
 
 
 @pytest.mark.parametrize("seconds", [7200.0, float("inf")])

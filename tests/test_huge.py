@@ -10,14 +10,16 @@ from ranks import ranks
 
 import mscomm
 
-BYTES = (1 << 31) + 3 * 4096 + 5  # not divisible into equal parts
+BYTES = (1 << 31) + 3 * 4096 + 5  # an odd number, so that two ranks cannot divide it equally
 MARKS = [0, 1 << 20, (1 << 31) - 1, 1 << 31, BYTES - 1]  # the indices that the tests check
 
 pytestmark = [pytest.mark.huge, pytest.mark.timeout(1200)]
 
 
 def marked(rank: int) -> np.ndarray:
-    """Return an array of zeros with rank + 1 at the indices MARKS. Pages without these indices take no memory."""
+    """Return an array of zeros with rank + 1 at the indices MARKS. Pages without these indices are never written, so
+    they take no memory.
+    """
     x = np.zeros(BYTES, np.uint8)
     x[MARKS] = rank + 1
     return x

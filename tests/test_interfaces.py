@@ -50,7 +50,7 @@ def chosen(own: str, **env: str) -> str:
         ("eth1", "192.168.7.5"),  # an interface is named eth1, so "eth1" does not match eth10
         ("eth", "10.0.0.5"),  # no interface is named eth, so "eth" matches eth0 and the like
         ("ib0,eth1", "192.168.7.5"),  # the first name that exists is used
-        ("eth1,eth0", "192.168.7.5"),  # the order of the names decides
+        ("eth1,eth0", "192.168.7.5"),  # the order of the names decides, not that of the interfaces
         ("192.168.0.0/16", "192.168.7.5"),
         ("172.16.0.0/12, 192.168.0.0/16", "172.17.0.1"),
         ("^172.16.0.0/12,^eth1,^eth0", "fd00::7"),  # a global address is preferred to a link-local one

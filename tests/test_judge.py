@@ -137,7 +137,7 @@ def test_a_rank_that_destroyed_the_group_is_said_to_have_done_so():
 
 
 def test_a_loss_without_a_name_waits_for_one_that_has():
-    """NCCL reports that some rank is lost, but not which one."""
+    """NCCL reports that some rank is lost, but not which one. So the judge waits for a report that names the rank."""
     court = judge()
     court.failed(0, make("PeerLost", "rank 0: nccl: remote process exited", []), 4, range(3), now=0)
     assert court.verdict is None

@@ -153,7 +153,7 @@ def test_ranks_have_the_flags_and_the_path_of_the_process_that_starts_them(tmp_p
 def test_a_result_that_was_not_written_to_its_end_is_none():
     file = os.memfd_create("call")
     os.write(file, pickle.dumps(function._Outcome(b"x" * 100))[:-10])
-    assert function._outcome(0, file, 0) is None  # launch() raises an error for a rank without an outcome
+    assert function._outcome(0, file, 0) is None  # no outcome: launch() raises an error for this rank
     os.close(file)
 
 

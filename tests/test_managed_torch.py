@@ -1,4 +1,4 @@
-"""PyTorch on the memory of the stand-ins' devices (fakes/managed_torch.py): the properties that other tests rely on."""
+"""PyTorch tensors in the memory of the stand-ins' devices (fakes/managed_torch.py): what other tests rely on."""
 
 from __future__ import annotations
 

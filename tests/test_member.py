@@ -1,4 +1,4 @@
-"""A rank's end of its control link: what it raises, what it receives, and what a forked child keeps."""
+"""A rank's side of its control link: which errors it raises, what it receives, and what a forked child keeps."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ def test_a_forked_child_lets_go_of_the_control_link():
 
 @ranks(2)
 def test_a_failing_worker_writes_to_no_descriptor_that_the_member_has_closed(rank):
-    """The core writes to its own copy of the descriptor. After the member has closed the original, the original's
-    number may belong to another file.
+    """After the member has closed the descriptor, its number may belong to another file, here a pipe. The core must not
+    write to that file, so it has its own copy of the descriptor.
     """
     group = resolve(None)
     if rank == 1:
-        eventually(lambda: group.core.failure() is not None)  # wait until rank 0 has closed its link without a message
+        eventually(lambda: group.core.failure() is not None)  # wait until rank 0 has broken the group
         os._exit(0)
     work = mscomm.all_reduce(np.ones(1), async_op=True)
     reader, writer = os.pipe()

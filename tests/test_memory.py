@@ -137,8 +137,8 @@ def test_a_rank_that_is_killed_while_it_is_read_is_lost(rank, group):
 
 
 def secret_memory(bytes_: int) -> mmap.mmap:
-    """Return memory that no other process can read directly (memfd_secret(2)). Memory that a driver maps can be like
-    this.
+    """Return memory that no other process can read directly (memfd_secret(2)). The same can be true of memory that a
+    driver maps.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     fd = libc.syscall(447, 0)
@@ -187,7 +187,7 @@ print(_core.describe_memory(True))
 @pytest.mark.skipif(not _core.describe_memory(True).startswith("a tmpfs"), reason="memory is in memfds in any case")
 def test_without_a_tmpfs_of_ones_own_it_is_a_memfd(tmp_path):
     """The job runs as root of a user namespace. This root user is not allowed to mount a tmpfs in the outer mount
-    namespace, and the test keeps it from creating another user namespace.
+    namespace, and the test keeps it from creating another user namespace. So the memory must be a memfd.
     """
     script = tmp_path / "sum.py"
     script.write_text(SUM)

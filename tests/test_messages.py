@@ -91,8 +91,8 @@ def test_all_pairs_at_once_in_both_directions(rank, group, host):
 
 @ranks(2)
 def test_first_sends_to_each_other_at_the_same_moment(rank, group):
-    # A small message is sent before its recv is called. So both ranks make the link at the same time, each from its
-    # main thread.
+    # send() of a small message does not wait for the recv. So both ranks are in send() at the same time, and each makes
+    # the link from its main thread.
     mscomm.barrier()
     mscomm.send(np.full(3, rank), 1 - rank)
     assert (mscomm.recv(np.zeros(3, int), 1 - rank) == 1 - rank).all()
@@ -758,7 +758,7 @@ def test_an_error_that_nobody_waited_for_is_told_to_the_others(rank, group):
 
 
 def stop_for(seconds: float) -> None:
-    """Stop this process, and let it continue after this many seconds."""
+    """Stop this process with SIGSTOP, and let it continue after the given number of seconds."""
     helper = os.fork()
     if helper == 0:
         os.kill(os.getppid(), signal.SIGSTOP)

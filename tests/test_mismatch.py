@@ -75,7 +75,8 @@ def one_life(life: int) -> None:
     calls = [second if r in odd else first for r in range(size)]
 
     with pytest.raises(mscomm.Mismatch) as caught:
-        # Over links, a rank may still be inside this call when other ranks are already in the call that differs.
+        # Over links, this call may also raise the Mismatch: a rank may still be inside it when other ranks are already
+        # in the call that differs.
         assert (mscomm.all_reduce(np.ones(3)) == size).all()
         perform(calls[rank])
         mscomm.barrier()
@@ -86,7 +87,7 @@ def one_life(life: int) -> None:
     mscomm.release()
 
 
-# With 8 ranks, `bruck` sends nothing over the links between some pairs of ranks.
+# `bruck` also runs on 8 ranks, because some pairs of them send each other nothing over the links.
 @pytest.mark.parametrize(
     ("size", "algo"),
     [

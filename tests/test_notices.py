@@ -99,7 +99,7 @@ def options_without_a_use(function: Callable[..., Any]) -> set[str]:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     except OSError:  # a dataclass's __init__ has no source; it stores each option in an attribute of the same name
         return options - ATTRIBUTES_READ
-    # Maps each expression that is assigned to an attribute (by the id of its node) to the attribute's name.
+    # For each expression that is assigned to an attribute, maps the id of its node to the attribute's name.
     kept: dict[int, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):

@@ -846,7 +846,8 @@ def test_the_time_limit_is_for_both_exchanges_together(name, monkeypatch):
         mscomm.release()
     assert limits[0] == 100
     assert 50 < limits[1] <= 99.95
-    # No time is left, but the second exchange runs for a moment, so that it can report the timeout.
+    # In the second call, no time is left after the first exchange. The second exchange still gets a moment, so that it
+    # can report the timeout.
     assert 0 < limits[3] < 0.01
 
 

@@ -46,10 +46,10 @@ def rows() -> list[Row]:
 
 ROWS = rows()
 
-# Each row that ends its job runs in a job of its own.
+# A row that begins with one of these texts ends its job, so it runs in a job of its own.
 LAST = ("mscomm.release()", "mscomm.abort(")
 
-# Rows that belong together: rank 0 runs the first while rank 1 runs the second.
+# Rows that belong together: rank 0 runs the key while rank 1 runs its value.
 PAIRS = {
     "mscomm.send(x, dst=1)": "mscomm.recv(out=x, src=0)",
     "mscomm.send(x, dst=1, tag=7)": "mscomm.recv(out=x, src=0, tag=7)",

@@ -1,4 +1,4 @@
-"""GradientReducer: the results of its buckets, for reduce(arrays) and for gradients from PyTorch's backward pass."""
+"""GradientReducer: its buckets, and its results for reduce(arrays) and for gradients from PyTorch's backward pass."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_what_is_owed_to_a_gradient_that_nobody_has_waits(rank, group):
         reducer.wait()
         assert (b.grad is not None and bool((b.grad == 1).all())) == used
     owed = reducer.state_dict()["residual"]
-    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # four residuals make one unit, sent in the third step
+    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # the four residuals make one unit, which the third step sent
     assert (owed["b"] == 2 * 2.0**-9).all()  # two residuals, one for each step in which b had a gradient
 
 
@@ -238,7 +238,7 @@ def test_a_sum_of_the_largest_that_ranks_may_give_is_in_range(dtype: str, ranks:
 @ranks(2)
 def test_what_is_beyond_the_range_of_float16_comes_later(rank, group, mean):
     reducer = GradientReducer([np.zeros(3, np.float32)], compression="fp16", mean=mean)
-    large = 100_000 if mean else 40_000  # the sum of two ranks would overflow float16
+    large = 100_000 if mean else 40_000  # the mean or the sum over the two ranks is too large for float16
     got = [
         reducer.reduce([np.full(3, large if step == 0 else 0, np.float32)])[0].astype(np.float64) for step in range(6)
     ]
@@ -253,7 +253,7 @@ def test_what_is_not_finite_arrives_and_leaves_nothing_behind(rank, group, compr
         got = reducer.reduce([np.array([1, bad if rank else 0, 2, 3], np.float32)])[0]
         assert not np.isfinite(got[1]) and (got[[0, 2, 3]] == [1, 2, 3]).all()
     assert (reducer.reduce([np.full(4, rank, np.float32)])[0] == 0.5).all()
-    odd = 1 + 2.0**-13  # the finite elements keep their rounding errors
+    odd = 1 + 2.0**-13  # must leave a residual, although another element is infinite
     reducer.reduce([np.array([odd, np.inf, odd, odd], np.float32)])
     assert (next(iter(reducer.state_dict()["residual"].values())) == [2.0**-13, 0, 2.0**-13, 2.0**-13]).all()
 
@@ -541,7 +541,7 @@ def test_parameters_without_a_gradient(rank, group):
         expected = mscomm.all_reduce(model.always.bias.grad.clone(), "avg")
         assert (model.always.bias.grad == expected).all()
     model.zero_grad()
-    with reducer.no_sync():  # wait() must reduce the gradients of this pass, even if the next pass produces none
+    with reducer.no_sync():  # wait() must reduce this pass's gradients of model.sometimes; the next pass has none
         model(torch.ones(2, 4, dtype=torch.double), True).sum().backward()
     model(torch.ones(2, 4, dtype=torch.double), False).sum().backward()
     reducer.wait()

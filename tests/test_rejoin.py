@@ -91,7 +91,7 @@ def job(folder: Path, body: str, *options: object, ranks: int = 4, timeout_s: fl
 
 
 def said(done) -> dict[int, list[dict]]:
-    """Return the JSON objects that each rank has printed, by rank and in order."""
+    """Return, for each rank, the JSON objects that it has printed, in order."""
     words = defaultdict(list)
     for line in done.stdout.splitlines():
         prefix, _, text = line.partition(" ")
@@ -127,7 +127,9 @@ def test_a_killed_rank_comes_back_and_the_others_stay(tmp_path, victim):
 
 
 def test_a_group_that_a_rank_leaves_to_rejoin_names_the_lost_rank(tmp_path):
-    """Rank 0 is lost. Rank 3 waits for rank 1 in a group without rank 0. Rank 1 learns of the loss in another group."""
+    """Rank 0 is lost. Rank 1 learns of the loss in the world, and calls rejoin(). Rank 3 waits for rank 1 in a group
+    without rank 0, and its error must name rank 0.
+    """
     body = """
 import os, signal
 import numpy as np, mscomm
@@ -210,8 +212,8 @@ mscomm.barrier()
 
 
 def test_a_rank_that_raises_is_started_again_too(tmp_path):
-    """The rank reports its exception, calls release() at exit, and ends with status 1. The others raise Aborted, and
-    rejoin.
+    """The rank reports its exception, calls release() at exit, and ends with status 1. On the other ranks, barrier()
+    raises Aborted, and they call rejoin().
     """
     body = """
 import os

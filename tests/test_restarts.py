@@ -28,7 +28,7 @@ def lose(job, rank, how="killed by SIGKILL", **words):
 
 
 def by_rank(job):
-    """Sort job.members by rank, and return this list. Job keeps it in the order in which the ranks joined."""
+    """Sort the list job.members by rank, and return it. Job adds the members in the order in which they join."""
     job.members.sort(key=lambda member: member._welcome.rank)
     return job.members
 
@@ -46,7 +46,7 @@ def test_a_lost_rank_is_admitted_again_and_all_begin_a_new_epoch():
             welcome = wait.ended().result
             assert (welcome.rank, welcome.size, welcome.epoch) == (rank, 3, 1), wait.error
             assert [fact["colour"] for fact in welcome.facts] == [0, "new", 2]
-        # All ranks join the world group of the new epoch. From then on, they learn of failures in this group.
+        # Attach the new epoch's world on each rank. From then on, the rank learns of failures in this group.
         for member in (members[0], members[2], job.members[-1]):
             member.attach(world_id(1), Communicator(), undialled)
         ready = [Waits(member.ready, soon()) for member in (members[0], members[2], job.members[-1])]
@@ -64,7 +64,7 @@ def test_a_newcomer_hears_nothing_of_the_epoch_before_its_own():
         lose(job, 1, again=True)
         new = Waits(job.again(1).join, facts(3), soon())
         eventually(lambda: any("joined, 3 of 3" in line for line in job.log[-3:]))
-        # This report is for all groups. So far, only the world has a verdict.
+        # Rank 0 reports a failure to all groups of the old epoch. The restarted rank 1 must not learn of it.
         members[0].report(errors.Aborted("of the old epoch", [0]))
         waiting = [Waits(members[rank].rejoin, facts(3), soon()) for rank in (0, 2)]
         assert [wait.ended().result.epoch for wait in (new, *waiting)] == [1, 1, 1]
@@ -156,7 +156,7 @@ def test_who_gives_up_its_set_up_is_not_waited_for_by_the_others():
         for wait in [Waits(member.rejoin, facts(2), soon()) for member in members]:
             assert wait.ended().result.epoch == 1
         setting_up = Waits(members[0].ready, soon())
-        # Rank 1 begins again, as if a signal had interrupted it while it set up the epoch.
+        # Rank 1 calls rejoin() again, as if a signal had interrupted it while it set up the epoch.
         once_more = Waits(members[1].rejoin, facts(2), soon())
         assert isinstance(setting_up.ended().error, errors.PeerLost)
         assert "gave up its set-up" in str(setting_up.error)
@@ -228,7 +228,7 @@ def test_a_worker_comes_back_under_its_id():
 # -- launchers of other hosts
 
 
-NODES = {"node 1": range(2), "node 2": range(2, 4)}  # each other host's ranks
+NODES = {"node 1": range(2), "node 2": range(2, 4)}  # the ranks of each of the other hosts
 
 
 class Launcher:

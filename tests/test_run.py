@@ -202,7 +202,7 @@ def test_a_process_that_has_ended_is_not_stopped():
         assert not Launch._is_stopped(types.SimpleNamespace(_processes=[process]), 0)
 
 
-# If two ranks are to die, the second one dies while the survivors are already waiting in shrink().
+# The arguments name the ranks that die. The second one dies while the survivors are already waiting in shrink().
 SHRINKS = """
 import numpy as np, mscomm
 mscomm.init()
@@ -235,7 +235,7 @@ def test_signals_are_forwarded_to_all_ranks(script, tmp_path, number):
         f"def stop(*_):\n    print('stopping', rank)\n    sys.exit(0)\nsignal.signal({int(number)}, stop)\n"
         f"open(f'{tmp_path}/up{{rank}}', 'w').write('up')\nwhile True: time.sleep(1)"
     )
-    # The tests may run under nohup or as a background job of a shell, where some signals are ignored.
+    # If the tests run under nohup or as a background job of a shell, some signals are ignored. env resets the signal.
     command = ["env", f"--default-signal={number.name.removeprefix('SIG')}", *MSCOMM, "run", "-n", "2", script(body)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     for rank in range(2):

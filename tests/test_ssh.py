@@ -153,7 +153,7 @@ def test_a_host_without_mscomm_or_without_the_script_is_named(start, sshd, tmp_p
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and re.search(r"127\.0\.0\.2: .*/nowhere/python: ", err), err
     assert "ssh ended with status 127. Every host needs mscomm for the same Python, " in err
-    # Each host reads the program's file. Here rank 0 deletes the file before the other host looks for it.
+    # Each host checks the program's file. Here rank 0 deletes the file before the other host checks it.
     body = "import os, time\nif os.environ['MSCOMM_RANK'] == '0': os.unlink('program')\nwhile True: time.sleep(1)\n"
     (tmp_path / "program").write_text(f"#!{sys.executable}\n{body}")
     (tmp_path / "program").chmod(0o755)

@@ -31,7 +31,7 @@ needs_mypy = pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason
 
 
 def functions() -> dict[str, ast.FunctionDef]:
-    """Return the functions and methods of the stub, by their names in the module."""
+    """Map the name of each function and method in the stub to its definition."""
     tree = ast.parse(STUB.read_text())
     found = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
@@ -56,7 +56,7 @@ def parameters(signature: str) -> tuple[int, list[str]]:
 def test_the_stub_has_what_the_core_has_and_nothing_else(tmp_path):
     package = tmp_path / "mscomm"
     package.mkdir()
-    (package / "__init__.pyi").touch()  # empty, because errors in the package's own file must not matter
+    (package / "__init__.pyi").touch()  # empty, because errors in the package's own __init__.pyi must not matter
     shutil.copy(STUB, package)
     (tmp_path / "allowed").write_text(PYBIND11)
     checked = subprocess.run(

@@ -171,7 +171,7 @@ def test_ctrl_c_is_one_line_that_tells_where_the_ranks_were(script, tmp_path, ti
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
     for rank in range(4):
         appears(tmp_path / f"up{rank}")
-    time.sleep(0.3)  # by then, the ranks are in their calls
+    time.sleep(0.3)  # by then, the ranks are probably in their calls
     for _ in range(times):
         process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=20)[1]
@@ -232,7 +232,9 @@ def test_the_last_exception_of_a_chain_counts():
     ],
 )
 def test_an_exception_that_did_not_end_the_program_does_not_count(first):
-    """A second Ctrl-C may arrive while the rank is still ending because of the first."""
+    """If a second Ctrl-C arrives while the rank is still ending because of the first, Python prints a second traceback.
+    Only the traceback of the first Ctrl-C must count.
+    """
     end = ["Traceback (most recent call last):", '  File "/a/train.py", line 9, in <module>', "KeyboardInterrupt"]
     other = [first, end[0], '  File "/a/other.py", line 1, in f', "    wait()", "KeyboardInterrupt: ", ""]
     between = ["Original exception was:"] if first.startswith("Error") else []
@@ -245,7 +247,9 @@ def test_an_exception_that_did_not_end_the_program_does_not_count(first):
 
 
 def test_a_second_ctrl_c_that_python_ignores_is_not_shown():
-    """The second Ctrl-C arrives in an atexit callback, after the output about the first one was printed."""
+    """The second Ctrl-C arrives in an atexit callback, after the output about the first one was printed. Python's
+    output about another exception in the callback must be shown.
+    """
     ignored = [
         "Exception ignored in atexit callback: <function f>",
         "Traceback (most recent call last):",

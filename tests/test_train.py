@@ -72,7 +72,7 @@ def start(bias: float = 0) -> dict[str, Any]:
 
 
 class Line:
-    """The network y = x weight + bias, with the gradients of the mean squared error."""
+    """The network y = x @ weight.T + bias, with the gradients of the mean squared error."""
 
     def __init__(self, parameters: dict[str, Any] | None = None) -> None:
         self.parameters = parameters or start()
@@ -667,7 +667,7 @@ def test_what_pytorch_wants(rank, group, library):
     assert (mscomm.all_gather(frozen[None]) == frozen).all() and net.training
     flat = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
     assert (mscomm.all_gather(flat[None]) == flat).all()
-    net(torch.ones(2, 4)).sum().backward()  # training has left no hooks on the parameters
+    net(torch.ones(2, 4)).sum().backward()  # would raise an error if training had left hooks on the parameters
     net(torch.ones(2, 4)).sum().backward()
     model.train(1, batches)
 

@@ -1,7 +1,7 @@
 """The installed package is complete, and runs on machines other than the one that built it.
 
-`make wheel` and cibuildwheel run this from an empty directory, in an environment with only the wheel and what the
-tests need.
+`make wheel` and cibuildwheel run these tests from an empty directory, in an environment with only the wheel and what
+the tests need.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from mscomm.version import VERSION
 
 __version__ = VERSION
 
-# The stub for type checkers also says which module has which name.
+# The stub for type checkers also says which module defines each name.
 _STUB = Path(__file__).with_suffix(".pyi").read_text("utf-8")
 # Submodules that can be used after a bare `import mscomm`, as in MindSpore.
 _MODULES = re.findall(r"^from mscomm import (\w+)", _STUB, re.M)

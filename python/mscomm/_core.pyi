@@ -1,7 +1,7 @@
 """The types of the C++ core, which src/module.cc exposes to Python.
 
-Functions of the core take a collective, function, op or dtype as a number. This is the index of its name in the list
-`collectives`, `functions` or `ops`, or in the list that dtypes() returns.
+If a collective, a function, an op or a dtype is an int, the int is the index of its name in the list `collectives`,
+`functions` or `ops`, or in the list that dtypes() returns.
 """
 
 import weakref
@@ -74,7 +74,7 @@ class Failure:
 
     @property
     def number(self) -> int:
-        """The number of the call that saw the error, or -1 if no call did."""
+        """The number of the call that failed with the error, or -1 if the error did not occur in a call."""
 
 @final
 class Heap:
@@ -96,12 +96,12 @@ class Heap:
         """Reserve control memory for a group of `size` ranks. Return its offset, which all these ranks must know."""
 
     def release_control(self, control: int, size: int, /) -> None:
-        """Free the control memory once its `size` ranks have stopped using it. size is 0 if no rank has used it."""
+        """Free the memory at offset `control` once its `size` ranks no longer use it. size is 0 if no rank has used it."""
 
     def abandon_control(self, control: int, size: int, /) -> None:
-        """Do the same as release_control(), for a rank that created no group with this memory.
+        """Do the same as release_control(), if this rank has not created its part of the group.
 
-        Other ranks may have created one.
+        Other ranks may have created theirs.
         """
 
 @final
@@ -274,7 +274,7 @@ class Call:
         """The memory that the call writes: the memory of out, or of an array that result() copies to out."""
     @property
     def result_fills_out(self) -> bool:
-        """Whether result() copies the result to out, because the core writes to other memory."""
+        """Whether the core writes to memory other than out, so that result() must copy the result to out."""
     def result(self) -> Any:
         """Return the result for the user. Call this once, after the call has completed without an error."""
 
@@ -295,7 +295,7 @@ class Layout:
         """hosts: for each rank, the number of its host. Hosts are numbered in the order in which they first occur.
         rank: this rank. forced: for each collective, the name of the only algorithm that it may use, or "".
 
-        Raise ValueError if there is no algorithm with this name, or if the algorithm cannot be used on these hosts.
+        Raise ValueError if a forced algorithm does not exist, or cannot be used on these hosts.
         """
 
     @property
@@ -338,11 +338,11 @@ class Group:
         links: Sequence[int],
         news_fd: int,
     ) -> None:
-        """ranks: the group's ranks, as ranks of the job. layout: the core copies it. control: the offset of the
-        arena's memory, if layout.arena. links: if layout.mesh, a socket for each rank of the group, and -1 for this
-        rank; otherwise empty. The core takes ownership of the sockets. news_fd: an eventfd, or -1. The core writes to
-        it when an asynchronous call, an asynchronous message or a call on the device has failed. It also writes when
-        stuck() or notices() would return something new.
+        """ranks: the group's ranks, as ranks of the job. layout: the core copies it. control: if layout.arena, the
+        offset of the control memory in the heap of the lowest rank on this host. links: if layout.mesh, a socket for
+        each rank of the group, and -1 for this rank; otherwise empty. The core takes ownership of the sockets. news_fd:
+        an eventfd, or -1. The core writes to it when an asynchronous call, an asynchronous message or a call on the
+        device has failed. The core also writes to it when stuck() or notices() would return something new.
         """
 
     @property
@@ -357,8 +357,8 @@ class Group:
         """Start a call on the worker's thread or, for a call on the device, on the group's own stream.
 
         On the device, the call runs after all work that is already on the call's stream. The group keeps the call alive
-        until it has completed. number: as for run(); only a call on the device can have a reserved number. part: the
-        caller calls call.result(), so the Work's done() does not.
+        until it has completed. number: as for run(); only a call on the device can have a reserved number. part: if
+        True, the caller calls call.result() itself, and the Work's done() does not call it.
         """
 
     def join_python(
@@ -374,9 +374,9 @@ class Group:
         """Connect the core's group with the Python Group. This must happen before the first call.
 
         python: a weak reference to the mscomm.Group, whose methods the core calls. libraries: maps an array type to its
-        row, an arrays.Plain. backend, device: the device with which this rank has joined, or "" and -1 if there is
-        none. noted: whether the core asks Python for the number of each call, and tells Python when the call has
-        completed.
+        row, an arrays.Plain. backend, device: the device with which this rank has joined the job, or "" and -1 if
+        there is none. noted: whether the core asks Python for the number of each call, and tells Python when the call
+        has completed.
         """
 
     def array(self, function: int, x: Any, *, argument: str = "x", stream: int | None = None) -> Array:
@@ -404,10 +404,10 @@ class Group:
         """Check the arguments of a call, and prepare the call. Raise TypeError or ValueError if an argument is invalid.
 
         x: an array as the user passed it, or an Array; None in a barrier, and in a scatter on a rank that is not the
-        root. out: None creates a new array like x. what: the collective; None means the collective with the function's
-        name. rows: the number of rows of each rank, if the numbers differ; for all_to_all, the send counts of rank 0,
-        then those of rank 1, and so on. digest, head: see Signature in csrc/base/call.h. told: if x is None in a
-        scatter, the shape and dtype of the root's x.
+        root. out: None creates a new array of x's type. what: the collective; None means the collective with the
+        function's name. rows: in an uneven call, the number of rows of each rank; in all_to_all_v, the send counts of
+        rank 0, then those of rank 1, and so on. digest, head: see Signature in csrc/base/call.h. told: if x is None in
+        a scatter, the shape and dtype of the root's x.
         """
 
     def part(self, function: int, shape: tuple[int, ...], /) -> tuple[int, ...]:
@@ -445,7 +445,7 @@ class Group:
         directly follow each other. Each element is multiplied by scale, and rounded if the bucket has a different
         dtype.
 
-        residual: one float32 for each element of the bucket, which is added before the rounding. Afterwards, residual
+        residual: for each element of the bucket, a float32 that is added before the rounding. Afterwards, residual
         holds what was lost by the rounding and by limiting values to `largest` (error feedback).
 
         Raise ValueError if the parts do not fit, and RuntimeError if the device has no kernel for this (see packs).
@@ -533,7 +533,7 @@ class Group:
         """Break the group with a symptom, which is what this rank has seen. A verdict may replace the symptom."""
 
     def left(self, rank: int, /) -> None:
-        """Record that a rank of the job has left without an error. Only calls and messages that wait for it fail."""
+        """Record that a rank has left the job without an error. Only calls and messages that wait for this rank fail."""
 
     def where(self) -> tuple[int, bool, str]:
         """Return this rank's progress: (number, unfinished, text).
@@ -551,7 +551,7 @@ class Group:
     def stuck(self) -> int:
         """Return the number of the oldest call on the device if no call has completed for over a second, otherwise 0.
 
-        After stuck() has returned a number, it returns 0 until the device backend reports a call again.
+        After stuck() has returned a number, it returns 0 until the device backend reports a stuck call again.
         """
 
     def failure(self) -> Failure | None:
@@ -560,7 +560,7 @@ class Group:
     def notices(self) -> list[str]:
         """Return the messages for the user that are new since the previous call of notices().
 
-        An example is a message that a call has been waiting for some ranks for a long time.
+        One such message says that a call has been waiting for some ranks for a long time.
         """
 
     def calls(self, after: int = 0) -> list[dict[str, Any]]:

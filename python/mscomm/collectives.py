@@ -54,8 +54,8 @@ FUNCTION = {name: number for number, name in enumerate(_core.functions)}
 # BUCKET_BYTES.
 ALONE_BYTES = 1 << 20
 BUCKET_BYTES = 4 << 20
-# The largest page size of any Linux kernel. The filled part of a bucket is rounded up to whole pages, because only
-# whole pages can be shared. The bytes between the arrays and the end of the last page have no meaning.
+# The largest page size of any Linux kernel. If the filled part of a bucket is larger than a page, it is rounded up to
+# whole pages, because only whole pages can be shared. The bytes that the rounding adds have no meaning.
 PAGE_BYTES = 64 << 10
 
 

@@ -189,7 +189,7 @@ def set_auto_parallel_context(**options: Any) -> None:
     * gradients_mean: if False, the default, the ranks' gradients are summed; if True, they are averaged.
     * parameter_broadcast: if True, all ranks begin with rank 0's weights. If False, the default, training
       raises an error if the ranks begin with different weights.
-    * device_num, global_rank: if set, they must be the group's size and this rank's number in it when training begins.
+    * device_num, global_rank: if set, they must equal the group's size and this rank's number in the group.
     * comm_fusion: {"allreduce": {"mode": "size", "config": 32}} sets the size of a fusion bucket in MiB; with mode
       "auto", mscomm chooses the size.
 

@@ -42,7 +42,7 @@ def watch(release: Callable[[], None], tell: Callable[[BaseException, str], bool
 
 
 _PR_SET_PDEATHSIG = 1
-# The programs with which MPI implementations start ranks, by the name that the kernel stores (at most 15 characters).
+# The names of the programs with which MPI implementations start ranks. The kernel stores at most 15 characters of them.
 # Without end_with_mpi_launcher(), the ranks would run forever after SIGKILL has killed such a program.
 _MPI_LAUNCHERS = ("prterun", "prted", "orterun", "orted", "mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy")
 
@@ -70,7 +70,8 @@ def end_with_mpi_launcher() -> None:
         pass
 
 
-os.register_at_fork(after_in_child=end_with_mpi_launcher.cache_clear)  # a child has neither the signal nor the thread
+# A forked child has neither the signal nor the thread, so a call of init() in the child must set them up again.
+os.register_at_fork(after_in_child=end_with_mpi_launcher.cache_clear)
 
 
 def _mpi_launcher() -> int | None:

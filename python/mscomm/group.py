@@ -153,7 +153,7 @@ class Group:
         self.collecting = threading.RLock()  # protects the results of Works
 
     def enter(self, epoch: Epoch, id: str, founded: Founded) -> None:
-        """Set up the group on this rank. Each new epoch calls this method again."""
+        """Set up the group on this rank. This method is called again in each new epoch."""
         self.epoch = epoch
         self.id = id
         self.rank = self.ranks.index(epoch.rank)
@@ -170,7 +170,7 @@ class Group:
         self._traced: int | None = 0 if log.enabled(log.TRACE) else None
         mine = epoch.accelerator
         self.core.join_python(
-            weakref.ref(self),  # weak, because the garbage collector does not see references that the core holds
+            weakref.ref(self),  # weak, because the garbage collector could not free a cycle through the core
             self.timeout_s,
             plain_types,
             mine.name if mine else "",
@@ -327,8 +327,8 @@ class Group:
     def start(self, call: _core.Call, seconds: float, number: int = 0, *, part: bool = False) -> Work:
         """Start a call on the group's worker thread, or on a stream of the device. The core keeps the arrays alive.
 
-        Return the call's Work. number: as in run(). part: the Work is for together(), whose result() calls
-        call.result().
+        Return the call's Work. number: as in run(). part: True if the Work is for together(), and result() of together()
+        calls call.result().
         """
         return self.core.start(call, seconds, number, part)
 
@@ -495,7 +495,7 @@ class Group:
         warn_once(
             f"{function}: the Work was dropped before wait() returned or done() was True, so out does not hold the "
             "result; keep the Work, and call wait()",
-            rank=0,  # any rank warns, because the other ranks may have kept their Work
+            rank=0,  # 0 lets any rank warn, because the other ranks may have kept their Work
         )
 
     def noted(self, number: int) -> None:

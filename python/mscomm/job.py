@@ -65,7 +65,7 @@ class Job:
         self.others: dict[str, NonMember] = {}
         self.makings: list[Making] = []  # in the order in which rejoin() repeats them
         self.splits: dict[str, int] = {}  # how often each group was split in this epoch
-        # by name and ranks: how often such a group was created in this epoch
+        # for each name and list of ranks: how often a group with these was created in this epoch
         self.creations: dict[str, int] = {}
 
     @property
@@ -237,9 +237,10 @@ def init(
     MSCOMM_TIMEOUT (1800 s). Joining itself takes at most MS_TOPO_TIMEOUT seconds (600).
 
     init() recognises these launchers: `mscomm run`, MS_ROLE and MS_SCHED_* (a scheduler and workers), torchrun, mpirun,
-    Slurm, Kubernetes and a rank table. If the variables of several launchers are set, init() uses the launcher that
-    is first in bootstrap.LAUNCHERS. If no launcher's variables are set, this process is a job of one rank. If MS_ROLE
-    is MS_SCHED, init() runs the scheduler of the job, and the process exits when the job ends.
+    Slurm, other launchers that set RANK, WORLD_SIZE and MASTER_ADDR, a rank table, and Kubernetes. If the variables of
+    several launchers are set, init() uses the launcher that is first in bootstrap.LAUNCHERS. If no launcher's variables
+    are set, this process is a job of one rank. If MS_ROLE is MS_SCHED, init() runs the scheduler of the job, and the
+    process exits when the job ends.
 
     To join without a launcher, pass init_method="tcp://host:port", rank and world_size; rank 0 listens at this address.
     Alternatively, pass an mpi4py communicator as init_method.

@@ -77,10 +77,10 @@ def send(
 ) -> Any:
     """Send x to rank dst. To receive it, dst calls recv with this rank as src and with the same tag.
 
-    x: an array of any shape, which may be empty. Collective calls must accept the dtype of x. dst: a rank in the group
-    (in torch.distributed, it is a rank in the world). dst may be this rank itself; the message is then copied, and the
-    copy is kept until it is received. tag: an int from 0 to 2^31 - 1. group: a Group, its name, or None for all ranks.
-    timeout: seconds or a timedelta; None means the timeout passed to init().
+    x: an array of any shape, which may be empty. Its dtype must be one that collective calls accept. dst: a rank in the
+    group (in torch.distributed, it is a rank in the world). dst may be this rank itself; the message is then copied,
+    and the copy is kept until it is received. tag: an int from 0 to 2^31 - 1. group: a Group, its name, or None for all
+    ranks. timeout: seconds or a timedelta; None means the timeout passed to init().
 
     Return None as soon as x can be changed again. send may block until dst has called recv, so two ranks that exchange
     arrays must use sendrecv or async_op. With async_op=True, return a Work at once; do not change x until the Work has

@@ -5,8 +5,8 @@ library is missing. `shares_devices(env)` and `settings(interface)` are describe
 below. No library is opened before it is needed, because a library that is loaded early may be the wrong one for a
 framework that is imported later.
 
-When a rank joins, it tells the other ranks what it found. Each rank then computes the backend and all devices only from
-what all ranks reported, so all ranks get the same result or the same error.
+When a rank joins, it tells the other ranks what it found. Each rank then computes the backend and every rank's device
+only from what all ranks reported, so all ranks get the same result or the same error.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def _devices(name: str, everyone: Sequence[Facts], hosts: Sequence[int], names: 
 def _device(rank: int, everyone: Sequence[Facts], told: Facts, hosts: Sequence[int]) -> int:
     """Return the number of the device that the user chose for this rank.
 
-    By default, return the rank's local rank modulo the number of devices that it sees. The modulo is for launchers that
-    let each rank see only one device.
+    By default, return the rank's local rank modulo the number of devices that the rank sees. The modulo is for launchers
+    that let each rank see only one device.
     """
     if (said := everyone[rank]["device"]) is not None:
         return int(said)

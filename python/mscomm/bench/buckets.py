@@ -45,7 +45,7 @@ def gradients() -> list[int]:
 
 
 def lists(dtype: np.dtype[Any]) -> dict[str, list[int]]:
-    """Return the lists to measure, by name. Each list contains the number of elements of each gradient."""
+    """Return the lists of gradients to measure, and their names. A list holds the number of elements of each gradient."""
     whole = gradients()
     return {
         f"up to {_SMALL >> 10} KiB": [count for count in whole if count * dtype.itemsize <= _SMALL],
@@ -114,7 +114,7 @@ def _each(arrays: list[Array], op: str) -> Callable[[], object]:
 
 
 def _overlap(plan: Plan, dtype: np.dtype[Any]) -> list[dict[str, Any]]:
-    """For each bucket size, time the backward pass alone, the communication alone, and a step. Return microseconds."""
+    """For each bucket size, time the backward pass alone, the communication alone, and a step, in microseconds."""
     counts = gradients()[::-1]  # in the order in which a backward pass computes them
     works = _works(counts, _step(counts, dtype, plan.op, max(BUCKETS_MB)))
     rows: list[dict[str, Any]] = [
@@ -159,7 +159,7 @@ def _step(counts: list[int], dtype: np.dtype[Any], op: str, megabytes: float) ->
 def _works(counts: list[int], step: Step) -> list[int]:
     """Return the number of matrix products to run for each gradient.
 
-    The numbers are computed from the longest times of all ranks, so that all ranks get the same numbers.
+    Each measured time is replaced by its maximum over the ranks, so all ranks get the same numbers.
     """
     product = times_ns(lambda: _compute(1000), 3).min() / 1000
     communication = times_ns(lambda: _reduce([0] * len(counts), step), 3).min()

@@ -59,7 +59,7 @@ def of_size(plan: Plan, case: Case, contenders: list[Contender], count: int) -> 
 
 @contextlib.contextmanager
 def telling(rank: int) -> Iterator[None]:
-    """Return a context in which all ranks exit if any rank raises Unfit. The lowest rank that raises it prints why."""
+    """Return a context at whose end all ranks exit if any rank has raised Unfit. The lowest such rank prints why."""
     problem = ""
     try:
         yield

@@ -170,8 +170,8 @@ def _start_memory(case: Case) -> Contender:
     """Return a contender that reads and writes as many bytes as the collective must, in each rank's own memory.
 
     Its time is for comparison, and is not a lower bound: a collective can be faster if its stores bypass the cache.
-    Ranks do not wait for each other. So if ranks share CPUs, a rank may finish a short call while the others are not
-    running.
+    Ranks do not wait for each other. So if ranks share CPUs, the time of a short call may leave out the time for which
+    the other ranks use the CPU.
     """
     reads, writes = _MOVES[case.row.name](case.ranks)
     if case.row.name == "all_reduce":

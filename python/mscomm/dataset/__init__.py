@@ -4,8 +4,8 @@ The usual import is `import mscomm.dataset as ds`, as in MindSpore.
 
 A pipeline is a source followed by steps: `ds.Cifar10Dataset(folder, num_shards=n, shard_id=rank).map(...).batch(32)`.
 It yields NumPy arrays. The order of a pass depends only on the seed (config.set_seed) and on the number of the pass.
-Each random transformation depends only on the seed, the number of the pass and the number of the sample. So all ranks
-have the same order, and a pass can be resumed at any batch (state_dict).
+Each random transformation depends only on its place in the pipeline, the seed, the number of the pass and the number of
+the sample. So all ranks have the same order, and a pass can be resumed at any batch (state_dict).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class DistributedSampler:
-    """Deals the rows to num_shards ranks in turn, as MindSpore's sampler does. This sampler is for rank shard_id.
+    """Deals the rows to num_shards ranks in turn, as MindSpore's sampler does, and returns those of rank shard_id.
 
     shuffle: if True, the rows are dealt in a random order, which is the same on all ranks and different in each pass.
     num_samples: the maximum number of rows per rank; None or 0 means all. offset: if -1, every rank gets ceil(rows /

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from mscomm.dataset.config import whole
 from mscomm.dataset.prefetch import IN_A_CHILD, ended_at_exit
 
-_LOOK_S = 1.0  # the interval at which a reader that waits for a batch checks that the threads are alive
+_LOOK_S = 1.0  # the interval at which a caller that waits for a batch checks that the threads are alive
 
 
 def checked(step: str, number: Any) -> int | None:
@@ -97,8 +97,8 @@ def in_order(
 
     Only the caller's thread reads tickets. It reads at most threads + 1 tickets in advance. If make raises an
     exception, the generator raises it in place of the result. With threads=1, make runs in the caller's thread. widths:
-    how many batches may be in a step at once, by the place of the step. When the generator is closed, it waits until
-    each thread has finished its current batch.
+    a dict from a step's place to how many batches may be in the step at once. When the generator is closed, it waits
+    until each thread has finished its current batch.
     """
     if threads == 1:
         for ticket in tickets:

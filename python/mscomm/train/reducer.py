@@ -61,8 +61,8 @@ class GradientReducer:
 
     If no rank used a parameter in a step, the parameter keeps its old gradient, which may be None. If only some ranks
     used a parameter, all ranks get its mean gradient, in which the other ranks count as zeros. Clip and unscale
-    gradients after wait(). wait() raises RuntimeError if a gradient was changed after backward(). optimizer.step()
-    raises RuntimeError if wait() was not called.
+    gradients after wait(). wait() raises RuntimeError if a gradient was changed between backward() and wait().
+    optimizer.step() raises RuntimeError if wait() was not called.
 
     With other libraries, `reduce(gradients)` returns the combined gradients.
 

@@ -32,7 +32,8 @@ def agree_on(path: Path, group: Group | None) -> tuple[Saved, Weights, dict[str,
     except (OSError, ValueError) as error:
         problem = str(error)
     newest = serialization.newest_prefix(found)
-    found = [one for one in found if one.run or one.prefix == newest]  # files of earlier versions of mscomm have no run
+    # Files that earlier versions of mscomm wrote have no run. Keep such a file only if it has the newest file's prefix.
+    found = [one for one in found if one.run or one.prefix == newest]
     while True:
         files = [tuple(one) for one in found]
         offers = _gathered([files, problem, os.path.realpath(path)], group)

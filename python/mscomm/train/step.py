@@ -22,7 +22,7 @@ class Outcome(NamedTuple):
     """The result of a step."""
 
     carried: float = 0.0  # the mean of the numbers that the ranks passed to carry()
-    from_others: Sequence[int] = ()  # the gradients that another rank had, but not this rank
+    from_others: Sequence[int] = ()  # the gradients that another rank had, and this rank did not
     moved: bool = False  # whether the gradients now lie in new buckets
     waited_s: float = 0.0  # how long this rank waited at the end of the step
 
@@ -67,7 +67,7 @@ class Step:
         # not left.
         self.last_met: np.ndarray[Any, Any] = np.zeros(group.size, np.int64)
         self._carry = 0.0
-        self.outcome = Outcome()  # of the latest step
+        self.outcome = Outcome()  # the result of the latest step
         self.waited_s = 0.0  # the sum over all steps
         self._lay_out(list(range(len(kinds))) if in_order else list(range(len(kinds)))[::-1])
 

@@ -84,9 +84,9 @@ class Resize(Operation):
 
 # -- enlarging uint8 images with NumPy: many rows at once, with the same bits as Pillow --------------------------------
 #
-# This follows Pillow's Resample.c, which resizes first along the width, then along the height, and rounds each result
-# to uint8. Weights have 22 fraction bits. When an image is enlarged, each new pixel depends on two old pixels per
-# direction.
+# The following code does the same as Pillow's Resample.c, which resizes first along the width, then along the height,
+# and rounds each result to uint8. Weights have 22 fraction bits. When an image is enlarged, each new pixel depends on
+# two old pixels per direction.
 
 _FRACTION_BITS = 22
 _BLOCK_BYTES = 1 << 18  # how many bytes of int32 results are computed at once, so that they stay in the cache
