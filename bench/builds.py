@@ -5,8 +5,8 @@
 In each round, `mscomm bench` runs with one build and then with the other, so that a temporary slowdown of the machine
 affects both builds. The script prints a Markdown table with the time of each build in microseconds: the median over all
 rounds of the median time in a round. The table also shows the ratio of the old time to the new time, with an interval
-from a paired bootstrap over the rounds (see ratio.py). In a row, the new build is "slower" if the whole interval is
-below 1, and "faster" if the whole interval is above 1.
+from a paired bootstrap over the rounds (see ratio.py). A row says "slower" if the whole interval is below 1, and
+"faster" if the whole interval is above 1.
 """
 
 from __future__ import annotations

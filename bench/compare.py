@@ -4,7 +4,7 @@
     python bench/compare.py --read results
 
 For each collective and number of ranks, `mscomm bench` runs twice: first for 8 bytes, then for 4 KiB to 64 MiB. In each
-run, all contenders take turns in rounds, and the results of each contender are checked one time at each size. Only one
+run, all contenders take turns in rounds, and the results of each contender are checked once at each size. Only one
 run is active at a time. The script writes all samples, and the pictures ratio.svg and share.svg, to the given folder,
 and prints the tables in Markdown.
 
@@ -13,7 +13,7 @@ its better setting, and gloo means gloo with its better setting. mscomm is measu
 ("arena") and with ordinary arrays ("foreign"). From 64 KiB on, the tables also show "memory" as a share of mscomm's
 time: the time in which NumPy reads and writes as many bytes as the collective must read and write. A time is the median
 over rounds of the median time in a round. The interval of a ratio of two times comes from a paired bootstrap over
-rounds. Ratios below 1 are in bold. The goals, and the cells that miss them, follow the tables.
+rounds. Ratios below 1 are in bold. The goals, and the sizes at which a goal is missed, follow the tables.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Cell:
         return ratio(self._rounds[theirs], self._rounds[ours])
 
     def share(self, ours: str) -> float | None:
-        """Return NumPy's time for the same bytes divided by the time of `ours`.
+        """Return NumPy's time to read and write the same bytes, divided by the time of `ours`.
 
         Return None for small sizes, or if NumPy was not measured.
         """
@@ -141,7 +141,7 @@ class Series:
         return f"{self.collective}, {self.ranks} ranks"
 
     def setting(self) -> dict[str, Any]:
-        """Return the machine, the versions, and the settings of MPI and gloo. They must be equal in all series."""
+        """Return the machine, the versions, and the settings of MPI and gloo. All must be equal in all series."""
         facts = {name: self.environment[name] for name in ("cpu", "cpus", "kernel", "mscomm", "python", "numpy")}
         about = self.environment["contenders"]
         return {**facts, **{name: about[name] for name in (*MPI, *GLOO) if name in about}}
@@ -292,7 +292,7 @@ def _goal(goal: Goal, collective: str, ranks: int, who: str, cells: list[tuple[C
 
 
 def _gaps(goal: Goal, collective: str, ranks: int, cells: list[Cell]) -> list[str]:
-    """Return what was not measured for the goal: the missing sizes, and the peers that lack some of the other sizes."""
+    """Return what was not measured for the goal: the missing sizes, and the peers that lack any size in `cells`."""
     case = Case(ROWS[collective], np.dtype(np.float32), "sum", 0, ranks, 0)
     wanted = [case.size(case.count(size)) for size in SIZES if goal.smallest <= size <= goal.largest]
     there = {cell.size for cell in cells}

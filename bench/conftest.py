@@ -83,7 +83,7 @@ _now: Ranks | None = None
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """Return a job of `n` ranks, where `n` is a parameter of the test. Reuse the previous job if `n` is the same."""
+    """Return a job of `n` ranks, where `n` is a parameter of the test. Reuse the running job if it has `n` ranks."""
     global _now
     n = request.getfixturevalue("n")
     if _now is not None and _now.size != n:

@@ -33,7 +33,7 @@ from mscomm.dataset import cifar10, transforms, vision
 
 BATCH_SIZE, IMAGES = 32, 50_000
 MEAN, STD = (0.4465, 0.4822, 0.4914), (0.2010, 0.1994, 0.2023)
-RATES = {32: 20_000, 224: 1_500}  # image size -> approximate images per second, by which main() chooses `images`
+RATES = {32: 20_000, 224: 1_500}  # image size -> approximate images per second; main() computes `images` from it
 
 
 def by_mscomm(folder: Path, size: int, images: int, workers: int) -> Iterable[Any]:
@@ -47,7 +47,7 @@ def by_mscomm(folder: Path, size: int, images: int, workers: int) -> Iterable[An
 
 
 class Pictures(torch.utils.data.Dataset[Any]):
-    """A PyTorch dataset of CIFAR-10 images in memory. Each access to an image applies the operations to it."""
+    """A PyTorch dataset of CIFAR-10 images in memory. Each access to an image crops, flips and resizes it again."""
 
     def __init__(self, folder: Path, size: int, images: int) -> None:
         records = np.concatenate([np.fromfile(folder / name, np.uint8) for name in cifar10.TRAIN])
@@ -109,7 +109,7 @@ def write(folder: Path) -> None:
 
 Make = Callable[[Path, int, int, int], Iterable[Any]]
 # For each side: the function that makes its pipeline, and how many workers to start. The keys 1 and 2 are the numbers
-# of workers in the printed table. With 0 workers, PyTorch's DataLoader works in the main process.
+# of workers in the printed table. For 1, PyTorch's DataLoader starts 0 workers, because its main process does the work.
 SIDES: dict[str, tuple[Make, dict[int, int]]] = {
     "mscomm": (by_mscomm, {1: 1, 2: 2}),
     "torch": (by_torch, {1: 0, 2: 2}),

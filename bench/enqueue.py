@@ -3,9 +3,9 @@
     python bench/enqueue.py [--calls 10000]
 
 The job has one rank. Its CUDA driver and its NCCL do nothing (idle.py). An array of idle.py is just an address, a shape
-and a dtype, and finding its current stream costs nothing, so all the measured time is mscomm's own. The kinds of calls
-take turns in rounds, and the result for each kind is the median over all calls. The times do not include NCCL, the
-driver or an array library. The times of bench/gpu.py do.
+and a dtype, and looking up the current stream costs nothing, so all the measured time is mscomm's own. The kinds of
+calls take turns in rounds, and the result for each kind is the median over all calls. These times do not include NCCL,
+the driver or an array library. The times of bench/gpu.py include them.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def times(call: Callable[[], Any], calls: int) -> list[float]:
         began = time.perf_counter_ns()
         call()
         taken.append((time.perf_counter_ns() - began) / 1e3)
-        if turn % 100 == 99:  # otherwise the stream's queue would fill up, and calls would wait
+        if turn % 100 == 99:  # empty the stream's queue: if it filled up, calls would block
             cupy.cuda.get_current_stream().synchronize()
     cupy.cuda.get_current_stream().synchronize()
     return taken

@@ -5,8 +5,8 @@
 Bucket sizes range from 1 MiB to 256 MiB. Each size is measured with few and with many parts. The plain copy is one
 cudaMemcpyAsync of the same number of bytes. Several calls of one kind are captured into a CUDA graph, so that events
 measure only the device's time. The graphs take turns, and the results are medians over the rounds. A rate counts all
-bytes that are read and written. With every kind of call, data that fits into the GPU's cache stays there from call to
-call. The last number in a line is the host's time for one call of pack. The script needs CuPy.
+bytes that are read and written. Data that fits into the GPU's cache stays there from call to call, in the plain copy
+too. The last number in a line is the host's time for one call of pack. The script needs CuPy.
 """
 
 from __future__ import annotations

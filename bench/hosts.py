@@ -6,7 +6,7 @@
 The hosts are network namespaces of this machine (tests/hosts.py), so they share its CPUs and its memory bus. A link of
 1 Gbit/s is limited to this rate in both directions, after a burst of 256 KiB. An unshaped link is as fast as the kernel
 can make it. There is one job for each link and layout (2x4 means 2 hosts with 4 ranks each). In a job, all contenders
-take turns in rounds, and the results of mscomm and gloo are checked one time at each size. The calls are in-place
+take turns in rounds, and the results of mscomm and gloo are checked once at each size. The calls are in-place
 float32 sums on ordinary arrays. The script writes all samples to the given folder, and prints tables in Markdown. A
 call's time is the mean over the ranks. A time in the tables is the median over rounds of the median time in a round.
 The interval of a ratio of two times comes from a paired bootstrap over rounds.
@@ -15,8 +15,8 @@ In an all_reduce of S bytes over H hosts, every host must send and receive at le
 time to move just these bytes: one rank of each host sends them to the next host, and receives from the previous host at
 the same time. "share" is the wire's time divided by mscomm's time. "sent" is the number of bytes that the busiest host
 has sent through its interface, divided by the number of bytes that it must send. If "sent" is below 1, some bytes took
-another route, and the command fails. Ratios to gloo below 1 are in bold. The goals, and the cells that miss them,
-follow the tables.
+another route, and the command fails. Ratios to gloo below 1 are in bold. The goals, and the sizes at which a goal is
+missed, follow the tables.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Series:
         return f"{self.link}, {hosts} hosts, {ranks} {'rank' if ranks == '1' else 'ranks'} each"
 
     def setting(self) -> dict[str, Any]:
-        """Return the machine, the versions and the settings. They must be equal in all series of a report."""
+        """Return the machine, the versions and the settings. All must be equal in all series of a report."""
         names = ("cpu", "cpus", "kernel", "congestion_control", "mscomm", "python", "numpy")
         about = self.environment["contenders"]
         facts = {"variables": self.variables, **{name: self.environment[name] for name in names}}
@@ -109,7 +109,7 @@ class Series:
         return float(row["results"][name]["in_place"]["sent_bytes"] / row["least_bytes"])
 
     def beside_the_wire(self) -> Iterator[str]:
-        """Yield lines about contenders whose bytes did not all go through the hosts' interfaces."""
+        """Yield a line for each case in which a contender moved bytes without the hosts' interfaces."""
         for size in self._rows:
             for name in self.environment["contenders"]:
                 if (sent := self.sent(name, size)) < 1:
@@ -324,8 +324,8 @@ def _job(rate: str, hosts: list[str], ranks: int, plan: Path, into: Path, variab
             stdout=out,
             stderr=subprocess.STDOUT,
             env=env | variables,
-            # tests/hosts.py runs in its own session, so it does not get Ctrl-C. When terminate() below sends SIGTERM,
-            # tests/hosts.py removes the hosts and ends.
+            # tests/hosts.py runs in its own session, so that Ctrl-C ends only this process. Then terminate() below
+            # sends SIGTERM to tests/hosts.py, which removes the hosts and ends.
             start_new_session=True,
         )
     try:

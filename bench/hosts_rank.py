@@ -84,7 +84,7 @@ class Job:
         self.first_of_host = case.rank % self.local_ranks == 0
 
     def least_bytes(self, size: int) -> int:
-        """Return how many bytes each host must send, and must also receive, for a message of `size` bytes.
+        """Return how many bytes each host must send, and must also receive, in an all_reduce of `size` bytes.
 
         The number of ranks on a host does not matter.
         """
@@ -165,7 +165,7 @@ class Ring:
 
 
 def _moved(move: Callable[[memoryview], int], bytes_: memoryview) -> int | None:
-    """Call `move`, a socket's send or recv_into. Return the number of bytes, or None if the socket is not ready."""
+    """Call `move`, a socket's send or recv_into. Return the bytes moved, or None if the socket is not ready."""
     try:
         return move(bytes_) if bytes_ else 0
     except BlockingIOError:
@@ -188,7 +188,7 @@ def _connected(host: str) -> socket.socket:
 
 
 def _of_size(plan: Plan, job: Job, contenders: list[Local], count: int) -> dict[str, Any]:
-    """Measure all contenders at one size. Return a row of the file.
+    """Measure all contenders at one size. Return a row of the result file.
 
     In the row, `least_bytes` is how much each host must send in a call, and `sent_bytes` is how much the busiest host
     has sent per call.
@@ -204,7 +204,7 @@ def _of_size(plan: Plan, job: Job, contenders: list[Local], count: int) -> dict[
             before = job.sent()
             mscomm.barrier()
             rounds[name].append(_round(job, name, call, buffers, plan))
-            mscomm.barrier()  # after this, everything that was sent has arrived
+            mscomm.barrier()  # now all bytes of this round have arrived, so job.sent() counts them all
             sent[name] += job.sent() - before
     results = {}
     for name, call in calls.items():
@@ -219,7 +219,7 @@ def _of_size(plan: Plan, job: Job, contenders: list[Local], count: int) -> dict[
 
 
 def iterations_of(plan: Plan, size: int) -> int:
-    """Return the number of timed calls in a round. By default, it depends only on the size of the message."""
+    """Return the number of timed calls in a round. By default, it depends only on `size`."""
     if plan.iterations is not None:
         return plan.iterations
     return 100 if size <= 64 << 10 else 20 if size <= 1 << 20 else 4

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #define FAKE_EXPORT extern "C" __attribute__((visibility("default")))
-// IDLE defines a function that only returns success. GIVES defines a function that also writes a handle to its argument.
+// IDLE defines a function that only returns success. GIVES defines a function that also stores a handle in `*to`.
 #define IDLE(name) \
   FAKE_EXPORT int name() { return 0; }
 #define GIVES(name) \

@@ -3,9 +3,10 @@
     python bench/mindspore_step.py -n 2 --network mlp
 
 A kind of step is a mode (graph or PyNative) and a way to exchange gradients. MindSpore's own communication uses
-parallel_mode=DATA_PARALLEL, in processes that are started as a dynamic cluster (MS_ROLE and so on). MindSpore users
-usually train in graph mode. Some kinds exchange nothing, in n processes at once or in only one process. Compared with
-the other kinds, they show what PyNative mode and the exchange cost.
+parallel_mode=DATA_PARALLEL, in processes that are started as a dynamic cluster (MS_ROLE and so on). mscomm is
+compared with MindSpore's communication in graph mode, because MindSpore users usually train in that mode. Some kinds
+exchange nothing, in n processes at once or in only one process. The difference between their times and the times of the
+other kinds shows what PyNative mode and the exchange cost.
 
 All processes of all kinds are started once. In every round, each kind takes a few steps while the others wait. All
 kinds have the same network, initial weights, batches and number of threads. A step ends when its loss is a Python
@@ -99,7 +100,7 @@ def make_step(place: Place) -> tuple[Callable[[], float], list[Any]]:
     cell, shape = network(place.network)
     draw = np.random.default_rng(0)
     for p in cell.get_parameters():
-        if p.ndim > 1:  # biases begin at 0, and the scales of layer norms keep their initial 1
+        if p.ndim > 1:  # not a bias, which begins at 0, and not the scale of a layer norm, which begins at 1
             weights = draw.normal(0, (2 / np.prod(p.shape[1:])) ** 0.5, p.shape)
             p.set_data(mindspore.Tensor(weights.astype(np.float32)))
         elif p.name.endswith("bias"):
@@ -240,7 +241,7 @@ def _start(place: Place) -> tuple[BaseProcess, Connection]:
 def check_weights(jobs: dict[Kind, Job]) -> None:
     """Check that all kinds that exchange gradients have trained the same model.
 
-    The weights must have the same bits on all ranks of a kind, and must agree between kinds up to rounding.
+    The weights must be exactly equal on all ranks of a kind, and equal up to rounding between kinds.
     """
     import numpy as np
 

@@ -18,7 +18,7 @@ class Ratio(NamedTuple):
 
 
 def ratio(theirs: Any, ours: Any) -> Ratio:
-    """Return the median of `theirs` divided by the median of `ours`, and a 95 % interval from paired bootstraps."""
+    """Return the median of `theirs` divided by the median of `ours`, and a 95 % interval from a paired bootstrap."""
     import numpy as np  # not at the top: mindspore_step.py must set the number of threads before NumPy is imported
 
     theirs, ours = np.asarray(theirs), np.asarray(ours)
@@ -29,5 +29,5 @@ def ratio(theirs: Any, ours: Any) -> Ratio:
 
 
 def interval(rounds: int) -> str:
-    """Return the interval's name: "95 %" for enough rounds, otherwise "range". The rounds must be independent."""
+    """Return the interval's name: "95 %" for enough rounds, otherwise "range". "95 %" assumes independent rounds."""
     return "95 %" if rounds >= ENOUGH_ROUNDS else "range"

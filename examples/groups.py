@@ -24,7 +24,7 @@ def main() -> None:
     row = mscomm.split(color=i, key=j)
     column = mscomm.split(color=j, key=i)
 
-    # Every rank creates the whole matrix, but only to check the result at the end.
+    # Every rank creates the whole matrix to check the result at the end, but multiplies only its own block of it.
     generator = np.random.default_rng(7)
     matrix = generator.standard_normal((rows * BLOCK, columns * BLOCK))
     x = generator.standard_normal(columns * BLOCK)

@@ -356,7 +356,7 @@ def test_what_one_rank_alone_cannot_do_is_told_to_all(rank: int, group: None, wh
     if why == "no kernels":  # on rank 1, the array library has no bfloat16 either
         if rank == 1:
             del device_array.namespace.bfloat16
-        with pytest.raises(TypeError, match=r"DeviceArray has no bfloat16, and mscomm no kernels .*, on rank 1 of"):
+        with pytest.raises(TypeError, match=r"DeviceArray has no bfloat16, and mscomm has no kernels .*, on rank 1 of"):
             GradientReducer([on_device(np.zeros(3, np.float32))], compression="bf16")
         assert (mscomm.all_reduce(np.ones(1)) == 2).all()
         return

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Starts 16 ranks on the machines of a hostfile: bash mpirun_hostfile.sh DATA_PATH HOSTFILE. The log is ./train.log. The
-# option -x passes variables to all ranks. The option -mca pml ob1 only affects MPI's own messages; mscomm sends none.
+# option -x passes variables to all ranks. The option -mca pml ob1 affects only MPI messages; mscomm sends none.
 
 DATA_PATH=${1:?"bash mpirun_hostfile.sh DATA_PATH HOSTFILE"}
 HOSTFILE=$(realpath "${2:?"bash mpirun_hostfile.sh DATA_PATH HOSTFILE"}")

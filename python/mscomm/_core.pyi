@@ -96,7 +96,7 @@ class Heap:
         """Reserve control memory for a group of `size` ranks. Return its offset, which all these ranks must know."""
 
     def release_control(self, control: int, size: int, /) -> None:
-        """Free the memory at offset `control` once its `size` ranks no longer use it. size is 0 if no rank has used it."""
+        """Free the memory at `control` once its `size` ranks no longer use it. size is 0 if no rank has used it."""
 
     def abandon_control(self, control: int, size: int, /) -> None:
         """Do the same as release_control(), if this rank has not created its part of the group.
@@ -533,7 +533,10 @@ class Group:
         """Break the group with a symptom, which is what this rank has seen. A verdict may replace the symptom."""
 
     def left(self, rank: int, /) -> None:
-        """Record that a rank has left the job without an error. Only calls and messages that wait for this rank fail."""
+        """Record that a job rank has left the job or the group without an error.
+
+        Only calls and messages that wait for this rank fail.
+        """
 
     def where(self) -> tuple[int, bool, str]:
         """Return this rank's progress: (number, unfinished, text).

@@ -51,7 +51,7 @@ def _bounds(array: Any) -> tuple[int, int]:
 def checked_counts(
     function: str, argument: str, counts: Sequence[int], group: Group, shape: tuple[int, ...] | None
 ) -> list[int]:
-    """Return `counts`, one row count for each rank, as a list of ints. Raise TypeError or ValueError for invalid counts.
+    """Return `counts`, one row count for each rank, as ints. Raise TypeError or ValueError if they are invalid.
 
     shape: the shape of the array x that is divided among the ranks, or None. If it is given, the counts must add up to
     the number of rows of x.

@@ -327,8 +327,8 @@ class Group:
     def start(self, call: _core.Call, seconds: float, number: int = 0, *, part: bool = False) -> Work:
         """Start a call on the group's worker thread, or on a stream of the device. The core keeps the arrays alive.
 
-        Return the call's Work. number: as in run(). part: True if the Work is for together(), and result() of together()
-        calls call.result().
+        Return the call's Work. number: as in run(). part: True if the Work is for together(), whose argument result
+        then calls call.result().
         """
         return self.core.start(call, seconds, number, part)
 

@@ -65,7 +65,7 @@ class Job:
         self.others: dict[str, NonMember] = {}
         self.makings: list[Making] = []  # in the order in which rejoin() repeats them
         self.splits: dict[str, int] = {}  # how often each group was split in this epoch
-        # for each name and list of ranks: how often a group with these was created in this epoch
+        # how often a group with a given name and given ranks was created in this epoch
         self.creations: dict[str, int] = {}
 
     @property

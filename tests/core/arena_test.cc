@@ -20,8 +20,8 @@ namespace {
 void every_collective_in_every_memory() {
   for (int size : sizes_of_groups())
     for (bool spin : {true, false}) {
-      // For every threshold, there are sizes below and above it. The sizes include tiny messages, messages of one chunk and of
-      // several chunks, and parts of unequal size.
+      // The sizes lie on both sides of every threshold. They give tiny messages, messages of one chunk and of several chunks, and
+      // parts of unequal size.
       std::vector<size_t> sizes{
           0, 1, 7, inline_bytes / 4, inline_bytes / 4 + 1, tiny_bytes / 4, tiny_bytes / 4 + 1, 3 * chunk_bytes / 4 + 5};
       if (!spin) sizes = {1000, 2000, chunk_bytes / 4};
@@ -35,8 +35,8 @@ void every_collective_in_every_memory() {
     }
 }
 
-// Three groups use the same heaps. Each rank calls the world from one thread and its other groups from a second thread, at the
-// same time.
+// Three groups use the same heaps. Each rank makes the world's calls in one thread and, at the same time, the calls of its other
+// groups in a second thread.
 void groups_share_the_heaps() {
   const ThreadJob job(4);
   const ThreadGroup world(job, {0, 1, 2, 3}, "arena", false), three(job, {3, 0, 1}, "arena", false),
@@ -103,8 +103,8 @@ void mismatch_is_seen_by_all(const ThreadRank& me) {
   }
 }
 
-// Two ranks call one collective, and the third rank calls a different one. The messages are large enough to use staging and
-// heaps.
+// Two ranks call one collective, and the third rank calls a different one. All three must get a Mismatch. The arrays are larger
+// than tiny_bytes, and those of rank 1 are in its heap.
 void every_mismatch_is_seen() {
   const std::vector<Collective> all = collectives_by("arena");
   const std::vector<Amounts> some = amounts(3, 3 * tiny_bytes);
@@ -425,7 +425,7 @@ void every_sleeper_is_woken() {
 }
 
 // In a small all_reduce, a rank reads only one cache line of each peer. The line holds both the peer's arrival and the peer's
-// message. In this test, rank 1 also offers memory in its heap. If rank 0 read that offer, it would have to wait for another
+// data. In this test, rank 1 also offers memory in its heap. If rank 0 read that offer, it would have to wait for another
 // round.
 void small_calls_do_not_read_posts() {
   Bare ranks(2);
@@ -446,7 +446,7 @@ void small_calls_do_not_read_posts() {
   CHECK(sum[0] == 2.0f && sum[1] == 4.0f);
 }
 
-// With many ranks, each rank adds up only its own part of the messages.
+// With many ranks, each rank adds up only its own part of the arrays.
 void many_ranks_share_the_adding() {
   Bare ranks(32);
   ranks.run([&](Arena& arena, const Ranks& all, const Wait& wait) {

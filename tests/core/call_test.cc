@@ -93,7 +93,7 @@ void wrong_counts_are_refused() {
       call = right;
       call.counts[i]++;
       const bool of_others = square && i / n != static_cast<size_t>(rank) && i % n != static_cast<size_t>(rank);
-      CHECK(of_others || refused(call, rank));  // only the sender and the receiver check a count
+      CHECK(of_others || refused(call, rank));  // in all_to_all, only the sender and the receiver check a count
       call.counts[i] = ~uint64_t{0};
       CHECK(refused(call, rank, "more bytes than"));  // the sum of counts must not wrap around
       call.counts[i] = ~uint64_t{0} / 4 + 1;          // the number of bytes must not wrap around either

@@ -1,5 +1,6 @@
 // Test cases for every collective. A case says what each rank passes in, what it must get back, and where its arrays are. All
-// cases have the same inputs. The expected results are parts of these inputs or of their sums, and are compared bit by bit.
+// cases of a test use the same inputs. The expected results are parts of these inputs or of their sums, and are compared bit by
+// bit.
 #pragma once
 
 #include <cstring>
@@ -14,8 +15,8 @@
 
 namespace mscomm {
 
-// Holds the elements of each rank and their sum in the canonical order (algo/order.h). For each k, it also holds the sum of the
-// elements of the first k ranks, added in rank order.
+// Holds each rank's elements, and their sum over all ranks, added in the canonical order (algo/order.h). For each k, it also
+// holds the sum over the first k ranks, added in rank order.
 class Inputs {
  public:
   Inputs(const Layout& layout, Dtype dtype, size_t count)
@@ -241,13 +242,13 @@ inline std::vector<Collective> collectives_by(const std::string& algorithm) {
   return all;
 }
 
-// Runs this rank's calls of every collective that this algorithm implements, with every pattern of amounts, in each kind of
+// Runs this rank's calls of every collective that `algorithm` implements, with every pattern of amounts, in each kind of
 // memory, in place and out of place. With the last kind in `memories`, each call runs a third time. In this third call, each rank
 // chooses at random whether it passes its arrays in place.
 inline void every_case(const ThreadRank& me, const std::string& algorithm, const Inputs& inputs, const std::vector<size_t>& sizes,
                        const std::vector<Memory>& memories) {
   const int n = me.group->size();
-  std::minstd_rand random(static_cast<unsigned>(me.rank + 1));  // with Memory::mixed, each rank chooses its own memory
+  std::minstd_rand random(static_cast<unsigned>(me.rank + 1));  // seeded by rank, so each rank makes its own choices
   int root = 0;
   for (size_t size : sizes)
     for (const Amounts& some : amounts(static_cast<size_t>(n), size))

@@ -98,7 +98,7 @@ bool has(const std::string& text, const std::string& part) {
   return found;
 }
 
-constexpr size_t large = 1u << 18;  // 2 MiB: a message of this size is announced before its data is sent
+constexpr size_t large = 1u << 18;  // elements, 2 MiB: a message of this size is announced before its data is sent
 
 void messages_of_one_tag_keep_their_order() {
   Group group(2);
@@ -291,7 +291,7 @@ void a_recv_from_any_outlives_links_and_takes_nothing_when_given_up() {
   send(group[2], 0, ints(3, 2));
   receiver.join();
   CHECK(late == ints(3, 2));
-  // If a sender gives up on a message that it has announced, the link becomes unusable, so a recv from any source must also end
+  // If a sender gives up on a message that it has announced, the link becomes unusable. Then even a recv from any source must end
   // with an error.
   Ints out(large);
   const Ints x = ints(large, 0);
@@ -414,7 +414,7 @@ void what_was_sent_before_a_close_arrives() {
     receiver.join();
     group[0].close(30);
     group.boxes[0].reset();
-    // The receiver sends credit to a sender that is gone, and then reads the data that is still in the kernel.
+    // The receiver now sends credit to a sender that is gone. It must still get the data that is in the kernel's buffers.
     for (int i = 0; i < 99; i++) CHECK(recv(group[1], 0, 1000, i) == x);
     for (int i = 102; i > 99; i--) CHECK(recv(group[1], 0, 1000, i) == x);
     Ints out(1);

@@ -73,7 +73,7 @@ void long_arrays_have_huge_pages_and_short_ones_do_not() {
   CHECK(huge_kb(array, bytes) > 0);  // if memory is fragmented, perhaps only a part of the array has huge pages
   heap.release(array);
   const char* reserved = heap.mapping().begin() + heap.reserve(control);
-  CHECK(reserved == array || reserved < array);  // at the array's old address or below it
+  CHECK(reserved == array || reserved < array);  // begins at the array's old address or below it
   for (size_t at = 0; at < control; at += 4096) CHECK(reserved[at] == 0);
   CHECK(huge_kb(reserved, control) == 0);
   heap.release(small);

@@ -46,7 +46,7 @@ void hosts_are_added_in_order(const std::string& algorithm) {
   }
 }
 
-// A ring differs from the other algorithms only in the order of additions, so sums of whole numbers are exact.
+// A ring adds in a different order than the other algorithms. Sums of small whole numbers are exact in any order.
 void ring_is_close(const ThreadRank& me) {
   constexpr size_t count = 400'001;
   const auto n = static_cast<size_t>(me.group->size());

@@ -1,5 +1,5 @@
-// Tests messages through the communicator: which error all waits report, how waits run at the same time, and what the end of a
-// group does to its messages. The ranks are threads connected by socket pairs.
+// Tests messages through the communicator: that all waits report the same error, that several waits can run at the same time, and
+// how messages end when their group ends. The ranks are threads connected by socket pairs.
 #include <poll.h>
 #include <sys/socket.h>
 

@@ -10,7 +10,7 @@
 
 namespace {
 
-// How many more allocations of this thread succeed before one fails. -1 means that none fails
+// How many more allocations of this thread succeed before one fails. -1 means that none fails.
 thread_local int fails_in = -1;
 
 }  // namespace

@@ -160,7 +160,7 @@ struct Variant {
   double largest = std::numeric_limits<double>::infinity();
 };
 
-// Computes what `to` and `owed` must hold after a kernel has moved the element in `from` to `to`.
+// Computes what `to` and `owed` must hold after a kernel has moved the element at `from` to `to`.
 void move_one(const Variant& variant, const void* from, void* to, float* owed) {
   const Dtype in = variant.packs ? variant.dtype : variant.bucket, out = variant.packs ? variant.bucket : variant.dtype;
   if (in == out && variant.scale == 1) {
@@ -168,7 +168,7 @@ void move_one(const Variant& variant, const void* from, void* to, float* owed) {
     return;
   }
   if (in == Dtype::float64) return store(out, value_of(in, from) * variant.scale, to);
-  // The product or sum of two floats is the same whether it is rounded once, or first to double and then to float.
+  // Rounded to float, the product or sum of two floats is the same whether it is computed in float or in double.
   const float scaled = static_cast<float>(value_of(in, from) * static_cast<double>(static_cast<float>(variant.scale)));
   if (!variant.owes) return store(out, scaled, to);
   const float whole = static_cast<float>(static_cast<double>(scaled) + static_cast<double>(*owed));
@@ -302,7 +302,7 @@ void test_error_feedback_adds_up() {
       }
     }
     for (size_t i = 1; i < count; i++) {
-      // Each step adds two floats below 1, so it can lose half a unit in the last place.
+      // Each step adds two floats below 1, so its rounding error is at most half a unit in the last place.
       CHECK(std::fabs(sent[i] + residual[i] - given[i]) <= steps * 0x1p-24);
       CHECK(std::fabs(residual[i]) <= 0x1p-8);
     }
@@ -344,7 +344,7 @@ void test_the_cpu_compresses_as_the_kernels_do(Dtype wide, Dtype narrow) {
   std::vector<Narrow> bucket(count), expected(count);
   if (wide == Dtype::float32) {
     CHECK(run({true, wide, narrow, expected.data(), {{x.data(), 0, count}}, 1, owed.data(), largest}));
-  } else {  // there are no kernels for float64
+  } else {  // no kernel compresses float64
     for (size_t i = 0; i < count; i++) expected[i] = narrow_and_owe<Narrow>(x[i], owed[i], static_cast<Wide>(largest));
   }
   compress({x.data(), wide}, residual.data(), {bucket.data(), narrow}, largest, count);
@@ -451,7 +451,7 @@ void test_plans() {
     }
     test_plan(packing, static_cast<int>(1 + random_below(200)));
   }
-  // The size of the second part needs more than 32 bits.
+  // The second part has more than 2^32 bytes.
   test_plan(
       {true, Dtype::float32, Dtype::float32, address(0x1000), {{address(0x10000), 0, 5}, {address(0x20000), 5, 3ull << 30}}},
       132);
@@ -477,7 +477,7 @@ void test_blocks_fit_the_bytes_and_the_device() {
   };
   using Pair = std::pair<uint64_t, uint64_t>;
   CHECK(blocks_and_most(one(1), 132) == Pair(1, 4));
-  CHECK(blocks_and_most(one(1 << 18), 132) == Pair(257, 4096));    // 1 MiB: two blocks for each multiprocessor
+  CHECK(blocks_and_most(one(1 << 18), 132) == Pair(257, 4096));    // 1 MiB: about two blocks for each multiprocessor
   CHECK(blocks_and_most(one(1 << 26), 132) == Pair(8193, 32768));  // 256 MiB
   CHECK(blocks_and_most(one((1 << 26) + 1), 132) == Pair(8193, 32768));
   Packing mixed = one(1 << 22);  // one large part, and many small parts with one block each

@@ -365,8 +365,8 @@ void test_reduction(Dtype dtype, Op op, int n, size_t count, size_t offset) {
     row.finish(merged.data(), divisor, finished.data(), count);
     ok &= CHECK(finished == out);
 
-    // Combining a value with the identity does not change the value. The exceptions are -0 in a sum, and -0 and infinity in a
-    // product of complex numbers.
+    // Combining a value with the identity does not change the value, except for -0 in a sum, and for -0 and infinity in a product
+    // of complex numbers. So sums, averages and products are not compared here.
     Buffer identity(count * row.element_bytes, offset);
     row.identity(identity.data(), count);
     const void* const with_identity[] = {identity.data(), out.data()};
@@ -461,7 +461,7 @@ void test_supports() {
     const auto dtype = static_cast<Dtype>(d);
     const bool real = dtype >= Dtype::float16 && dtype <= Dtype::float64, complex = dtype >= Dtype::complex64;
     const bool bits = !real && !complex;
-    // by Op: sum, prod, min, max, avg, band, bor, bxor
+    // in the order of Op: sum, prod, min, max, avg, band, bor, bxor
     const auto expected = std::to_array({true, true, !complex, !complex, !bits, bits, bits, bits});
     static_assert(expected.size() == ops.size());
     for (size_t o = 0; o < ops.size(); ++o) CHECK(supports(dtype, static_cast<Op>(o)) == expected[o]);

@@ -97,8 +97,8 @@ struct ThreadRank {
   }
 };
 
-// A group of some or all ranks of a job. Every collective that has the given algorithm uses it. If the group's layout needs a
-// mesh, socket pairs connect the ranks.
+// A group of some or all ranks of a job. Every collective that the given algorithm implements uses this algorithm. If the group's
+// layout needs a mesh, socket pairs connect the ranks.
 class ThreadGroup {
  public:
   ThreadGroup(const ThreadJob& job, std::vector<int> ranks, const std::string& algorithm, bool spin)
@@ -183,7 +183,7 @@ class ThreadGroup {
     int size = 0;
     uint64_t offset = 0;
   };
-  std::map<size_t, Control> controls_;  // control memory of the arenas, by host
+  std::map<size_t, Control> controls_;  // for each host, the control memory of its arena
   std::vector<std::unique_ptr<Founded>> groups_;
 };
 

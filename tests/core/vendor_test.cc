@@ -141,7 +141,7 @@ class Hall {
   struct Part {
     const void* x = nullptr;
     void* out = nullptr;
-    std::map<int, std::pair<void*, size_t>> sends{}, receives{};  // by peer
+    std::map<int, std::pair<void*, size_t>> sends{}, receives{};  // keyed by peer
   };
   // A stream's thread calls meet(), which waits until all ranks have arrived. The last rank to arrive calls `act` with the parts
   // of all ranks. Returns false if the rank was aborted.

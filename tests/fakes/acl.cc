@@ -46,7 +46,7 @@ Error current(int& device) {
   return engine().broken(device) ? rt_device_memory : success;
 }
 
-// A null stream means the default stream of the context, which waits for no other stream.
+// A null stream means the context's default stream. This stream waits for no other stream.
 Error stream_of(Handle handle, std::shared_ptr<Stream>& stream) {
   int device;
   if (const Error error = current(device)) return error;

@@ -99,7 +99,7 @@ void Communicator::launch(std::vector<Operation> operations) {
   auto self = shared_from_this();
   auto work = std::make_shared<const std::vector<Operation>>(std::move(operations));
   if (first->capturing()) {
-    // A graph may run this work repeatedly, so the work takes a new number each time it runs.
+    // A graph can run this work repeatedly, so the work takes a new number each time it runs.
     first->enqueue([self, work] {
       const uint64_t number = self->take_number();
       self->run(*work, number);

@@ -76,7 +76,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Meeting meeting_;
   const int fault_, lost_;
   std::atomic<bool> stopped_{false};
-  std::mutex issuing_;  // keeps launches numbered in stream order
+  std::mutex issuing_;  // held from taking a number until the launch is enqueued, so that numbers are in stream order
   // Protects the fields below.
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -70,7 +70,7 @@ std::mutex retained_mutex;
 // Counts how often the primary context of each device has been retained. The map is never destroyed, because threads of the
 // tested library can still make calls when the process ends.
 auto& retained = *new std::map<Device, int>;
-thread_local std::vector<Device> contexts;  // this thread's stack of contexts, each as the number of its device; -1: no context
+thread_local std::vector<Device> contexts;  // this thread's context stack, as device numbers; -1 means no context
 
 int driver_version() { return static_cast<int>(number("FAKE_CUDA_VERSION", 13000)); }
 

@@ -43,7 +43,8 @@ struct Item {
   uint64_t number = 0;
 };
 
-// Protects the order between the work of a device's legacy default stream and the work of its other streams.
+// Held while work is enqueued or a stream is added, because a device's legacy default stream and its other streams wait for each
+// other's earlier work.
 std::mutex& order() {
   static auto& mutex = *new std::mutex;
   return mutex;

@@ -2,8 +2,8 @@
 // events.
 //
 // A vendor's runtime (libcuda.so.1 or libascendcl.so) holds the only engine of the process. The vendor's communication library
-// gets this engine by calling fake_engine(). The runtime and the communication library are compiled from the same sources, so
-// they can share an abstract class of C++ as their interface.
+// gets this engine by calling fake_engine(). build.py compiles both libraries with this header and with the same compiler, so the
+// interface between them can be an abstract class of C++.
 #pragma once
 
 #include <array>
@@ -19,7 +19,8 @@ namespace fake {
 using Address = uint64_t;
 using Handle = uint64_t;
 using Uuid = std::array<unsigned char, 16>;
-using Deadline = std::optional<std::chrono::steady_clock::time_point>;  // no value: wait forever, as the real libraries do
+// Without a value, a wait lasts forever, as in the real libraries.
+using Deadline = std::optional<std::chrono::steady_clock::time_point>;
 
 enum class Where { host, device };
 
@@ -95,7 +96,7 @@ class Engine {
 
   virtual Handle create_event(int device) = 0;
   virtual bool destroy_event(Handle handle) = 0;
-  virtual int event_device(Handle handle) const = 0;  // -1: no such event
+  virtual int event_device(Handle handle) const = 0;  // returns -1 if there is no such event
   virtual bool record(Handle handle, std::shared_ptr<Stream> stream) = 0;
   virtual std::optional<Mark> mark(Handle handle) const = 0;
 

@@ -42,13 +42,13 @@ struct Wish {
   void* receive;
   uint64_t count;
   int type;
-  int fold;      // -1: none
-  int64_t root;  // -1: none
+  int fold;      // -1 if the collective does not reduce
+  int64_t root;  // -1 if the collective has no root
 };
 
 // This struct has the layout of HcclSendRecvItem.
 struct Item {
-  int kind;  // 0: sends; 1: receives
+  int kind;  // 0 for a send, 1 for a receive
   void* data;
   uint64_t count;
   int type;

@@ -113,7 +113,7 @@ Result connect(HcclCommunicator& comm) {
     for (size_t b = 0; b < a; ++b)
       if (!shares && cards[a].host == cards[b].host && cards[a].device == cards[b].device) return e_unavail;
   }
-  // A 910 server accepts 1, 2, 4 or 8 ranks. Fewer than 8 ranks must all be on cards 0 to 3, or all on cards 4 to 7.
+  // A 910 server accepts 1, 2, 4 or 8 ranks. Fewer than 8 ranks must all be on devices 0 to 3, or all on devices 4 to 7.
   if (profile() == "910" && ((comm.size & (comm.size - 1)) || comm.size > 8 || (comm.size < 8 && rings.size() > 1)))
     return e_para;
   return success;

@@ -1,5 +1,5 @@
-// Functions that only a stand-in runtime has, in addition to the vendor's functions. Tests call them, and the stand-in for the
-// communication library calls fake_engine().
+// Defines the functions that a stand-in runtime has in addition to the vendor's functions. The stand-in for the communication
+// library calls fake_engine(), and tests call the other functions.
 #include <unistd.h>
 
 #include <condition_variable>

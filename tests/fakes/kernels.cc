@@ -63,7 +63,7 @@ bool launch_kernel(Handle handle, unsigned blocks, unsigned threads, const void*
   code().addresses(kernel, batch->data(), find, &buffers);
   engine().count("launches", 1);
   stream->enqueue([=, device = stream->device()] {
-    std::vector<char> here = *batch;  // a copy, because a graph may run this batch again
+    std::vector<char> here = *batch;  // a copy, because a graph can run this batch again
     struct Open {
       std::vector<std::shared_ptr<char>> memory;
       const std::vector<Buffer>& buffers;

@@ -8,7 +8,7 @@
 
 namespace fake {
 
-// Returns true if this is an image from nvcc and this machine can run kernels at all.
+// Returns true if `image` begins like an image from nvcc, and this machine can run kernels at all.
 bool can_run(const void* image);
 // Returns the handle of the kernel with this name, or 0 if there is none.
 Handle kernel_named(const char* name);

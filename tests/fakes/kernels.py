@@ -19,7 +19,7 @@ IMAGE = bytes.fromhex("50ed55ba") + b" a stand-in's"
 
 
 def build_kernels() -> Path:
-    """Compile the library if its sources have changed. Return its path, for FAKE_CUDA_KERNELS."""
+    """Compile the library if its sources have changed. Return its path, the value for FAKE_CUDA_KERNELS."""
     found = compiler()
     command = [*(found.split() if isinstance(found, str) else found), *FLAGS, f"-I{CSRC}", f"-I{CORE}"]
     sources = [HERE / "device_code.cc", CORE / "cuda_on_cpu.h", *sorted((CSRC / "cuda").glob("*.*"))]

@@ -25,11 +25,11 @@ def launch(
     codes: dict | None = None,
     clean: bool = True,
 ) -> dict:
-    """Run the ranks and return their values by rank.
+    """Run the ranks. Return a dict with the value of each rank.
 
     codes: the expected exit status of each rank that should not end with 0. The value of such a rank is None.
 
-    clean: whether to check that no handle, violation or file is left. If false, return each value with the counters.
+    clean: whether to check that no handle, violation or file is left. If false, return pairs of value and counters.
     """
     started, values = {}, {}
     try:

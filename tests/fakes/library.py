@@ -66,7 +66,7 @@ users: list[tuple[int, int]] = []  # for each call of used(): an address, and th
 
 
 def used(x: DeviceArray) -> None:
-    """Record the call in `users`. The call does not change when the memory is freed."""
+    """Only record the call in `users`. The call has no effect on when the memory is freed."""
     users.append((x.ptr, device_array.current_stream()))
 
 

@@ -365,7 +365,7 @@ bool Meeting::run(std::vector<Message> messages, const Watch& watch) {
     one.number = one.message.sends ? ++sent_[peer] : ++received_[peer];
   }
 
-  // Moves one chunk per peer and direction, in the order of the calls. Returns true if any chunk was moved.
+  // Moves at most one chunk per peer and direction, in the order of the calls. Returns true if any chunk was moved.
   const auto advance = [&] {
     bool moved = false;
     std::vector<bool> busy_out(static_cast<size_t>(size_)), busy_in(static_cast<size_t>(size_));

@@ -48,8 +48,8 @@ struct UniqueId {
   char bytes[128];
 };
 
-// Has the layout of ncclConfig_t in NCCL 2.32. `size` is the size of the struct in the caller's nccl.h, and config_bytes is its
-// size in this version of NCCL.
+// Has the layout of ncclConfig_t in NCCL 2.32. `size` is the size of the struct in the caller's nccl.h, and config_bytes is the
+// size of the struct in this version of NCCL.
 struct Config {
   size_t size;
   unsigned magic, version;
@@ -249,7 +249,7 @@ Result launch(std::vector<std::pair<std::shared_ptr<Comm>, Operation>> operation
     return success;
   }
   for (auto& [comm, all] : by_comm) comm->start_polls();
-  // A single thread launches the operations of one communicator after another, in the order in which the group called the
+  // One thread launches all operations, communicator by communicator, in the order in which the group first called the
   // communicators.
   spawn([by_comm = std::move(by_comm)]() mutable {
     // Sleep first, so that the caller's call returns before any of its operations is on a stream.
@@ -389,8 +389,8 @@ Result read_config(const Config* given, Config& config) {
   return success;
 }
 
-// Waits until all ranks have joined. Fails if two ranks have different versions of NCCL, or if two ranks share a device although
-// this is not allowed.
+// Waits until all ranks have joined. Fails if two ranks have different versions of NCCL, or if two ranks of one host share a
+// device and NCCL_MULTI_RANK_GPU_ENABLE does not allow it.
 Result connect(Comm& comm) {
   Card card;
   card.device = cuda()->uuid(comm.device);
@@ -452,8 +452,8 @@ struct Arguments {
   void* receive;
   size_t count;
   int type;
-  int fold;  // -1: none
-  int root;  // -1: none
+  int fold;  // -1 if the collective does not reduce
+  int root;  // -1 if the collective has no root
   Handle comm, stream;
 };
 

@@ -112,7 +112,7 @@ class Nccl:
         return self.library.ncclGetLastError(c_uint64(0)).decode()
 
     def code(self, name: str, *arguments) -> int:
-        """Return the code that the function returns, even if it is an error."""
+        """Call the function and return its code, even if the code is an error."""
         try:
             return getattr(self, name)(*arguments)
         except NcclError as error:

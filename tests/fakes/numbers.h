@@ -35,7 +35,7 @@ inline size_t size_of(Type type) {
 }
 
 // A float with few bits. If `infinite` is true, the highest exponent means infinity and NaN, as in IEEE 754. Otherwise, there is
-// no infinity, and only the number whose bits are all ones is NaN.
+// no infinity, and NaN has only ones in its exponent and mantissa.
 template <int exponent_bits, int mantissa_bits, bool infinite, typename Bits>
 struct Small {
   static constexpr int bias = (1 << (exponent_bits - 1)) - 1;
@@ -215,7 +215,7 @@ inline void divide(Type type, char* data, size_t bytes, int by) {
 
 inline bool is_integer(Type type) { return type <= Type::u64; }
 
-// Returns 1/n as a number of this type, in the first of eight bytes.
+// Returns eight bytes that begin with 1/n as a number of this type.
 inline uint64_t reciprocal(Type type, int n) {
   uint64_t bits = 0;
   with_type(type, [&]<typename T>(T) {

@@ -1,6 +1,6 @@
 """Runs one rank of a scenario of tests/test_fakes.py: python -m fakes.scenarios NAME RANK SIZE ARGUMENTS.
 
-A scenario is called with a Rank and returns what it has found. main() prints this value as JSON.
+A scenario is called with a Rank and returns what it has found. main() prints this value and the counters as JSON.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def reads_device_memory(r: Rank):
 
 @scenario
 def managed(r: Rank):
-    """Check that host and device can use managed memory until it is freed. The memory next to it is not managed."""
+    """Check that host and device can use managed memory until it is freed. Memory next to it is not managed."""
     r.array(np.ones(1))  # uses less than a page of device memory in front of the managed memory
     memory = da._Memory(20, r.device, managed=True)
     values = (ctypes.c_float * 5).from_address(memory.pointer)
@@ -257,7 +257,7 @@ def managed(r: Rank):
 
 @scenario
 def mismatches(r: Rank):
-    """Let rank 1's call differ in each possible way. All ranks hang until they abort. Then the stream continues."""
+    """Let rank 1's call differ in one way after another. All ranks hang until they abort. Then the stream continues."""
     f32, f64 = np.float32, np.float64
     me, odd = r.nccl, r.rank == 1
     cases = {
@@ -335,7 +335,7 @@ def non_blocking(r: Rank):
 
 @scenario
 def somebody_is_missing(r: Rank):
-    """Join a communicator that another rank never joins."""
+    """Join a communicator that another rank never joins. Return its state and the number of files in FAKE_DIR."""
     comm = r.init(given=config(blocking=0))
     state = r.nccl.wait(comm, 0.5)
     files = [name for name in os.listdir(os.environ["FAKE_DIR"]) if name.startswith("mscomm-fake-")]
@@ -516,7 +516,7 @@ def grouped_communicators(r: Rank):
 
 @scenario
 def misuse(r: Rank):
-    """Make a mistake that only a stand-in reports."""
+    """Make the mistake that the argument `what` names. Only a stand-in reports such a mistake."""
     nccl, comm = r.nccl, r.init()
     what = r.arguments["what"]
     if what == "threads":

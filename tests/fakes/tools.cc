@@ -1,4 +1,4 @@
-// Small functions. Each stand-in library contains its own copy of them.
+// Defines small functions. Each stand-in library contains its own copy of them.
 #include <pthread.h>
 
 #include <algorithm>

@@ -1,7 +1,8 @@
 """Calls on a real GPU, with the real NCCL and driver, on CuPy's and PyTorch's arrays. Several ranks share one GPU.
 
-NCCL treats processes with different values of NCCL_HOSTID as processes on different hosts, and connects them with
-sockets. So one GPU is enough. The tests do not measure speed. Without a GPU, the tests are skipped with a reason.
+NCCL normally refuses two ranks of one host that share a GPU. But it treats processes with different values of
+NCCL_HOSTID as processes on different hosts, and connects them with sockets. So one GPU is enough. The tests do not
+measure speed. Without a GPU, the tests are skipped with a reason.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ each_library = pytest.mark.parametrize(
 
 
 def shared(rank: int, **_: Any) -> dict[str, str]:
-    """Return variables for sharing one GPU. NVIDIA documents all except NCCL_HOSTID, which is only in NCCL's source."""
+    """Return variables for ranks on one GPU. NVIDIA documents all except NCCL_HOSTID, found only in NCCL's source."""
     told = "NET=Socket IB_DISABLE=1 NVLS_ENABLE=0 MNNVL_ENABLE=0 CUMEM_HOST_ENABLE=0 RAS_ENABLE=0 MAX_CTAS=2"
     own = {f"NCCL_{name}": text for name, text in (one.split("=") for one in told.split())}
     return {
@@ -169,7 +170,7 @@ def test_a_graph_with_a_collective(rank: int, group: None, n: int) -> None:
     import torch
 
     x, y = torch.ones(1000, device="cuda"), torch.zeros(1000, device="cuda")
-    mscomm.all_reduce(x, out=y)  # the first call connects the ranks
+    mscomm.all_reduce(x, out=y)  # the first call connects the ranks, so do it before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -97,7 +97,7 @@ def same(got: Array, expected: Array) -> bool:
 
 
 def scaled(x: Array, scale: float, into: np.dtype[Any]) -> Array:
-    """Scale x like a kernel, which rounds each product once. float64 holds the exact product of two float32 numbers."""
+    """Scale x as a kernel does: it rounds each product once. float64 holds the exact product of two float32 numbers."""
     with np.errstate(over="ignore", invalid="ignore"):
         if x.dtype == np.float64:
             return x * scale

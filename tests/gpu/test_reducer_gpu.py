@@ -71,7 +71,7 @@ def test_fused_equals_plain_to_the_bit(rank: int, group: None, library: str) -> 
 
 @pytest.mark.parametrize(
     ("library", "compression"),
-    [  # CuPy has no bfloat16 of its own
+    [  # no bf16 with CuPy, which has no bfloat16 of its own
         pytest.param(one, how, marks=pytest.mark.skipif(not has(one), reason=f"{one} is not installed"))
         for one, how in (("torch", "bf16"), ("torch", "fp16"), ("cupy", "fp16"))
     ],
@@ -116,7 +116,7 @@ def test_kernels_and_the_library_compress_to_the_same_bits(
 @needs_torch
 @on_gpu(2)
 def test_gradients_of_several_streams(rank: int, group: None) -> None:
-    """PyTorch computes the gradients of one bucket on two streams, one of which is late."""
+    """PyTorch computes the gradients of one bucket on two streams, one of which is late. Both means must be right."""
     import torch
 
     first, second = (torch.nn.Parameter(torch.ones(1 << 20, device="cuda")) for _ in range(2))

@@ -154,8 +154,8 @@ def _devices(name: str, everyone: Sequence[Facts], hosts: Sequence[int], names: 
 def _device(rank: int, everyone: Sequence[Facts], told: Facts, hosts: Sequence[int]) -> int:
     """Return the number of the device that the user chose for this rank.
 
-    By default, return the rank's local rank modulo the number of devices that the rank sees. The modulo is for launchers
-    that let each rank see only one device.
+    By default, return the rank's local rank modulo the number of devices that the rank sees. The modulo is for
+    launchers that let each rank see only one device.
     """
     if (said := everyone[rank]["device"]) is not None:
         return int(said)

@@ -166,7 +166,7 @@ def packable(x: Any) -> str | None:
 
 
 def on_cpu(x: Any) -> np.ndarray[Any, Any]:
-    """Return the memory of a tensor on the CPU. Otherwise, raise a TypeError whose text continues "x", as `memory` does."""
+    """Return the memory of a tensor on the CPU. For other tensors, raise TypeError with a text that continues "x"."""
     there = library(x, "x", "on_cpu").memory(x)
     if isinstance(there, OnDevice):
         raise TypeError(f"is on device {there.index}; copy it to the CPU first")

@@ -45,7 +45,7 @@ def gradients() -> list[int]:
 
 
 def lists(dtype: np.dtype[Any]) -> dict[str, list[int]]:
-    """Return the lists of gradients to measure, and their names. A list holds the number of elements of each gradient."""
+    """Return {name: list} for the lists to measure. A list holds the number of elements of each gradient."""
     whole = gradients()
     return {
         f"up to {_SMALL >> 10} KiB": [count for count in whole if count * dtype.itemsize <= _SMALL],

@@ -79,7 +79,7 @@ class Autograd:
     def _look_at_buffers(self) -> None:
         self._on_device = isinstance(self._step.buffers[0], torch.Tensor)
         self._views = self._step.buffers if self._on_device else [arrays.over(one) for one in self._step.buffers]
-        # Recognize gradients by their addresses rather than by their tensor objects, because the program may replace
+        # Recognise gradients by their addresses rather than by their tensor objects, because the program may replace
         # the memory of a tensor.
         self._addresses = [view.data_ptr() for view in self._views]
         self._strides = [view.stride() for view in self._views]

@@ -63,9 +63,9 @@ def layouts(
     """Distribute gradients over buckets, and return the bucket layouts in the order in which the buckets fill up.
 
     kinds: the dtype and the size of each gradient. order: the gradients' indices in the order in which the gradients
-    become ready. The result depends only on values that are equal on all ranks, so all ranks create the same buckets. A
-    bucket holds at most bucket_bytes, and the first bucket of each dtype holds at most first_bytes. A gradient that is
-    larger than this limit gets a bucket of its own.
+    become ready. All arguments are equal on all ranks, so all ranks create the same buckets. A bucket holds at most
+    bucket_bytes, and the first bucket of each dtype holds at most first_bytes. A gradient that is larger than this
+    limit gets a bucket of its own.
     """
     # For each bucket: the position of its final gradient in `order`, and the indices of its gradients.
     made: list[tuple[int, list[int]]] = []

@@ -3,8 +3,8 @@
 Reading these files never executes anything in them. This module adds two things to the package safetensors: a file is
 written completely or not at all, and its metadata contains a checksum of everything in the file. The checksum is zlib's
 CRC-32. It detects every single-bit error and every burst of up to 32 wrong bits. It misses one in 2^32 of the other
-errors. It does not protect against deliberate changes, and neither would SHA-256 or BLAKE2: whoever changes the file can
-also change the hash in it. SHA-256 and BLAKE2 take two to four times as long as CRC-32.
+errors. It does not protect against deliberate changes, and neither would SHA-256 or BLAKE2, because whoever changes the
+file can also change the hash in it. SHA-256 and BLAKE2 take two to four times as long as CRC-32.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Network(networks.Network):
         if mindspore.get_context("mode") != mindspore.GRAPH_MODE:
             self._loss_and_gradients = self._eager
             return
-        if self._compiled is None:  # call jit only once, because MindSpore keeps the graph of every call
+        if self._compiled is None:  # compile only once, because MindSpore keeps every graph that jit makes
             self._compiled = mindspore.jit(self._eager)
         self._loss_and_gradients = self._compiled
 
