@@ -136,6 +136,12 @@ def test_torchruns_variables_must_be_numbers(name):
     assert (done.returncode, done.stderr) == (1, f"Error: {name}='two': expected a number\n")
 
 
+def test_torchruns_port_must_be_a_port():
+    env = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": "99999"}
+    done = mscomm_run("-n", 1, "true", env=env)
+    assert (done.returncode, done.stderr) == (1, "Error: PET_MASTER_PORT=99999: expected a port, at most 65535\n")
+
+
 def test_omp_threads_are_set_and_said_once_unless_given(script):
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     path = script("print(os.environ['OMP_NUM_THREADS'])")

@@ -270,7 +270,8 @@ def test_a_command_that_makes_no_sense_is_one_line(start):
         (["--hosts", "a:x", "true"], "'a:x' is not a host"),
         (["--hosts", "-oProxyCommand=x:1", "true"], "is not a host"),
         (["--hosts", "203.0.113.1:1", "true"], "none of the hosts 203.0.113.1 is this one"),
-        (["--hosts", "a:1", "--nnodes", "2", "true"], "leave out --nnodes"),
+        (["--hosts", "a:1", "--nnodes", "2", "true"], "--hosts says this already; leave out --nnodes"),
+        (["--hostfile", "HOSTS", "--nnodes", "2", "true"], "--hostfile says this already; leave out --nnodes"),
         (["--hostfile", "absent", "true"], "--hostfile absent: "),
         (["--hostfile", "HOSTS", "true"], "line 2: 'cpus=2': expected slots=N, or host:N"),
         (
