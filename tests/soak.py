@@ -171,7 +171,7 @@ def one_rank(rank: int, job: dict[str, Any]) -> None:
         if fault in SHORTAGES and rank == victim:
             raise
         if in_new_group:  # the next call is on the world instead of the new group: wait until the world has failed, too
-            group, until = None, time.monotonic() + 3
+            group, until = None, time.monotonic() + 5 * SILENCE_S
             while time.monotonic() < until and not is_broken():
                 time.sleep(0.01)
         again = ""
