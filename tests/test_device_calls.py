@@ -368,8 +368,9 @@ def test_what_hccl_cannot_do_is_refused_with_what_it_can(rank: int, group: None,
 
 
 @pytest.mark.parametrize("backend", ["hccl"])
-@devices(2, env={"FAKE_ASCEND": "910"})
-def test_the_first_generation_of_ascend_lacks_two_types(rank: int, group: None, backend: str) -> None:
+@pytest.mark.parametrize("soc", ["Ascend910A", "Ascend910B", "Ascend910PremiumA"])
+@devices(2, env={"FAKE_ASCEND": "910", "FAKE_SOC_NAME": "{soc}"})
+def test_the_first_generation_of_ascend_lacks_two_types(rank: int, group: None, backend: str, soc: str) -> None:
     for dtype in ("int16", ml_dtypes.bfloat16):
         with pytest.raises(TypeError, match="prod, min and max of int8, int32, int64, float16 and float32"):
             mscomm.all_reduce(on_device(np.ones(3, dtype)))

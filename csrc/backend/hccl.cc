@@ -1,12 +1,15 @@
 #include "backend/hccl.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <future>
 #include <optional>
+#include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -101,13 +104,17 @@ constexpr Numbers numbers{
     t_int8,
 };
 
+// The names of the first device generation, as aclrtGetSocName() returns them. Names such as Ascend910B1 are of the second
+// generation.
+constexpr std::array<std::string_view, 5> first_generation{"Ascend910A", "Ascend910B", "Ascend910ProA", "Ascend910ProB",
+                                                           "Ascend910PremiumA"};
+
 // Returns nullopt for reductions that the documentation of HcclAllReduce and HcclReduce excludes. The first device generation
-// (names that begin with "Ascend910A" or "Ascend910Pro") cannot reduce int16 or bfloat16. No device can reduce these two types
-// by prod.
-std::optional<VendorReduction> reduction_on(bool first_generation, Dtype dtype, Op op) {
+// cannot reduce int16 or bfloat16. No device can reduce these two types by prod.
+std::optional<VendorReduction> reduction_on(bool is_first_generation, Dtype dtype, Op op) {
   const auto found = reduction_of(numbers, dtype, op);
   const bool newer = found && (found->type == t_int16 || found->type == t_bfloat16);
-  return newer && (first_generation || found->op == r_prod) ? std::nullopt : found;
+  return newer && (is_first_generation || found->op == r_prod) ? std::nullopt : found;
 }
 
 class Hccl final : public Vendor {
@@ -115,7 +122,7 @@ class Hccl final : public Vendor {
   Hccl(Dynlib collectives, std::optional<Dynlib> communicators, const std::string& soc)
       : collectives_(std::move(collectives)),
         communicators_(std::move(communicators)),
-        first_generation_(soc.starts_with("Ascend910A") || soc.starts_with("Ascend910Pro")),
+        is_first_generation_(std::ranges::find(first_generation, soc) != first_generation.end()),
         functions{collectives_, communicators_ ? &*communicators_ : nullptr} {}
 
   std::string_view name() const override { return "hccl"; }
@@ -128,10 +135,10 @@ class Hccl final : public Vendor {
   const std::string& origin() const override { return collectives_.origin(); }
 
   std::string refuses(Dtype dtype, Op op) const override {
-    if (reduction_on(first_generation_, dtype, op)) return "";
+    if (reduction_on(is_first_generation_, dtype, op)) return "";
     const std::string what = "HCCL cannot reduce " + std::string(mscomm::name(dtype)) + " by " + std::string(mscomm::name(op));
     if (op == Op::avg) return what + "; use sum, and divide by the number of ranks";
-    const std::string newer = first_generation_ ? "" : "int16, bfloat16 (both not by prod), ";
+    const std::string newer = is_first_generation_ ? "" : "int16, bfloat16 (both not by prod), ";
     return what + " on this device; it supports sum, prod, min and max of " + newer + "int8, int32, int64, float16 and float32";
   }
 
@@ -144,7 +151,7 @@ class Hccl final : public Vendor {
   std::unique_ptr<VendorGroup> join(const std::string& id, int size, int rank, std::shared_ptr<Runtime> runtime,
                                     int device) override;
 
-  VendorReduction reduction(Dtype dtype, Op op) const { return *reduction_on(first_generation_, dtype, op); }
+  VendorReduction reduction(Dtype dtype, Op op) const { return *reduction_on(is_first_generation_, dtype, op); }
 
   void check(int result, const char* what) const {
     if (result != success) throw error(result, what);
@@ -162,7 +169,7 @@ class Hccl final : public Vendor {
  private:
   const Dynlib collectives_;
   const std::optional<Dynlib> communicators_;
-  const bool first_generation_;
+  const bool is_first_generation_;
 
  public:
   const Functions functions;

@@ -40,7 +40,7 @@ def test_only_this_ranks_rows_are_read():
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_shards": 2, "shard_id": 0}, {"sampler": [0]}, {"shuffle": True}],
+    [{"num_shards": 2, "shard_id": 0}, {"shard_id": 0}, {"sampler": [0]}, {"shuffle": True}],
     ids=lambda options: next(iter(options)),
 )
 def test_what_needs_random_access_is_refused_without(options):

@@ -112,7 +112,8 @@ FAKE_EXPORT const char* aclGetRecentErrMsg() { return nullptr; }
 
 FAKE_EXPORT const char* aclrtGetSocName() {
   static const std::string profile = text("FAKE_ASCEND", "A2");
-  static const std::string name = profile == "910" ? "Ascend910A" : profile == "A3" ? "Ascend910_9391" : "Ascend910B1";
+  static const std::string usual = profile == "910" ? "Ascend910A" : profile == "A3" ? "Ascend910_9391" : "Ascend910B1";
+  static const std::string name = text("FAKE_SOC_NAME", usual);
   return name.c_str();
 }
 

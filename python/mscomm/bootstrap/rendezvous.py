@@ -82,10 +82,15 @@ def number(launcher: str, env: Mapping[str, str], name: str, low: int, high: int
 def ports_after(port: int, env: Mapping[str, str]) -> Sequence[int]:
     """Return ports at which the hub can listen instead of `port`, which another program uses.
 
-    The ports are up to eight of MSCOMM_PORTS or, if that is not set, the eight ports next to `port`.
+    The ports are up to eight of MSCOMM_PORTS or, if that is not set, the eight ports next to `port`. Raise
+    BackendUnavailable if MSCOMM_PORTS has only this port.
     """
     if allowed := environment.read("MSCOMM_PORTS", env):
-        return _eight_of(allowed, str(port))
+        if not (free := [one for one in _eight_of(allowed, str(port)) if one != port]):
+            raise BackendUnavailable(
+                f"MSCOMM_PORTS={port}-{port} has only MASTER_PORT, which belongs to another program; add a port"
+            )
+        return free
     return range(port + 1, port + 9) if port + 8 < 1 << 16 else range(port - 8, port)
 
 
@@ -98,7 +103,7 @@ def meeting_ports(job: str, env: Mapping[str, str]) -> Sequence[int]:
 
 def _eight_of(ports: range, job: str) -> range:
     """Return eight consecutive ports of the range, or all if it has fewer. All ranks of the job get the same ports."""
-    place = int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "little") % max(1, len(ports) - 8)
+    place = int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "little") % max(1, len(ports) - 7)
     return ports[place : place + 8]
 
 

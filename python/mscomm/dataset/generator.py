@@ -55,7 +55,8 @@ class GeneratorDataset(Source):
         if self._random_access:
             self._sampler = choose("GeneratorDataset", num_samples, shuffle, sampler, num_shards, shard_id)
             return
-        for name, value in (("sampler", sampler), ("num_shards", num_shards), ("shuffle", shuffle or None)):
+        sharding = {"sampler": sampler, "num_shards": num_shards, "shard_id": shard_id}
+        for name, value in {**sharding, "shuffle": shuffle or None}.items():
             if value is not None:
                 raise ValueError(
                     f"GeneratorDataset: {name} needs a source with __getitem__ and __len__;"
@@ -72,7 +73,7 @@ class GeneratorDataset(Source):
                 " that makes it"
             )
         # This call only checks the remaining arguments. Rows are read in order, so the returned sampler is not used.
-        self._sampler = choose("GeneratorDataset", num_samples, False, None, None, shard_id)
+        self._sampler = choose("GeneratorDataset", num_samples, False, None, None, None)
 
     def compare(self, facts: Callable[[], dict[str, Any]]) -> None:
         if not self._random_access:
