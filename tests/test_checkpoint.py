@@ -200,7 +200,7 @@ class Line:
 
 
 class Batches:
-    """A dataset whose rows lie on a known line. Every pass has the same batches."""
+    """A dataset in which y is a known linear function of x. Every pass has the same batches."""
 
     def __init__(self, number: int = 5) -> None:
         rng = np.random.default_rng(0)

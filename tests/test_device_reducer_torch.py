@@ -194,10 +194,9 @@ def test_gradients_that_the_program_changes_or_replaces(rank: int, backend: str)
     weight.grad = None
     reducer.zero_grad()
     step()
-    # The gradient is removed between the backward pass and wait(). The result must not include the removed gradient.
     weight.grad = None
     (weight * factors).sum().backward()
-    weight.grad = None
+    weight.grad = None  # the program removes the gradient after the backward pass; wait() must not bring it back
     reducer.wait()
     assert weight.grad is None
     assert violations() == []

@@ -7,7 +7,7 @@ from mscomm.errors import make
 
 
 def judge(watched=False):
-    return Judge(lambda rank: f"rank {rank}", watched)
+    return Judge(lambda rank: f"rank {rank}", watched=watched)
 
 
 def same(error, kind, ranks, text):
@@ -16,9 +16,9 @@ def same(error, kind, ranks, text):
 
 def test_an_explicit_cause_counts_at_once_and_only_the_first():
     court = judge()
-    court.failed(1, make("Mismatch", "they differ", [1]), 4, range(3), now=0)
+    court.failed(1, make("Mismatch", "the messages differ", [1]), -1, range(3), now=0)
     court.failed(2, make("Aborted", "later", [2]), 4, range(3), now=0)
-    assert same(court.verdict, "Mismatch", (1,), "they differ")
+    assert same(court.verdict, "Mismatch", (1,), "the messages differ")
 
 
 def test_a_symptom_waits_for_what_the_lost_rank_says():
@@ -154,24 +154,75 @@ def test_a_loss_without_a_name_is_believed_after_200_ms():
 
 def test_a_rank_that_is_stuck_makes_all_tell_their_calls():
     court = judge()
-    court.compare(0, 5, "all_reduce #5", now=0)
+    court.compare(0, 5, "all_reduce #5", range(3), now=0)
     assert court.asking and court.asked == 5
-    court.called(1, 5, "", now=0.1)  # the empty text means that rank 1 has not made call #5 yet
-    court.called(2, 5, "all_reduce #5", now=0.1)
+    court.called(1, 5, "", range(3), now=0.1)  # the empty text means that rank 1 has not made call #5 yet
+    court.called(2, 5, "all_reduce #5", range(3), now=0.1)
     assert court.verdict is None
     court.asking = False
-    court.compare(2, 5, "all_reduce #5", now=0.5)
+    court.compare(2, 5, "all_reduce #5", range(3), now=0.5)
     assert not court.asking  # the hub does not ask again, because it asked all ranks a moment ago
-    court.compare(2, 5, "all_reduce #5", now=2)
+    court.compare(2, 5, "all_reduce #5", range(3), now=2)
     assert court.asking  # the hub asks again, because rank 1 may have reached the call by now
-    court.called(1, 5, "all_gather #5", now=2)
+    court.called(1, 5, "all_gather #5", range(3), now=2)
     assert court.verdict.kind == "Mismatch" and court.verdict.ranks == (1,)
     assert "ranks 0, 2 called all_reduce #5; rank 1 called all_gather #5" in str(court.verdict)
+
+
+def between_two(ranks):
+    """Return the error of a rank that compared its call with that of one peer only, as over the mesh."""
+    text = f"the ranks of group world made different calls: rank {ranks[0]} called b #5; rank {ranks[1]} called a #5"
+    return make("Mismatch", text, ranks[1:])
+
+
+def test_a_mismatch_names_the_calls_of_all_ranks():
+    court = judge()
+    court.called(3, 5, "a #5", range(4), now=0)
+    court.failed(3, between_two([1, 3]), 5, range(4), now=0)
+    assert court.verdict is None and court.asking and court.asked == 5
+    court.failed(1, make("PeerLost", "link to rank 3 ended", [3]), 5, range(4), now=0.01)
+    for rank, call in ((0, "a #5"), (1, "b #5")):
+        court.called(rank, 5, call, range(4), now=0.1)
+    assert court.verdict is None  # the call of rank 2 is not known
+    court.called(2, 5, "a #5", range(4), now=0.2)
+    assert court.verdict.ranks == (1,)
+    assert "the ranks of group world made different calls: ranks 0, 2, 3 called a #5; rank 1 called b #5" in str(
+        court.verdict
+    )
+
+
+def test_a_mismatch_waits_1_s_for_ranks_that_have_not_made_the_call():
+    court = judge()
+    court.called(3, 5, "a #5", range(4), now=0)
+    court.failed(3, between_two([1, 3]), 5, range(4), now=0)
+    court.called(1, 5, "b #5", range(4), now=0.01)
+    court.called(2, 5, "", range(4), now=0.01)
+    court.gone(0, "ended without release", now=0.01)
+    court.look(0.99)
+    assert court.verdict is None
+    court.look(court.due())
+    assert court.verdict.ranks == (3,) and "rank 1 called b #5; rank 3 called a #5" in str(court.verdict)
+
+
+def test_a_mismatch_of_calls_with_equal_texts_is_raised_as_reported():
+    court = judge()
+    court.failed(1, make("Mismatch", "out has shape (2,) on rank 1", [1]), 5, range(2), now=0)
+    court.called(0, 5, "scatter #5", range(2), now=0)
+    court.called(1, 5, "scatter #5", range(2), now=0)
+    assert same(court.verdict, "Mismatch", (1,), "out has shape (2,) on rank 1")
+
+
+def test_a_mismatch_explains_a_timeout():
+    court = judge()
+    court.failed(0, make("CollectiveTimeout", "all_reduce #6 timed out", [0]), 6, range(2), now=0)
+    court.failed(1, between_two([0, 1]), 5, range(2), now=0.1)
+    court.look(court.due())
+    assert court.verdict.kind == "Mismatch"
 
 
 def test_calls_of_different_numbers_are_not_compared():
     court = judge()
     for number in range(100):
-        court.compare(0, number, f"all_reduce #{number}", now=0)
-    court.compare(1, 3, "all_gather #3", now=0)
+        court.compare(0, number, f"all_reduce #{number}", range(2), now=0)
+    court.compare(1, 3, "all_gather #3", range(2), now=0)
     assert court.verdict is None  # the judge has forgotten call 3 of rank 0, which was 96 calls ago

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,14 @@ def words(made: Made) -> str:
     return f"{what} #2 ({dtype}[{', '.join(map(str, shape))}]{detail})"
 
 
+def named_calls(text: str) -> dict[int, str]:
+    """Return the call that a Mismatch names for each rank."""
+    listed = re.search(r"made different calls: (.*)\. Every rank must make", text)
+    assert listed, text
+    pairs = [re.fullmatch(r"ranks? ([\d, ]+) called (.*)", part) for part in listed[1].split("; ")]
+    return {int(rank): pair[2] for pair in pairs if pair for rank in pair[1].split(", ")}
+
+
 def one_life(life: int) -> None:
     """Join, make one call that matches and one that differs between the ranks, and check the errors."""
     mscomm.init()
@@ -82,6 +92,10 @@ def one_life(life: int) -> None:
         mscomm.barrier()
     text = str(caught.value)
     assert words(first) in text and words(second) in text, (calls, text)
+    # The text may lack a rank, because that rank may still be inside the first call.
+    named = named_calls(text)
+    assert all(call == words(calls[r]) for r, call in named.items()), (calls, text)
+    assert caught.value.ranks == tuple(sorted(r for r in named if named[r] != named[min(named)])), text
     with pytest.raises(mscomm.Mismatch):
         mscomm.barrier()
     mscomm.release()
@@ -146,6 +160,26 @@ def test_mismatched_calls_raise_on_every_rank(size: int, algo: str, tmp_path: Pa
             thread.join(10)
     logs = "\n".join(f"--- rank {rank}\n" + (tmp_path / f"rank_{rank}.log").read_text()[-2000:] for rank in range(size))
     assert codes == [0] * size, logs
+
+
+# Over links, a rank compares its call with the call of one peer. The error must name the calls of all ranks anyway.
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("algo", algorithms_of("all_reduce"))
+@ranks(4, env={"MSCOMM_ALGO": "{algo}"})
+def test_every_rank_names_the_rank_with_the_other_call(rank: int, group: None, algo: str, odd: int) -> None:
+    meeting = mscomm.create_group("meeting", [0, 1, 2, 3])
+    x = np.ones(5 if rank == odd else 4)
+    if rank != odd:
+        work = mscomm.all_reduce(x, async_op=True)
+        while not mscomm.job.default().world.core.where()[0]:
+            time.sleep(0.001)
+    mscomm.barrier(group=meeting)  # now the other ranks are inside their call
+    with pytest.raises(mscomm.Mismatch) as caught:
+        mscomm.all_reduce(x) if rank == odd else work.wait()
+    usual, unusual = "all_reduce #1 (float64[4], sum)", "all_reduce #1 (float64[5], sum)"
+    others = [r for r in range(4) if r != odd]
+    assert named_calls(str(caught.value)) == {odd: unusual, **dict.fromkeys(others, usual)}, caught.value
+    assert list(caught.value.ranks) == ([odd] if odd else others)
 
 
 @ranks(2)

@@ -26,7 +26,7 @@ struct Signature {
   int32_t root = -1;   // -1 if the call has no root
   uint64_t count = 0;  // the number of elements, which is the product of shape
   // The shape of x, if it is the same on all ranks. In an uneven call, the length of axis 0 is the sum of the lengths of all
-  // ranks' parts. In an uneven all_to_all, the length of axis 0 may also be 0.
+  // ranks' parts. In an uneven all_to_all, src/calls.cc sets the length of axis 0 to 0.
   uint64_t shape[max_dims] = {};
   uint64_t digest = 0;  // a hash of a fused call's dtypes and shapes, or of an uneven call's counts; 0 for other calls
   Function function = Function::barrier;

@@ -301,11 +301,13 @@ void Communicator::queue_for(const Signature& call, const Deadline& deadline) {
 void Communicator::fail(const Call* call, const std::string& message) {
   const auto what = [&] { return (call ? brief(call->signature) : message) + ": "; };
   Error error("", "");
+  uint64_t number = call ? call->signature.number : 0;
   std::exception_ptr interrupted;
   try {
     throw;
   } catch (const Differs& differs) {
     error = differing(differs);
+    for (const auto& [rank, theirs] : differs.calls) number = std::min(number, theirs.number);  // perhaps an earlier call differs
   } catch (const Error& cause) {
     // An error of the kind "Error" comes from the system or from a vendor's library. Such an error, like most errors of a call
     // on a device, does not name the rank and the call yet.
@@ -322,21 +324,21 @@ void Communicator::fail(const Call* call, const std::string& message) {
   } catch (const std::exception& cause) {
     error = here(Error("Error", cause.what()), what());
   }
-  if (call) break_off(*call, error);
+  if (call) break_off(*call, {error, false, static_cast<int64_t>(number)});
   else abort({error, false});
   if (interrupted) std::rethrow_exception(interrupted);
   throw_failure();
 }
 
 // Breaks the group because of an error in a call, and makes the call's arrays inaccessible to the other ranks.
-void Communicator::break_off(const Call& call, const Error& error) {
+void Communicator::break_off(const Call& call, const Failure& failure) {
   const uint64_t number = call.signature.number;
   recorder_.end(number, Record::State::failed);
   const bool was_running = [&] {
     const std::lock_guard lock(turn_mutex_);
     return running_ == number;
   }();
-  abort({error, false, static_cast<int64_t>(number)});
+  abort(failure);
   try {
     if (was_running) backend_of(call).withdraw(call);
   } catch (const std::exception& cause) {

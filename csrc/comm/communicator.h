@@ -32,7 +32,8 @@ namespace mscomm {
 
 // Why a group is broken. is_verdict: true if the hub has decided that the error is the first cause of the failure, or if this
 // rank is aborting the job. If false, the error is only a symptom that this rank has observed. number: the number of the call
-// that failed with the error, or -1 if the error did not occur in a call.
+// that failed with the error, or -1 if the error did not occur in a call. For a Mismatch, it is the number of the calls that
+// differ, which may be lower than the number of the call that noticed the difference.
 struct Failure {
   Error error;
   bool is_verdict;
@@ -231,7 +232,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   void execute(const Call& call, const Deadline& deadline, bool its_turn);
   void queue_for(const Signature& call, const Deadline& deadline);
   [[noreturn]] void fail(const Call* call, const std::string& message);
-  void break_off(const Call& call, const Error& error);
+  void break_off(const Call& call, const Failure& failure);
   [[noreturn]] void throw_failure() const;
   void interrupt() const;
   void say(const std::string& text) const;

@@ -74,7 +74,7 @@ class Mesh {
   };
   struct Link {
     std::optional<Stream> stream;
-    // Set when the link has ended. This is a failure only if we are waiting for data from this peer.
+    // Set when reading has found the end of the link. The end is a failure only if we are still waiting for data from this peer.
     std::optional<Stream::Broken> ended;
 
     bool greeted = false;    // whether we have told the peer which call we are in

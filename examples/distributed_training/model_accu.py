@@ -34,7 +34,7 @@ class Model_ACCU:
                 if not micro_batches:
                     break
                 loss = self.train_step(micro_batches)
-                # Write the whole line at once, so that the lines of different ranks do not mix. The ranks share a pipe
-                # under mpirun, and print() writes the newline separately.
+                # Write the whole line at once, so that the lines of different ranks do not mix. With
+                # PYTHONUNBUFFERED=1, print() would write the newline separately.
                 sys.stdout.write(f"epoch: {epoch_num} step: {step}, loss is {loss}\n")
                 sys.stdout.flush()

@@ -47,9 +47,10 @@ class CollectiveTimeout(Error, TimeoutError):
 
 
 class Mismatch(Error, ValueError):
-    """Ranks made different calls with the same call number. The text of the error names these calls.
+    """Ranks made different calls with the same call number. The text of the error names the call of each rank.
 
-    `.ranks` holds the ranks whose call differs from rank 0's call.
+    `.ranks` holds the ranks whose call differs from that of the lowest rank in the text, which is rank 0 if it has made
+    the call. A rank that did not make the call within 1 s after the others noticed the difference is not in the text.
     """
 
 

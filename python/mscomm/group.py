@@ -451,7 +451,8 @@ class Group:
     def settle(self, symptom: Error) -> Error:
         """Return the first cause of the group's failure as a new exception.
 
-        The first call of settle() also reports the symptom to the other ranks.
+        The first call of settle() also reports the symptom to the hub and waits for the verdict, unless the verdict has
+        already arrived.
         """
         if self._cause is None:
             self._cause = self._first_cause(symptom)

@@ -6,7 +6,6 @@ init() creates a Job. The other functions of this module work on the Job that th
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import operator
 import os
 import platform
@@ -94,10 +93,9 @@ class Job:
 
         forced: the algorithms that the group must use. None means the algorithms that MSCOMM_ALGO forces.
         """
-        ranks = hashlib.blake2b(repr(group.ranks).encode(), digest_size=8).hexdigest()
-        key = f"{group.name}:{ranks}"
+        key, epoch = plan.group_key(group.name, group.ranks), self.epoch.number
         turn = self.creations.get(key, 0) + 1
-        id = plan.world_id(self.epoch.number) if group.name == "world" else f"{self.epoch.number}:{key}:{turn}"
+        id = plan.world_id(epoch) if group.name == "world" else plan.group_id(epoch, key, turn)
 
         met = False
 

@@ -143,7 +143,7 @@ def from_host(x: torch.Tensor, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
 
 def register() -> None:
     """Let mscomm use the functions above for tensors on the device, and its own functions for all other tensors."""
-    real.plain = None  # plain() is a fast path that would treat all tensors as CPU tensors
+    real.plain = None  # `plain` is a fast path that would treat all tensors as CPU tensors
     for mine in (memory, new, packed, assign, on_host, from_host):
         setattr(real, mine.__name__, _either(mine, getattr(real, mine.__name__)))
 

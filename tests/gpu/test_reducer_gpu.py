@@ -116,7 +116,7 @@ def test_kernels_and_the_library_compress_to_the_same_bits(
 @needs_torch
 @on_gpu(2)
 def test_gradients_of_several_streams(rank: int, group: None) -> None:
-    """PyTorch computes the gradients of one bucket on two streams, one of which is late. Both means must be right."""
+    """PyTorch computes the gradients of one bucket on two streams, one of which is late. Both results must be right."""
     import torch
 
     first, second = (torch.nn.Parameter(torch.ones(1 << 20, device="cuda")) for _ in range(2))

@@ -226,7 +226,8 @@ def lateness(records: list[Record]) -> list[Late]:
     Leave out a call if only one record contains it, or if a rank that has a record of the group did not reach it.
     """
     arrivals: dict[tuple[str, int], list[tuple[float, int, RecordedCall]]] = defaultdict(list)
-    reached: dict[str, int] = {}  # for each group, the highest call number that all ranks with a record of it reached
+    # For each group: the highest call number that every rank with a record of the group has reached.
+    reached: dict[str, int] = {}
     for record in records:
         for group, number in {call.group: call.number for call in record.calls}.items():
             reached[group] = min(reached.get(group, number), number)

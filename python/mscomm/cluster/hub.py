@@ -24,7 +24,7 @@ from mscomm.cluster.judge import Judge, Progress
 from mscomm.cluster.launchers import Launchers, State
 from mscomm.cluster.links import Door, require_same_user
 from mscomm.cluster.meetings import Answer, Meetings, unmet
-from mscomm.cluster.plan import world_id
+from mscomm.cluster.plan import group_name, world_id
 from mscomm.cluster.roster import Link, Roster
 from mscomm.cluster.switchboard import Switchboard
 from mscomm.cluster.waiting import WaitNotices
@@ -395,7 +395,8 @@ class Hub:
     # -- groups
 
     def _open_group(self, name: str, ranks: Collection[int]) -> _Group:
-        group = self._groups[name] = _Group(ranks, Judge(self._roster.name, self._watched, self._restarts))
+        judge = Judge(self._roster.name, group_name(name), self._watched, self._restarts)
+        group = self._groups[name] = _Group(ranks, judge)
         return group
 
     def _groups_of(self, rank: int) -> list[_Group]:
@@ -453,7 +454,7 @@ class Hub:
     ) -> None:
         error = make(kind, text, self._roster.known(ranks), self._roster.known(waiting_for))
         for one in [one for name, one in self._groups.items() if group in ("", name)]:
-            one.judge.called(link.number, number, call, time.monotonic())
+            one.judge.called(link.number, number, call, self._members(one), time.monotonic())
             self._failed(one, link, error, number)
         if not group:
             self._abort_epoch(error)
@@ -471,13 +472,14 @@ class Hub:
 
     def _on_compare(self, link: Link, group: str, number: int, call: str) -> None:
         if group in self._groups:
-            self._groups[group].judge.compare(link.number, number, call, time.monotonic())
+            one = self._groups[group]
+            one.judge.compare(link.number, number, call, self._members(one), time.monotonic())
 
     def _on_here(self, link: Link, group: str, asked: int, call: str, number: int, inside: bool, text: str) -> None:
         if group in self._groups:
-            judge = self._groups[group].judge
-            judge.called(link.number, asked, call, time.monotonic())
-            judge.here(link.number, Progress(number, inside, text), time.monotonic())
+            one = self._groups[group]
+            one.judge.called(link.number, asked, call, self._members(one), time.monotonic())
+            one.judge.here(link.number, Progress(number, inside, text), time.monotonic())
 
     def _on_meet(
         self, link: Link, key: str, name: str, ranks: list[Any], facts: Frame, founds: object, survivors: object
@@ -776,7 +778,7 @@ class Hub:
                     self._board.write(link, data)
 
     def _broadcast(self, frame: Frame, ranks: Collection[int]) -> None:
-        """Send the frame to each of these ranks that has joined, has not left, and does not wait for the next epoch."""
+        """Send the frame to these ranks and to processes without a rank, except if they have left or await an epoch."""
         data = encode(frame, FROM_HUB_BYTES)
         for link in self._roster:
             if not link.left and not link.waits and (link.rank is None or link.rank in ranks):

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from mscomm.errors import CollectiveTimeout, Error, PeerLost
 
+CALLS_WITHIN_S = 1.0  # after a mismatch: how long the ranks may take to say which call they made
 BELIEVED_AFTER_S = 0.2  # how long the judge waits for a report from the rank that a symptom names
-ANSWERS_WITHIN_S = 0.3  # after a timeout: how long the ranks may take to answer "where are you"
+ANSWERS_WITHIN_S = 0.3  # how long the ranks may take to answer "where are you"
 REASON_WITHIN_S = 0.5  # how long the launcher may take to say how a process ended
 RESTARTED_WITHIN_S = 0.1  # replaces REASON_WITHIN_S if ranks are restarted, because survivors wait for the verdict
 ASKED_EVERY_S = 1.0  # the minimum time between two comparisons of one call; every rank that is stuck in it asks for one
@@ -35,18 +36,32 @@ class _Symptom(NamedTuple):
     until: float  # when the symptom becomes the verdict, if its cause has not been found by then
 
 
+class _Difference(NamedTuple):
+    """Ranks have made different calls with the same number. The verdict waits until the calls of all ranks are known,
+    because it must name every rank whose call differs.
+    """
+
+    error: Error | None  # the error that a rank has reported
+    number: int  # the number of the calls
+    until: float  # when to stop waiting
+    unknown: set[int]  # the ranks whose call is not known yet
+
+
 class Judge:
     """Receives events and reaches at most one verdict.
 
-    `name(rank)`: the name of the rank in messages. `watched`: a launcher reports how processes end. `restarts`: lost
-    ranks may be restarted.
+    `name(rank)`: the name of the rank in messages. `group`: the name of the group. `watched`: a launcher reports how
+    processes end. `restarts`: lost ranks may be restarted.
     """
 
-    def __init__(self, name: Callable[[int], str], watched: bool = False, restarts: bool = False) -> None:
+    def __init__(
+        self, name: Callable[[int], str], group: str = "world", watched: bool = False, restarts: bool = False
+    ) -> None:
         self.verdict: Error | None = None  # the first cause, which every rank of the group raises
         self.asking = False  # the hub must now ask all ranks where they are, and what their call number `asked` was
         self.asked = -1
         self._name = name
+        self._group = group
         self._watched = watched
         self._reason_s = RESTARTED_WITHIN_S if restarts else REASON_WITHIN_S
         self._spoke: set[int] = set()
@@ -61,8 +76,10 @@ class Judge:
         # the call, the time to stop waiting for answers, and the ranks that have not answered yet.
         self._question: tuple[Error, int, float, set[int]] | None = None
         self._progress: dict[int, Progress] = {}
-        self._asked_at: dict[int, float] = {}  # the call number that was compared last, and when the ranks were asked
+        # Has one entry: the number of the call that compare() asked about last, and when it asked.
+        self._asked_at: dict[int, float] = {}
         self._calls: dict[int, dict[int, str]] = {}  # for a few call numbers, the call that each rank made
+        self._difference: _Difference | None = None
 
     # -- events that the hub reports
 
@@ -75,7 +92,11 @@ class Judge:
             return
         self._spoke.add(rank)
         named = set(error.ranks)
-        if self._question:
+        if error.kind == "Mismatch" and number >= 0 and not self._gone.keys() - {rank}:
+            self._differ(error, number, others, now)
+        elif self._difference:
+            pass  # this error is a consequence of the different calls
+        elif self._question:
             self.here(rank, Progress(number, True, str(error)), now)
         elif error.kind == "CollectiveTimeout" and number >= 0:
             self._question = (error, number, now + ANSWERS_WITHIN_S, set(others) - {rank})
@@ -96,32 +117,36 @@ class Judge:
         """Return the ranks that have left the job, but for which no launcher has said how the process ended."""
         return self._left.keys() - self._ends.keys() - self._destroyed
 
-    def compare(self, rank: int, number: int, call: str, now: float) -> None:
+    def compare(self, rank: int, number: int, call: str, others: Iterable[int], now: float) -> None:
         """A rank is stuck in call `number`. Other ranks may have made a different call, so ask all ranks for theirs."""
         if not self.verdict and now - self._asked_at.get(number, -ASKED_EVERY_S) >= ASKED_EVERY_S:
             self._asked_at = {number: now}
             self.asking, self.asked = True, number
-        self.called(rank, number, call, now)
+        self.called(rank, number, call, others, now)
 
-    def called(self, rank: int, number: int, call: str, now: float) -> None:
+    def called(self, rank: int, number: int, call: str, others: Iterable[int], now: float) -> None:
         """Record what a rank says about its call with this number.
 
-        call: "" if the rank has not made that call, or made it too long ago.
+        call: "" if the rank has not made that call, or made it too long ago. others: as in failed().
         """
-        if not call or self.verdict:
+        if not call or self.verdict or (self._difference and self._difference.number != number):
             return
         calls = self._calls.setdefault(number, {})
         calls[rank] = call
         if len(self._calls) > _CALLS_KEPT:
             del self._calls[next(iter(self._calls))]
-        if len(set(calls.values())) > 1:
-            by_call: dict[str, list[int]] = {}
-            for other in sorted(calls):
-                by_call.setdefault(calls[other], []).append(other)
-            from mscomm import _core  # imported here because the hub process must start fast
-
-            self.verdict = _core.mismatch("the ranks", list(by_call.items()))
+        if self._difference:
+            self._difference.unknown.discard(rank)
+        elif len(set(calls.values())) > 1:
+            self._differ(None, number, others, now)
         self.look(now)
+
+    def _differ(self, error: Error | None, number: int, others: Iterable[int], now: float) -> None:
+        """Ranks have made different calls with this number. Ask all ranks for theirs, and set `_difference`."""
+        if not self._difference:
+            unknown = set(others) - self._calls.get(number, {}).keys()
+            self._difference = _Difference(error, number, now + CALLS_WITHIN_S, unknown)
+            self.asking, self.asked = True, number
 
     def here(self, rank: int, progress: Progress, now: float) -> None:
         """A rank says where it is. Only its first answer counts. A report of an error also counts as an answer."""
@@ -138,17 +163,21 @@ class Judge:
             for symptom in self._symptoms:  # a peer may have seen this rank leave before the hub did
                 if rank in symptom.error.ranks and not self.verdict:
                     self.verdict = self._how_they_left(symptom.error)
-        if self._question:
-            self._question[3].discard(rank)
+        self._expect_no_answer(rank)
         self.look(now)
 
     def gone(self, rank: int, how: str, now: float) -> None:
         """A rank's control link ended without a bye. If the rank has reported a symptom, only the symptom counts."""
         if not any(symptom.reporter == rank for symptom in self._symptoms):
             self._gone.setdefault(rank, (how, now + (self._reason_s if self._watched else 0.0)))
+        self._expect_no_answer(rank)
+        self.look(now)
+
+    def _expect_no_answer(self, rank: int) -> None:
         if self._question:
             self._question[3].discard(rank)
-        self.look(now)
+        if self._difference:
+            self._difference.unknown.discard(rank)
 
     def process_ended(self, rank: int, how: str, badly: bool, now: float) -> None:
         """The launcher says how the rank's process ended.
@@ -167,6 +196,8 @@ class Judge:
         """Return when to call look() again if no event occurs before that; None if no decision is pending."""
         if self.verdict:
             return None
+        if self._difference:
+            return self._difference.until
         if self._question:
             return self._question[2]
         if self._gone:
@@ -176,6 +207,10 @@ class Judge:
     def look(self, now: float) -> None:
         """Reach the verdict if it can be decided now."""
         if self.verdict:
+            return
+        if self._difference:
+            if not self._difference.unknown or now >= self._difference.until:
+                self.verdict = self._mismatch(self._difference)
             return
         if self._question:
             self._judge_deadline(now)
@@ -187,6 +222,22 @@ class Judge:
                 return
         if not self._gone and self._symptoms and (now >= self._symptoms[0].until or self._all_named_reported()):
             self.verdict = self._root().error
+
+    def _mismatch(self, difference: _Difference) -> Error:
+        """Return the Mismatch that names the calls of all ranks, as far as they are known.
+
+        If these calls are equal, return the error that a rank has reported. The ranks then differ in something that the
+        text of a call does not show.
+        """
+        calls = self._calls.get(difference.number, {})
+        by_call: dict[str, list[int]] = {}
+        for rank in sorted(calls):
+            by_call.setdefault(calls[rank], []).append(rank)
+        if difference.error and len(by_call) < 2:
+            return difference.error
+        from mscomm import _core  # imported here because the hub process must start fast
+
+        return _core.mismatch(f"the ranks of group {self._group}", list(by_call.items()))
 
     def _judge_deadline(self, now: float) -> None:
         assert self._question

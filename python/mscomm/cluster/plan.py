@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -75,6 +76,22 @@ def numbers(ranks: Sequence[int]) -> str:
 def world_id(epoch: int) -> str:
     """Return the id of the world group in control frames. It begins with the epoch, like the ids of all groups."""
     return f"{epoch}:world"
+
+
+def group_id(epoch: int, key: str, turn: int) -> str:
+    """Return the id of any other group. key: see group_key(). turn: how often a group with this key was founded."""
+    return f"{epoch}:{key}:{turn}"
+
+
+def group_key(name: str, ranks: Sequence[int]) -> str:
+    """Return a text that is the same only for groups with the same name and the same ranks in the same order."""
+    return f"{name}:{hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
+
+
+def group_name(id: str) -> str:
+    """Return the name of the group with this id."""
+    name = id.partition(":")[2]
+    return name if name == "world" else name.rsplit(":", 2)[0]
 
 
 # The facts that must be equal on every rank, with advice for a user whose ranks differ.

@@ -28,7 +28,7 @@ from mscomm.cluster.hub import Hub
 from mscomm.errors import AuthenticationError, BackendUnavailable, Error, PeerLost, of_fields
 from mscomm.launching.output import Output, Stream
 
-LOOK_S = 0.2  # how often a launcher checks for failures on other hosts, because no event reports them
+LOOK_S = 0.2  # how often a launcher checks what no event reports, such as failures on other hosts
 
 Say = Callable[[str], None]
 

@@ -156,7 +156,7 @@ def last_words(lines: Iterable[bytes], at_s: float = 0.0) -> LastWords:
         line = raw.decode(errors="replace").rstrip()
         if raw.startswith(_NOT_THE_END):
             skipping = True
-        elif skipping:  # skip everything up to the exception's line
+        elif skipping:  # skip the traceback of an ignored exception, and its last line, which names the exception
             skipping = line.startswith("Traceback ") or not line[:1].strip(" |+")
         elif frame := _FRAME.match(line):
             frames.append((frame[1], int(frame[2])))

@@ -31,8 +31,9 @@ class Autograd:
 
     others: parameters whose gradients are not reduced; zero() sets these gradients to zero. The gradients of a backward
     pass are reduced if `syncing` is True. autograd sometimes allocates a gradient outside its buffer. Such a gradient
-    is copied into its buffer immediately if it is on the CPU or not contiguous. Otherwise, it is copied when its bucket
-    is started, so that one kernel launch can copy all such gradients of the bucket.
+    is copied into its buffer immediately if it is on the CPU, not contiguous, or a view that is conjugated or negated.
+    Otherwise, it is copied when its bucket is started, so that one kernel launch can copy all such gradients of the
+    bucket.
     """
 
     def __init__(self, step: Step, names: list[str], parameters: list[Any], others: Iterable[Any]) -> None:
