@@ -65,7 +65,7 @@ class Job:
         self.makings: list[Making] = []  # in the order in which rejoin() repeats them
         self.splits: dict[str, int] = {}  # how often each group was split in this epoch
         # how often a group with a given name and given ranks was created in this epoch
-        self.creations: dict[str, int] = {}
+        self.creations: dict[tuple[Any, ...], int] = {}
 
     @property
     def rank(self) -> int:
@@ -93,9 +93,9 @@ class Job:
 
         forced: the algorithms that the group must use. None means the algorithms that MSCOMM_ALGO forces.
         """
-        key, epoch = plan.group_key(group.name, group.ranks), self.epoch.number
+        key = (group.name, *group.ranks)
         turn = self.creations.get(key, 0) + 1
-        id = plan.world_id(epoch) if group.name == "world" else plan.group_id(epoch, key, turn)
+        id = plan.group_id(self.epoch.number, group.name, group.ranks, turn)
 
         met = False
 

@@ -78,14 +78,10 @@ def world_id(epoch: int) -> str:
     return f"{epoch}:world"
 
 
-def group_id(epoch: int, key: str, turn: int) -> str:
-    """Return the id of any other group. key: see group_key(). turn: how often a group with this key was founded."""
-    return f"{epoch}:{key}:{turn}"
-
-
-def group_key(name: str, ranks: Sequence[int]) -> str:
-    """Return a text that is the same only for groups with the same name and the same ranks in the same order."""
-    return f"{name}:{hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
+def group_id(epoch: int, name: str, ranks: Sequence[int], turn: int) -> str:
+    """Return the id of a group. turn: 1 for the first group with this name and these ranks, 2 for the next, ..."""
+    digest = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+    return world_id(epoch) if name == "world" else f"{epoch}:{name}:{digest}:{turn}"
 
 
 def group_name(id: str) -> str:
