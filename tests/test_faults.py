@@ -895,7 +895,9 @@ def test_two_hosts_that_lose_each_other_are_found_out_by_themselves(tmp_path: Pa
         appear([tmp_path / f"saw.{rank}" for rank in range(3)], 60)
     for rank in range(3):
         saw = json.loads((tmp_path / f"saw.{rank}").read_text())
-        assert saw["kind"] == "PeerLost" and set(saw["ranks"]) <= {1, 2} and saw["ranks"], (rank, saw)
+        # A rank that comes to create_group late also names rank 0, if rank 0 has already raised its error and left.
+        left = {0} if "rank 0" in saw["text"] and "has left the job" in saw["text"] else set()
+        assert saw["kind"] == "PeerLost" and {1, 2} & set(saw["ranks"]) and set(saw["ranks"]) <= {1, 2} | left, saw
         print(f"rank {rank} raised {saw['at'] - cut:.1f} s after the hosts lost each other: {saw['text']}")
 
 
