@@ -43,7 +43,7 @@ bool fit(const Entry& entry, PyObject* const* given, Py_ssize_t count, PyObject*
   for (Py_ssize_t i = 0; names && i < PyTuple_GET_SIZE(names); i++) {
     const py::handle name = PyTuple_GET_ITEM(names, i);
     auto found = std::find_if(begin, end, [name](const auto& one) { return one.first == name.ptr(); });
-    if (found == end)  // the name is not interned, for example because a program computed it
+    if (found == end)  // the name may be equal without being the same object, for example because a program computed it
       found = std::find_if(begin, end, [name](const auto& one) { return PyUnicode_Compare(one.first, name.ptr()) == 0; });
     if (found == end || bound[found->second]) return false;
     bound[found->second] = given[count + i];

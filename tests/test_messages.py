@@ -91,8 +91,8 @@ def test_all_pairs_at_once_in_both_directions(rank, group, host):
 
 @ranks(2)
 def test_first_sends_to_each_other_at_the_same_moment(rank, group):
-    # send() of a small message does not wait for the recv. So both ranks are in send() at the same time, and each makes
-    # the link from its main thread.
+    # After the barrier, both ranks call send() at about the same time, and each sets up its own link to the peer. The
+    # sends do not deadlock, because send() of a small message does not wait for the recv.
     mscomm.barrier()
     mscomm.send(np.full(3, rank), 1 - rank)
     assert (mscomm.recv(np.zeros(3, int), 1 - rank) == 1 - rank).all()

@@ -1,5 +1,8 @@
-"""Checks the types that editors see: _core.pyi against the compiled module, the package with mypy --strict, and the
-public names in a program that imports the installed package."""
+"""Checks the types that editors see.
+
+_core.pyi must match the compiled module, and the package must pass mypy --strict. A program that imports the installed
+package must see the types of the public names.
+"""
 
 from __future__ import annotations
 

@@ -67,7 +67,8 @@ class VendorGroup {
   // has failed.
   virtual bool busy() = 0;
   // Ends the group's work on the device. May take a long time. May be called from any thread, but only once. After it, no other
-  // function may be called. beside: whether another thread is inside the library; if so, abort() must make that thread return.
+  // function may be called. beside: whether another thread is inside the library; if so, abort() should make that thread return,
+  // which HCCL can do only if it has suspend.
   virtual void abort(bool beside) noexcept = 0;
   // Starts to free the group, which has ended without an error. After busy() has returned false, the destructor frees the rest.
   virtual void finish() = 0;

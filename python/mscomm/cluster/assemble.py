@@ -388,7 +388,10 @@ def _tell_hosts(epoch: Epoch) -> None:
 
 
 def _warn_of_threads(here: Sequence[dict[str, Any]]) -> None:
-    """Warn if the ranks of this host have more OpenMP threads than CPUs. Only the host's lowest rank calls this."""
+    """Warn if OMP_NUM_THREADS gives the ranks of this host more threads than there are CPUs.
+
+    Only the host's lowest rank calls this.
+    """
     try:
         threads = environment.read("OMP_NUM_THREADS", os.environ)
     except ValueError as error:

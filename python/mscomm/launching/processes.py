@@ -370,7 +370,11 @@ class Launch:
         self._streams.close()
 
     def _first(self) -> End | None:
-        """Return the failed rank to report: the rank that the verdict names, or else the rank that failed first."""
+        """Return the failed rank to report.
+
+        Prefer ranks that ended before our first signal. Among them, prefer the rank that the verdict names, and then
+        the rank that failed first.
+        """
         verdict = self.part.verdict()
         named = verdict.ranks[:1] if verdict else ()
         failed = [end for end in self._ends.values() if end.code != 0]

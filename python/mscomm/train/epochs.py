@@ -29,7 +29,8 @@ class Epochs:
         of numbers() that is in the resumed checkpoint, {} if an earlier version of mscomm wrote the checkpoint, or None
         if training does not resume from a checkpoint."""
         self._found: dict[str, Any] = {}
-        self._next: dict[str, int] = {}  # an object's next number, if it does not follow from the previous one
+        # For an object whose next epoch number is given by initial_epoch or the checkpoint: this number.
+        self._next: dict[str, int] = {}
         self._told: dict[str, int] = {}
         for place in _PLACES:
             one = dataset

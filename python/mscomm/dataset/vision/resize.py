@@ -142,7 +142,7 @@ def _neighbours(old: int, new: int) -> tuple[Array, Array]:
     lines = first + np.arange(2)[:, None]
     weights = np.maximum(0.0, 1.0 - abs(lines - centres + 0.5)) * (lines < end)
     weights /= weights.sum(axis=0)
-    # Each line of the resized image has two weights. If there are fewer than 2**22 lines, the two weights add up to
-    # exactly 1 even after they are rounded.
+    # Each new line has two weights. If there are fewer than 2**22 new lines, the rounded weights still add up to
+    # exactly 1 << _FRACTION_BITS, so the second weight determines the first.
     whole = (weights * (1 << _FRACTION_BITS) + 0.5).astype(np.int32)
     return first, whole[1, :, None]
