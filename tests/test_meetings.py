@@ -18,7 +18,7 @@ class Table:
 
     def __init__(self):
         self.gone: dict[int, str] = {}
-        self.judge = Judge(lambda rank: f"rank {rank}", watched=True)
+        self.judge = Judge(lambda rank: f"rank {rank}", lambda: range(3), watched=True)
         self.meetings = Meetings(self.gone.get, lambda rank: f"rank {rank}", lambda: self.judge)
 
     def come(self, rank, ranks, key="k", name="init", survivors=False, **facts):

@@ -22,6 +22,12 @@ std::string brief(const Signature& call) {
   return text + " (" + in_units(call.count * size_of(call.dtype)) + ")";
 }
 
+// Returns the number of the calls that differ. It may be lower than the number of the call that noticed the difference.
+int64_t number_of(const Differs& differs) {
+  const auto number = [](const auto& one) { return one.second.number; };
+  return static_cast<int64_t>(number(*std::ranges::min_element(differs.calls, {}, number)));
+}
+
 // All communicators of this process, for the fork handlers. all_mutex is held across a fork, so that the child sees a consistent
 // list.
 std::mutex all_mutex;
@@ -301,13 +307,13 @@ void Communicator::queue_for(const Signature& call, const Deadline& deadline) {
 void Communicator::fail(const Call* call, const std::string& message) {
   const auto what = [&] { return (call ? brief(call->signature) : message) + ": "; };
   Error error("", "");
-  uint64_t number = call ? call->signature.number : 0;
+  int64_t number = call ? static_cast<int64_t>(call->signature.number) : -1;
   std::exception_ptr interrupted;
   try {
     throw;
   } catch (const Differs& differs) {
     error = differing(differs);
-    for (const auto& [rank, theirs] : differs.calls) number = std::min(number, theirs.number);  // perhaps an earlier call differs
+    number = number_of(differs);
   } catch (const Error& cause) {
     // An error of the kind "Error" comes from the system or from a vendor's library. Such an error, like most errors of a call
     // on a device, does not name the rank and the call yet.
@@ -324,8 +330,8 @@ void Communicator::fail(const Call* call, const std::string& message) {
   } catch (const std::exception& cause) {
     error = here(Error("Error", cause.what()), what());
   }
-  if (call) break_off(*call, {error, false, static_cast<int64_t>(number)});
-  else abort({error, false});
+  if (call) break_off(*call, {error, false, number});
+  else abort({error, false, number});
   if (interrupted) std::rethrow_exception(interrupted);
   throw_failure();
 }
@@ -392,7 +398,7 @@ void Communicator::last_look() {
   try {
     return backend_->last_look();
   } catch (const Differs& differs) {
-    abort({differing(differs), false, static_cast<int64_t>(where().number)});
+    abort({differing(differs), false, number_of(differs)});
   } catch (const Error& error) {
     abort({error, false, static_cast<int64_t>(where().number)});
   }

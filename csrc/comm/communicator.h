@@ -32,8 +32,8 @@ namespace mscomm {
 
 // Why a group is broken. is_verdict: true if the hub has decided that the error is the first cause of the failure, or if this
 // rank is aborting the job. If false, the error is only a symptom that this rank has observed. number: the number of the call
-// that failed with the error, or -1 if the error did not occur in a call. For a Mismatch, it is the number of the calls that
-// differ, which may be lower than the number of the call that noticed the difference.
+// that failed with the error, or -1 if the error did not occur in a call. If calls differ, it is the number of these calls, which
+// may be lower than the number of the call that noticed the difference.
 struct Failure {
   Error error;
   bool is_verdict;

@@ -49,8 +49,8 @@ class CollectiveTimeout(Error, TimeoutError):
 class Mismatch(Error, ValueError):
     """Ranks made different calls with the same call number. The text of the error names the call of each rank.
 
-    `.ranks` holds the ranks whose call differs from that of the lowest rank in the text, which is rank 0 if it has made
-    the call. A rank that did not make the call within 1 s after the others noticed the difference is not in the text.
+    `.ranks` holds the ranks whose call differs from that of the lowest rank in the text. A rank is missing from the
+    text if it has not made the call, if it has left the group, or if it did not answer the hub within 1 s.
     """
 
 

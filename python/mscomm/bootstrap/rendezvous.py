@@ -82,15 +82,12 @@ def number(launcher: str, env: Mapping[str, str], name: str, low: int, high: int
 def ports_after(port: int, env: Mapping[str, str]) -> Sequence[int]:
     """Return ports at which the hub can listen instead of `port`, which another program uses.
 
-    The ports are up to eight of MSCOMM_PORTS or, if that is not set, the eight ports next to `port`. Raise
-    BackendUnavailable if MSCOMM_PORTS has only this port.
+    The ports are up to eight of MSCOMM_PORTS or, if that is not set, the eight ports next to `port`. They include
+    `port` only if MSCOMM_PORTS has no other port.
     """
     if allowed := environment.read("MSCOMM_PORTS", env):
-        if not (free := [one for one in _eight_of(allowed, str(port)) if one != port]):
-            raise BackendUnavailable(
-                f"MSCOMM_PORTS={port}-{port} has only MASTER_PORT, which belongs to another program; add a port"
-            )
-        return free
+        ports = _eight_of(allowed, str(port))
+        return [one for one in ports if one != port] or ports
     return range(port + 1, port + 9) if port + 8 < 1 << 16 else range(port - 8, port)
 
 

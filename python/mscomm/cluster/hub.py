@@ -395,7 +395,7 @@ class Hub:
     # -- groups
 
     def _open_group(self, name: str, ranks: Collection[int]) -> _Group:
-        judge = Judge(self._roster.name, group_name(name), self._watched, self._restarts)
+        judge = Judge(self._roster.name, lambda: self._members(group), group_name(name), self._watched, self._restarts)
         group = self._groups[name] = _Group(ranks, judge)
         return group
 
@@ -454,14 +454,14 @@ class Hub:
     ) -> None:
         error = make(kind, text, self._roster.known(ranks), self._roster.known(waiting_for))
         for one in [one for name, one in self._groups.items() if group in ("", name)]:
-            one.judge.called(link.number, number, call, self._members(one), time.monotonic())
+            one.judge.called(link.number, number, call, time.monotonic())
             self._failed(one, link, error, number)
         if not group:
             self._abort_epoch(error)
 
     def _failed(self, group: _Group, link: Link, error: Error, number: int = -1) -> None:
         """Tell the group's judge about an error of this rank, which the rank reported or the hub noticed."""
-        group.judge.failed(link.number, error, number, self._members(group), time.monotonic())
+        group.judge.failed(link.number, error, number, time.monotonic())
 
     def _abort_epoch(self, verdict: Error) -> None:
         """Abort all groups of this epoch, including groups that are yet to be created."""
@@ -472,14 +472,13 @@ class Hub:
 
     def _on_compare(self, link: Link, group: str, number: int, call: str) -> None:
         if group in self._groups:
-            one = self._groups[group]
-            one.judge.compare(link.number, number, call, self._members(one), time.monotonic())
+            self._groups[group].judge.compare(link.number, number, call, time.monotonic())
 
     def _on_here(self, link: Link, group: str, asked: int, call: str, number: int, inside: bool, text: str) -> None:
         if group in self._groups:
-            one = self._groups[group]
-            one.judge.called(link.number, asked, call, self._members(one), time.monotonic())
-            one.judge.here(link.number, Progress(number, inside, text), time.monotonic())
+            judge = self._groups[group].judge
+            judge.called(link.number, asked, call, time.monotonic())
+            judge.here(link.number, Progress(number, inside, text), time.monotonic())
 
     def _on_meet(
         self, link: Link, key: str, name: str, ranks: list[Any], facts: Frame, founds: object, survivors: object
@@ -761,7 +760,7 @@ class Hub:
             self._refuse_all(why)
             return
         for group in self._groups.values():
-            group.judge.failed(UNKNOWN_RANK, Aborted(why), -1, (), now)
+            group.judge.failed(UNKNOWN_RANK, Aborted(why), -1, now)
         self._abort_epoch(Aborted(why))
         self._give_up(Aborted(why))
 

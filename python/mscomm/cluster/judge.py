@@ -36,31 +36,35 @@ class _Symptom(NamedTuple):
     until: float  # when the symptom becomes the verdict, if its cause has not been found by then
 
 
-class _Difference(NamedTuple):
-    """Ranks have made different calls with the same number. The verdict waits until the calls of all ranks are known,
-    because it must name every rank whose call differs.
-    """
+class _Question(NamedTuple):
+    """What the hub has asked the ranks before the verdict: where they are, or which call they made."""
 
-    error: Error | None  # the error that a rank has reported
-    number: int  # the number of the calls
-    until: float  # when to stop waiting
-    unknown: set[int]  # the ranks whose call is not known yet
+    error: Error  # the timeout to explain, or a Mismatch that may not name all ranks
+    number: int  # the number of the call that timed out, or of the calls that differ
+    until: float  # when to stop waiting for answers
+    unanswered: set[int]  # the ranks that have not said where they are, or whose call is not known
 
 
 class Judge:
     """Receives events and reaches at most one verdict.
 
-    `name(rank)`: the name of the rank in messages. `group`: the name of the group. `watched`: a launcher reports how
-    processes end. `restarts`: lost ranks may be restarted.
+    `name(rank)`: the name of the rank in messages. `members()`: the ranks that can be asked. `group`: the name of the
+    group. `watched`: a launcher reports how processes end. `restarts`: lost ranks may be restarted.
     """
 
     def __init__(
-        self, name: Callable[[int], str], group: str = "world", watched: bool = False, restarts: bool = False
+        self,
+        name: Callable[[int], str],
+        members: Callable[[], Iterable[int]],
+        group: str = "world",
+        watched: bool = False,
+        restarts: bool = False,
     ) -> None:
         self.verdict: Error | None = None  # the first cause, which every rank of the group raises
         self.asking = False  # the hub must now ask all ranks where they are, and what their call number `asked` was
         self.asked = -1
         self._name = name
+        self._members = members
         self._group = group
         self._watched = watched
         self._reason_s = RESTARTED_WITHIN_S if restarts else REASON_WITHIN_S
@@ -72,36 +76,32 @@ class Judge:
         # process ended.
         self._gone: dict[int, tuple[str, float]] = {}
         self._symptoms: list[_Symptom] = []
-        # After a timeout, the hub asks the ranks where they are. The tuple holds the timeout to explain, the number of
-        # the call, the time to stop waiting for answers, and the ranks that have not answered yet.
-        self._question: tuple[Error, int, float, set[int]] | None = None
+        self._question: _Question | None = None
         self._progress: dict[int, Progress] = {}
         # Has one entry: the number of the call that compare() asked about last, and when it asked.
         self._asked_at: dict[int, float] = {}
         self._calls: dict[int, dict[int, str]] = {}  # for a few call numbers, the call that each rank made
-        self._difference: _Difference | None = None
 
     # -- events that the hub reports
 
-    def failed(self, rank: int, error: Error, number: int, others: Iterable[int], now: float) -> None:
-        """A rank reports an error of its call `number`. If number is -1, the error occurred outside calls.
-
-        others: the ranks that can be asked where they are.
-        """
+    def failed(self, rank: int, error: Error, number: int, now: float) -> None:
+        """A rank reports an error of its call `number`. The number is -1 outside calls, and 0 during set-up."""
         if self.verdict:
             return
         self._spoke.add(rank)
         named = set(error.ranks)
-        if error.kind == "Mismatch" and number >= 0 and not self._gone.keys() - {rank}:
-            self._differ(error, number, others, now)
-        elif self._difference:
-            pass  # this error is a consequence of the different calls
+        if error.kind == "Mismatch" and number > 0:
+            self._differ(error, number, now)
+        elif difference := self._difference():
+            if error.kind == "Aborted":  # the hub tells all ranks now, so the verdict must come before that
+                self._question = difference._replace(until=now)
+            elif 0 < number < difference.number:  # the rank will not make the call any more
+                difference.unanswered.discard(rank)
         elif self._question:
             self.here(rank, Progress(number, True, str(error)), now)
         elif error.kind == "CollectiveTimeout" and number >= 0:
-            self._question = (error, number, now + ANSWERS_WITHIN_S, set(others) - {rank})
+            self._ask(_Question(error, number, now + ANSWERS_WITHIN_S, set(self._members()) - {rank}))
             self._progress[rank] = Progress(number, True, str(error))
-            self.asking, self.asked = True, number
         elif (error.kind == "PeerLost" or (error.kind == "Error" and number >= 0)) and not self._left.keys() & named:
             self._symptoms.append(_Symptom(rank, error, now + BELIEVED_AFTER_S))
         else:
@@ -117,41 +117,57 @@ class Judge:
         """Return the ranks that have left the job, but for which no launcher has said how the process ended."""
         return self._left.keys() - self._ends.keys() - self._destroyed
 
-    def compare(self, rank: int, number: int, call: str, others: Iterable[int], now: float) -> None:
+    def compare(self, rank: int, number: int, call: str, now: float) -> None:
         """A rank is stuck in call `number`. Other ranks may have made a different call, so ask all ranks for theirs."""
-        if not self.verdict and now - self._asked_at.get(number, -ASKED_EVERY_S) >= ASKED_EVERY_S:
+        asked_lately = now - self._asked_at.get(number, -ASKED_EVERY_S) < ASKED_EVERY_S
+        if not (self.verdict or self._difference() or asked_lately):
             self._asked_at = {number: now}
             self.asking, self.asked = True, number
-        self.called(rank, number, call, others, now)
+        self.called(rank, number, call, now)
 
-    def called(self, rank: int, number: int, call: str, others: Iterable[int], now: float) -> None:
+    def called(self, rank: int, number: int, call: str, now: float) -> None:
         """Record what a rank says about its call with this number.
 
-        call: "" if the rank has not made that call, or made it too long ago. others: as in failed().
+        call: "" if the rank has not made that call, or made it too long ago.
         """
-        if not call or self.verdict or (self._difference and self._difference.number != number):
+        difference = self._difference()
+        if not call or self.verdict or (difference and difference.number != number):
             return
         calls = self._calls.setdefault(number, {})
         calls[rank] = call
         if len(self._calls) > _CALLS_KEPT:
             del self._calls[next(iter(self._calls))]
-        if self._difference:
-            self._difference.unknown.discard(rank)
+        if difference:
+            difference.unanswered.discard(rank)
         elif len(set(calls.values())) > 1:
-            self._differ(None, number, others, now)
+            self._differ(self._mismatch(number), number, now)
         self.look(now)
 
-    def _differ(self, error: Error | None, number: int, others: Iterable[int], now: float) -> None:
-        """Ranks have made different calls with this number. Ask all ranks for theirs, and set `_difference`."""
-        if not self._difference:
-            unknown = set(others) - self._calls.get(number, {}).keys()
-            self._difference = _Difference(error, number, now + CALLS_WITHIN_S, unknown)
-            self.asking, self.asked = True, number
+    def _ask(self, question: _Question) -> None:
+        self._question = question
+        self.asking, self.asked = True, question.number
+
+    def _difference(self) -> _Question | None:
+        """Return the question for the calls of all ranks, if ranks have made different calls.
+
+        The verdict waits for the answers, because it must name every rank whose call differs.
+        """
+        return self._question if self._question and self._question.error.kind == "Mismatch" else None
+
+    def _differ(self, error: Error, number: int, now: float) -> None:
+        """Ranks have made different calls with this number, so ask all ranks for their calls.
+
+        Do nothing if they have been asked, or if a rank was lost before. The difference also explains a timeout that
+        was reported before.
+        """
+        if not self._difference() and not self._gone:
+            unknown = set(self._members()) - self._calls.get(number, {}).keys()
+            self._ask(_Question(error, number, now + CALLS_WITHIN_S, unknown))
 
     def here(self, rank: int, progress: Progress, now: float) -> None:
         """A rank says where it is. Only its first answer counts. A report of an error also counts as an answer."""
-        if self._question and rank in self._question[3]:
-            self._question[3].remove(rank)
+        if self._question and not self._difference() and rank in self._question.unanswered:
+            self._question.unanswered.remove(rank)
             self._progress[rank] = progress
         self.look(now)
 
@@ -161,23 +177,19 @@ class Judge:
         if destroyed:
             self._destroyed.add(rank)
             for symptom in self._symptoms:  # a peer may have seen this rank leave before the hub did
-                if rank in symptom.error.ranks and not self.verdict:
+                if rank in symptom.error.ranks and not self.verdict and not self._difference():
                     self.verdict = self._how_they_left(symptom.error)
-        self._expect_no_answer(rank)
+        if self._question:
+            self._question.unanswered.discard(rank)
         self.look(now)
 
     def gone(self, rank: int, how: str, now: float) -> None:
         """A rank's control link ended without a bye. If the rank has reported a symptom, only the symptom counts."""
         if not any(symptom.reporter == rank for symptom in self._symptoms):
             self._gone.setdefault(rank, (how, now + (self._reason_s if self._watched else 0.0)))
-        self._expect_no_answer(rank)
-        self.look(now)
-
-    def _expect_no_answer(self, rank: int) -> None:
         if self._question:
-            self._question[3].discard(rank)
-        if self._difference:
-            self._difference.unknown.discard(rank)
+            self._question.unanswered.discard(rank)
+        self.look(now)
 
     def process_ended(self, rank: int, how: str, badly: bool, now: float) -> None:
         """The launcher says how the rank's process ended.
@@ -186,7 +198,7 @@ class Judge:
         bye, this failure becomes the verdict at once.
         """
         self._ends[rank] = how
-        if rank in self._left and badly and not self.verdict:
+        if rank in self._left and badly and not self.verdict and not self._difference():
             self.verdict = PeerLost(f"{self._name(rank)} left the job: {how}", [rank])
         self.look(now)
 
@@ -196,10 +208,8 @@ class Judge:
         """Return when to call look() again if no event occurs before that; None if no decision is pending."""
         if self.verdict:
             return None
-        if self._difference:
-            return self._difference.until
         if self._question:
-            return self._question[2]
+            return self._question.until
         if self._gone:
             return min(until for _, until in self._gone.values())
         return self._symptoms[0].until if self._symptoms else None
@@ -208,12 +218,9 @@ class Judge:
         """Reach the verdict if it can be decided now."""
         if self.verdict:
             return
-        if self._difference:
-            if not self._difference.unknown or now >= self._difference.until:
-                self.verdict = self._mismatch(self._difference)
-            return
         if self._question:
-            self._judge_deadline(now)
+            if not self._question.unanswered or now >= self._question.until:
+                self.verdict = self._explained(self._question)
             return
         for rank, (how, until) in self._gone.items():
             if rank in self._ends or until <= now:
@@ -223,32 +230,33 @@ class Judge:
         if not self._gone and self._symptoms and (now >= self._symptoms[0].until or self._all_named_reported()):
             self.verdict = self._root().error
 
-    def _mismatch(self, difference: _Difference) -> Error:
-        """Return the Mismatch that names the calls of all ranks, as far as they are known.
+    def _explained(self, question: _Question) -> Error:
+        """Return the error of the question, with what the ranks have answered.
 
-        If these calls are equal, return the error that a rank has reported. The ranks then differ in something that the
-        text of a call does not show.
+        If fewer than two different calls are known, return a Mismatch as it is: the ranks have not answered, or they
+        differ in something that the text of a call does not show.
         """
-        calls = self._calls.get(difference.number, {})
-        by_call: dict[str, list[int]] = {}
-        for rank in sorted(calls):
-            by_call.setdefault(calls[rank], []).append(rank)
-        if difference.error and len(by_call) < 2:
-            return difference.error
+        if not self._difference():
+            return self._timeout(question)
+        calls = self._calls.get(question.number, {})
+        return self._mismatch(question.number) if len(set(calls.values())) > 1 else question.error
+
+    def _mismatch(self, number: int) -> Error:
+        """Return the Mismatch that names all known calls with this number."""
         from mscomm import _core  # imported here because the hub process must start fast
 
+        by_call: dict[str, list[int]] = {}
+        for rank, call in sorted(self._calls[number].items()):
+            by_call.setdefault(call, []).append(rank)
         return _core.mismatch(f"the ranks of group {self._group}", list(by_call.items()))
 
-    def _judge_deadline(self, now: float) -> None:
-        assert self._question
-        timeout, number, until, unanswered = self._question
-        if unanswered and now < until:
-            return
+    def _timeout(self, question: _Question) -> Error:
+        """Return the timeout with the ranks for which the call was waiting."""
         waiting_for, words = set(), []
-        for rank in sorted(unanswered | self._progress.keys() | self._left.keys() | self._gone.keys()):
+        for rank in sorted(question.unanswered | self._progress.keys() | self._left.keys() | self._gone.keys()):
             progress = self._progress.get(rank)
             if rank in self._left:
-                behind = self._left[rank] < number
+                behind = self._left[rank] < question.number
                 how = "destroyed the group" if rank in self._destroyed else "ended well"
                 what = f"{how} after call #{self._left[rank]}"
             elif rank in self._gone:
@@ -256,14 +264,14 @@ class Judge:
             elif progress is None:
                 behind, what = True, f"gave no sign of life within {ANSWERS_WITHIN_S:g} s"
             else:
-                behind = progress.number < number
+                behind = progress.number < question.number
                 what = progress.text or f"is {'inside' if progress.inside else 'after'} call #{progress.number}"
             if behind:
                 waiting_for.add(rank)
                 words.append(f"{self._name(rank)}: {what}")
         stuck = "every rank is in that call or has ended it: the links between them are stuck"
         found = "; ".join(words) if words else stuck
-        self.verdict = CollectiveTimeout(f"{timeout}. Waiting for: {found}", timeout.ranks, sorted(waiting_for))
+        return CollectiveTimeout(f"{question.error}. Waiting for: {found}", question.error.ranks, sorted(waiting_for))
 
     def _how_they_left(self, error: Error) -> Error:
         """Return the error. If it is a PeerLost about ranks that have left, add to its text how these ranks left."""
