@@ -81,7 +81,7 @@ def test_a_deadline_names_who_is_silent_or_behind_and_not_who_waits_too():
     court = judge((0, 1, 2, 3, 5))
     court.left(4, 6, now=0)
     court.failed(0, make("CollectiveTimeout", "all_reduce #7 took over 5 s", []), 7, now=0)
-    assert court.asking
+    assert court.ask is not None
     court.here(
         0, Progress(7, False, "after it failed"), now=0.01
     )  # the judge ignores this answer, because rank 0 itself has timed out
@@ -155,15 +155,15 @@ def test_a_loss_without_a_name_is_believed_after_200_ms():
 def test_a_rank_that_is_stuck_makes_all_tell_their_calls():
     court = judge()
     court.compare(0, 5, "all_reduce #5", now=0)
-    assert court.asking and court.asked == 5
+    assert court.ask == 5
     court.called(1, 5, "", now=0.1)  # the empty text means that rank 1 has not made call #5 yet
     court.called(2, 5, "all_reduce #5", now=0.1)
     assert court.verdict is None
-    court.asking = False
+    court.ask = None
     court.compare(2, 5, "all_reduce #5", now=0.5)
-    assert not court.asking  # the hub does not ask again, because it asked all ranks a moment ago
+    assert court.ask is None  # the hub does not ask again, because it asked all ranks a moment ago
     court.compare(2, 5, "all_reduce #5", now=2)
-    assert court.asking  # the hub asks again, because rank 1 may have reached the call by now
+    assert court.ask is not None  # the hub asks again, because rank 1 may have reached the call by now
     court.called(1, 5, "all_gather #5", now=2)
     assert court.verdict.kind == "Mismatch" and court.verdict.ranks == (1,)
     assert "ranks 0, 2 called all_reduce #5; rank 1 called all_gather #5" in str(court.verdict)
@@ -179,7 +179,7 @@ def test_a_mismatch_names_the_calls_of_all_ranks():
     court = judge((0, 1, 2, 3))
     court.called(3, 5, "a #5", now=0)
     court.failed(3, between_two([1, 3]), 5, now=0)
-    assert court.verdict is None and court.asking and court.asked == 5
+    assert court.verdict is None and court.ask == 5
     court.failed(1, make("PeerLost", "link to rank 3 ended", [3]), 5, now=0.01)
     for rank, call in ((0, "a #5"), (1, "b #5")):
         court.called(rank, 5, call, now=0.1)
@@ -230,9 +230,9 @@ def test_what_comes_after_a_mismatch_does_not_replace_it():
     court.failed(0, make("PeerLost", "link to rank 1 ended", [1]), 4, now=0.3)  # rank 0 will never make call 5
     assert court.verdict.kind == "Mismatch" and court.verdict.ranks == (3,)
     court = differing()
-    court.asking = False
+    court.ask = None
     court.compare(2, 9, "c #9", now=0.1)
-    assert not court.asking
+    assert court.ask is None
 
 
 def test_a_mismatch_during_set_up_counts_at_once():

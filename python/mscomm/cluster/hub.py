@@ -259,9 +259,9 @@ class Hub:
         for name, group in list(self._groups.items()):
             judge = group.judge
             judge.look(now)
-            if judge.asking:
-                judge.asking = False
-                self._broadcast({"t": "where", "group": name, "number": judge.asked}, group.ranks)
+            if judge.ask is not None:
+                self._broadcast({"t": "where", "group": name, "number": judge.ask}, group.ranks)
+                judge.ask = None
             if judge.verdict and not group.announced:
                 if group is self._world:
                     self._topo_until = None

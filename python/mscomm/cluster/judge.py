@@ -61,8 +61,8 @@ class Judge:
         restarts: bool = False,
     ) -> None:
         self.verdict: Error | None = None  # the first cause, which every rank of the group raises
-        self.asking = False  # the hub must now ask all ranks where they are, and what their call number `asked` was
-        self.asked = -1
+        # The hub must now ask all ranks where they are, and which call with this number they made.
+        self.ask: int | None = None
         self._name = name
         self._members = members
         self._group = group
@@ -100,7 +100,8 @@ class Judge:
         elif self._question:
             self.here(rank, Progress(number, True, str(error)), now)
         elif error.kind == "CollectiveTimeout" and number >= 0:
-            self._ask(_Question(error, number, now + ANSWERS_WITHIN_S, set(self._members()) - {rank}))
+            self._question = _Question(error, number, now + ANSWERS_WITHIN_S, set(self._members()) - {rank})
+            self.ask = number
             self._progress[rank] = Progress(number, True, str(error))
         elif (error.kind == "PeerLost" or (error.kind == "Error" and number >= 0)) and not self._left.keys() & named:
             self._symptoms.append(_Symptom(rank, error, now + BELIEVED_AFTER_S))
@@ -122,7 +123,7 @@ class Judge:
         asked_lately = now - self._asked_at.get(number, -ASKED_EVERY_S) < ASKED_EVERY_S
         if not (self.verdict or self._difference() or asked_lately):
             self._asked_at = {number: now}
-            self.asking, self.asked = True, number
+            self.ask = number
         self.called(rank, number, call, now)
 
     def called(self, rank: int, number: int, call: str, now: float) -> None:
@@ -143,10 +144,6 @@ class Judge:
             self._differ(self._mismatch(number), number, now)
         self.look(now)
 
-    def _ask(self, question: _Question) -> None:
-        self._question = question
-        self.asking, self.asked = True, question.number
-
     def _difference(self) -> _Question | None:
         """Return the question for the calls of all ranks, if ranks have made different calls.
 
@@ -162,7 +159,8 @@ class Judge:
         """
         if not self._difference() and not self._gone:
             unknown = set(self._members()) - self._calls.get(number, {}).keys()
-            self._ask(_Question(error, number, now + CALLS_WITHIN_S, unknown))
+            self._question = _Question(error, number, now + CALLS_WITHIN_S, unknown)
+            self.ask = number
 
     def here(self, rank: int, progress: Progress, now: float) -> None:
         """A rank says where it is. Only its first answer counts. A report of an error also counts as an answer."""

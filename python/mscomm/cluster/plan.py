@@ -86,8 +86,7 @@ def group_id(epoch: int, name: str, ranks: Sequence[int], turn: int) -> str:
 
 def group_name(id: str) -> str:
     """Return the name of the group with this id."""
-    name = id.partition(":")[2]
-    return name if name == "world" else name.rsplit(":", 2)[0]
+    return re.sub(r"^\d+:|:[0-9a-f]{16}:\d+$", "", id)
 
 
 # The facts that must be equal on every rank, with advice for a user whose ranks differ.
