@@ -1,5 +1,8 @@
 #include "base/call.h"
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <cstdio>
 
 #include "base/reduce.h"
@@ -154,6 +157,16 @@ Error mismatch(const std::string& who, const std::vector<std::pair<std::string, 
           who + " made different calls: " + text +
               ". Every rank must make the same calls in the same order, with the same shapes, types and options",
           others};
+}
+
+void copy_in_pieces(void* to, const void* from, size_t bytes) {
+  static const auto second_level = static_cast<size_t>(std::max(0L, sysconf(_SC_LEVEL2_CACHE_SIZE)));
+  constexpr size_t piece = 1536;
+  auto* begin = static_cast<char*>(to);
+  const auto* source = static_cast<const char*>(from);
+  if (bytes < second_level)
+    for (; bytes > piece; begin += piece, source += piece, bytes -= piece) std::memcpy(begin, source, piece);
+  std::memcpy(begin, source, bytes);
 }
 
 std::string in_units(uint64_t bytes) {

@@ -82,9 +82,7 @@ class Arena {
   // Returns the result of can_pull(), or false if can_pull() has not been called yet.
   bool pulls() const { return pulls_.known_possible(); }
   // Copies `bytes` bytes from `address` in the given rank's process to `to`.
-  void pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait) const {
-    pulls_.pull(rank, address, to, bytes, wait);
-  }
+  void pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait) { pulls_.pull(rank, address, to, bytes, wait); }
 
   // Returns the address in this process of an array that the given rank posted, or nullptr if `offset` is not_in_heap. Throws if
   // the array does not lie completely inside the heap. offset: where the array begins in that rank's heap.

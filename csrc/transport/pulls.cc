@@ -3,6 +3,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <random>
 #include <string>
@@ -70,7 +71,20 @@ uint64_t Pulls::readable(const void* memory, size_t bytes, Tested& last) const {
   return reinterpret_cast<uint64_t>(memory);
 }
 
-void Pulls::pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait) const {
+void Pulls::pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait) {
+  if (!copies_slowly(reinterpret_cast<uintptr_t>(to), address)) return read(rank, address, to, bytes, wait);
+  // Two fast copies, which go through memory at another address modulo the page size, take a third of the time of a slow one.
+  constexpr size_t piece = 64 << 10, page = 4096, distance = 64;
+  between_.resize(piece + page);
+  char* const between = between_.data() + (address + distance - reinterpret_cast<uintptr_t>(between_.data())) % page;
+  for (size_t done = 0; done < bytes; done += piece) {
+    const size_t now = std::min(piece, bytes - done);
+    read(rank, address + done, between, now, wait);
+    copy(static_cast<char*>(to) + done, between, now);
+  }
+}
+
+void Pulls::read(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait) const {
   const pid_t process = control_.slot(rank).process;
   for (size_t done = 0; done < bytes;) {
     const ssize_t now = read_process(process, address + done, static_cast<char*>(to) + done, bytes - done);

@@ -28,7 +28,7 @@ class Pulls {
   // Writes the address of each array named by `pulled` into the post. `pulled` must not be `nothing`.
   void offer(const Call& call, Pulled pulled, Post& post);
   // Copies `bytes` bytes from `address` in the given rank's process to `to`.
-  void pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait) const;
+  void pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait);
 
  private:
   // The array that readable() last tested. Most programs reuse the same arrays, which need not be tested again.
@@ -41,6 +41,7 @@ class Pulls {
 
   bool reads_token_of(int rank) const;
   uint64_t readable(const void* memory, size_t bytes, Tested& last) const;
+  void read(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait) const;
 
   const Control control_;
   const int rank_;
@@ -48,6 +49,7 @@ class Pulls {
   uint64_t token_ = 0;
   std::atomic<Tried> possible_ = Tried::not_yet;
   Tested x_, out_;
+  std::vector<char> between_;  // see pull()
 };
 
 }  // namespace mscomm

@@ -1,5 +1,9 @@
-// Tests that check() refuses every size, count, root and operation that could make an algorithm fail.
+// Tests that check() refuses every size, count, root and operation that could make an algorithm fail, and that copy() copies at
+// all distances between the addresses.
+#include <algorithm>
 #include <climits>
+#include <cstring>
+#include <vector>
 
 #include "check.h"
 #include "collective_cases.h"
@@ -214,10 +218,30 @@ void a_refused_call_leaves_the_group_whole(const ThreadRank& me) {
   }
 }
 
+void copies_are_right_at_all_distances() {
+  constexpr size_t page = 4096, most = 300'001;
+  std::vector<char> from(most + 2 * page), to(from.size());
+  for (size_t i = 0; i < from.size(); i++) from[i] = static_cast<char>(i % 251 + 1);
+  for (const size_t distance : {0, 1, 8, 16, 31, 32, 33, 4064, 4095}) {
+    char* const begin =
+        to.data() + (reinterpret_cast<uintptr_t>(from.data()) + distance - reinterpret_cast<uintptr_t>(to.data())) % page;
+    CHECK(copies_slowly(reinterpret_cast<uintptr_t>(begin), reinterpret_cast<uintptr_t>(from.data())) ==
+          (distance > 0 && distance < 32));
+    for (const size_t bytes :
+         {size_t{0}, size_t{1}, size_t{1023}, size_t{1024}, size_t{1025}, size_t{2048}, size_t{70'000}, most}) {
+      std::ranges::fill(to, 0);
+      copy(begin, from.data(), bytes);
+      CHECK(std::memcmp(begin, from.data(), bytes) == 0);
+      CHECK(static_cast<size_t>(std::ranges::count(to, 0)) == to.size() - bytes);
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
   right_calls_pass();
+  copies_are_right_at_all_distances();
   wrong_sizes_are_refused();
   wrong_counts_are_refused();
   roots_that_are_none_are_refused();
