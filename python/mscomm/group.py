@@ -499,6 +499,11 @@ class Group:
             rank=0,  # 0 lets any rank warn, because the other ranks may have kept their Work
         )
 
+    def noted(self, number: int) -> None:
+        """Record the line of Python code of a call that has been started."""
+        if self._lines is not None:
+            self._note_line(number)
+
     def ended(self) -> None:
         """If calls are logged, write a line to the log for each call that has ended and has no line yet."""
         if self._traced is None:

@@ -136,6 +136,7 @@ def _sched_name(host: str, port: int) -> str:
 
 # Only files with this ending are removed. Earlier versions wrote key files that end with just ".key", without a lock.
 _LOCKED = ".locked.key"
+FREED_WITHIN_S = 0.5  # how long the kernel may take to free the locks of a process that has been killed
 _ALONE_WITHIN_S = 2.0
 
 
@@ -173,8 +174,20 @@ class KeyFile:
         os.close(self._fd)
 
 
-def remove_stale() -> None:
-    """Remove the user's key files in TMPDIR whose processes have been killed: no process holds their lock."""
+def remove_stale(within_s: float = 0.0) -> None:
+    """Remove the user's key files in TMPDIR whose processes have been killed: no process holds their lock.
+
+    within_s: how long to wait for locked files. When a process is killed, the kernel may close its connections before
+    it frees its locks (FREED_WITHIN_S).
+    """
+    until = time.monotonic() + within_s
+    while _locked_are_left() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def _locked_are_left() -> bool:
+    """Remove the key files that are not locked. Return whether there are others."""
+    left = False
     folder = os.path.dirname(key_path(""))
     # An error means that the folder is not there or not ours, or that this process has no descriptors left. The files
     # then stay, and the caller goes on: a rank that closes its link must not fail because of somebody else's file.
@@ -183,9 +196,13 @@ def remove_stale() -> None:
         with _alone_in(folder) as is_alone:
             for name in os.listdir(folder) if is_alone else ():
                 if name.endswith(_LOCKED):
-                    # An error means that another process has locked or removed the file, or that we cannot lock it.
-                    with contextlib.suppress(OSError):
+                    try:
                         _remove_unless_locked(os.path.join(folder, name))
+                    except BlockingIOError:
+                        left = True
+                    except OSError:  # another process has removed the file, or we cannot lock it
+                        continue
+    return left
 
 
 def _remove_unless_locked(path: str) -> None:
