@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,16 @@ def test_the_workers_of_a_killed_scheduler_remove_its_key_file(tmpdir_env, port)
         worker.communicate(timeout=30)
         assert worker.returncode == 0
     assert not list(tmpdir_env.glob("mscomm-*/*"))
+
+
+def test_a_lock_that_the_kernel_frees_late_is_waited_for(tmpdir_env):
+    """When a process is killed, its connections may be closed before its locks are freed."""
+    file = security.KeyFile(security.key_path("killed"))
+    closing = threading.Timer(0.1, os.close, [file._fd])
+    closing.start()
+    security.remove_stale(30)
+    assert not Path(file.path).exists()
+    closing.join()
 
 
 def test_a_new_key_file_removes_those_of_killed_processes_only(tmpdir_env):
