@@ -168,13 +168,17 @@ def test_the_workers_of_a_killed_scheduler_remove_its_key_file(tmpdir_env, port)
     assert not list(tmpdir_env.glob("mscomm-*/*"))
 
 
-def test_a_lock_that_the_kernel_frees_late_is_waited_for(tmpdir_env):
+def test_a_lock_that_the_kernel_frees_late_is_waited_for(tmpdir_env, monkeypatch):
     """When a process is killed, its connections may be closed before its locks are freed."""
-    file = security.KeyFile(security.key_path("killed"))
-    closing = threading.Timer(0.1, os.close, [file._fd])
+    monkeypatch.setattr(security, "_FREED_WITHIN_S", 30)
+    living, killed = (security.KeyFile(security.key_path(name)) for name in ("living", "killed"))
+    closing = threading.Timer(0.1, os.close, [killed._fd])
     closing.start()
-    security.remove_stale(30)
-    assert not Path(file.path).exists()
+    security.remove_stale(killed.key)
+    assert not Path(killed.path).exists()
+    security.remove_stale(b"the key of a hub without a file")  # does not wait for the living process
+    assert Path(living.path).exists()
+    living.remove()
     closing.join()
 
 

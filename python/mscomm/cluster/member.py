@@ -366,7 +366,7 @@ class Member:
         if fd >= 0:
             os.close(fd)
         if self._hub_is_lost:  # if the hub was killed on this host, its key file is still there
-            security.remove_stale(security.FREED_WITHIN_S)
+            security.remove_stale(self.key)
 
     # -- the reading thread
 

@@ -136,7 +136,7 @@ def _sched_name(host: str, port: int) -> str:
 
 # Only files with this ending are removed. Earlier versions wrote key files that end with just ".key", without a lock.
 _LOCKED = ".locked.key"
-FREED_WITHIN_S = 0.5  # how long the kernel may take to free the locks of a process that has been killed
+_FREED_WITHIN_S = 0.5  # how long the kernel may take to free the locks of a process that has been killed
 _ALONE_WITHIN_S = 2.0
 
 
@@ -174,20 +174,20 @@ class KeyFile:
         os.close(self._fd)
 
 
-def remove_stale(within_s: float = 0.0) -> None:
+def remove_stale(killed: bytes = b"") -> None:
     """Remove the user's key files in TMPDIR whose processes have been killed: no process holds their lock.
 
-    within_s: how long to wait for locked files. When a process is killed, the kernel may close its connections before
-    it frees its locks (FREED_WITHIN_S).
+    killed: the key of a process that has perhaps just been killed. Wait for the lock of its file: the kernel may close
+    the connections of a killed process before it frees the locks.
     """
-    until = time.monotonic() + within_s
-    while _locked_are_left() and time.monotonic() < until:
+    until = time.monotonic() + _FREED_WITHIN_S
+    while _is_locked(killed) and time.monotonic() < until:
         time.sleep(0.01)
 
 
-def _locked_are_left() -> bool:
-    """Remove the key files that are not locked. Return whether there are others."""
-    left = False
+def _is_locked(key: bytes) -> bool:
+    """Remove the key files that are not locked. Return whether the file with this key is locked."""
+    locked = False
     folder = os.path.dirname(key_path(""))
     # An error means that the folder is not there or not ours, or that this process has no descriptors left. The files
     # then stay, and the caller goes on: a rank that closes its link must not fail because of somebody else's file.
@@ -196,13 +196,14 @@ def _locked_are_left() -> bool:
         with _alone_in(folder) as is_alone:
             for name in os.listdir(folder) if is_alone else ():
                 if name.endswith(_LOCKED):
-                    try:
-                        _remove_unless_locked(os.path.join(folder, name))
-                    except BlockingIOError:
-                        left = True
-                    except OSError:  # another process has removed the file, or we cannot lock it
-                        continue
-    return left
+                    path = os.path.join(folder, name)
+                    # An error means that another process has removed the file, or that we cannot lock or read it.
+                    with contextlib.suppress(AuthenticationError, OSError):
+                        try:
+                            _remove_unless_locked(path)
+                        except BlockingIOError:
+                            locked = locked or read_key(path) == key
+    return locked
 
 
 def _remove_unless_locked(path: str) -> None:
