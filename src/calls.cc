@@ -16,28 +16,17 @@ namespace {
 
 using Numpy = py::detail::npy_api;
 
-// Maps NumPy's type numbers to our types. The numbers are part of NumPy's ABI. bfloat16 has no fixed number.
-constexpr int type_numbers = 24;
+// Our types in the order of NumPy's type numbers, from NPY_BOOL, which is 0, to NPY_HALF, which is 23. The numbers are part of
+// NumPy's ABI. bfloat16 has no fixed number.
 constexpr auto dtype_of_number = [] {
-  std::array<std::optional<Dtype>, type_numbers> table{};
-  table[Numpy::NPY_BOOL_] = Dtype::boolean;
-  table[Numpy::NPY_BYTE_] = Dtype::int8;
-  table[Numpy::NPY_UBYTE_] = Dtype::uint8;
-  table[Numpy::NPY_SHORT_] = Dtype::int16;
-  table[Numpy::NPY_USHORT_] = Dtype::uint16;
-  table[Numpy::NPY_INT_] = Dtype::int32;
-  table[Numpy::NPY_UINT_] = Dtype::uint32;
-  table[Numpy::NPY_LONG_] = Dtype::int64;
-  table[Numpy::NPY_ULONG_] = Dtype::uint64;
-  table[Numpy::NPY_LONGLONG_] = Dtype::int64;
-  table[Numpy::NPY_ULONGLONG_] = Dtype::uint64;
-  table[Numpy::NPY_FLOAT_] = Dtype::float32;
-  table[Numpy::NPY_DOUBLE_] = Dtype::float64;
-  table[Numpy::NPY_CFLOAT_] = Dtype::complex64;
-  table[Numpy::NPY_CDOUBLE_] = Dtype::complex128;
-  table[23] = Dtype::float16;  // NPY_HALF
-  return table;
+  using enum Dtype;
+  constexpr auto none = std::nullopt;
+  return std::array<std::optional<Dtype>, 24>{boolean, int8,  uint8,  int16,   uint16,  int32, uint32,    int64,
+                                              uint64,  int64, uint64, float32, float64, none,  complex64, complex128,
+                                              none,    none,  none,   none,    none,    none,  none,      float16};
 }();
+static_assert(dtype_of_number[Numpy::NPY_ULONGLONG_] == Dtype::uint64 &&
+              dtype_of_number[Numpy::NPY_CDOUBLE_] == Dtype::complex128 && dtype_of_number.back() == Dtype::float16);
 static_assert(std::endian::native == std::endian::little && sizeof(long) == 8 && sizeof(int) == 4 && sizeof(short) == 2);
 
 std::string text(std::string_view function, std::string_view what) { return std::string(function).append(": ").append(what); }
@@ -71,7 +60,7 @@ const auto* fields(py::handle array) { return py::detail::array_proxy(array.ptr(
 std::optional<Dtype> native_dtype(py::handle array) {
   const auto* descriptor = py::detail::array_descriptor_proxy(fields(array)->descr);
   const int number = descriptor->type_num;
-  if (number < 0 || number >= type_numbers || descriptor->byteorder == '>') return std::nullopt;
+  if (number < 0 || number >= static_cast<int>(dtype_of_number.size()) || descriptor->byteorder == '>') return std::nullopt;
   return dtype_of_number[number];
 }
 

@@ -70,6 +70,9 @@ ROOMS = (1 << 20, 4 << 20, 16 << 20, 64 << 20)  # how many more bytes a rank wit
 # CPython (seen with 3.11.7) prints this if a new thread has no memory for its first Python objects. Thread.start() then
 # waits forever, and mscomm cannot end this wait.
 NEVER_STARTED = "Exception ignored in thread started by: <object repr() failed>\nMemoryError"
+# A thread needs memory for a library's thread-local variables when it first uses the library. If there is no memory
+# left, glibc prints this and ends the process with exit code 127.
+NO_THREAD_LOCALS = "cannot allocate memory for thread-local data: ABORT"
 
 
 # -- the plan of a job: a pure function of seed, index and the kinds of fault
@@ -435,10 +438,14 @@ class Running:
             self._hub.stop()
             self._serving.join(10)
         codes = [process.wait() for process in self._ranks]
-        victims_log = (self.folder / f"log.{self.job['victim']}").read_text(errors="replace")
-        if self.job["fault"] == "memory" and NEVER_STARTED in victims_log:
-            return []
-        return [*self.faults, *judged(self.job, codes, self.folder)]
+        job = self.job
+        if job["fault"] == "memory":
+            victims_log = (self.folder / f"log.{job['victim']}").read_text(errors="replace")
+            if NEVER_STARTED in victims_log:
+                return []
+            if NO_THREAD_LOCALS in victims_log:
+                job = {**job, "fault": "thread-locals"}
+        return [*self.faults, *judged(job, codes, self.folder)]
 
     def kill(self) -> None:
         for process in self._ranks:
@@ -477,16 +484,17 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
     """Compare what the ranks saw with what the fault must cause. Yield a line for each difference."""
     fault, victim = job["fault"], job["victim"]
     exits = {"kill": -9, "raise": 1, "os-exit": 7, "interrupt": -2, "exit": 0 if job["pause_s"] < 0.35 else 5}
+    exits |= {"thread-locals": 127}
     kinds = {"raise": "Aborted", "interrupt": "Aborted", "mismatch": "Mismatch", "timeout": "CollectiveTimeout"}
-    kinds |= dict.fromkeys(("kill", "exit", "os-exit", "parted"), "PeerLost") | dict.fromkeys(
-        ("stop", "slow", "uneven", "damage"), "none"
-    )
+    kinds |= dict.fromkeys(("kill", "exit", "os-exit", "parted", "thread-locals"), "PeerLost")
+    kinds |= dict.fromkeys(("stop", "slow", "uneven", "damage"), "none")
     kinds |= dict.fromkeys(("hub", *SHORTAGES), "Aborted")
     words = {"raise": re.escape(BOOM), "os-exit": "exit code 7", "kill": "killed by SIGKILL", "exit": "left the job"}
     # "interrupted in ": if the hub asks the victim where it is before Python has raised the exception, the victim's
     # answer names only the interrupted call, not the exception.
     words |= {"interrupt": "KeyboardInterrupt|interrupted in ", "mismatch": "all_gather"}
     words |= {"hub": "is gone", "descriptors": "Too many open files", "memory": NO_MEMORY}
+    words |= {"thread-locals": "exit code 127"}
     for rank, code in enumerate(codes):
         expected = exits.get(fault, 0) if rank == victim else 0
         if fault in SHORTAGES and rank == victim and code == 1:
@@ -508,8 +516,10 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
         gave_up = job["groups"] != "none" and re.search(
             r"before that another group of that rank failed|before that, the job failed", saw.get("text", "")
         )
-        if fault in SHORTAGES and saw["kind"] == "none":
-            continue  # the victim did not need what it lacked
+        if fault in (*SHORTAGES, "thread-locals") and saw["kind"] == "none":
+            continue  # the victim did not need what it lacked, or ended after its last call
+        if fault == "thread-locals" and saw["kind"] == "Aborted" and re.search(NO_MEMORY, saw["text"]):
+            continue  # the victim had already raised MemoryError when glibc ended it
         if saw["kind"] != ("PeerLost" if gave_up else kinds[fault]):
             yield f"rank {rank} raised {saw['kind']}, expected {kinds[fault]}: {saw.get('text')}"
             continue

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
-import random
 import resource
 import shutil
 import signal
@@ -24,6 +24,7 @@ from mscomm import _core
 from mscomm.job import resolve
 
 SIZES = [16 << 10, (64 << 10) + 3, 300_001, 1 << 20, (3 << 20) + 7]  # in bytes: from tiny_bytes to several chunks
+OFFSETS = itertools.cycle((0, 8, 16, 24, 40))  # see near_a_page()
 
 
 def may_read_each_other() -> bool:
@@ -65,7 +66,7 @@ def near_a_page(size: int, dtype: type[np.uint8]) -> np.ndarray:
     says why such arrays are copied in another way.
     """
     around = np.empty(size + 2 * mmap.PAGESIZE, dtype)
-    begin = -around.ctypes.data % mmap.PAGESIZE + random.choice((0, 8, 16, 24, 40))
+    begin = -around.ctypes.data % mmap.PAGESIZE + next(OFFSETS)
     return around[begin : begin + size]
 
 

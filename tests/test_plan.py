@@ -32,3 +32,8 @@ def test_agree_names_the_ranks_that_differ():
     with pytest.raises(errors.Mismatch, match="rank 2: 'nccl'") as caught:
         plan.agree(facts)
     assert caught.value.ranks == (2,)
+
+
+@pytest.mark.parametrize("name", ["world", "pair", "a:b", "1:c:0123456789abcdef:2"])
+def test_the_id_of_a_group_contains_its_name(name):
+    assert plan.group_name(plan.group_id(3, name, [0, 2], 1)) == name

@@ -17,11 +17,11 @@ class Backend {
   // From then on, nothing more is sent. May be called from any thread.
   virtual void shut_down() = 0;
   // Makes sure that no peer can access the call's arrays any more. Called by the thread whose call failed, after the group was
-  // broken.
-  virtual void withdraw(const Call& call) = 0;
+  // broken. By default, this does nothing: peers never access arrays on a device.
+  virtual void withdraw(const Call&) {}
   // Reads the headers that the peers have already sent, and compares them with this rank's own calls. Does not wait. Throws
-  // Differs if a peer made a different call.
-  virtual void last_look() = 0;
+  // Differs if a peer made a different call. By default, this does nothing: a backend for devices receives no headers.
+  virtual void last_look() {}
   // Ends the group's communication, after delivering the data that is still on its way to the peers. Called when this rank leaves
   // the group without an error.
   virtual void close() = 0;

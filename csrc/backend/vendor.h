@@ -48,8 +48,6 @@ class VendorBackend final : public Backend {
   size_t pending() const { return watcher_->pending(); }
 
   void shut_down() override { watcher_->abort(); }
-  void withdraw(const Call&) override {}  // no peer can access a device's arrays
-  void last_look() override {}
   void close() override { watcher_->finish(); }
   void close_descriptors() override { (void)thread_.release(); }
 

@@ -94,18 +94,15 @@ void Watcher::abort() {
   changed_.notify_all();
 }
 
-void Watcher::finish() {
-  std::unique_lock lock(mutex_);
-  finishing_ = true;
-  changed_.notify_all();
-  changed_.wait_for(lock, std::chrono::duration<double>(frees_within_s + aborts_within_s), [this] { return ended_; });
-}
+void Watcher::finish() { end(finishing_, frees_within_s + aborts_within_s); }
+bool Watcher::stop() { return end(stopping_, aborts_within_s); }
 
-bool Watcher::stop() {
+// Sets the flag, and waits until the watcher thread has ended, for at most within_s. Returns whether the thread has ended.
+bool Watcher::end(bool& flag, double within_s) {
   std::unique_lock lock(mutex_);
-  stopping_ = true;
+  flag = true;
   changed_.notify_all();
-  return changed_.wait_for(lock, std::chrono::duration<double>(aborts_within_s), [this] { return ended_; });
+  return changed_.wait_for(lock, std::chrono::duration<double>(within_s), [this] { return ended_; });
 }
 
 // The watcher thread's main function. If an error ends watch_pending() early, the observer must be told, because no other thread

@@ -71,6 +71,7 @@ class Watcher {
     const std::lock_guard lock(telling_);
     if (observer_) words(*observer_);
   }
+  bool end(bool& flag, double within_s);
   void give_back(const Pending& call);  // the caller must hold mutex_
   void watch_pending();
   void look_at_pending(std::unique_lock<std::mutex>& lock);

@@ -97,7 +97,6 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // Adds a backend that runs the calls on device arrays. Call this before the group's first call.
   void add_device(std::unique_ptr<VendorBackend> device);
 
-  const std::string& name() const { return group_; }
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
 

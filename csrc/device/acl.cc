@@ -96,8 +96,6 @@ class Acl final : public Runtime {
   // An event from aclrtCreateEventWithFlag must be reset before it is used again. This is not possible while something waits for
   // the event. An event from aclrtCreateEventExWithFlag needs no reset.
   bool events_can_be_used_again() const override { return functions_.create_event_ex != nullptr; }
-  void leave_captures_alone() override {}
-  int device_of(const void*) override { return -1; }
   void record(EventHandle event, StreamHandle stream) override {
     check(functions_.record_event(event, stream), "aclrtRecordEvent");
   }
@@ -123,8 +121,6 @@ class Acl final : public Runtime {
     return memory;
   }
   void free(void* memory) noexcept override { (void)functions_.free(memory); }
-
-  bool captures(StreamHandle) override { return false; }
 
  private:
   bool push(int device) override {

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <mutex>
 #include <optional>
+#include <type_traits>
 
 #include "base/error.h"
 
@@ -88,14 +89,11 @@ class Cuda final : public Runtime {
   Cuda(Dynlib library, Image image) : library_(std::move(library)), driver_{library_}, image_(image) {
     if (const Result result = driver_.init(0); result != success)
       throw Error("BackendUnavailable", "the CUDA driver " + library_.path() + " finds no GPU: " + text_of(result));
-    int count = 0;
-    check(driver_.device_count(&count), "cuDeviceGetCount");
-    devices_.resize(count);
+    devices_.resize(got("cuDeviceGetCount", driver_.device_count));
   }
 
   std::string version() const override {
-    int version = 0;
-    check(driver_.driver_version(&version), "cuDriverGetVersion");
+    const int version = got("cuDriverGetVersion", driver_.driver_version);
     return "CUDA " + std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10) + " (" + library_.path() + ")";
   }
 
@@ -108,8 +106,7 @@ class Cuda final : public Runtime {
   }
 
   std::string uuid(int device) const override {
-    Uuid uuid{};
-    check(driver_.device_uuid(&uuid, device), "cuDeviceGetUuid");
+    const Uuid uuid = got("cuDeviceGetUuid", driver_.device_uuid, device);
     std::string text = "GPU-";
     for (size_t i = 0; i < uuid.bytes.size(); i++) {
       char digits[4];
@@ -124,19 +121,13 @@ class Cuda final : public Runtime {
   StreamHandle make_stream() override {
     int least = 0, greatest = 0;
     check(driver_.priority_range(&least, &greatest), "cuCtxGetStreamPriorityRange");
-    StreamHandle stream = nullptr;
-    check(driver_.stream_create(&stream, stream_non_blocking, greatest), "cuStreamCreateWithPriority");
-    return stream;
+    return got("cuStreamCreateWithPriority", driver_.stream_create, stream_non_blocking, greatest);
   }
   // Destroying a stream fails only if the device has failed. The result is ignored, because the caller could do nothing about the
   // failure.
   void destroy_stream(StreamHandle stream) noexcept override { (void)driver_.stream_destroy(stream); }
 
-  EventHandle make_event() override {
-    EventHandle event = nullptr;
-    check(driver_.event_create(&event, event_disable_timing), "cuEventCreate");
-    return event;
-  }
+  EventHandle make_event() override { return got("cuEventCreate", driver_.event_create, event_disable_timing); }
   void destroy_event(EventHandle event) noexcept override { (void)driver_.event_destroy(event); }
   void record(EventHandle event, StreamHandle stream) override { check(driver_.event_record(event, stream), "cuEventRecord"); }
   void wait(StreamHandle stream, EventHandle event) override {
@@ -164,16 +155,10 @@ class Cuda final : public Runtime {
           "cuPointerGetAttribute");
     return device;
   }
-  void* allocate(size_t bytes) override {
-    unsigned long long memory = 0;
-    check(driver_.allocate(&memory, bytes), "cuMemAlloc");
-    return reinterpret_cast<void*>(memory);
-  }
+  void* allocate(size_t bytes) override { return reinterpret_cast<void*>(got("cuMemAlloc", driver_.allocate, bytes)); }
   void free(void* memory) noexcept override { (void)driver_.free(reinterpret_cast<uintptr_t>(memory)); }
   bool pack(const Packing& packing, StreamHandle stream) override {
-    Device current = 0;
-    check(driver_.current_device(&current), "cuCtxGetDevice");
-    const Used& device = used(current);
+    const Used& device = used(got("cuCtxGetDevice", driver_.current_device));
     if (!device.without.empty()) return false;
     const auto launches = plan(packing, device.multiprocessors);
     if (!launches) return false;
@@ -228,7 +213,7 @@ class Cuda final : public Runtime {
     std::optional<Used>& place = devices_[device];
     if (!place) {
       Used made;
-      check(driver_.retain(&made.context, device), "cuDevicePrimaryCtxRetain");
+      made.context = got("cuDevicePrimaryCtxRetain", driver_.retain, device);
       check(driver_.push(made.context), "cuCtxPushCurrent");
       made.without = load_kernels(device, made);
       pop();
@@ -242,23 +227,21 @@ class Cuda final : public Runtime {
   std::string load_kernels(Device device, Used& to) {
     if (image_.bytes.empty()) return "this mscomm was built without nvcc";
     try {
-      check(driver_.device_attribute(&to.multiprocessors, multiprocessor_count, device), "cuDeviceGetAttribute");
+      to.multiprocessors = got("cuDeviceGetAttribute", driver_.device_attribute, multiprocessor_count, device);
       const bool by_library = driver_.library_load && driver_.library_kernel && driver_.kernel_function;
       Module module = nullptr;
       if (!by_library) {
-        check(driver_.module_load(&module, image_.bytes.data()), "cuModuleLoadData");
+        module = got("cuModuleLoadData", driver_.module_load, image_.bytes.data());
       } else if (!loaded_) {
-        const Result result = driver_.library_load(&loaded_, image_.bytes.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
-        check(result, "cuLibraryLoadData");
+        loaded_ = got("cuLibraryLoadData", driver_.library_load, image_.bytes.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
       }
       for (size_t i = 0; i < to.functions.size(); i++) {
         const char* const name = mscomm::kernels[i].name;
         if (by_library) {
-          LoadedKernel kernel = nullptr;
-          check(driver_.library_kernel(&kernel, loaded_, name), "cuLibraryGetKernel");
-          check(driver_.kernel_function(&to.functions[i], kernel), "cuKernelGetFunction");
+          auto* const kernel = got("cuLibraryGetKernel", driver_.library_kernel, loaded_, name);
+          to.functions[i] = got("cuKernelGetFunction", driver_.kernel_function, kernel);
         } else {
-          check(driver_.module_function(&to.functions[i], module, name), "cuModuleGetFunction");
+          to.functions[i] = got("cuModuleGetFunction", driver_.module_function, module, name);
         }
         if (driver_.function_load) check(driver_.function_load(to.functions[i]), "cuFuncLoad");
       }
@@ -277,6 +260,14 @@ class Cuda final : public Runtime {
 
   void check(Result result, const char* what) const {
     if (result != success) throw Error("Error", std::string(what) + ": " + text_of(result));
+  }
+
+  // Calls a function of the driver, and returns what the function writes through its first argument. Throws if it fails.
+  template <typename Value, typename... Others>
+  Value got(const char* what, Result (*function)(Value*, Others...), std::type_identity_t<Others>... others) const {
+    Value value{};
+    check(function(&value, others...), what);
+    return value;
   }
 
   const Dynlib library_;

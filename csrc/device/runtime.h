@@ -42,7 +42,7 @@ class Runtime {
 
   // Makes sure that this thread's queries do not break a graph capture that another thread has begun. Called once by each
   // watcher thread.
-  virtual void leave_captures_alone() = 0;
+  virtual void leave_captures_alone() {}
 
   // All functions below act on the current device, except those that take a device number.
   virtual StreamHandle make_stream() = 0;  // a high-priority stream that does not wait for any other stream
@@ -61,7 +61,7 @@ class Runtime {
   // Fills the memory with zeros.
   virtual void clear(void* memory, size_t bytes, StreamHandle stream) = 0;
   // Returns the number of the device that the memory belongs to, or -1 if the vendor's library cannot tell.
-  virtual int device_of(const void* memory) = 0;
+  virtual int device_of(const void*) { return -1; }
   virtual void* allocate(size_t bytes) = 0;
   virtual void free(void* memory) noexcept = 0;
   // Packs with kernels, using one launch for every few hundred parts. Returns false, and enqueues nothing, if no kernel can
@@ -74,7 +74,7 @@ class Runtime {
   // Returns whether pack() can scale elements and, if the two dtypes (of the part and of the bucket) differ, also cast them.
   virtual bool converts(int, Dtype, Dtype) { return false; }
   // Returns whether work enqueued on the stream is being captured into a graph. Captured work is not sent to the device.
-  virtual bool captures(StreamHandle stream) = 0;
+  virtual bool captures(StreamHandle) { return false; }
 
  protected:
   // Makes the device the thread's current device, and returns true. If the device is already current, which is usually the case,

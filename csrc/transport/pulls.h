@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "base/call.h"
@@ -32,11 +33,7 @@ class Pulls {
 
  private:
   // The array that readable() last tested. Most programs reuse the same arrays, which need not be tested again.
-  struct Tested {
-    const void* memory = nullptr;
-    size_t bytes = 0;
-    bool operator==(const Tested&) const = default;
-  };
+  using Tested = std::pair<const void*, size_t>;  // the array's address and its length in bytes
   enum class Tried { not_yet, no, yes };
 
   bool reads_token_of(int rank) const;
@@ -49,7 +46,7 @@ class Pulls {
   uint64_t token_ = 0;
   std::atomic<Tried> possible_ = Tried::not_yet;
   Tested x_, out_;
-  std::vector<char> between_;  // see pull()
+  std::vector<char> between_;  // the buffer of pull()
 };
 
 }  // namespace mscomm

@@ -1,5 +1,5 @@
-// Tests that check() refuses every size, count, root and operation that could make an algorithm fail, and that copy() copies at
-// all distances between the addresses.
+// Tests that check() refuses every size, count, root and operation that could make an algorithm fail, and that copy() is
+// right for all distances between its two addresses.
 #include <algorithm>
 #include <climits>
 #include <cstring>

@@ -33,7 +33,7 @@ import numpy as np
 
 import mscomm
 from mscomm.bench.contenders import Cell, Contender, Local, ourselves
-from mscomm.bench.table import Buffers, Case, ring
+from mscomm.bench.table import OPS, Buffers, Case, ring
 from mscomm.errors import on_failure
 
 START_S = 120.0
@@ -84,15 +84,7 @@ def _start_gloo(name: str, case: Case, prefix: Path | None) -> Contender:
 
     from mscomm.arrays.torch import over
 
-    ops = {
-        "sum": dist.ReduceOp.SUM,
-        "prod": dist.ReduceOp.PRODUCT,
-        "min": dist.ReduceOp.MIN,
-        "max": dist.ReduceOp.MAX,
-        "band": dist.ReduceOp.BAND,
-        "bor": dist.ReduceOp.BOR,
-        "bxor": dist.ReduceOp.BXOR,
-    }
+    ops = {op: getattr(dist.ReduceOp, "PRODUCT" if op == "prod" else op.upper()) for op in OPS if op != "avg"}
     if lacks(name, case.row.name):
         raise Unfit(f"torch-gloo has no {case.row.name}")
     if case.row.reduces and case.op not in ops:

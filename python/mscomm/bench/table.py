@@ -25,9 +25,6 @@ class Collective(NamedTuple):
     bus: Callable[[int], float]  # for n ranks, the ratio of bus bandwidth to algorithm bandwidth
     x_in_parts: bool
     out_in_parts: bool
-    expected: Callable[
-        [Contents, int, int], Array
-    ]  # (contents, rank, count) -> the correct `out` of a rank that gets a result
     reduces: bool = False
     rooted: bool = False
     out_at_root: bool = False  # whether only the root gets a result
@@ -167,7 +164,7 @@ class Buffers:
         """Return the number of wrong elements in out after one call on filled buffers."""
         if self.out is None:
             return 0
-        return int((self.out != self.case.row.expected(self._contents, self.case.rank, self.count)).sum())
+        return int((self.out != _EXPECTED[self.case.row.name](self._contents, self.case.rank, self.count)).sum())
 
 
 def times_ns(call: Callable[[], object], iterations: int) -> Array:
@@ -181,44 +178,24 @@ def times_ns(call: Callable[[], object], iterations: int) -> Array:
     return spent
 
 
-def _all_reduced(contents: Contents, rank: int, count: int) -> Array:
-    return contents.reduced(0, count)
+def _from_each(contents: Contents, start: int, count: int) -> Array:
+    return np.concatenate([contents.of(peer, start, count) for peer in range(contents.ranks)])
 
 
-def _reduced_to_here(contents: Contents, rank: int, count: int) -> Array:
-    return contents.reduced(0, count, rank + 1)
-
-
-def _reduced_before(contents: Contents, rank: int, count: int) -> Array:
-    return contents.reduced(0, count, rank)
-
-
-def _own_part_reduced(contents: Contents, rank: int, count: int) -> Array:
-    return contents.reduced(rank * count, count)
-
-
-def _gathered(contents: Contents, rank: int, count: int) -> Array:
-    return np.concatenate([contents.of(peer, 0, count) for peer in range(contents.ranks)])
-
-
-def _of_root(contents: Contents, rank: int, count: int) -> Array:
-    return contents.of(contents.root, 0, count)
-
-
-def _own_part_of_root(contents: Contents, rank: int, count: int) -> Array:
-    return contents.of(contents.root, rank * count, count)
-
-
-def _own_part_of_each(contents: Contents, rank: int, count: int) -> Array:
-    return np.concatenate([contents.of(peer, rank * count, count) for peer in range(contents.ranks)])
-
-
-def _of_the_left(contents: Contents, rank: int, count: int) -> Array:
-    return contents.of((rank - 1) % contents.ranks, 0, count)
-
-
-def _nothing(contents: Contents, rank: int, count: int) -> Array:
-    return np.empty(0)
+# For each collective that moves data, the correct `out` of a rank that gets a result.
+_EXPECTED: dict[str, Callable[[Contents, int, int], Array]] = {
+    "all_reduce": lambda contents, rank, count: contents.reduced(0, count),
+    "all_gather": lambda contents, rank, count: _from_each(contents, 0, count),
+    "reduce_scatter": lambda contents, rank, count: contents.reduced(rank * count, count),
+    "broadcast": lambda contents, rank, count: contents.of(contents.root, 0, count),
+    "reduce": lambda contents, rank, count: contents.reduced(0, count),
+    "gather": lambda contents, rank, count: _from_each(contents, 0, count),
+    "scatter": lambda contents, rank, count: contents.of(contents.root, rank * count, count),
+    "all_to_all": lambda contents, rank, count: _from_each(contents, rank * count, count),
+    "scan": lambda contents, rank, count: contents.reduced(0, count, rank + 1),
+    "exscan": lambda contents, rank, count: contents.reduced(0, count, rank),
+    "send_recv": lambda contents, rank, count: contents.of((rank - 1) % contents.ranks, 0, count),
+}
 
 
 def _others(n: int) -> float:
@@ -232,26 +209,24 @@ def _all(n: int) -> float:
 COLLECTIVES = {
     row.name: row
     for row in (
-        Collective("all_reduce", lambda n: 2 * (n - 1) / n, False, False, _all_reduced, reduces=True, in_place=True),
-        Collective("all_gather", _others, False, True, _gathered),
-        Collective("reduce_scatter", _others, True, False, _own_part_reduced, reduces=True),
-        Collective("broadcast", _all, False, False, _of_root, rooted=True, in_place=True),
-        Collective(
-            "reduce", _all, False, False, _all_reduced, reduces=True, rooted=True, out_at_root=True, in_place=True
-        ),
-        Collective("gather", _others, False, True, _gathered, rooted=True, out_at_root=True),
-        Collective("scatter", _others, True, False, _own_part_of_root, rooted=True),
-        Collective("all_to_all", _others, True, True, _own_part_of_each),
-        Collective("scan", _all, False, False, _reduced_to_here, reduces=True, in_place=True),
-        Collective("exscan", _all, False, False, _reduced_before, reduces=True, in_place=True),
-        Collective("send_recv", _all, False, False, _of_the_left),
-        Collective("barrier", lambda n: 0.0, False, False, _nothing),
+        Collective("all_reduce", lambda n: 2 * (n - 1) / n, False, False, reduces=True, in_place=True),
+        Collective("all_gather", _others, False, True),
+        Collective("reduce_scatter", _others, True, False, reduces=True),
+        Collective("broadcast", _all, False, False, rooted=True, in_place=True),
+        Collective("reduce", _all, False, False, reduces=True, rooted=True, out_at_root=True, in_place=True),
+        Collective("gather", _others, False, True, rooted=True, out_at_root=True),
+        Collective("scatter", _others, True, False, rooted=True),
+        Collective("all_to_all", _others, True, True),
+        Collective("scan", _all, False, False, reduces=True, in_place=True),
+        Collective("exscan", _all, False, False, reduces=True, in_place=True),
+        Collective("send_recv", _all, False, False),
+        Collective("barrier", lambda n: 0.0, False, False),
     )
 }
 
 
 def moves_data(row: Collective) -> bool:
-    return row.expected is not _nothing
+    return row.name != "barrier"
 
 
 def ring(send: Callable[[int], object], recv: Callable[[int], object], rank: int, ranks: int) -> None:

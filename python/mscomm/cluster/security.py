@@ -181,12 +181,12 @@ def remove_stale(killed: bytes = b"") -> None:
     the connections of a killed process before it frees the locks.
     """
     until = time.monotonic() + _FREED_WITHIN_S
-    while _is_locked(killed) and time.monotonic() < until:
+    while _remove_unlocked(killed) and time.monotonic() < until:
         time.sleep(0.01)
 
 
-def _is_locked(key: bytes) -> bool:
-    """Remove the key files that are not locked. Return whether the file with this key is locked."""
+def _remove_unlocked(key: bytes) -> bool:
+    """Remove the key files that are not locked. Return whether there is a locked file with this key."""
     locked = False
     folder = os.path.dirname(key_path(""))
     # An error means that the folder is not there or not ours, or that this process has no descriptors left. The files
