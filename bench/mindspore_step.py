@@ -38,7 +38,7 @@ NOBODY, MINDSPORE, MSCOMM = "nobody", "MindSpore", "mscomm"
 class Kind(NamedTuple):
     mode: str
     carrier: str
-    alone: bool = False  # only one process takes steps, and the others wait
+    alone: bool = False  # whether only one process takes steps while the others wait
 
     def __str__(self) -> str:
         what = {NOBODY: "nothing exchanged"}.get(self.carrier, f"by {self.carrier}")

@@ -330,9 +330,9 @@ def test_uneven_data(rank: int) -> None:
     assert trained(2, throw_on_early_termination=True, sync=True)[0] == trained(2, enable=False)[0]
     model = mscomm.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1)))
     with model.join():
-        for _ in range(rank):  # rank 0 has no batches, and the others end with a pass that produces no gradients
+        for _ in range(rank):  # rank 0 has no batches
             model(torch.ones(2, 1)).sum().backward()
-            with torch.no_grad():
+            with torch.no_grad():  # the last forward pass of the other ranks produces no gradients
                 model(torch.ones(2, 1))
     model(torch.ones(2, 1)).sum().backward()
     with (

@@ -21,8 +21,8 @@ inline constexpr size_t window_bytes = 128 << 10;
 inline constexpr size_t one_latency_bytes = 8 << 10;
 // Bruck's algorithm is for messages whose total size over all ranks is at most this many bytes.
 inline constexpr size_t bruck_bytes = 256 << 10;
-// Returns the number of windows in a message. It is at least 1, because the first piece carries the header even if the message is
-// empty.
+// Returns the number of windows in a message. It is at least 1, because the first window carries the header even if the message
+// is empty.
 inline size_t windows(size_t bytes, size_t each_bytes) { return std::max<size_t>(1, pieces(bytes, each_bytes)); }
 
 // The place of a rank in a binomial tree over the ranks of a group.

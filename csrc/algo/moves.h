@@ -1,5 +1,5 @@
-// Determines which data each rank sends to each other rank in the collectives that only move data: all_gather, all_to_all,
-// broadcast, gather and scatter.
+// Determines which data each rank sends to every other rank in the collectives that only move data: all_gather,
+// all_to_all, broadcast, gather and scatter.
 #pragma once
 
 #include <cstddef>

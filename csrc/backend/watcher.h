@@ -87,11 +87,11 @@ class Watcher {
   std::deque<Pending> pending_;      // ordered by number
   std::vector<EventHandle> events_;  // events that are not in use
   bool aborting_ = false, finishing_ = false, stopping_ = false;
-  bool asleep_ = false;      // the thread sleeps until a caller enqueues a call and wakes it
-  bool captured_ = false;    // a graph may contain calls of the group
+  bool asleep_ = false;      // whether the thread sleeps until a caller enqueues a call and wakes it
+  bool captured_ = false;    // whether a graph may contain calls of the group
   Clock::time_point moved_;  // when a call last completed, or was enqueued while none was pending
-  bool over_ = false;        // the group has been freed or aborted, or the thread has failed
-  bool ended_ = false;       // the thread has ended
+  bool over_ = false;        // whether the group has been freed or aborted, or the thread has failed
+  bool ended_ = false;       // whether the thread has ended
 
   std::mutex telling_;  // protects observer_; held while the observer is called; the observer may take mutex_
   Observer* observer_ = nullptr;

@@ -1,7 +1,7 @@
 // Converts float16 and bfloat16, which are held as bits, to float and back, and rounds gradients with error feedback. The same
 // code runs on the device (cuda/pack.cu) and on the host (reduce.cc, compress.cc). It rounds to the nearest number, ties to even,
-// and keeps subnormal numbers. nvcc can call constexpr functions on the device (--expt-relaxed-constexpr), so nothing in this
-// file needs CUDA.
+// and keeps subnormal numbers. Code on the device can call constexpr functions (nvcc's option --expt-relaxed-constexpr), so this
+// file needs nothing from CUDA.
 #pragma once
 
 #include <bit>

@@ -31,11 +31,12 @@ struct Reduction {
 // numbers, and the bitwise operations are defined only on bool and integers.
 bool supports(Dtype dtype, Op op);
 
-// Returns the row for dtype and op, compiled for the best instruction set that this CPU has. Precondition: supports(dtype, op).
+// Returns the functions for dtype and op, compiled for the best instruction set that this CPU has. Precondition: supports(dtype,
+// op).
 const Reduction& reduction(Dtype dtype, Op op);
 
 // levels() returns the number of levels (instruction sets) that this CPU has. Level 0 is the baseline, and reduction() uses the
-// highest level. reduction_at() returns the row for the given level, for tests and benchmarks.
+// highest level. reduction_at() returns the functions for the given level, for tests and benchmarks.
 int levels();
 const Reduction& reduction_at(Dtype dtype, Op op, int level);
 

@@ -140,7 +140,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   Where where() const;
   // Returns the number of the oldest call on the device if the device has completed no call for more than a second,
   // otherwise 0. The caller can then check that all ranks have made this call. After stuck() has returned a number, it returns 0
-  // until the device backend reports a call again.
+  // until the device backend reports again that a call is stuck.
   uint64_t stuck() { return stuck_.exchange(0); }
   std::optional<Failure> failure() const;
   // Reads the headers that peers have sent since this rank's most recent call began, and compares them with this rank's own

@@ -162,7 +162,7 @@ class Mailbox {
 
  private:
   using Shared = std::shared_ptr<Transfer>;
-  // Why a link has ended. An Ending is also thrown when a peer violates the protocol of the link.
+  // Why a link has ended. It is also the exception that is thrown when a peer violates the link's protocol.
   struct Ending {
     std::string kind, why;
   };

@@ -34,7 +34,7 @@ struct Buffer {
   uint64_t allocation = 0;  // 0 if the address is in no allocation of the engine
   Address start = 0;        // where the allocation begins
   size_t length = 0;
-  bool managed = false;  // the host can use the memory as well
+  bool managed = false;  // whether the host can use the memory as well
 };
 
 class Stream {

@@ -147,7 +147,8 @@ def register() -> None:
     for mine in (memory, new, packed, assign, on_host, from_host):
         setattr(real, mine.__name__, _either(mine, getattr(real, mine.__name__)))
 
-    for name in ("scale", "_widen", "_narrow"):  # PyTorch computes in these functions, so call settle() first
+    # In these functions, PyTorch computes at once on the host, so the device must have finished its work before.
+    for name in ("scale", "_widen", "_narrow"):
         setattr(DeviceBucket, name, _settled(getattr(DeviceBucket, name), before=True))
     Autograd._copy_out = _settled(Autograd._copy_out, before=True)  # type: ignore[method-assign]
 

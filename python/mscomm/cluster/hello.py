@@ -75,7 +75,7 @@ class Hello:
         self.peer = Identity()
         self.purpose = 0  # for an acceptor: the purpose that the peer sent
         self.refusal: Error | None = None
-        self.heard = False  # a whole message has arrived, which shows that the other end speaks this protocol
+        self.heard = False  # whether a whole message has arrived; if so, the other end speaks this protocol
         self._script = script(self)
         self._to_send, self._size = next(self._script)
         self._held = b""

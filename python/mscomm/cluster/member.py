@@ -101,7 +101,7 @@ class Member:
         self._departed: list[int] = []
         self._closed: dict[str, list[int]] = {}  # for each group in set-up, the ranks that have destroyed it
         self._leaving = False
-        self._hub_is_lost = False  # the hub ended or fell silent before this rank left
+        self._hub_is_lost = False  # whether the hub ended or fell silent before this rank left
         self._forked = False
         # The core writes to this eventfd when it has a notice, when a call is stuck, and when a call has failed while
         # no thread was waiting for it.

@@ -21,8 +21,8 @@ class Link(Line):
         self.seat = -1  # the position of the process in the order of joining; -1 if it has not joined
         self.since = 0.0  # when the process joined, in time.monotonic() seconds
         self.left = False
-        self.welcomed = False  # the process has taken part in an epoch
-        self.waits = False  # the process waits for the next epoch, and no longer takes part in this epoch
+        self.welcomed = False  # whether the process has taken part in an epoch
+        self.waits = False  # whether the process waits for the next epoch, and no longer takes part in this one
         self.rejoin_key = ""  # the key of the latest rejoin() of the process; the answer must contain it
         self.node_id: str | None = None
         self.facts: Frame = {}

@@ -42,7 +42,8 @@ def compare(source: str, num_shards: int, facts: dict[str, Any], where: str, pro
     if broken:
         raise ValueError(f"{source}: another rank cannot read its data. " + "; ".join(broken))
     differing = [name for name in _CURES if any(theirs["facts"].get(name) != facts.get(name) for theirs in ranks)]
-    if "rows" in differing and "pipeline" in differing:  # a pipeline with other rows has another description
+    # If the rows differ, the descriptions of the pipelines differ, too, so only the rows are reported.
+    if "rows" in differing and "pipeline" in differing:
         differing.remove("pipeline")
     if differing:
         raise ValueError(_tell(source, ranks, differing))

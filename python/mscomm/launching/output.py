@@ -33,7 +33,7 @@ class Output:
         # Protects the unwritten bytes. The writing thread and flush() wait on it until these bytes change.
         self._news = threading.Condition()
         self._unwritten = bytearray()
-        self.broken = False  # nobody reads this output any more
+        self.broken = False  # whether nobody reads this output any more
         self._thread = threading.Thread(target=self._serve, name="mscomm-output", daemon=True)
         self._thread.start()
 
