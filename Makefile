@@ -11,8 +11,8 @@ BIN := $(VENV)/bin
 WHEELS := build/wheels
 DIST := dist
 RELEASE := build/release
-# The value of pytest's option -m, which selects tests. If it is empty, pyproject.toml leaves out the tests that are
-# marked `long` or `huge`.
+# The value of pytest's option -m, which selects tests. If it is empty, pytest uses the -m in pyproject.toml, which
+# leaves out the tests that are marked `long` or `huge`.
 MARKS :=
 SOURCES := $(shell find csrc src python -type f -not -name '*.pyc') CMakeLists.txt pyproject.toml
 # Without these options, Open MPI's mpirun refuses to run as root, and to start more ranks than there are cores.

@@ -562,7 +562,7 @@ py::object call(Calls& calls, const Wanted& wanted, py::object x, py::object out
   const double timeout_s = timeout ? seconds_of(timeout) : calls.timeout_s;
   if (async_op) return py::cast(start(calls, std::make_shared<PreparedCall>(std::move(ready)), timeout_s, 0, false));
   if (!calls.running.empty()) forget_ended(calls);
-  // If the call is noted, hold the Group, because its function ended() is called after the call.
+  // If calls.noted is true, hold the Group, because its function ended() is called after the call.
   const py::object python = calls.noted ? calls.python() : py::object();
   if (python) ready.call.signature.number = python.attr("next_number")().cast<uint64_t>();
   failing(calls, [&] { calls.group->called([&] { calls.group->communicator->run(std::move(ready.call), timeout_s); }); });

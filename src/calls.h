@@ -68,7 +68,7 @@ struct PreparedCall {
   void hold_memory();
   // Returns what the user gets. Call this once, after the call has completed without an error.
   py::object result();
-  // Returns whether only result() fills `out`, because the core writes to other memory.
+  // Returns whether only result() fills `out`, because the core writes the result to different memory.
   bool result_fills_out() const { return out_memory || assigned; }
   // Returns whether result() calls into Python. If it does, other threads may run in the meantime.
   bool python_makes_result() const { return finish || assigned || out_memory || written; }
@@ -86,7 +86,8 @@ struct Calls {
   py::dict libraries;  // maps the type of an array to the fields of Library
   py::str backend;     // the backend of this rank's device; "" if this rank has joined without a device
   int device;
-  // Whether the core asks Python for the number of each call, and tells Python when the call has completed.
+  // Whether Python records or logs the group's calls. If so, the core asks Python for the number of a call that it runs, tells
+  // Python the number of a call that it has started, and tells Python when a call has completed.
   bool noted;
   std::vector<std::shared_ptr<Started>> running{};  // the started calls and messages (see works.h); some may have completed
   std::vector<std::shared_ptr<Started>> failed{};   // failed calls; the device may still use their arrays

@@ -36,7 +36,8 @@ inline bool python_is_ending() {
 // Calls the function without the GIL, and returns its result. If a daemon thread asks for the GIL while the process is exiting,
 // Python before 3.14 ends the thread by unwinding its stack. But a stack cannot be unwound through a destructor. So unlocked()
 // uses no guard object whose destructor takes the GIL again. And if the process is exiting when `function` returns, the thread
-// waits forever instead of asking for the GIL. Python 3.14 does the same.
+// waits forever instead of asking for the GIL. In Python 3.14 and later, a thread that asks for the GIL while the process is
+// exiting waits forever, too.
 // If `away` is given, it counts this thread until the thread has the GIL again.
 template <typename Function>
 auto unlocked(const Function& function, std::atomic<int>* away = nullptr) {

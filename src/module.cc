@@ -355,8 +355,8 @@ PYBIND11_MODULE(_core, module) {
   py::class_<Handle>(module, "Work", R"(A call that was started with `async_op=True`, and runs while the caller continues.
 
 A Work keeps x and out alive. Do not touch x and out until the call has completed. When wait() has returned, out is
-complete. If the call fails and the Work is dropped before wait() was called, the next call on the group raises the
-error.
+complete, except on a device (see below). If the call fails and the Work is dropped before wait() was called, the next
+call on the group raises the error.
 
 For arrays on a device, wait() without a timeout returns at once. Operations that are enqueued later on the array library's
 current stream wait for the call. With a timeout, wait() returns when the device has completed the call.

@@ -25,8 +25,8 @@ def tmpdir_env(tmp_path, monkeypatch):
 def port() -> int:
     """Return a free port for a process that binds it seconds later, after its imports.
 
-    The port is outside the ephemeral range if any port above 9999 is, because the kernel could give a port in that
-    range to another test before the process binds it.
+    If possible, the port is outside the ephemeral range, because the kernel could give a port in that range to another
+    test before the process binds it.
     """
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     every = range(10000, 65536)

@@ -26,7 +26,7 @@ from typing import Any
 from mscomm.bootstrap.launcher import CONTROL_FD
 
 # The number of interpreters for a test file. Ranks that are forked from one interpreter hash strings alike, so they
-# iterate over sets in the same order. Ranks of different interpreters do not, and neither do processes of a real job.
+# iterate over sets in the same order. Ranks of different interpreters hash strings differently, as in a real job.
 ALIKE = 2
 # The prefixes of variables that a process reads only when it starts.
 AT_START = ("PYTHON", "LD_", "OMP_", "MALLOC_", "JAX_", "XLA_")
@@ -120,7 +120,7 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # the rank has ended, but its exit code has not arrived yet
+            with contextlib.suppress(ProcessLookupError):  # raised if the rank has ended, but its code is not here yet
                 os.kill(self.pid, number)
 
     def kill(self) -> None:

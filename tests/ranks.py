@@ -178,11 +178,16 @@ def ranks(
 ) -> Any:
     """Decorate a test whose body runs in each of n processes, as fn(rank, group, **parameters).
 
-    n may be the name of a parameter. env: the ranks' variables, or a function that gets the rank and the parameters and
-    returns the variables. "{rank}" in a value is replaced by the rank, and "{algo}" by the parameter algo. For env, a
-    parameter that is a list of n values is replaced by the value at index `rank`; the body gets the whole list. expect:
-    the exit codes of ranks that do not end with 0, e.g. {1: -signal.SIGKILL}. init: the arguments of mscomm.init, or a
-    function that gets the parameters and returns the arguments; None if the body calls init itself.
+    n may be the name of a parameter.
+
+    env: the ranks' variables, or a function that gets the rank and the parameters and returns the variables. In a
+    value, "{rank}" is replaced by the rank, and any other name in braces by the parameter with that name. For env, a
+    parameter that is a list of n values is replaced by the value at index `rank`; the body gets the whole list.
+
+    expect: the exit codes of ranks that do not end with 0, e.g. {1: -signal.SIGKILL}.
+
+    init: the arguments of mscomm.init, or a function that gets the parameters and returns the arguments; None if the
+    body calls init itself.
     """
 
     def decorate(fn: Callable[..., None]) -> Callable[..., None]:

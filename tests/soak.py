@@ -110,8 +110,8 @@ def plan(seed: int, index: int, kinds: Sequence[str] = FAULTS) -> dict[str, Any]
         # The groups besides the world. "created" and "split": a group with all even ranks and a group with all odd
         # ranks, made by create_group or split. "moving": the ranks create and destroy groups between their calls.
         "groups": draw.choice(("none", "none", "none", "created", "split", "moving", "moving")),
-        # Whether the surviving ranks continue after PeerLost. They do so only in jobs without other groups. Otherwise,
-        # rank A in shrink could wait for rank B, while rank B waits for rank A in a group that still works.
+        # Whether the surviving ranks continue after PeerLost. They do so only in jobs without groups besides the world:
+        # otherwise, rank A in shrink could wait for rank B, while rank B waits for rank A in a group that still works.
         "shrinks": draw.random() < 0.7,
         "beside": draw.random() < 0.2,  # whether a second job, which does not fail, runs at the same time
         "in_a_script": draw.random() < 0.5,  # whether mpirun starts a shell script that starts the ranks
@@ -179,7 +179,7 @@ def one_rank(rank: int, job: dict[str, Any]) -> None:
                 time.sleep(0.01)
         again = ""
         # If hosts are parted, the world fails only when a rank uses its link between these hosts. If no rank does, a
-        # call here would be a Mismatch with the call in which another rank still is.
+        # call here would raise a Mismatch, because another rank is still in a different call.
         if not (in_new_group and fault == "parted"):
             try:
                 mscomm.all_reduce(np.ones(2), group=group)
@@ -255,9 +255,7 @@ def refused(group: Any) -> None:
 
 
 def misbehave(job: dict[str, Any]) -> None:
-    """Cause the job's fault on the victim. If the fault happens after a delay, do nothing, because other code causes
-    such a fault.
-    """
+    """Cause the job's fault on the victim, unless the fault happens after a delay: other code causes those faults."""
     match job["fault"]:
         case "kill" if job["work"] == "train":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -108,7 +108,7 @@ def test_a_ratio_is_that_of_the_medians_of_rounds_and_its_interval_holds_it() ->
 
     ours = np.array([1.0, 1, 1, 1, 1, 9, 9, 9, 9, 9, 2])
     found = ratio(ours * 3, ours)
-    assert found == (3.0, 3.0, 3.0)  # no spread: a bootstrap draws the same rounds for both contenders
+    assert found == (3.0, 3.0, 3.0)  # no spread, because a bootstrap draws the same rounds for both contenders
     found = ratio(np.full(11, 6.0), ours)
     assert found.low < found.value == 3.0 < found.high
     assert (interval(11), interval(5)) == ("95 %", "range")

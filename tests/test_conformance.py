@@ -1,9 +1,9 @@
 """Every function gives the right bits with every algorithm. There is one job for each algorithm and number of ranks.
-Each job tries every function x dtype x op x size, with all kinds of memory. Other jobs try shapes, counts and strides
+Each job tries every function x dtype x op x size, with all kinds of memory. Further jobs try shapes, counts and strides
 that hypothesis draws.
 
 mscomm._core says which functions exist, and functions.py says which results they must have. Only the `ring` reductions
-may reduce in another order than functions.py: see check_in_any_order.
+may reduce in a different order than functions.py: see check_in_any_order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from mscomm.job import resolve
 
 RANKS = (1, 2, 3, 5, 8)
 LARGE_BYTES = (1 << 20) + 4
-# Algorithms whose order of reduction depends on the position in the message: see "Same bits" in docs/guide.md.
+# Algorithms whose order of reduction depends on the element's position in the message: see "Same bits" in
+# docs/guide.md.
 OWN_ORDER = {"ring"}
 ALGORITHMS = sorted({name for what, name, _ in _core.algorithms() if what != "barrier"})
 
@@ -87,8 +88,8 @@ def wild(dtype: np.dtype[Any], count: int) -> Array:
 
 
 def tame(dtype: np.dtype[Any], count: int) -> Array:
-    """Like wild(), but floats are from 0.25 to 1 in magnitude, so the product of any eight neither overflows nor
-    vanishes.
+    """Like wild(), but the magnitude of every float is from 0.25 to 1, so the product of any eight neither overflows
+    nor vanishes.
     """
     if dtype.kind in "biu":
         return raw_bits(dtype, count)
@@ -106,7 +107,7 @@ def parts_of(x: Array) -> Array:
 
 
 def check_bits(got: Array, expected: Array, case: object, *, arithmetic: bool) -> None:
-    """Check that the bits are the same. With `arithmetic`, any NaN equals any other."""
+    """Check that the bits are the same. With `arithmetic`, all NaNs count as equal."""
     differ = bits(got) != bits(expected)
     if arithmetic and expected.dtype.kind not in "biu":
         differ &= ~((parts_of(got) != parts_of(got)) & (parts_of(expected) != parts_of(expected)))

@@ -396,8 +396,8 @@ def test_what_cannot_be_trained_is_told(rank: int) -> None:
 
 @ranks(2, expect={0: 0, 1: 3})
 def test_an_exception_in_the_backward_pass_is_not_forgotten(rank: int) -> None:
-    """Because of the exception, rank 1 does not send all buckets, and rank 0 waits for them. So rank 1's next forward
-    pass must raise an error.
+    """Because of the exception, rank 1 does not send some of its buckets, and rank 0 waits for them. So rank 1's next
+    forward pass must raise an error.
     """
     import torch
 

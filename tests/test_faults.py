@@ -55,7 +55,7 @@ each_carrier = pytest.mark.parametrize("algo", ["", "direct", "hierarchical"])
 
 
 def forced(rank: int, algo: str, **_: object) -> dict[str, str]:
-    """Return the variables that force the algorithm. The hierarchical one uses both carriers, so it needs two hosts."""
+    """Return the variables that force the algorithm. `hierarchical` uses arena and mesh, so it needs two hosts."""
     return {"MSCOMM_ALGO": algo, **({"MSCOMM_HOST_ID": "aabb"[rank % 4]} if algo == "hierarchical" else {})}
 
 
@@ -884,9 +884,9 @@ def test_a_link_that_breaks_is_noticed_on_both_sides(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["call", "message", "group"])
 def test_two_hosts_that_lose_each_other_are_found_out_by_themselves(tmp_path: Path, how: str) -> None:
-    """The hub is on a third host, which both hosts can still reach. The ranks must notice that the link is broken in a
-    call (a rank has sent data that the peer does not acknowledge), in recv (a rank has sent nothing and only waits for
-    data) and in create_group (a rank tries to connect).
+    """The hub is on a third host, which both hosts can still reach. The ranks must notice the broken link while they
+    are in a call (a rank has sent data that the peer does not acknowledge), in recv (a rank has sent nothing and only
+    waits for data) or in create_group (a rank tries to connect).
     """
     with on_hosts(3, 1, tmp_path, PARTED, how, silence_s=4) as hosts:
         cut = time.time()

@@ -357,7 +357,7 @@ def test_who_destroys_a_group_while_others_wait_in_it_is_named(rank, group, algo
     else:
         with pytest.raises(mscomm.Error, match="rank 1 "):
             mscomm.barrier(group=made, timeout=20)
-    assert total(None) == 3  # other groups still work
+    assert total(None) == 3  # the world still works
 
 
 # -- several groups at once

@@ -1,5 +1,5 @@
-"""The includes in C++ and the imports in Python use only the same layer and lower layers. The core does not contain
-Python, listeners or vendor headers.
+"""C++ includes and Python imports use only their own layer and the layers below it. The core does not contain Python,
+listeners or vendor headers.
 """
 
 from __future__ import annotations

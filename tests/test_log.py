@@ -38,7 +38,8 @@ def lines_of(folder: Path, ranks: int = 2, body: str = BODY, **env: str) -> list
         for line in job.output(rank).splitlines():
             found = LINE.fullmatch(line)
             assert found, line
-            early = found[2] == "VERSION" or found[3].startswith("launcher: ")  # written before the rank is known
+            # Whether the line was written before the rank was known.
+            early = found[2] == "VERSION" or found[3].startswith("launcher: ")
             assert found[1] == ("-" if early else str(rank)), line
             lines.append(f"{found[2]} {found[3]}")
         told.append(lines)

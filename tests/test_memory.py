@@ -62,8 +62,8 @@ def pieces(make, rank: int, n: int) -> None:
 def near_a_page(size: int, dtype: type[np.uint8]) -> np.ndarray:
     """Return an array that begins 0 to 40 bytes above the beginning of a page.
 
-    Of two such arrays, one is often 1 to 31 bytes above the other, modulo the page size. `copies_slowly` in csrc/base
-    says why such arrays are copied in another way.
+    If two arrays come from this function, one often begins 1 to 31 bytes above the other, modulo the page size.
+    `copies_slowly` in csrc/base says why mscomm copies between two arrays like these in short pieces.
     """
     around = np.empty(size + 2 * mmap.PAGESIZE, dtype)
     begin = -around.ctypes.data % mmap.PAGESIZE + next(OFFSETS)
@@ -82,8 +82,8 @@ def test_pieces_of_all_sizes_arrive(rank, group, n, memory):
 @pytest.mark.parametrize("n", [2, 3])
 @ranks("n")
 def test_one_rank_in_place_and_the_others_not(rank, group, n):
-    """One rank calls in place, so the call overwrites its x. The peers know this only from that rank's post. They must
-    not read this x while it changes.
+    """One rank's call works in place, so it overwrites that rank's x. The peers know this only from what the rank posts
+    in the arena. They must not read its x while it changes.
     """
     for in_place in (*range(n), 0, n - 1):
         sent = [np.random.default_rng(seed).integers(0, 256, (n, 200_001), np.uint8) for seed in range(n)]
@@ -110,7 +110,7 @@ def test_long_sums_of_two_ranks_have_the_same_bits(rank, group, memory, in_place
 
 
 def forbid_reading_me() -> None:
-    """From now on, only processes that may trace every process can read this process's memory (PR_SET_DUMPABLE)."""
+    """Let only processes that may trace every process read this process's memory from now on (PR_SET_DUMPABLE)."""
     set_dumpable = 4
     assert ctypes.CDLL(None, use_errno=True).prctl(set_dumpable, 0, 0, 0, 0) == 0
 

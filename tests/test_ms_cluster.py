@@ -178,7 +178,7 @@ def test_a_lock_that_the_kernel_frees_late_is_waited_for(tmpdir_env, monkeypatch
     security.remove_stale(killed.key)
     assert not Path(killed.path).exists()
     closing.join()
-    # Nobody waits for the lock of another job's scheduler.
+    # remove_stale() must not wait for the lock of another job's scheduler.
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("remove_stale waits"))
     security.remove_stale(b"the key of a hub without a file")
     assert Path(living.path).exists()

@@ -1,4 +1,7 @@
-"""Options that are accepted and have no effect: each has a row, and when one is set, one rank warns the user once."""
+"""Options that are accepted and have no effect.
+
+Each has a row in notices.WITHOUT_EFFECT. When one of them is set, one rank warns the user once.
+"""
 
 from __future__ import annotations
 

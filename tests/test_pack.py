@@ -85,7 +85,7 @@ def floats(sizes: Sequence[int]) -> list[np.ndarray[Any, Any]]:
 
 
 def same(got: Any, expected: np.ndarray[Any, Any]) -> bool:
-    """Return whether the bits are the same; any NaN equals any other."""
+    """Return whether the bits are the same. All NaNs count as equal."""
     got = got.to_numpy()
     a, b = (x.astype(np.float64) for x in (got, expected))
     equal = got.view(np.uint8).reshape(-1, expected.itemsize) == expected.view(np.uint8).reshape(-1, expected.itemsize)

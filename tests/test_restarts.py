@@ -28,7 +28,7 @@ def lose(job, rank, how="killed by SIGKILL", **words):
 
 
 def by_rank(job):
-    """Sort the list job.members by rank, and return it. Job appends each member when it creates the member."""
+    """Sort the list job.members by rank, and return it. Job keeps them in the order in which it created them."""
     job.members.sort(key=lambda member: member._welcome.rank)
     return job.members
 

@@ -247,8 +247,8 @@ def test_an_exception_that_did_not_end_the_program_does_not_count(first):
 
 
 def test_a_second_ctrl_c_that_python_ignores_is_not_shown():
-    """The second Ctrl-C arrives in an atexit callback, after the output about the first one was printed. Python's
-    output about another exception in the callback must be shown.
+    """The second Ctrl-C arrives in an atexit callback, after the output about the first one was printed. If the
+    callback raises a different exception, Python's output about it must be shown.
     """
     ignored = [
         "Exception ignored in atexit callback: <function f>",

@@ -66,8 +66,8 @@ def test_a_random_operation_called_by_itself_draws_anew_each_time(operation):
 
 
 def bilinear(x: np.ndarray, n: int, axis: int) -> np.ndarray:
-    """Resize x to n pixels along axis. The weights form a triangle. Half of its base is as wide as an old or a new
-    pixel, whichever is larger.
+    """Resize x to n pixels along axis. The weights form a triangle. Half of its base is as long as an old pixel or a
+    new one, whichever is larger.
     """
     old = x.shape[axis]
     scale = old / n
@@ -89,7 +89,7 @@ def test_resize_is_bilinear_with_antialias(size, dtype, channels):
     height, width = size if isinstance(size, tuple) else (size, size * 40 // 32)
     assert (got.dtype, got.shape) == (x.dtype, (height, width, *x.shape[2:]))
     want = bilinear(bilinear(x.astype(np.float64), width, 1), height, 0)
-    # Resize shrinks with Pillow, which rounds uint8 after each of its two passes. So a value may differ by 1.
+    # Like Pillow, Resize rounds uint8 after each of its two passes. So a value may differ by 1.
     assert abs(got - want).max() <= (1.01 if dtype == np.uint8 else 1e-4)
 
 
@@ -124,7 +124,7 @@ def test_resize_without_pillow_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ImportError, match=r"Resize needs Pillow: pip install pillow, or mscomm\[train\]"):
         vision.Resize(3)(image(4, 4))
-    assert vision.Resize(8)(image(4, 4)).shape == (8, 8, 3)  # to enlarge an image, Resize uses NumPy, not Pillow
+    assert vision.Resize(8)(image(4, 4)).shape == (8, 8, 3)  # Resize enlarges uint8 images with NumPy, not Pillow
 
 
 @given(

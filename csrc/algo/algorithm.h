@@ -71,7 +71,7 @@ struct Layout {
   size_t here;                 // the index of this rank's host in `hosts`
   int place = 0;               // the index of this rank in at_home()
   size_t fewest = 0;           // the number of ranks on the host with the fewest ranks
-  std::vector<size_t> others;  // the other hosts, from the next one on, so that not all hosts send to the same host first
+  std::vector<size_t> others;  // the other hosts, starting after this one, so that not all hosts send to the same host first
 
   const std::vector<int>& at_home() const { return hosts[here]; }
   // Returns whether mscomm chooses algorithms with this carrier for these hosts. MSCOMM_ALGO can force an algorithm for both

@@ -58,9 +58,9 @@ void in_heaps(const Call& call, const Ranks& ranks, const Wait& wait) {
   arena.round(wait);
 }
 
-// If the total size of all ranks' messages is at most this many bytes, every rank reduces all of them itself. Dividing the work
-// would need one more round, which takes longer. Each message must also fit into its rank's buffer for tiny messages. A message
-// of at most inline_bytes is always reduced in this way.
+// If the total size of all ranks' messages is at most this many bytes, and each message fits into its rank's buffer for tiny
+// messages, every rank reduces all messages itself. Dividing the work would need one more round, which takes longer. Messages of
+// at most inline_bytes are always reduced in this way, whatever their total size.
 constexpr size_t combined_by_all_bytes = 256 << 10;
 
 bool by_slots(size_t bytes, const Arena& arena) {
@@ -116,7 +116,7 @@ class Chunks {
       char* const staged_at = staged(me_, k) + at;
       char* const result = receives(call_, me_) ? call_.result() + whole.begin + at : staged_at;
       reduce_in_order(call_.signature, ranks_.layout, in_.data(), result, now);
-      if (call_.signature.root < 0) copy(staged_at, result, now);  // with a root, the result already is where the root finds it
+      if (call_.signature.root < 0) copy(staged_at, result, now);  // with a root, the result is already where the root finds it
     }
   }
   void take(size_t k) const {

@@ -131,7 +131,7 @@ class Hierarchy {
     return {bytes.begin / a, bytes.bytes() / a};
   }
   // Returns the shares of this rank's slice of chunk k that the other hosts merge. begin: the memory of the slice. bytes: the
-  // size of one number in this memory. even_empty: whether to return empty shares, too.
+  // size of one element in this memory. even_empty: whether to return empty shares, too.
   std::vector<Piece> shares(size_t k, char* begin, size_t bytes, bool even_empty) const {
     std::vector<Piece> pieces;
     for (const size_t host : layout_.others) {

@@ -1,4 +1,4 @@
-// Functions that several arena algorithms share: the first round of a call, and moving x through staging.
+// Functions that several arena algorithms share: to run the first round of a call, and to move x through staging.
 #pragma once
 
 #include <cstddef>
@@ -25,9 +25,8 @@ class Staging {
   // or into one block for each rank.
   Staging(Arena& arena, const void* x, Blocks blocks);
 
-  // Posts the call, copies the first piece of each block of x into staging, and runs the first round. When enter() returns, all
-  // ranks are known to be in the same call. If it is already known that the peers can pull x, enter() does not copy x into
-  // staging. pulled: see Arena::post().
+  // Posts the call, copies the first piece of each block of x into staging (unless it is already known that the peers can pull
+  // x), and runs the first round. When enter() returns, all ranks are known to be in the same call. pulled: see Arena::post().
   void enter(const Call& call, Pulled pulled, const Wait& wait);
   // Makes put() skip this block, because no peer reads the block from staging.
   void leave_out(int block) { left_out_[block] = true; }

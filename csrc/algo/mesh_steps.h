@@ -32,8 +32,8 @@ struct Tree {
   std::vector<int> children;  // nearest rank first
 };
 
-// Broadcasts the root's message down any tree, window by window. While a rank forwards one window, the next one is already being
-// sent to it. parent: -1 if this rank is the root.
+// Broadcasts the root's message, window by window, down the tree that `parent` and `children` describe. While a rank forwards one
+// window, the next one is already being sent to it. parent: -1 if this rank is the root.
 void relay(const Call& call, Mesh& mesh, int parent, const std::vector<int>& children, const Wait& wait);
 
 // Queues the blocks of x for all other ranks. If piece_bytes is given, queues only piece k of each block.

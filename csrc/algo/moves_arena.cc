@@ -55,7 +55,7 @@ class Ways {
   }
   // Returns the size in bytes of the largest move that goes through staging, or 0 if no move does.
   size_t largest_staged() const { return largest_staged_; }
-  // Returns false only if no rank reads or writes another rank's array directly.
+  // Returns whether any rank may read or write another rank's array directly.
   bool touched() const { return touched_; }
 
  private:

@@ -1,5 +1,5 @@
 // The canonical order in which a reduction combines the values of all ranks. Among the algorithms for all_reduce, reduce and
-// reduce_scatter, only the rings use another order.
+// reduce_scatter, only the rings use a different order.
 #pragma once
 
 #include <cstddef>

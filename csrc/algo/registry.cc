@@ -89,9 +89,9 @@ std::string names_of(Collective what) {
   return names;
 }
 
-// Returns whether the collectives of a group use the mesh. If not, they all use the arena. They all use the same carrier, because
-// ranks that call different collectives by mistake must still reach each other to notice the difference. For the same reason, a
-// rank that waits in the arena during a call with carrier `both` also reads the headers that arrive over the mesh.
+// Returns whether the collectives of a group use the mesh. If not, they use only the arena. The answer holds for all collectives,
+// because ranks that call different collectives by mistake must still reach each other to notice the mistake. For the same
+// reason, a rank that waits in the arena during a call with carrier `both` also reads the headers that arrive over the mesh.
 bool uses_mesh(const Layout& layout, const Forced& forced) {
   bool arena = false, mesh = layout.hosts.size() > 1;
   for (size_t i = 0; i < forced.size(); i++) {

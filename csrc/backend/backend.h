@@ -13,7 +13,7 @@ class Backend {
   // Runs the call. On the CPU, returns when x may be reused and out is complete. On a device, returns when the call has been
   // enqueued. Throws Error, or Differs if ranks made different calls.
   virtual void run(const Call& call, const Wait& wait) = 0;
-  // Wakes every thread of this rank and of its peers that is waiting in a call, so that it checks whether the group is broken.
+  // Wakes all threads that are waiting in a call, on this rank and on its peers, so that they check whether the group is broken.
   // From then on, nothing more is sent. May be called from any thread.
   virtual void shut_down() = 0;
   // Makes sure that no peer can access the call's arrays any more. Called by the thread whose call failed, after the group was

@@ -51,7 +51,7 @@ class Watcher {
   size_t pending() const;
   // Makes the watcher thread abort the group.
   void abort();
-  // Makes the watcher thread free the group and end. Waits for the end of the thread, for at most frees_within_s +
+  // Makes the watcher thread free the group and end. Waits until the thread has ended, but for at most frees_within_s +
   // aborts_within_s.
   void finish();
   // Ends the watcher thread. Returns false if the thread hangs in the library.

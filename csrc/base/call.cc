@@ -60,7 +60,7 @@ void check(const Call& call, int rank, int size) {
   const Collective what = signature.what;
   const size_t n = size, me = rank;
 
-  // The signature of a head names the root of the next call, even if the head's own collective has no root. But a head that is
+  // The signature of a head may name the root of the next call, even if the head's own collective has no root. But a head that is
   // a reduction must not name a root: all_reduce_arena, for example, would then deliver the result only to the root.
   const bool may_have_root = rooted(what) || (signature.head && !reduces(what));
   if (signature.root < (rooted(what) ? 0 : -1) || signature.root >= (may_have_root ? size : 0))

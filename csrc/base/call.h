@@ -56,9 +56,9 @@ struct Call {
   size_t x_bytes = 0;
   void* out = nullptr;  // nullptr if this rank receives nothing
   size_t out_bytes = 0;
-  // In an uneven call, the number of elements in each rank's part; empty in other calls. In an uneven all_to_all, counts is a
-  // square matrix with one row for each sender. All ranks have the same counts. The counts add up to signature.count, but in an
-  // all_to_all, signature.count may also be 0.
+  // Empty unless the call is uneven. The number of elements in each rank's part or, in an uneven all_to_all, a square matrix of
+  // such numbers with one row for each sender. All ranks have the same counts. The counts add up to signature.count, except in an
+  // all_to_all whose signature.count is 0.
   std::vector<uint64_t> counts{};
   // The caller's stream. The call runs on the device after the work that is already on this stream. nullopt if the arrays are in
   // CPU memory.
@@ -93,7 +93,7 @@ Error mismatch(const std::string& who, const std::vector<std::pair<std::string, 
 // if `to` is 1 to 31 bytes above `from`, modulo the page size (glibc bug 30994). The kernel uses it in all copies, and memcpy
 // uses it in copies that are longer than 2 KiB and shorter than the L2 cache.
 inline bool copies_slowly(uintptr_t to, uintptr_t from) { return (to - from) % 4096 - 1 < 31; }
-// Copies in pieces that are so short that memcpy does not use `rep movsb`.
+// Copies without `rep movsb`: calls memcpy for short pieces, or only once if the copy is at least as long as the L2 cache.
 void copy_in_pieces(void* to, const void* from, size_t bytes);
 
 // Copies `bytes` bytes. Does nothing if `bytes` is 0, or if `to` and `from` are the same.

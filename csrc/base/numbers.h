@@ -77,7 +77,7 @@ constexpr Float16 narrow<Float16, float>(float x) {
   // This uses ?: instead of std::min, because GCC compiles std::min to a jump here.
   const int32_t bounded = magnitude < (143 << 23) ? magnitude : 143 << 23;  // at most 2^16, which becomes inf
   const int32_t biased = bounded & (255 << 23);
-  const int32_t exponent = biased > (113 << 23) ? biased : 113 << 23;  // 2^-14: smaller numbers are subnormal
+  const int32_t exponent = biased > (113 << 23) ? biased : 113 << 23;  // at least 2^-14: smaller numbers are subnormal
   // `weight` is 2^13 times the power of two in `exponent`. Adding it to the number rounds the number to the precision of a
   // float16.
   const int32_t weight = exponent + (13 << 23);
@@ -90,8 +90,8 @@ constexpr Float16 narrow<Float16, float>(float x) {
 
 // Adds `owed` to x, limits the sum to at most `largest` in magnitude, rounds it, and returns it in the narrow type. On entry,
 // `owed` is what earlier calls removed from the same element; on return, it is what the limit and the rounding have removed now.
-// If the sum is an infinity or a NaN, so is the result, because programs check results for these values, and `owed` becomes 0.
-// (Error feedback: Seide et al., "1-bit stochastic gradient descent", 2014.)
+// If the sum is an infinity or a NaN, so is the result, and `owed` becomes 0. Programs check results for these values. (Error
+// feedback: Seide et al., "1-bit stochastic gradient descent", 2014.)
 template <class To, class Wide>
 constexpr To narrow_and_owe(Wide x, Wide& owed, Wide largest) {
   const Wide whole = one_nan(x + owed);

@@ -1,4 +1,4 @@
-// The arithmetic of reductions. There is one row of functions for each pair of element type and operation.
+// The arithmetic of reductions. There is one set of functions (a Reduction) for each pair of element type and operation.
 //
 // Inputs are combined from left to right, in the accumulator type (float32 for float16 and bfloat16, otherwise the element type
 // itself). The result is rounded to the element type once, at the end. The caller chooses the order of the inputs. The same order

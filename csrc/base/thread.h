@@ -7,7 +7,7 @@
 
 namespace mscomm {
 
-// Throws a MemoryError, as for a failed allocation, if the operating system refuses the thread.
+// Throws a MemoryError if the operating system cannot start the thread.
 std::unique_ptr<std::thread> start_thread(std::function<void()> function);
 
 }  // namespace mscomm

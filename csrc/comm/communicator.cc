@@ -22,7 +22,7 @@ std::string brief(const Signature& call) {
   return text + " (" + in_units(call.count * size_of(call.dtype)) + ")";
 }
 
-// Returns the number of the calls that differ. It may be lower than the number of the call that noticed the difference.
+// Returns the lowest call number among the calls that differ. The call that noticed the difference may have a higher number.
 int64_t number_of(const Differs& differs) {
   const auto number = [](const auto& one) { return one.second.number; };
   return static_cast<int64_t>(number(*std::ranges::min_element(differs.calls, {}, number)));

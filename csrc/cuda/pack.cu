@@ -109,7 +109,7 @@ __device__ inline void move(const Way& way, const Sides& sides, uint32_t first, 
   }
 }
 
-// Returns how many elements to skip, from `address` on, to reach one that is aligned for a vector of `width` elements.
+// Returns how many elements lie before the first address, from `address` on, that is aligned for a vector of `width` elements.
 template <class T, unsigned width>
 __device__ inline uint32_t before_vectors(uint64_t address) {
   return static_cast<uint32_t>((width - address / sizeof(T) % width) % width);

@@ -262,7 +262,7 @@ class Cuda final : public Runtime {
     if (result != success) throw Error("Error", std::string(what) + ": " + text_of(result));
   }
 
-  // Calls a function of the driver, and returns what the function writes through its first argument. Throws if it fails.
+  // Calls a function of the driver, and returns what the function writes through its first argument. Throws if the call fails.
   template <typename Value, typename... Others>
   Value got(const char* what, Result (*function)(Value*, Others...), std::type_identity_t<Others>... others) const {
     Value value{};

@@ -1,5 +1,5 @@
-// A Stream moves bytes over one connected, authenticated, non-blocking socket. TLS could be added as a second kind of Stream,
-// because all code outside this class moves bytes only with the functions of Stream. That code also polls fd().
+// A Stream moves bytes over one connected, authenticated, non-blocking socket. All code outside this class moves bytes only with
+// the functions of Stream, and polls fd(). So TLS could be added as a second kind of Stream.
 #pragma once
 
 #include <cstddef>

@@ -17,8 +17,8 @@ inline constexpr double first_notice_s = 10, second_notice_s = 60, notice_every_
 // The ranks that a rank is waiting for. By default, there are none.
 struct Missing {
   std::function<std::vector<int>()> ranks = [] { return std::vector<int>{}; };
-  // Whether the rank is waiting in shared memory. There, a peer whose process has exited can no longer arrive at the round. Over
-  // a link, data from such a peer may still arrive.
+  // Whether the rank is waiting in shared memory. There, nothing more can come from a peer whose process has exited. Over a link,
+  // data from such a peer may still arrive.
   bool by_memory = false;
   std::vector<int> operator()() const { return ranks(); }
 };

@@ -19,7 +19,7 @@ class Gate {
   void round(const Wait& wait);
   // Returns the most recent round at which this rank has arrived.
   uint64_t last_round() const { return round_; }
-  // Returns the ranks that have not yet arrived at the round that last_round() returns.
+  // Returns the ranks that have not yet arrived at this rank's current round.
   std::vector<int> missing() const;
   // Wakes all ranks that are sleeping at the gate, so that they call Wait::look().
   void ring() const;

@@ -301,7 +301,7 @@ void Mailbox::tell_finished() {
 }
 
 // Moves the bytes that can move now, for all transfers. If no bytes can move, this thread becomes the driver, and polls until
-// bytes can move or another thread wakes it. If another thread already is the driver, only waits until changed_ is notified. Both
+// bytes can move or another thread wakes it. If another thread is already the driver, only waits until changed_ is notified. Both
 // waits take at most longest_sleep_ms. Returns false if nothing happened in that time.
 bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
   if (driving_) return changed_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms)) == std::cv_status::no_timeout;

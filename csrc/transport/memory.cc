@@ -18,7 +18,7 @@ namespace mscomm {
 
 namespace {
 constexpr int size_seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-// MADV_POPULATE_WRITE from linux/mman.h of kernel 5.14. The build machine's headers may be older.
+// MADV_POPULATE_WRITE from linux/mman.h of kernel 5.14. It is repeated here because the build machine's headers may be older.
 constexpr int advise_populate_write = 23;
 
 // Returns the kernel's setting for huge pages in memfds, such as "advise", or an empty string if it cannot be read.

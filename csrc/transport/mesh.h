@@ -41,8 +41,7 @@ class Mesh {
   // Queues the pieces. Later calls to receive(), exchange() and progress() send them. The peers take turns, so that only one link
   // at a time uses the wire. In a peer's turn, this rank sends a part of that peer's piece. If that peer is not reading, the wire
   // is free, so this rank also sends data to the other peers. The data of a piece must stay unchanged until the next exchange()
-  // has returned. The data may change earlier if this rank has received an answer that the peer sends only after it has received
-  // the whole piece.
+  // has returned, or until this rank has received an answer that the peer sends only after it has received the whole piece.
   void send(std::span<const Piece> out);
   // Receives all pieces, in any order. `in` has at most one piece from each peer. If no data arrives for a while, receive() sends
   // the header of the current call to each peer whose piece is missing.
@@ -128,8 +127,8 @@ class Mesh {
   // When bytes were last sent to a peer in its turn, or when send() was last called while no piece was queued, whichever was
   // later.
   Clock::time_point turn_moved_;
-  // What happens to pieces for other peers if the peer whose turn it is accepts no data. wait: these pieces stay queued. go:
-  // these pieces are sent anyway. none: there are no such pieces, or the peer whose turn it is accepts data.
+  // What happens to pieces for other peers while the current peer (the one whose turn it is) accepts no data. wait: these pieces
+  // stay queued. go: these pieces are sent anyway. none: there are no such pieces, or the current peer accepts data.
   enum class Others { none, wait, go } others_ = Others::none;
 };
 

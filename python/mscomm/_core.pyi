@@ -99,7 +99,7 @@ class Heap:
         """Free the memory at `control` once its `size` ranks no longer use it. size is 0 if no rank has used it."""
 
     def abandon_control(self, control: int, size: int, /) -> None:
-        """Do the same as release_control(), if this rank has not created its part of the group.
+        """Call this instead of release_control() if this rank has not created its part of the group.
 
         Other ranks may have created theirs.
         """

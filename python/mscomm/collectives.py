@@ -15,9 +15,9 @@ which they were made.
 If x is on this rank's device (see init), the accelerator runs the call. The function returns as soon as the call is
 enqueued on `stream`, a stream handle of the vendor's library. The default is the current stream of the array's library.
 Operations that are enqueued on that stream afterwards see the complete result in out. All ranks must pass x and out on
-their devices, or all ranks must pass them on the CPU. scatter and the uneven calls other than reduce_scatter_v first
-exchange lengths or shapes on the CPU, so they may block until other ranks make the same call. barrier always runs on
-the CPU.
+their devices, or all ranks must pass them on the CPU. scatter and the functions that end in _v, except
+reduce_scatter_v, first exchange lengths or shapes on the CPU, so they may block until other ranks make the same call.
+barrier always runs on the CPU.
 
 All functions raise TypeError or ValueError for invalid arguments, before anything is sent. If a call fails, it raises
 PeerLost, CollectiveTimeout, Mismatch or Aborted (see mscomm.errors). The group is then broken, and the contents of out
@@ -540,8 +540,9 @@ def _scatter(
         )
 
     # If this rank is the root and the user passed `out` but no stream, prepare the call now, so that an invalid `out`
-    # raises an error before anything is sent. Otherwise, prepare the call after the head. After the head, the other
-    # ranks are already waiting for this rank, so an error must fail the call on all ranks (see _late).
+    # raises an error before anything is sent. Otherwise, prepare the call after the head, which broadcasts x's dtype
+    # and shape. The other ranks are then already waiting for this rank, so an error must fail the call on all ranks
+    # (see _late).
     mine = parts(given) if at_root and out is not None and stream is None else None
     if given is not None and rows is None:
         core.part(number, given.shape)
@@ -581,7 +582,7 @@ def _scatter(
 def _late(group: Group, prepare: Callable[[], _core.Call]) -> _core.Call:
     """Prepare the call that follows a head.
 
-    If `out` does not fit, raise Mismatch, which fails the call on all ranks. The other ranks are already in this call.
+    If `out` does not fit, raise Mismatch, which fails the call on all ranks, because the other ranks are already in it.
     """
     try:
         return prepare()

@@ -52,7 +52,8 @@ def end_with_mpi_launcher() -> None:
     """If an MPI launcher has started this process, make this process receive SIGTERM when the launcher ends.
 
     If the launcher is the parent, the kernel sends the signal. If another program is in between, such as a shell
-    script, a thread waits for the launcher's end. If the system offers no pidfds, there is no such thread.
+    script, a thread waits for the launcher's end. The thread needs a pidfd. If the system offers none, this process
+    gets no signal.
     """
     launcher = _mpi_launcher()
     if launcher is None:

@@ -140,7 +140,8 @@ class Group:
     """A set of ranks that make collective calls together.
 
     Attributes: name; rank (this rank's number in the group); size; ranks (the group's ranks, as ranks in the world).
-    bool(group) is True if this rank is in the group. If it is not, every other use of the group raises RuntimeError.
+    bool(group) is True if this rank is in the group. If it is not, the group is a NonMember, which has only the name
+    and perhaps the ranks. Any other use of it raises RuntimeError.
     """
 
     def __init__(self, name: str, ranks: list[int], timeout_s: float) -> None:
@@ -215,8 +216,8 @@ class Group:
         """Make two calls as one: the head, and the call that then() prepares from the results of the head.
 
         Return the result of the second call, or a Work. Both call numbers are reserved together. An error after the
-        head breaks the group, even if it occurs only on this rank. The other ranks have already gone on to the second
-        call, and would wait for this rank.
+        head breaks the group, even if it occurs only on this rank, because the other ranks have already gone on to the
+        second call and would wait for this rank.
 
         on_device: whether the second call is on device arrays. This thread must start such a call, because the call
         uses the thread's current stream. The head runs on the CPU. Even with async_op, this thread therefore waits for
@@ -327,8 +328,8 @@ class Group:
     def start(self, call: _core.Call, seconds: float, number: int = 0, *, part: bool = False) -> Work:
         """Start a call on the group's worker thread, or on a stream of the device. The core keeps the arrays alive.
 
-        Return the call's Work. number: as in run(). part: True if the Work is for together(), whose argument result
-        then calls call.result().
+        Return the call's Work. number: as in run(). part: whether the Work is for together(). If so, the Work does not
+        call call.result(). The argument `result` of together() must do that.
         """
         return self.core.start(call, seconds, number, part)
 
@@ -496,7 +497,7 @@ class Group:
         warn_once(
             f"{function}: the Work was dropped before wait() returned or done() was True, so out does not hold the "
             "result; keep the Work, and call wait()",
-            rank=0,  # 0 lets any rank warn, because the other ranks may have kept their Work
+            rank=0,  # makes this rank warn even if it is not rank 0, because only this rank may have dropped its Work
         )
 
     def noted(self, number: int) -> None:

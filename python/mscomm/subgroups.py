@@ -77,8 +77,9 @@ def split(color: int | None, key: int = 0, *, group: Group | str | None = None) 
     """Split a group: the ranks that pass the same color form a new group, ordered by key, then by rank.
 
     All ranks of the group must call split; group=None splits the world. Return this rank's new group. A rank that
-    passes color=None is in none of the new groups. It gets a Group whose truth value is False, as create_group returns
-    it on a rank that is not in the list. The errors are those of create_group. This is like MPI_Comm_split.
+    passes color=None is in none of the new groups. It gets a Group whose truth value is False, like the one that
+    create_group returns to a rank that is not in the list. The errors are those of create_group. This is like
+    MPI_Comm_split.
     """
     job = default()
     parent = resolve(group)

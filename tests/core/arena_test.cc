@@ -177,7 +177,8 @@ void deadline_in_the_queue_names_its_own_call(const ThreadRank& me) {
 void failed_group_leaves_the_others_whole() {
   const ThreadJob job(2);
   const ThreadGroup failing(job, job.all(), "arena", false), whole(job, job.all(), "arena", false);
-  constexpr size_t count = 32 << 10;  // the array consists of whole pages, and so does each half; rank 1 passes only one half
+  // The array consists of whole pages, and so does each of its halves. Rank 1 passes only the first half.
+  constexpr size_t count = 32 << 10;
   failing.run([&](const ThreadRank& me) {
     auto* lost = static_cast<float*>(me.heap->allocate(4 * count));
     auto* kept = static_cast<float*>(me.heap->allocate(4 * count));

@@ -130,7 +130,7 @@ void tags_are_received_in_any_order() {
   }
 }
 
-// Rank 0 sends more small messages than the window holds, and then one more message with another tag. Rank 1 receives the last
+// Rank 0 sends more small messages than the window holds, and then one more message with a different tag. Rank 1 receives that
 // message first. The program is legal, because rank 0 starts all sends before it waits for any of them.
 void a_recv_sees_past_more_than_the_window() {
   Group group(2);
@@ -630,7 +630,8 @@ void a_forked_child_lets_go() {
   Group group(2);
   group[0].detach(start_recv(group[0], 1, out), within(), [](const std::optional<Error>& error) { CHECK(error); });
   group[1].detach(start_send(group[1], 0, out, 1), within(), [](const std::optional<Error>& error) { CHECK(!error); });
-  poll(nullptr, 0, 60);  // by now, the mailbox's thread is asleep. The child, which lacks this thread, must not wait for it
+  // Wait until the mailbox's thread is asleep. The child, which lacks this thread, must not wait for it.
+  poll(nullptr, 0, 60);
   const pid_t child = fork();
   if (child == 0) {
     close(hold[1]);

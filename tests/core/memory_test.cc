@@ -58,7 +58,7 @@ size_t huge_kb(const char* begin, size_t bytes) {
 }
 
 void long_arrays_have_huge_pages_and_short_ones_do_not() {
-  // Skip the test on systems where the kernel alone decides about huge pages, or where huge pages have another size.
+  // Skip the test on systems where the kernel alone decides about huge pages, or where a huge page is not 2 MiB.
   const std::string kind = describe_memory(true);
   size_t huge_page = 0;
   std::ifstream("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size") >> huge_page;

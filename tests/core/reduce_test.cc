@@ -293,7 +293,7 @@ Parts<M> reference(Op op, const std::vector<Parts<M>>& in, int divisor) {
   return out;
 }
 
-// Returns whether all bits are the same, except that any NaN equals any other.
+// Returns whether all bits are the same, except that all NaNs count as equal.
 template <class M>
 bool same(const Parts<M>& actual, const Parts<M>& expected) {
   for (size_t i = 0; i < expected.size(); ++i) {

@@ -1,4 +1,4 @@
-"""Resuming in the middle of a pass gives bit-identical data. A sample is augmented alike whichever rank reads it."""
+"""Resuming in the middle of a pass gives bit-identical data. Every rank augments a sample in the same way."""
 
 from __future__ import annotations
 

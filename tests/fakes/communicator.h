@@ -90,9 +90,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 // otherwise 0.
 int inject(Operation& operation, int rank);
 
-// Returns the engine of the vendor's runtime, or nullptr if no runtime is found. If the process has loaded a library with one of
-// these names, that library is the runtime. Otherwise, this function looks for the runtime next to this library, and then lets
-// the loader search for it.
+// Returns the engine of the vendor's runtime, or nullptr if no runtime is found. If the process has loaded a library whose name
+// is in `sonames`, that library is the runtime. Otherwise, this function looks for the runtime next to this library, and then
+// lets the loader search for it.
 Engine* find_engine(std::initializer_list<const char*> sonames, const void* inside_this_library);
 
 }  // namespace fake

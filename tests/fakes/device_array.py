@@ -367,10 +367,7 @@ class DeviceArray:
         return 2, self.device
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
-        """Return a capsule. Make `stream`, the consumer's stream, wait for the current stream.
-
-        If `stream` is -1, no stream waits.
-        """
+        """Return a capsule. Make `stream`, the consumer's stream, wait for the current stream, unless it is -1."""
         if not runtime().interface:
             raise BufferError("an array of an Ascend device has no DLPack device here")
         if copy or (dl_device and tuple(dl_device) != self.__dlpack_device__()):

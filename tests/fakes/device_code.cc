@@ -1,5 +1,5 @@
 // Compiles the kernels of csrc/cuda for the host. The stand-in for the driver runs them (see kernels.h). The stand-in itself
-// contains no tested code, so kernels.py builds a separate library from this file.
+// must not contain the code under test, so kernels.py builds a separate library from this file.
 #include <iterator>
 #include <string_view>
 

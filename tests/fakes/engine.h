@@ -70,8 +70,8 @@ class Engine {
   virtual int current() const = 0;
   virtual void set_current(int device) = 0;
 
-  // Returns the address of new memory, or 0 if no memory is left. The memory does not contain zeros. The host can read and write
-  // it only if it is managed.
+  // Returns the address of new memory, or 0 if no memory is left. The memory begins with junk instead of zeros. The host can read
+  // and write it only if it is managed.
   virtual Address allocate(int device, size_t bytes, bool managed = false) = 0;
   virtual bool release(Address address) = 0;
   // Returns the buffer that begins at this address. The address need not be the start of an allocation.

@@ -34,8 +34,8 @@ enum class What : int {
   reduce,
 };
 
-// Describes one collective. `count` is the number of elements. If the array has a part for each rank, `count` is the number of
-// elements in one part.
+// Describes one collective. `count` is the number of elements in the array or, if the array has a part for each rank, in one
+// part.
 struct Wish {
   What what;
   const void* send;

@@ -147,7 +147,7 @@ def register() -> None:
     for mine in (memory, new, packed, assign, on_host, from_host):
         setattr(real, mine.__name__, _either(mine, getattr(real, mine.__name__)))
 
-    # In these functions, PyTorch computes at once on the host, so the device must have finished its work before.
+    # In these functions, PyTorch computes on the host immediately, so the device must have finished its work before.
     for name in ("scale", "_widen", "_narrow"):
         setattr(DeviceBucket, name, _settled(getattr(DeviceBucket, name), before=True))
     Autograd._copy_out = _settled(Autograd._copy_out, before=True)  # type: ignore[method-assign]

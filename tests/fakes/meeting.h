@@ -67,8 +67,8 @@ class Meeting {
   Meeting(const Meeting&) = delete;
   Meeting& operator=(const Meeting&) = delete;
 
-  // Waits until all ranks have joined, and returns true. Then cards() returns the cards of all ranks. Returns false if the wait
-  // was stopped.
+  // Waits until all ranks have joined. From then on, cards() returns the cards of all ranks. Returns false if the wait was
+  // stopped, otherwise true.
   bool join(const Card& card, const Watch& watch);
   std::vector<Card> cards() const;
 

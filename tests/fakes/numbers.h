@@ -61,7 +61,7 @@ struct Small {
     const double size = std::fabs(static_cast<double>(value));
     const unsigned largest = infinite ? (static_cast<unsigned>(top - 1) << mantissa_bits) | ones
                                       : (static_cast<unsigned>(top) << mantissa_bits) | (ones - 1);
-    // Values beyond the largest number become infinite. If the type has no infinity, they become the largest number.
+    // Values beyond the largest number become infinite or, if the type has no infinity, the largest number.
     const Bits beyond = static_cast<Bits>(infinite ? static_cast<unsigned>(top) << mantissa_bits : largest);
     if (std::isinf(value)) return {static_cast<Bits>(sign | beyond)};
     if (size == 0) return {sign};

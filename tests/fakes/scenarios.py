@@ -257,7 +257,7 @@ def managed(r: Rank):
 
 @scenario
 def mismatches(r: Rank):
-    """Let rank 1's call differ in one way after another. All ranks hang until they abort. Then the stream continues."""
+    """Let rank 1's call differ in one respect at a time. All ranks hang until they abort. Then the stream continues."""
     f32, f64 = np.float32, np.float64
     me, odd = r.nccl, r.rank == 1
     cases = {

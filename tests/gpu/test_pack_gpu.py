@@ -90,7 +90,7 @@ def floats(sizes: Sequence[int]) -> list[Array]:
 
 
 def same(got: Array, expected: Array) -> bool:
-    """Return whether the bits are the same; any NaN equals any other."""
+    """Return whether the bits are the same. All NaNs count as equal."""
     a, b = (x.astype(np.float64) for x in (got, expected))
     bits = f"u{got.itemsize}"
     return bool(((got.view(bits) == expected.view(bits)) | (np.isnan(a) & np.isnan(b))).all())

@@ -2,9 +2,9 @@
 separate processes.
 
 Each peer has two functions, `check` and `start`. `check` runs before anything is measured, and says what to install if
-the peer is missing. Some peers appear twice, with their defaults and with another setting. Two rows are not real peers.
-`private` is mscomm itself on ordinary arrays. `memory` uses NumPy to read and write as many bytes as the collective
-must read and write, without communication.
+the peer is missing. Some peers appear twice, with their defaults and with a different setting. Two rows of PEERS are
+not real peers: `private` is mscomm itself on ordinary arrays, and `memory` uses NumPy to read and write as many bytes
+as the collective must read and write, without communication.
 """
 
 from __future__ import annotations
@@ -425,8 +425,8 @@ def _words_of(case: Case) -> dict[str, Any]:
 def environment_for_mpirun(env: Mapping[str, str]) -> dict[str, str]:
     """Return `env` without the variables of the launcher that started this process.
 
-    OMPI_MCA_* variables are kept, because they are the user's settings. But if an mpirun started this process, these
-    variables may come from that mpirun, so they are left out, too.
+    OMPI_MCA_* variables are the user's settings, so they are kept unless an mpirun started this process. In that case,
+    they may come from that mpirun, so they are left out, too.
     """
     launcher = r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE|HYDRA|HYDI|MPI|MPIR)_"
     inside_mpirun = "OMPI_COMM_WORLD_RANK" in env or "PMIX_RANK" in env

@@ -53,7 +53,7 @@ class Plan(NamedTuple):
         return Case(COLLECTIVES[self.collective], dtype_of(self.dtype), self.op, self.root, ranks, rank)
 
     def counts(self, case: Case) -> list[int]:
-        """Return, for each size, the number of elements in a part. Leave out duplicate numbers."""
+        """Return the number of elements in a part for each size. Leave out duplicate numbers."""
         return list(dict.fromkeys(case.count(size) for size in self.sizes))
 
     def calls(self, us: float) -> tuple[int, int]:

@@ -15,7 +15,9 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 PERIOD = 127  # a prime number, so that the check notices data that is misplaced by a power of two
-POISON = 127  # the value in `out` before a call; except for bool, only reductions can write this value
+# The value in `out` before a call, by which the check finds elements that the call has not written. A correct result
+# can contain this value only if the call reduces or the dtype is bool.
+POISON = 127
 
 
 class Collective(NamedTuple):

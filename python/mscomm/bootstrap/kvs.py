@@ -42,8 +42,8 @@ class Names(NamedTuple):
 class Store(NamedTuple):
     """One entry of the launcher's key-value store. Rank 0 calls `publish`, and the other ranks call `fetch`.
 
-    Both functions give up at the deadline. The store of by_hand.py is an exception, because it calls an MPI
-    communicator's Bcast, which has no timeout.
+    Both functions give up at the deadline, except in the store of by_hand.py. That store calls an MPI communicator's
+    Bcast, which has no timeout.
     """
 
     publish: Callable[[str, Deadline], object]

@@ -36,7 +36,8 @@ _SAYS_WAITING_AFTER_S = 10.0
 _LAST_JOB_S = 5.0  # how long rank 0 retries if the address is taken; the hub of the previous job may still hold it
 _HIGH_PORTS = range(61440, 1 << 16)  # above Linux's ephemeral ports, 32768 to 60999
 _TELL_S = 2.0  # how long to keep trying to reach the hub at a taken address; that hub may not be listening yet
-_SILENCES = 3  # fail after this many connections that are closed without an answer; a previous job's hub may close one
+# Fail after this many connections that were closed without an answer. The hub of a previous job may close one of them.
+_SILENCES = 3
 
 
 class Spot(NamedTuple):
@@ -130,8 +131,8 @@ def reach(
     Retry until the deadline, because the listener may start after us. At the deadline, raise BackendUnavailable with
     the message "<absent> within 3 s: <problems>. <advice>".
 
-    If there is only one target, do not retry after an Error from `key_at` or from the hello: raise it. But if the
-    listener closes the connection without an answer, try again until this has happened _SILENCES times.
+    If there is only one target, raise an Error from `key_at` or from the hello at once, except if the listener closed
+    the connection without an answer. In that case, retry until this has happened _SILENCES times.
     """
     started, pause_s, said, silences = time.monotonic(), _RETRY_S[0], False, 0
     heard: dict[links.Address, str] = {}  # for each target, why the most recent hello failed

@@ -167,7 +167,7 @@ def _save(path: Path, pieces: Iterable[bytes]) -> None:
 
 
 def _put(partial: Path, folder: Path) -> bool | None:
-    """Rename `partial` to `folder`. Return False if `folder` already has the same files, None if it has other files."""
+    """Rename `partial` to `folder`. Return False if `folder` already has the same files, None if its files differ."""
     try:
         partial.rename(folder)  # this also replaces an empty folder
     except OSError:

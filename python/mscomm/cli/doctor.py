@@ -195,7 +195,8 @@ def backends(env: Mapping[str, str], verbose: bool) -> Iterator[Finding]:
 
         for name in accelerators.NAMES:
             found = accelerator(name)
-            named = any(env.get(variable) for variable in _LIBRARIES[name])  # the user chose a library: show its error
+            # Whether the user chose a library. If so, show its error.
+            named = any(env.get(variable) for variable in _LIBRARIES[name])
             if found.startswith("cannot open ") and not (verbose or named):
                 found = "not installed (mscomm doctor -v shows where mscomm looked)"
             yield Finding(name, found)

@@ -117,7 +117,7 @@ def make_command(
 
 
 def _dealt(device_ips: Sequence[str], servers: int, devices: list[int]) -> list[dict[int, str]]:
-    """Return a dict from device number to address for each server.
+    """For each server, return a dict from device number to address.
 
     device_ips: the addresses of all devices, first on the first server, then on the second server, and so on.
     """

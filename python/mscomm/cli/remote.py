@@ -1,4 +1,4 @@
-"""`mscomm run --hosts`: this host runs the hub, and ssh starts a launcher on each other host.
+"""`mscomm run --hosts`: this host runs the hub, and ssh starts a launcher on every other host.
 
 This host sends everything that such a launcher needs through ssh's stdin. So the job's key is never on a command line
 or in an environment. After that, each byte on stdin is the number of a signal for the launcher's ranks. When stdin is
@@ -135,7 +135,7 @@ def _is_here(name: str) -> bool:
 
 
 class Hosts(Node0):
-    """Runs this host's ranks and the hub, as node 0 does. Also runs one ssh process for each other host."""
+    """Runs this host's ranks and the hub, as node 0 does. Also runs one ssh process for every other host."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class Hosts(Node0):
 
 
 class _Agent:
-    """The ssh process for one other host. told: whether the end of this process has been noticed and handled."""
+    """The ssh process for one of the other hosts. told: whether the end of this process was noticed and handled."""
 
     def __init__(self, ssh: Sequence[str], share: Share, task: Mapping[str, Any]) -> None:
         body = msgpack.packb(dict(task))

@@ -221,7 +221,7 @@ def _end(records: list[Record]) -> Iterator[str]:
 
 
 def lateness(records: list[Record]) -> list[Late]:
-    """Return, for each call, the rank that arrived last.
+    """Return the rank that arrived last in each call.
 
     Leave out a call if only one record contains it, or if a rank that has a record of the group did not reach it.
     """

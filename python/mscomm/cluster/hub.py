@@ -55,10 +55,11 @@ class _Group:
 class Hub:
     """The hub of one job of `size` ranks. Pass it sockets with listen() or adopt(), then call serve() in a thread.
 
-    `ranks_known`: each process says which rank it is; otherwise the hub assigns ranks (plan.assign_ranks). `watched`: a
-    launcher calls process_ended() for each rank. `restarts`: lost ranks may be restarted; if a launcher reports the end
-    of a process, it also says whether it restarts the rank. `named`: the job id, which every hello must contain
-    (links.job_of). `log`: a function that writes a short line to the log; it must not raise an error.
+    `ranks_known`: whether each process says which rank it is; if not, the hub assigns ranks (plan.assign_ranks).
+    `watched`: whether a launcher calls process_ended() for each rank. `restarts`: whether lost ranks may be restarted;
+    if so, a launcher that reports the end of a process also says whether it restarts the rank. `named`: the job id,
+    which every hello must contain (links.job_of). `log`: a function that writes a short line to the log; it must not
+    raise an error.
 
     `nodes` and `layout`: see Launchers. `tell`: a function that writes a line for a user who is waiting.
     """
@@ -139,7 +140,7 @@ class Hub:
     def adopt(self, sock: socket.socket, rank: int) -> None:
         """Take over our end of a socket pair. The rank inherits the other end. Any thread may call this.
 
-        Such a link begins with the key, which the hub sends, instead of a hello.
+        Such a link does not begin with a hello, but with the key, which the hub sends.
         """
         require_same_user(sock)
         self._order(lambda: self._board.write(self._board.add(Link(sock, rank, adopted=True)), self._key))
@@ -151,15 +152,15 @@ class Hub:
     def process_ended(self, rank: int, how: str, *, badly: bool = False, again: bool = False) -> None:
         """Tell the hub that the rank's process has ended. The launcher calls this, from any thread.
 
-        how: for example "killed by SIGKILL" or "exit code 1". badly: the process failed. again: the launcher restarts
-        the rank after this call.
+        how: for example "killed by SIGKILL" or "exit code 1". badly: whether the process failed. again: whether the
+        launcher restarts the rank after this call.
         """
         self._order(lambda: self._process_ended(rank, how, badly, again))
 
     def stopped_here(self, ranks: Sequence[int]) -> None:
-        """Tell the hub which ranks are left on this host if all of them are stopped. Any thread may call this.
+        """Tell the hub whether all ranks that are left on this host are stopped (SIGSTOP). Any thread may call this.
 
-        If one of them runs, `ranks` is empty.
+        ranks: the ranks that are left, if all of them are stopped; otherwise empty.
         """
         if ranks != self._stopped_here:
             self._stopped_here = ranks
@@ -271,7 +272,8 @@ class Hub:
                 if group is self._world:
                     self._answer(self._meetings.look())  # meetings with lost ranks were waiting for this verdict
         if self._aborted and not self._abort_announced:
-            self._abort_announced = True  # last, because groups that failed earlier got their own verdicts above
+            # This broadcast comes last, because groups that failed earlier must first get their own verdicts, above.
+            self._abort_announced = True
             self._broadcast({"t": "verdict", "group": "", **self._aborted.fields()}, self._world.ranks)
         if self.over is None and (end := self._end()):
             self._give_up(end)
@@ -308,9 +310,10 @@ class Hub:
         return verdict if verdict and verdict.kind == "PeerLost" and not self._restarts else None
 
     def _explained(self, verdict: Error, group: _Group) -> Error:
-        """Return the verdict. If a rank may have left this group because another group failed, add that failure.
+        """Return the verdict to announce. It differs from `verdict` if a rank left this group because of a failure.
 
-        If a rank left this group to wait for the next epoch, return the world's verdict instead of this group's.
+        If the rank may have left because another group failed, add that failure. If the rank left to wait for the next
+        epoch, return the world's verdict instead of this group's.
         """
         if verdict.kind != "PeerLost":
             return verdict
@@ -373,7 +376,7 @@ class Hub:
         for group in self._groups_of(rank):
             group.judge.process_ended(rank, how, badly, time.monotonic())
         for link in links:
-            self._board.end(link, "")  # now, because a child of the rank may hold the socket open
+            self._board.end(link, "")  # do not wait for EOF, because a child of the rank may hold the socket open
         if member is None and not again and not self._restarts and not self._welcomed:
             self._lost(rank, f"rank {rank}", "ended before it joined")
         if self._restarts:
@@ -568,7 +571,7 @@ class Hub:
         self._answer(self._meetings.look())  # other ranks may be waiting for this rank in a meeting
 
     def _on_unrejoin(self, link: Link, seconds: float) -> None:
-        """A rank stops waiting for the next epoch, at its timeout or by a signal. Do nothing if the epoch has begun."""
+        """A rank stops waiting for the next epoch, after a timeout or a signal. Do nothing if the epoch has begun."""
         if not link.waits:
             return
         _, absent = self._rejoining()

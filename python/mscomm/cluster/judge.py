@@ -16,7 +16,8 @@ BELIEVED_AFTER_S = 0.2  # how long the judge waits for a report from the rank th
 ANSWERS_WITHIN_S = 0.3  # how long the ranks may take to answer "where are you"
 REASON_WITHIN_S = 0.5  # how long the launcher may take to say how a process ended
 RESTARTED_WITHIN_S = 0.1  # replaces REASON_WITHIN_S if ranks are restarted, because survivors wait for the verdict
-ASKED_EVERY_S = 1.0  # the minimum time between two comparisons of one call; every rank that is stuck in it asks for one
+# The minimum time between two comparisons of one call. Every rank that is stuck in the call asks for a comparison.
+ASKED_EVERY_S = 1.0
 _CALLS_KEPT = 16
 
 
@@ -49,7 +50,7 @@ class Judge:
     """Receives events and reaches at most one verdict.
 
     `name(rank)`: the name of the rank in messages. `members()`: the ranks that can be asked. `group`: the name of the
-    group. `watched`: a launcher reports how processes end. `restarts`: lost ranks may be restarted.
+    group. `watched`: whether a launcher reports how processes end. `restarts`: whether lost ranks may be restarted.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class Judge:
         restarts: bool = False,
     ) -> None:
         self.verdict: Error | None = None  # the first cause, which every rank of the group raises
-        # The hub must now ask all ranks where they are, and which call with this number they made.
+        # The number of a call, if the hub must now ask all ranks where they are and which call with this number they
+        # made. The hub resets it to None.
         self.ask: int | None = None
         self._name = name
         self._members = members
@@ -78,7 +80,7 @@ class Judge:
         self._symptoms: list[_Symptom] = []
         self._question: _Question | None = None
         self._progress: dict[int, Progress] = {}
-        # Has one entry: the number of the call that compare() asked about last, and when it asked.
+        # At most one entry: the number of the call that compare() asked about last, and when it asked.
         self._asked_at: dict[int, float] = {}
         self._calls: dict[int, dict[int, str]] = {}  # for a few call numbers, the call that each rank made
 
@@ -154,8 +156,8 @@ class Judge:
     def _differ(self, error: Error, number: int, now: float) -> None:
         """Ranks have made different calls with this number, so ask all ranks for their calls.
 
-        Do nothing if they have been asked, or if a rank was lost before. The difference also explains a timeout that
-        was reported before.
+        Do nothing if they have been asked, or if a rank was lost before. If a timeout was reported before, this
+        question replaces the question about the timeout, because the difference also explains the timeout.
         """
         if not self._difference() and not self._gone:
             unknown = set(self._members()) - self._calls.get(number, {}).keys()
@@ -170,7 +172,7 @@ class Judge:
         self.look(now)
 
     def left(self, rank: int, number: int, now: float, destroyed: bool = False) -> None:
-        """A rank has left the job after call `number`. destroyed: it has left only this group, not the job."""
+        """A rank has left the job after call `number`. destroyed: whether it has left only this group."""
         self._left[rank] = number
         if destroyed:
             self._destroyed.add(rank)

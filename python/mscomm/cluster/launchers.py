@@ -24,8 +24,8 @@ class State(NamedTuple):
     """What every launcher of a job must know.
 
     `over`: the reason why the job cannot continue, or None if it can. If it cannot, launchers must end their ranks.
-    `goes_on`: ranks continue without the lost ranks (mscomm.shrink), or wait to do so. `only_stopped`: some ranks have
-    ended, and all others are stopped (SIGSTOP).
+    `goes_on`: whether ranks continue without the lost ranks (mscomm.shrink), or wait to do so. `only_stopped`: whether
+    some ranks have ended and all others are stopped (SIGSTOP).
     """
 
     over: Error | None = None
@@ -95,7 +95,7 @@ class Launchers:
         return [(name, ranks) for name, ranks in self._nodes.items() if ranks[0] not in self.attended]
 
     def stopped(self) -> set[int]:
-        """Return the ranks that are left on other hosts, for each host on which all of them are stopped."""
+        """Return the ranks that are left on other hosts, except on hosts where one of them is not stopped."""
         return {rank for launcher in self._board.lines for rank in launcher.stopped}
 
     def dismiss(self) -> None:

@@ -102,8 +102,8 @@ def _limit_silence(sock: socket.socket, limited: bool = True) -> None:
     """Limit how long the other host of a TCP link may leave our data unacknowledged, or lift this limit.
 
     The limit is MS_NODE_TIMEOUT. It is for links to the hub, and for the hello. After the hello, links between ranks
-    must not have it, and use Stream::check_silence instead. The limit would also end a link to a healthy rank that has
-    not read for that long, for example because it is computing when data for the next call arrives.
+    must not have the limit, because it would also end a link to a healthy rank that has not read for that long, for
+    example because it is computing when data for the next call arrives. These links use Stream::check_silence instead.
     """
     if _is_tcp(sock):
         milliseconds = math.ceil(node_timeout_s() * 1000) if limited else 0  # 0: no limit
@@ -226,11 +226,11 @@ class Door:
     """The listeners of one selector loop, and the connections to them whose hello is still in progress.
 
     `enter(sock, peer, purpose)` is called for each connection whose hello succeeds. `turned_away(address, why,
-    unproven)` is called for each connection that is dropped during its hello. unproven: the peer speaks mscomm's
-    protocol but has another key. A connection is dropped if it sends garbage, has the wrong key, or is too slow. At
-    most 64 hellos, or twice the number of `ranks` if that is more, can be in progress at the same time. If another
-    connection arrives, the connection with the oldest hello is dropped. The data of each selector key is a function to
-    call when the socket is ready.
+    unproven)` is called for each connection that is dropped during its hello. unproven: whether the peer speaks
+    mscomm's protocol but has a different key. A connection is dropped if it sends garbage, has the wrong key, or is too
+    slow. At most 64 hellos, or twice the number of `ranks` if that is more, can be in progress at the same time. If
+    another connection arrives, the connection with the oldest hello is dropped. The data of each selector key is a
+    function to call when the socket is ready.
     """
 
     def __init__(

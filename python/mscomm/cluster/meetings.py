@@ -30,7 +30,7 @@ class _Meeting:
     def __init__(self, name: str, ranks: list[int], survivors: bool) -> None:
         self.name = name
         self.ranks = ranks
-        self.survivors = survivors  # the meeting does not wait for lost ranks
+        self.survivors = survivors  # whether the meeting waits only for ranks that are not lost
         self.facts: dict[int, Frame] = {}
         self.refused: Error | None = None  # why a rank refused to meet
         self.told: set[int] = set()  # ranks that know about the refusal; the others are told when they arrive
@@ -58,10 +58,11 @@ class Meetings:
         self._name = name
         self._judge = judge
         self._open: dict[str, _Meeting] = {}
-        self._shrunk: list[list[int]] = []  # for each meeting of survivors, the ranks that met, until one is lost
+        # The ranks that met in each meeting of survivors. An entry is removed when one of its ranks is lost.
+        self._shrunk: list[list[int]] = []
 
     def come(self, rank: int, key: str, name: str, ranks: list[int], facts: Frame, survivors: bool) -> Iterable[Answer]:
-        """Handle the arrival of a rank at the meeting. survivors: the meeting does not wait for lost ranks."""
+        """Handle the arrival of a rank at the meeting. survivors: whether to wait only for ranks that are not lost."""
         meeting = self._open.get(key)
         if meeting is not None and meeting.refused is not None and rank not in meeting.told:
             self._tell(key, {rank})

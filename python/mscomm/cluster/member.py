@@ -58,7 +58,7 @@ class Met(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """The ranks for which this rank waits, as far as the hub has said. tells: this rank must tell the user."""
+    """The ranks for which this rank waits, as far as the hub has said. tells: whether this rank must tell the user."""
 
     words: str = "the other ranks"
     ranks: Sequence[int] = ()
@@ -96,7 +96,7 @@ class Member:
         self._attending: list[str] = []  # the names of the meetings in which this rank waits
         self._refused: str | None = None  # the key of the latest meeting that the hub refused
         self._failure: Error | None = None  # a failure of the whole link: the hub has refused us or is gone
-        self._verdicts: dict[str, Error] = {}  # for each group; "": all groups of this epoch, even later ones
+        self._verdicts: dict[str, Error] = {}  # by group; "" stands for all groups of this epoch, even later ones
         self._ended: str | None = None  # why the link has ended; None if it has not
         self._departed: list[int] = []
         self._closed: dict[str, list[int]] = {}  # for each group in set-up, the ranks that have destroyed it
@@ -183,8 +183,8 @@ class Member:
     ) -> Met:
         """Wait until all these ranks have sent the same key. Return the ranks that met, and their facts.
 
-        name: the name of the meeting in messages. founds: the meeting founds a group, and key is the group's id.
-        survivors: do not wait for lost ranks.
+        name: the name of the meeting in messages. founds: whether the meeting founds a group; key is then the group's
+        id. survivors: whether to wait only for ranks that are not lost.
 
         Raise Mismatch if the ranks give different lists of ranks, PeerLost if a rank is lost, and Aborted if a rank
         gives up. Raise CollectiveTimeout at the deadline.

@@ -16,7 +16,7 @@ class Link(Line):
 
     def __init__(self, sock: socket.socket, rank: int | None, adopted: bool) -> None:
         super().__init__(sock)
-        self.adopted = adopted  # the rank inherited the other end of a socket pair
+        self.adopted = adopted  # whether the rank inherited the other end of a socket pair
         self.rank = rank  # None if not known yet
         self.seat = -1  # the position of the process in the order of joining; -1 if it has not joined
         self.since = 0.0  # when the process joined, in time.monotonic() seconds

@@ -175,7 +175,7 @@ class KeyFile:
 
 
 def remove_stale(killed: bytes = b"") -> None:
-    """Remove the user's key files in TMPDIR whose processes have been killed: no process holds their lock.
+    """Remove the user's key files in TMPDIR that no process has locked: their processes have been killed.
 
     killed: the key of a process that has perhaps just been killed. Wait for the lock of its file: the kernel may close
     the connections of a killed process before it frees the locks.

@@ -48,9 +48,10 @@ class WaitNotices:
         self._turned_away = ""
 
     def turned_away(self, address: str, why: str, unproven: bool) -> None:
-        """Note a refused connection. unproven: the peer has another key, so tell the user without waiting for look().
+        """Note a refused connection.
 
-        Tell the user about such peers at most once in _UNPROVEN_EVERY_S.
+        unproven: whether the peer has another key. If so, tell the user now instead of in look(), but at most once in
+        _UNPROVEN_EVERY_S.
         """
         self._turned_away = f"a connection from {address} was turned away: {why}"
         if not unproven:

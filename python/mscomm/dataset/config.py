@@ -42,7 +42,7 @@ def get_prefetch_size() -> int:
 
 
 def whole(function: str, argument: str, value: object, low: int | None = None, high: int | None = None) -> int:
-    """Return the value as an int. Raise TypeError if it is no integer, and ValueError unless low <= value <= high."""
+    """Return the value as an int. Raise TypeError if it is not an integer, ValueError unless low <= value <= high."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{function}: {argument} is a {type(value).__name__}; expected an int")
     number = operator.index(value)

@@ -68,7 +68,7 @@ class Turn(NamedTuple):
 
     seed: int
     number: int = 0
-    gates: Mapping[int, Gate] = {}  # the gate of each step, keyed by the step's place; empty if there is one thread
+    gates: Mapping[int, Gate] = {}  # the gates of the steps that need one, keyed by the steps' places
 
     def at(self, place: int) -> AbstractContextManager[None]:
         """Return a context in which the step at this place works on the batch. On entry, the context waits until the

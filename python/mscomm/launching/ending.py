@@ -11,7 +11,8 @@ from mscomm.errors import Error
 from mscomm.launching.tracebacks import LastWords, numbers
 
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
-_OF_ONE_RANK = ("PeerLost", "Aborted")  # verdicts that name one rank; the message says how this rank ended
+# Verdicts about one rank. With these verdicts, the message of failed() is about the end of the rank that failed first.
+_OF_ONE_RANK = ("PeerLost", "Aborted")
 
 
 class End(NamedTuple):

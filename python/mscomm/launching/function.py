@@ -53,8 +53,8 @@ def launch(function: Callable[..., Any], n: int, *args: Any, timeout: float | ti
     launch() raises an Error with its text. If the rank ended without an exception, launch() raises the first failure of
     the job, or PeerLost if the job has reported none. After the timeout, launch() raises CollectiveTimeout, whose
     waiting_for holds the ranks that had not returned. The __cause__ of each of these errors contains the tracebacks of
-    all ranks as text; its `.rank` is the first rank that failed. In all these cases, and after KeyboardInterrupt, the
-    remaining ranks are terminated.
+    all ranks as text. Its `.rank` is the rank that failed first or, after the timeout, the lowest rank that had not
+    returned. In all these cases, and after KeyboardInterrupt, the remaining ranks are terminated.
 
     Raise TypeError if function or args cannot be pickled, ValueError if n < 1, and BrokenPipeError if the ranks print
     something while sys.stdout or sys.stderr is closed.
@@ -93,7 +93,10 @@ def launch(function: Callable[..., Any], n: int, *args: Any, timeout: float | ti
 
 
 class RankTraceback(Exception):
-    """The __cause__ of an error from launch(): the ranks' tracebacks as text. `rank`: the rank that failed first."""
+    """The __cause__ of an error from launch(): the ranks' tracebacks as text.
+
+    rank: the rank that failed first or, after the timeout, the lowest rank that had not returned.
+    """
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(rank, text)

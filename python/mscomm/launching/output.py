@@ -153,7 +153,7 @@ class Stream:
     def __init__(self, pipe: IO[bytes], rank: int, output: Output, log: Log | None, hold: Hold, prompts: bool) -> None:
         """hold: a function that takes the next lines, and returns the lines to show now.
 
-        prompts: show unfinished lines as prompts.
+        prompts: whether to show unfinished lines as prompts.
         """
         os.set_blocking(pipe.fileno(), False)
         self.pipe = pipe

@@ -68,7 +68,7 @@ class Part(Protocol):
         return
 
     def ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
-        """Report that a rank of this host has ended. again: the launcher restarts the rank after this call."""
+        """Report that a rank of this host has ended. again: whether the launcher restarts the rank after this call."""
 
     def can_restart(self) -> bool:
         """Return whether a rank that is restarted now can take part in the job."""
@@ -83,7 +83,7 @@ class Part(Protocol):
         """Return whether ranks continue without the lost ranks (shrink), or wait to do so. If so, do not end them."""
 
     def stopped(self, ranks: list[int]) -> None:
-        """Report the ranks of this host that have not ended, if all of them are stopped; otherwise an empty list."""
+        """If all ranks of this host that have not ended are stopped, report them. Otherwise, report an empty list."""
 
     def only_stopped(self) -> bool:
         """Return whether some ranks of the job have ended, and all others are stopped (SIGSTOP)."""
@@ -91,7 +91,7 @@ class Part(Protocol):
     def needed(self, well: bool) -> bool:
         """Return whether other hosts still need this launcher after its own ranks have ended.
 
-        well: all ranks of this launcher ended without failure.
+        well: whether all ranks of this launcher ended without failure.
         """
         return False
 
@@ -173,7 +173,7 @@ class Node0(_WithHub):
         self._layout = layout(self.nodes, self.each)
         self._keys: list[socket.socket] = []  # our ends of the socket pairs from which the ranks read the key
         self._local: set[int] = set()  # the ranks of this host
-        self._job_began: bool | None = None  # whether a local rank called init(); None until all of them have ended
+        self._job_began: bool | None = None  # whether a local rank called init(); None until all local ranks have ended
 
     def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
         try:

@@ -35,7 +35,7 @@ FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 PIPE_CLOSED = 128 + signal.SIGPIPE  # our exit status when nobody reads our output any more
 _LOOK_S = 0.05  # how often to look for ranks that ended, if this process cannot handle SIGCHLD
 _NOBODY_READ = f"nobody read {{}} for {STALLED_S:g} s"
-KILL_AT_SIGNAL = 3  # the signal with this number and all later ones, such as a third Ctrl-C, kill the ranks at once
+KILL_AT_SIGNAL = 3  # the third signal, such as a third Ctrl-C, and all later signals kill the ranks at once
 
 
 _PR_SET_PDEATHSIG = 1
@@ -79,7 +79,8 @@ class Launch:
         self._must_end = False  # whether something other than a failure ends the ranks
         self._ending = False
         self._steps: list[tuple[float, signal.Signals]] = []  # when to send which signal to the running ranks
-        self._sent_s = float("inf")  # seconds from the start to our first signal; ranks may end later because of it
+        # The seconds from the start to our first signal. If a rank ends later, the signal may be the reason.
+        self._sent_s = float("inf")
         self._look_s = self.part.look_s
         self._selector = selectors.DefaultSelector()
         self._streams = Streams(self._selector)
@@ -381,7 +382,7 @@ class Launch:
         return min(failed, key=lambda end: self._order(end, named), default=None)
 
     def _words(self) -> dict[int, LastWords]:
-        """Return, for each rank that an exception ended, this exception."""
+        """Return the exceptions that ended ranks, keyed by rank."""
         by_exception = [end for end in self._ends.values() if end.code in (PYTHONS_STATUS, -signal.SIGINT)]
         found = {end.rank: self._tracebacks.of(end.rank, self._started + end.after_s) for end in by_exception}
         return {rank: words for rank, words in found.items() if words}

@@ -14,8 +14,9 @@ from typing import NamedTuple
 from mscomm.launching.output import Output
 from mscomm.tracebacks import innermost
 
-HOLD_S = 1.0  # how long to hold lines if no rank has failed; a program that continues must not wait long for its output
-RECENT_S = 10.0  # if a rank ends with PYTHONS_STATUS this soon after a traceback, the exception in it ended the rank
+# How long to hold lines if no rank has failed. If the program continues, its output must not be delayed for long.
+HOLD_S = 1.0
+RECENT_S = 10.0  # if a rank ends with PYTHONS_STATUS this soon after a traceback, the traceback's exception ended it
 PYTHONS_STATUS = 1  # Python's exit status for a program that ends by an exception
 _MOST_BYTES = 256 << 10  # if more is held for one rank, all held lines are shown
 _FIRST_LINE = re.compile(
@@ -23,7 +24,8 @@ _FIRST_LINE = re.compile(
     rb'|  File ".+", line \d+$'  # a script that cannot be compiled
     rb"|Exception ignored |Error in sys\.excepthook:"
 )
-_NOT_THE_END = (b"Exception ignored ", b"Error in sys.excepthook:")  # the exception after these did not end the program
+# Lines that introduce an exception that did not end the program.
+_NOT_THE_END = (b"Exception ignored ", b"Error in sys.excepthook:")
 _BETWEEN = re.compile(
     rb"\s*$|During handling of the above exception|The above exception was the direct cause|Original exception was:"
 )
@@ -62,7 +64,7 @@ class Tracebacks:
         self._interrupted = False  # whether Ctrl-C was received; if so, the tracebacks that it causes are left out
 
     def take(self, rank: int, lines: list[bytes]) -> list[bytes]:
-        """Take a rank's next lines. Hold the lines from a traceback on, and return the lines to show now."""
+        """Take a rank's next lines. Hold all lines from the start of a traceback on. Return the lines to show now."""
         now: list[bytes] = []
         for line in lines:
             held = self._held.get(rank)

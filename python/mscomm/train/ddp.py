@@ -113,7 +113,8 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass."""
-        again = torch._C._current_graph_task_id() != -1  # inside a backward pass: checkpointing recomputes layers
+        # Whether this runs inside a backward pass, in which torch.utils.checkpoint recomputes layers.
+        again = torch._C._current_graph_task_id() != -1
         if not again:
             self._autograd.check_before_forward()
         if torch.is_grad_enabled() and self._syncing:
@@ -163,7 +164,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
 
         At the end, all ranks receive the parameters of the last rank. This is the rank that ran out of batches last, or
         the highest such rank if there are several. With broadcast_buffers, all ranks also receive the last rank's
-        buffers. sync: other objects whose state all ranks receive from the last rank, such as [optimizer, scheduler].
+        buffers. sync: further objects whose state all ranks receive from the last rank, such as [optimizer, scheduler].
         Without sync, a rank that ran out early keeps the older state of these objects. divide_by_initial_world_size: if
         True, the mean is taken over all ranks; if False, over the ranks that still have batches. enable: if False,
         join() does nothing. throw_on_early_termination: if True, all ranks raise RuntimeError as soon as one rank has

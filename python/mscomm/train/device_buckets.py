@@ -1,9 +1,9 @@
 """Fusion buckets in device memory. The buckets are arrays of the parameters' array library.
 
-If csrc/cuda has a kernel for the dtypes, one kernel launch copies the gradients that lie outside their bucket into the
-bucket, casts them and applies error feedback. Otherwise, the gradients are copied first, and the array library then
-casts them and applies error feedback. All work is enqueued on the library's current stream. No function in this file
-waits for the device.
+If csrc/cuda has a kernel for the gradients' dtype and the dtype that is sent, one kernel launch copies the gradients
+that lie outside their bucket into the bucket, casts them and applies error feedback. Otherwise, the gradients are
+copied first, and the array library then casts them and applies error feedback. All work is enqueued on the library's
+current stream. No function in this file waits for the device.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class DeviceBucket(Bucket):
         return self._made[-1], memory
 
     def _stream(self) -> int:
-        """Return the current stream. If the bucket has not used this stream before, tell the array library about it.
-        Otherwise, a library that allocated the memory on another stream might reuse the memory too early."""
+        """Return the current stream. When the bucket uses a stream for the first time, tell the array library, because
+        a library that allocated the memory on a different stream might otherwise reuse the memory too early."""
         stream = self.memory.current()
         if stream not in self._streams:
             self._streams.add(stream)

@@ -26,10 +26,10 @@ class Epochs:
 
     def __init__(self, dataset: Any, initial_epoch: int, resumed: dict[str, int] | None, first: int) -> None:
         """initial_epoch: the argument of train(). first: the number of the first epoch of this run. resumed: the result
-        of numbers() that is in the resumed checkpoint, {} if an earlier version of mscomm wrote the checkpoint, or None
-        if training does not resume from a checkpoint."""
+        of numbers() in the checkpoint from which training resumes, {} if an earlier version of mscomm wrote this
+        checkpoint, or None if training does not resume from a checkpoint."""
         self._found: dict[str, Any] = {}
-        # For an object whose next epoch number is given by initial_epoch or the checkpoint: this number.
+        # The next epoch numbers that initial_epoch or the checkpoint gives, keyed by the objects' places.
         self._next: dict[str, int] = {}
         self._told: dict[str, int] = {}
         for place in _PLACES:

@@ -55,7 +55,7 @@ class LossMonitor(Callback):
 
 
 class TimeMonitor(Callback):
-    """Prints after each epoch how long the epoch took: `Train epoch time: 1234.567 ms, per step time: 12.346 ms`.
+    """Prints the duration of each epoch at its end: `Train epoch time: 1234.567 ms, per step time: 12.346 ms`.
 
     data_size: the number of steps in an epoch; by default, the dataset's size. data_time: no effect; True prints a
     warning.

@@ -38,8 +38,8 @@ def restore(states: dict[str, Any]) -> None:
 
 
 def _restore_cuda(current: int, generators: list[np.ndarray[Any, Any]]) -> None:
-    """Set the states of the GPUs. This rank may have used a GPU with another number when the states were saved. So the
-    rank's current GPU gets the state of the GPU that the rank used at that time."""
+    """Set the states of the GPUs. This rank may have used a GPU with a different number when the states were saved. So
+    the rank's current GPU gets the state of the GPU that the rank used at that time."""
     import torch
 
     chosen = dict(enumerate(generators[: torch.cuda.device_count()]))

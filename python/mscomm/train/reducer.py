@@ -208,7 +208,7 @@ class GradientReducer:
         raise Aborted.
 
         At the end, all ranks receive the parameters of `last_rank`. This is the rank that ran out of batches last, or
-        the highest such rank if there are several. sync: other objects whose state all ranks receive from last_rank:
+        the highest such rank if there are several. sync: further objects whose state all ranks receive from last_rank:
         optimizers, schedulers, and PyTorch modules with their buffers. All ranks must pass these objects in the same
         order. Raise TypeError if an item does not have state_dict() and load_state_dict(). Without sync, a rank that
         ran out early keeps the older state of its optimizer.

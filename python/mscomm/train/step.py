@@ -32,8 +32,8 @@ class Step:
 
     names, kinds, shapes: the name, the (dtype, number of elements) and the shape of each gradient. op: how the ranks of
     the group combine gradients, "avg" or "sum". make: a function that creates a bucket with a given layout. in_order:
-    True if gradients become ready in the order of names. Otherwise Step assumes the reverse order until the first step
-    has shown in which order rank 0's gradients become ready.
+    whether gradients become ready in the order in which `names` lists them. If not, Step assumes the reverse order
+    until the first step has shown in which order rank 0's gradients become ready.
     """
 
     def __init__(
