@@ -66,10 +66,8 @@ class Aborted(Error):
     """A rank called abort(), or ended with an uncaught exception, which the text quotes. `.ranks` holds that rank."""
 
 
-KINDS: dict[str, type[Error]] = {
-    kind.__name__: kind
-    for kind in (Error, PeerLost, CollectiveTimeout, Mismatch, BackendUnavailable, AuthenticationError, Aborted)
-}
+# The classes of this module, by the names that C++ and other ranks send.
+KINDS = {"Error": Error} | {kind.__name__: kind for kind in Error.__subclasses__()}
 
 
 def make(kind: str, text: str, ranks: Iterable[int] = (), waiting_for: Iterable[int] = ()) -> Error:

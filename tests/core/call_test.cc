@@ -189,6 +189,7 @@ void fingerprints_tell_signatures_apart() {
   with([](Signature& s) { s.op = Op::max; });
   with([](Signature& s) { s.function = Function::all_reduce_many; });
   with([](Signature& s) { s.head = 1; });
+  with([](Signature& s) { s.device = 1; });
   with([](Signature& s) { s.dims = 1; });
   with([](Signature& s) { std::swap(s.shape[0], s.shape[1]); });
   with([](Signature& s) { s.number = s.count, s.count = 7; });
