@@ -25,7 +25,7 @@ class Handle {
  public:
   // For Python subclasses that override all methods.
   Handle() = default;
-  // part: true if the caller of start() calls PreparedCall::result() itself, so that this handle must not call it.
+  // part: true if the caller of start() calls PreparedCall::result() itself; this handle must then not call it.
   Handle(Calls& calls, std::shared_ptr<Started> started, bool part = false);
   Handle(Handle&&) = default;
   ~Handle() { warn_if_unfilled(); }

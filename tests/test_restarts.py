@@ -228,7 +228,8 @@ def test_a_worker_comes_back_under_its_id():
 # -- launchers of other hosts
 
 
-NODES = {"node 1": range(2), "node 2": range(2, 4)}  # the ranks of each of the other hosts
+# The ranks of each host whose launcher connects to the hub. The hub itself is on node 0.
+NODES = {"node 1": range(2), "node 2": range(2, 4)}
 
 
 class Launcher:

@@ -22,9 +22,10 @@ namespace {
 // One half of a staging chunk is for x, and the other half is for results.
 constexpr size_t step_bytes = chunk_bytes / 2;
 // The number of buffers for partial sums, and also the number of buffers for results. Several buffers of each kind are needed,
-// because data of one chunk may still be unsent when the rank works on the next chunks. A buffer with partial sums of chunk k is
-// free in step k+2, when the results of chunk k have arrived from the hosts to which these sums were sent. A buffer with the
-// result of chunk k is free when the partial sums of chunk k+3 have arrived from the hosts to which this result was sent.
+// because data of one chunk may still be unsent when the rank works on the next chunks. A host sends its result of chunk k after
+// it has received our partial sums of this chunk. So the buffer with these sums is free when the results have arrived, in step
+// k+2. A host sends its partial sums of chunk k+3 after it has received our result of chunk k. So the buffer with this result is
+// free when those sums have arrived, in step k+4, and four buffers of each kind are enough.
 constexpr size_t buffers = 4;
 // A message of at most this many bytes is not cut into slices: one rank on each host sends all of it.
 constexpr size_t least_slice_bytes = 4 << 10;

@@ -94,8 +94,8 @@ void VendorBackend::take(std::unique_lock<Turn>& issuing, const Wait& wait) {
 }
 
 // Waits until the library has set up the call. In the first call of each kind, the library may connect to other ranks. These
-// ranks may first have to finish a call of another group, for which this rank may need the device's Turn, too. So the Turn is
-// released during the wait.
+// ranks may first have to finish a call of another group. If this rank takes part in that call, another of its threads needs the
+// device's Turn to enqueue the call. So the Turn is released during the wait.
 void VendorBackend::settle(std::unique_lock<Turn>& issuing, const Wait& wait) {
   auto pause = 20us;
   std::optional<Clock::time_point> asked;

@@ -39,7 +39,7 @@ struct Batch {
 
   constexpr uint64_t cell_of(uint32_t entry) const { return entries[entry].begin >> cell_log2; }
   constexpr uint64_t end_of(uint32_t entry) const { return entries[entry + 1].begin - entries[entry].gap; }
-  // Returns the number of the first piece of this entry's part. For the entry after the last part, this is the total number of
+  // Returns the index of the first piece of this entry's part. For the entry where the last part ends, returns the number of all
   // pieces.
   constexpr uint64_t first_piece(uint32_t entry) const { return cell_of(entry) - cell_of(0) + entry; }
 };

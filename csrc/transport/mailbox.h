@@ -108,7 +108,7 @@ class Transfer : public Message {
   friend class Mailbox;
   char* at(size_t offset) const { return static_cast<char*>(data) + offset; }
 
-  // The mailbox's mutex protects the memory at `data`, and the following fields:
+  // The mailbox's mutex protects the memory at `data` and the fields below. The atomic fields are also read without it.
   bool begun_ = false;  // whether part of the message may be on the link; if so, dropping the transfer ends the link
   uint64_t id_ = 0;     // for a send that has begun: the number of the message on the link to the peer
   uint64_t turn_ = 0;   // for a recv: its place in the order in which recvs were posted

@@ -497,7 +497,7 @@ class Group:
         warn_once(
             f"{function}: the Work was dropped before wait() returned or done() was True, so out does not hold the "
             "result; keep the Work, and call wait()",
-            rank=0,  # makes this rank warn even if it is not rank 0, because only this rank may have dropped its Work
+            rank=0,  # so that any rank warns: perhaps no other rank has dropped its Work
         )
 
     def noted(self, number: int) -> None:

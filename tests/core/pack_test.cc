@@ -302,7 +302,7 @@ void test_error_feedback_adds_up() {
       }
     }
     for (size_t i = 1; i < count; i++) {
-      // Each step adds two floats below 1, so its rounding error is at most half a unit in the last place.
+      // Each step adds two floats below 1. The sum is below 2, so the step's rounding error is at most 2^-24.
       CHECK(std::fabs(sent[i] + residual[i] - given[i]) <= steps * 0x1p-24);
       CHECK(std::fabs(residual[i]) <= 0x1p-8);
     }

@@ -2,8 +2,8 @@
 // events.
 //
 // A vendor's runtime (libcuda.so.1 or libascendcl.so) holds the only engine of the process. The vendor's communication library
-// gets this engine by calling fake_engine(). build.py compiles both libraries with this header and with the same compiler, so the
-// interface between them can be an abstract class of C++.
+// gets this engine by calling fake_engine(). build.py compiles the two libraries of a vendor with this header and with the
+// same compiler, so the interface between them can be an abstract C++ class.
 #pragma once
 
 #include <array>

@@ -16,7 +16,8 @@ BELIEVED_AFTER_S = 0.2  # how long the judge waits for a report from the rank th
 ANSWERS_WITHIN_S = 0.3  # how long the ranks may take to answer "where are you"
 REASON_WITHIN_S = 0.5  # how long the launcher may take to say how a process ended
 RESTARTED_WITHIN_S = 0.1  # replaces REASON_WITHIN_S if ranks are restarted, because survivors wait for the verdict
-# The minimum time between two comparisons of one call. Every rank that is stuck in the call asks for a comparison.
+# The minimum time between two comparisons of what the ranks have called. There is a minimum, because every rank that is
+# stuck in a call asks for a comparison.
 ASKED_EVERY_S = 1.0
 _CALLS_KEPT = 16
 

@@ -61,8 +61,9 @@ class MessageLinks:
     def dialled(self, rank: int, addresses: Any) -> None:
         """Connect to a rank that wants to send to this rank and has asked for a connection. Return at once."""
         peer = self._ranks.index(rank)
-        # The thread that reads the control link calls this. The core must expect the link before this thread reads the
-        # next frame. That frame may say that the sender has left, because a sender may leave right after its message.
+        # The thread that reads the control link calls this. The core must expect the peer's message link before this
+        # thread reads the next control frame. That frame may say that the sender has left, because a sender may leave
+        # right after its message.
         self._core.expect_incoming(peer)
         try:
             threading.Thread(target=self._answer, args=(peer, addresses), name="mscomm-dial", daemon=True).start()

@@ -32,8 +32,8 @@ class Resize(Operation):
     OpenCV, except for the rounding to uint8.
 
     The operation accepts uint8 or float32 images of shape (height, width, channels) or (height, width), and keeps the
-    dtype. Raises TypeError for another dtype, ImportError if Pillow is not installed, and TypeError or ValueError for
-    invalid arguments.
+    dtype. Raises TypeError for another dtype, and TypeError or ValueError for invalid arguments. Raises ImportError if
+    Pillow is not installed, except when it enlarges uint8 images with Inter.LINEAR, which needs no Pillow.
 
     >>> Resize((224, 224))(np.zeros((32, 32, 3), np.uint8)).shape
     (224, 224, 3)
