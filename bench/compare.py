@@ -274,7 +274,7 @@ def _goal(goal: Goal, collective: str, ranks: int, who: str, cells: list[tuple[C
     mean = geometric_mean(one.value for *_, one in cells)
     missed = [(cell, best, one) for cell, best, one in cells if one.value < goal.each]
     unsure = sum(one.low < goal.each <= one.value for *_, one in cells)
-    if missed:  # one missed cell is enough, so unmeasured cells do not matter
+    if missed:  # one missed cell is enough to miss the goal, so unmeasured cells do not matter
         verdict = "MISSED"
     elif gaps:
         verdict = "not measured"
@@ -425,8 +425,8 @@ def main(
 def _measure(words: list[str], into: Path) -> list[str]:
     """Run `mscomm bench` twice, for 8 bytes and for 4 KiB to 64 MiB, and write the rows of both runs to one file.
 
-    Return a line for each failed run. A run has failed if it has written no file. A run with wrong results exits with
-    status 1, but it writes its file.
+    Return a line for each failed run. A run has failed if it has written no file. The exit status does not say so,
+    because a run with wrong results also exits with status 1, but writes its file.
     """
     into.unlink(missing_ok=True)  # removes the file of an earlier run
     documents, failed = [], []

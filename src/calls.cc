@@ -417,7 +417,7 @@ Shape shape_of(py::handle tuple) {
   return shape;
 }
 
-static_assert(max_dims == 12);  // two error messages in this file say 12
+static_assert(max_dims == 12);  // error messages in this file and in dlpack.cc say 12
 
 Array described(const Calls& calls, Function function, std::string_view argument, py::object given, py::handle stream) {
   Array array = read(calls, name(function), argument, std::move(given));

@@ -105,8 +105,8 @@ bool Handle::ended(std::optional<double> seconds) {
   return true;
 }
 
-// Releases the arrays, but only if the call has completed: while the device is still reading x, the library must not reuse the
-// memory of x. If a call on a device has failed, forget_ended() keeps its arrays.
+// Releases the arrays, but only if the call has completed without an error. While the device is still reading x, the array
+// library must not reuse the memory of x. If a call on a device has failed, forget_ended() keeps its arrays.
 void Handle::let_go() {
   if (!started_->work->done() || started_->work->error()) return;
   std::erase(calls_->running, started_);

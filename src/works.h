@@ -17,7 +17,7 @@ struct Started {
   std::shared_ptr<Work> work{};          // nullptr if not started yet
   std::shared_ptr<PreparedCall> call{};  // nullptr if this is a message, or if the arrays have been released
   py::object array{};                    // for a message: its array
-  py::object current{};                  // for a call on a device: a function that returns the library's current stream
+  py::object current{};                  // for a call on a device: a function that returns the array library's current stream
   std::recursive_mutex collecting{};     // lets only one of several waiting threads create the result; locked without the GIL
 };
 
@@ -35,7 +35,7 @@ class Handle {
 
   // Waits until the call or message has completed. Returns the result of a call, or None for a message. timeout: seconds or a
   // timedelta, or None for no limit. For a call on a device, if the timeout is None, wait() does not wait for the device.
-  // Instead, work that is enqueued later on the library's current stream waits for the call.
+  // Instead, work that is enqueued later on the array library's current stream waits for the call.
   py::object wait(py::handle timeout);
   // Waits like wait(), but does not create the result, because the Python Works that call join() combine several handles, and
   // create the result themselves. Returns false if the call or message has not completed within the given number of seconds.

@@ -26,7 +26,8 @@ from typing import Any
 from mscomm.bootstrap.launcher import CONTROL_FD
 
 # The number of interpreters for a test file. Ranks that are forked from one interpreter hash strings alike, so they
-# iterate over sets in the same order. Ranks of different interpreters hash strings differently, as in a real job.
+# iterate over sets in the same order. Ranks of different interpreters hash strings differently, as in a real job. So
+# with two interpreters, tests can find code that works only if all ranks have the same order.
 ALIKE = 2
 # The prefixes of variables that a process reads only when it starts.
 AT_START = ("PYTHON", "LD_", "OMP_", "MALLOC_", "JAX_", "XLA_")

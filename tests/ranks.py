@@ -56,8 +56,8 @@ class Job:
         env: dict[str, str] | Callable[[int], dict[str, str]] | None = None,
         test: Order | None = None,
     ) -> None:
-        """command: the command line that starts a rank. test: an order with which an interpreter forks the rank. If
-        there is an order, Job uses the command only for a rank for which Interpreter.suits() returns False.
+        """command: the command line that starts a rank. test: the order that lets an interpreter fork the rank instead.
+        If there is an order, Job uses the command only for ranks whose environment Interpreter.suits() rejects.
         """
         self.size = size
         self.folder = folder
@@ -233,7 +233,9 @@ def ranks(
 
 @contextlib.contextmanager
 def no_descriptor_left() -> Iterator[list[int]]:
-    """Lower the limit on file descriptors, and open as many as it allows. Yield them; the caller may close some."""
+    """Lower the limit on file descriptors, and open as many as it allows. Yield the list of them. A caller that closes
+    one must also remove it from the list.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 3, hard))
     taken: list[int] = []  # gets at least one descriptor

@@ -141,7 +141,7 @@ def one_rank(rank: int, job: dict[str, Any]) -> None:
     last = ITERATIONS if fault in ("stop", "slow", *SHORTAGES) else 1 << 30
     group, in_new_group = None, False
     try:
-        mscomm.barrier()  # the fault may happen while other ranks are still in this barrier
+        mscomm.barrier()  # inside `try`, because the fault may happen while ranks are still in this barrier
         Path(job["folder"], f"up.{rank}").touch()
         if job["work"] == "train":
             soak_training.train_unevenly(job, lambda: misbehave(job))

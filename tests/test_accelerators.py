@@ -1,6 +1,7 @@
 """Which accelerator and device each rank uses, and what mscomm says if there is none.
 
-Some tests use stand-ins for the vendor libraries, others do not.
+Tests with @needs_nccl use the real NCCL from an installed wheel. Tests with @devices use stand-ins for the vendor
+libraries.
 """
 
 from __future__ import annotations

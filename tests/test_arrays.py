@@ -193,7 +193,7 @@ def test_tensors_that_cannot_be_moved_are_refused_with_the_way_out(rank, group):
     assert (mscomm.all_reduce(same) == 2).all()
     with pytest.raises(TypeError, match="all_reduce: out is read-only"):
         mscomm.all_reduce(torch.ones(3), out=same)
-    nothing = torch.from_numpy(np.zeros((0, 4)))  # NumPy arrays without elements have strides of 0
+    nothing = torch.from_numpy(np.zeros((0, 4)))  # its strides are 0, as those of `same`, but it may be `out`
     assert mscomm.all_reduce_(nothing) is nothing and mscomm.all_gather(nothing).shape == (0, 4)
     with torch.device("meta"):
         assert mscomm.all_reduce(torch.ones(3, device="cpu")).tolist() == [2, 2, 2]

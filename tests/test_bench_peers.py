@@ -48,7 +48,9 @@ def test_an_mpirun_of_ours_gets_nothing_of_the_launcher_around_us() -> None:
 @each_moving
 @pytest.mark.parametrize("n", [2, 5])
 def test_memory_reads_each_x_once_and_writes_each_out_once(row: table.Collective, n: int) -> None:
-    """Check the table _MOVES. It says how many parts each of n ranks reads and writes. A part is 1/n of the message."""
+    """Check the table _MOVES. It says how many parts each rank reads and writes if n ranks share the work evenly. A
+    part is 1/n of the message.
+    """
     x = n if row.x_in_parts or not row.out_in_parts else 1
     out = n if row.out_in_parts or not row.x_in_parts else 1
     givers = 1 if row.rooted and not row.out_at_root else n

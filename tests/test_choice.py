@@ -61,8 +61,8 @@ def test_what_is_forced_is_not_asked_about_its_size():
 @pytest.mark.parametrize(("n", "chain"), [(2, None), (4, 256 << 10)])
 @ranks("n", env={"MSCOMM_HOST_ID": "{rank}"})
 def test_a_long_broadcast_over_links_goes_along_a_chain(rank: int, group: Any, n: int, chain: int | None):
-    """Check that the faster algorithm is chosen. A chain takes as long as one message plus n-2 windows of 128 KiB. A
-    tree takes as long as log2(n) messages.
+    """Check that the faster algorithm is chosen. A chain (the algorithm `ring`) takes as long as one message plus n-2
+    windows of 128 KiB. A tree takes as long as log2(n) messages.
     """
     layout, broadcast = resolve(None).core.layout, _core.collectives.index("broadcast")
     for size in (8, (256 << 10) - 1, 256 << 10, (1 << 20) + 1):

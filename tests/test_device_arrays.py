@@ -54,8 +54,8 @@ def row(**changed: Any) -> Iterator[None]:
 
 @contextmanager
 def no_row() -> Iterator[None]:
-    """Act as if plain_types had no row for DeviceArray, as it has none for subclasses and for array types of older
-    libraries. For types without a row, calls use the slower function `memory`.
+    """Act as if plain_types had no row for DeviceArray, as it has none for subclasses and for PyTorch before 2.10. For
+    types without a row, calls use the slower function `memory`.
     """
     with row(plain=lambda x: None):
         yield

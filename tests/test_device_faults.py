@@ -18,7 +18,7 @@ from ranks import everybody_is_here, tell, until_told
 
 import mscomm
 
-BOUND_S = 20  # a generous limit on how long a rank may take to raise its error after a deadline has passed
+BOUND_S = 20  # a generous limit on how long a rank may take to raise its error after a fault or a passed deadline
 
 
 def ends(call: Callable[[], Any], within_s: float = BOUND_S) -> mscomm.Error:

@@ -1,4 +1,4 @@
-"""Each epoch of Model.train has its own order of rows. Training that begins or resumes at an epoch uses that order."""
+"""Each epoch of Model.train has its own order of rows. Training that begins or resumes at an epoch uses its order."""
 
 from __future__ import annotations
 

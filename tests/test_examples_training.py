@@ -76,7 +76,7 @@ def variables(**more: str) -> dict[str, str]:
 def bash(
     folder: Path, *words: str | Path, timeout_s: float = TIMEOUT_S, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `bash WORDS`, but not with the example's folder as the working directory."""
+    """Run `bash WORDS` in the folder above the example's folder. The first word is a script of the example."""
     script, *arguments = words
     return sessions.run(["bash", folder / script, *arguments], timeout_s, variables(**env), folder.parent)
 
@@ -243,8 +243,8 @@ def test_the_rank_tables_are_good_ones_also_for_atlas_910(size: int, servers: li
 
 
 def own_table(size: int, folder: Path, *addresses: str) -> str:
-    """Copy the example's table. Return the path of the copy. Each run of a test needs a different table, because two
-    jobs cannot share a table.
+    """Copy the example's table, with a new description and, if given, these addresses. Return the path of the copy.
+    Each run of a test needs a different table, because two jobs cannot share a table.
     """
     content = json.loads((FOLDER / f"rank_table_{size}pcs.json").read_text())
     for server, address in zip(content["server_list"], addresses, strict=bool(addresses)):

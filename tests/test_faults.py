@@ -184,7 +184,7 @@ def test_calls_that_run_beside_the_caller_name_the_dead_rank(rank, group, algo):
             works.append(mscomm.all_reduce(x, async_op=True))
             works.append(mscomm.all_reduce(x, async_op=True))
             works[-2].wait()
-    for work in works[4:]:  # the failed call and the calls that were queued behind it have ended
+    for work in works[4:]:  # rank 2 took part only in the first four calls, so all later ones must raise the error
         with pytest.raises(mscomm.PeerLost) as again:
             work.wait(timeout=RAISES_WITHIN_S)
         assert work.done() and str(again.value) == str(work.exception()) == str(caught.value)

@@ -222,7 +222,8 @@ def test_what_comes_after_a_mismatch_does_not_replace_it():
 
     court = differing()
     court.failed(0, make("Aborted", "rank 0 gives up", [0]), -1, now=0.1)
-    assert court.verdict.kind == "Mismatch"  # at once, because the hub now sends the Aborted to all ranks
+    # The verdict comes at once, because the hub now sends the Aborted to all ranks, and the Mismatch must come first.
+    assert court.verdict.kind == "Mismatch"
     court = differing()
     court.left(2, 3, now=0.1)
     court.process_ended(2, "exit code 3", True, now=0.2)

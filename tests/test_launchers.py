@@ -615,8 +615,8 @@ UNREACHABLE = [
 
 @pytest.mark.parametrize("variables", UNREACHABLE, ids=lambda variables: " ".join(variables)[:60])
 def test_a_launcher_that_cannot_be_reached_never_makes_jobs_of_one(variables: dict[str, str], port: int) -> None:
-    """The variables describe a job of 2 ranks, but there is no launcher, or no second rank. init() must raise an error
-    instead of making a job with one rank.
+    """The variables are those of a job with several ranks. But there is no launcher or no second rank, or the variables
+    are incomplete or contradictory. init() must raise an error instead of making a job with one rank.
     """
     variables = {name: text.replace("PORT", str(port)) for name, text in variables.items()}
     done = subprocess.run(

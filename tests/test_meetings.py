@@ -330,7 +330,7 @@ def test_an_abort_ends_the_meetings_and_those_that_come():
         waiting = Meeting(members, 1, [0, 1, 2])
         eventually(lambda: job.hub._meetings._open)
         members[0][0].report(errors.Aborted("rank 0: KeyError: 'a'", [0]))
-        members[0][0].leave(0)  # this message may arrive at the hub together with the report
+        members[0][0].leave(0)  # may arrive at the hub together with the report, but the report's error must count
         later = Meeting(members, 2, [0, 1, 2], key="0:shrink", survivors=True)
         for meeting in (waiting, later):
             assert isinstance(meeting.ended().error, errors.Aborted)

@@ -23,7 +23,8 @@ import mscomm
 from mscomm import _core
 from mscomm.job import resolve
 
-SIZES = [16 << 10, (64 << 10) + 3, 300_001, 1 << 20, (3 << 20) + 7]  # in bytes: from tiny_bytes to several chunks
+# In bytes: from the core's tiny_bytes to several of its chunks.
+SIZES = [16 << 10, (64 << 10) + 3, 300_001, 1 << 20, (3 << 20) + 7]
 OFFSETS = itertools.cycle((0, 8, 16, 24, 40))  # see near_a_page()
 
 

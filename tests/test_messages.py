@@ -16,7 +16,9 @@ from ranks import TOLD, everybody_is_here, no_descriptor_left, ranks, tell, unti
 import mscomm
 
 SPLIT = {"MSCOMM_HOST_ID": "{host}"}
-LARGE = 4 << 20  # bytes; a message of this size is announced first, and its data is sent after the recv is called
+# The number of elements of a large message. Whatever the dtype, the message is announced first, and its data is sent
+# after the recv is called.
+LARGE = 4 << 20
 
 
 def links(n):

@@ -92,7 +92,7 @@ def one_life(life: int) -> None:
         mscomm.barrier()
     text = str(caught.value)
     assert words(first) in text and words(second) in text, (calls, text)
-    # The text may lack a rank, because that rank may still be inside the first call.
+    # The text may lack a rank, because that rank may still be inside all_reduce #1.
     named = named_calls(text)
     assert all(call == words(calls[r]) for r, call in named.items()), (calls, text)
     assert caught.value.ranks == tuple(sorted(r for r in named if named[r] != named[min(named)])), text

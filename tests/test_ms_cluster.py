@@ -170,7 +170,9 @@ def test_the_workers_of_a_killed_scheduler_remove_its_key_file(tmpdir_env, port)
 
 
 def test_a_lock_that_the_kernel_frees_late_is_waited_for(tmpdir_env, monkeypatch):
-    """When a process is killed, its connections may be closed before its locks are freed."""
+    """When a process is killed, its connections may be closed before its locks are freed. So remove_stale() must wait
+    for the lock of a scheduler whose connections have just been closed.
+    """
     monkeypatch.setattr(security, "_FREED_WITHIN_S", 30)
     living, killed = (security.KeyFile(security.key_path(name)) for name in ("living", "killed"))
     closing = threading.Timer(0.1, os.close, [killed._fd])

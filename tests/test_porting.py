@@ -21,7 +21,7 @@ import mscomm
 
 PAGE = Path(__file__).parent.parent / "docs/porting.md"
 LATER = "in a later release"
-DEVICE = ("needs a GPU", "needs an NPU")  # such a row may raise BackendUnavailable
+DEVICE = ("needs a GPU", "needs an NPU")  # a row whose note begins with one of these may raise BackendUnavailable
 
 
 class Row(NamedTuple):

@@ -693,7 +693,7 @@ def test_what_differs_at_the_start_or_is_unfrozen_later_is_told(rank, group):
     with pytest.raises(ValueError, match=words):
         GradientReducer(model.named_parameters())
     GradientReducer(model.named_parameters(), exclude=["0.bias", model[1].weight, model[1].bias])
-    model[1].requires_grad_(False)  # the weights of model[1] differ between the ranks, too
+    model[1].requires_grad_(False)  # frozen weights are compared, too: those of model[1] differ
     GradientReducer(model[0].parameters(), parameter_broadcast=True)
     with pytest.raises(ValueError, match=r"ranks 0 and 1 of the group begin with different weights, of 1\.weight"):
         GradientReducer(model.named_parameters())

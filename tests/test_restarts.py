@@ -228,7 +228,7 @@ def test_a_worker_comes_back_under_its_id():
 # -- launchers of other hosts
 
 
-# The ranks of each host whose launcher connects to the hub. The hub itself is on node 0.
+# The ranks on each node whose launcher connects to the hub. The hub itself is on node 0, which has no ranks.
 NODES = {"node 1": range(2), "node 2": range(2, 4)}
 
 

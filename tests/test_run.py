@@ -222,7 +222,7 @@ if dies:
     time.sleep(dies - 1)
     os.kill(os.getpid(), signal.SIGKILL)
 left = mscomm.shrink(None, "left")
-for i in range(8):  # 8 s, because after a shorter time the launcher ends ranks that do not shrink
+for i in range(8):  # 8 s: by then, the launcher would have ended ranks that do not shrink
     time.sleep(1)
     assert mscomm.all_reduce(np.ones(1), group=left)[0] == left.size
 print("went on")

@@ -78,7 +78,7 @@ def test_seven_ranks_wait_for_the_eighth_to_create_a_group(rank, group):
 @pytest.mark.parametrize("host", [["a", "b"]], ids=["two hosts"])
 @ranks(2, env={"MSCOMM_HOST_ID": "{host}", "MS_NODE_TIMEOUT": "1"})
 def test_a_rank_that_reads_later_than_the_node_timeout_is_not_lost(rank, group, host):
-    x = np.full(8 << 20, rank, np.float32)  # larger than the socket buffers, so the TCP window closes
+    x = np.full(8 << 20, rank, np.float32)  # larger than the socket buffers: the TCP window closes until rank 1 reads
     if rank == 1:
         time.sleep(4)
     assert (mscomm.broadcast(x) == 0).all()
@@ -87,7 +87,7 @@ def test_a_rank_that_reads_later_than_the_node_timeout_is_not_lost(rank, group, 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is only one CPU")
 @ranks(2)
 def test_ranks_on_one_cpu_part_and_keep_their_affinity(rank, group):
-    """Both ranks are on one CPU, but are allowed to use others. In the next calls, the higher rank must move to another
+    """Both ranks start on the same CPU, but are allowed to use others. In the next calls, rank 1 must move to another
     CPU, unless the CPU quota is below 2. The set of allowed CPUs must stay the same.
     """
     core = resolve(None).core

@@ -57,7 +57,8 @@ using Forced = std::array<std::string, collectives.size()>;
 // ranks choose the same algorithms.
 struct Layout {
   // host: for each rank, the number of its host. Hosts are numbered in the order of their lowest ranks. Throws
-  // Error("ValueError") if a name in `forced` is unknown, or if these hosts do not allow the forced algorithm.
+  // Error("ValueError") if a name in `forced` is unknown. Also throws it if an algorithm for the arena is forced although there
+  // are several hosts or an algorithm that uses the mesh is forced for another collective.
   Layout(const std::vector<int>& host, int rank, const Forced& forced = {});
 
   int rank;  // this rank

@@ -28,7 +28,7 @@ class Staging {
   // Posts the call, copies the first piece of each block of x into staging (unless it is already known that the peers can pull
   // x), and runs the first round. When enter() returns, all ranks are known to be in the same call. pulled: see Arena::post().
   void enter(const Call& call, Pulled pulled, const Wait& wait);
-  // Makes put() skip this block, because no peer reads the block from staging.
+  // Makes put() skip this block. Call this if no peer reads the block from staging.
   void leave_out(int block) { left_out_[block] = true; }
   // Copies piece k of each block into staging; does nothing if x is in a heap.
   void put(size_t k) const;

@@ -12,9 +12,9 @@
 
 namespace mscomm {
 
-// Messages move in windows of this many bytes. In a reduction, a rank first receives one window from each peer, and then reduces
-// these windows together. Windows are small, so that all of them are still in the cache when they are reduced. A larger window
-// would also need more scratch memory.
+// Algorithms that move a message in windows use windows of this many bytes, except reduce_ring() and all_reduce_bruck. In a
+// reduction, a rank first receives one window from each peer, and then reduces these windows together. Windows are small, so that
+// all of them are still in the cache when they are reduced. A larger window would also need more scratch memory.
 inline constexpr size_t window_bytes = 128 << 10;
 // If the size of a message times the number of ranks (or hosts) that exchange it is at most this many bytes, every rank sends its
 // whole message to all others at once. Sending the additional bytes takes less time than a second network latency.

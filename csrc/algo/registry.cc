@@ -17,9 +17,9 @@ Run barrier_arena, barrier_tree;
 
 namespace {
 
-// In a direct algorithm, a rank sends a message to each other rank and receives one from each. We assume that this takes 5 us of
-// CPU time per peer, and that a network latency is 30 us. Then log2(n) latencies take less time than n-1 messages if there are
-// more than about this many ranks. These are assumptions, not measurements: see docs/performance.md.
+// In a direct algorithm, a rank exchanges one message with every other rank. We assume that this takes 5 us of CPU time per peer,
+// and that a network latency is 30 us. Then log2(n) latencies take less time than n-1 messages if there are more than about this
+// many ranks. These are assumptions, not measurements: see docs/performance.md.
 constexpr int many_ranks = 32;
 
 // Returns whether bruck takes less time than direct. `bytes` is the size of each rank's message. For longer messages, the time

@@ -23,7 +23,7 @@ class Backend {
   // Differs if a peer made a different call. By default, this does nothing: a backend for devices receives no headers.
   virtual void last_look() {}
   // Ends the group's communication, after delivering the data that is still on its way to the peers. Called when this rank leaves
-  // the group without an error.
+  // the group. If the group is broken, this is called only for the device's backend, which then delivers nothing.
   virtual void close() = 0;
   // Called in a forked child. Closes the child's copies of the descriptors, and forgets the backend's threads, which exist only
   // in the parent. Takes no lock.

@@ -85,7 +85,7 @@ struct Functions {
   int (*async_error)(Comm comm, int* result) = need("HcclGetCommAsyncError");
   const char* (*error_string)(int result) = find("HcclGetErrorString");
   uint32_t (*capability)() = find("HcclGetCommConfigCapability");
-  // In the library's headers, x is not const, although these functions only read it.
+  // These functions only read x, so x is const here, although it is not const in the library's headers.
   int (*all_reduce)(const void* x, void* out, uint64_t count, int type, int op, Comm comm,
                     StreamHandle stream) = need("HcclAllReduce");
   int (*reduce)(const void* x, void* out, uint64_t count, int type, int op, uint32_t root, Comm comm,
@@ -126,8 +126,8 @@ class Hccl final : public Vendor {
         functions{collectives_, communicators_ ? &*communicators_ : nullptr} {}
 
   std::string_view name() const override { return "hccl"; }
-  // The library has no function that returns its version. But it reports how many settings a communicator has, and newer versions
-  // have more settings.
+  // The library has no function that returns its version. Instead, this returns the number of settings that a communicator has,
+  // because newer versions have more settings.
   std::string version() const override {
     return functions.capability ? "capability " + std::to_string(functions.capability()) : "without a version";
   }

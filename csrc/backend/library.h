@@ -63,12 +63,12 @@ class VendorGroup {
   // Runs `calls`, which calls functions of this group. If the library can combine these calls, they become one operation.
   virtual void batch(const std::function<void()>& calls) = 0;
 
-  // Returns whether the library is still joining the group, setting up its most recent call, or freeing it. Throws if the group
-  // has failed.
+  // Returns whether the library is still joining the group, setting up the group's most recent call, or freeing the group. Throws
+  // if the group has failed.
   virtual bool busy() = 0;
   // Ends the group's work on the device. May take a long time. May be called from any thread, but only once. After it, no other
   // function may be called. beside: whether another thread is inside the library; if so, abort() should make that thread return,
-  // which HCCL can do only if it has suspend.
+  // which HCCL can do only if it has the function HcclCommSuspend.
   virtual void abort(bool beside) noexcept = 0;
   // Starts to free the group, which has ended without an error. After busy() has returned false, the destructor frees the rest.
   virtual void finish() = 0;

@@ -17,8 +17,9 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// After a call, we poll the library until it has set up the call: for this long without sleeping, and then with sleeps. A
-// library that sets up calls in a thread of its own needs about this long, and each sleep takes 50 us longer than requested.
+// After we have passed a call to the library, we poll the library until it has set up the call: for this long without sleeping,
+// and then with sleeps. A library that sets up calls in a thread of its own needs about this long. A sleep during this time would
+// delay the caller, because each sleep takes 50 us longer than requested.
 constexpr auto asks_at_once = 200us;
 
 // Returns the device's Turn, which is a mutex. A group holds the Turn while it enqueues a call, so that two groups never enqueue
@@ -94,8 +95,8 @@ void VendorBackend::take(std::unique_lock<Turn>& issuing, const Wait& wait) {
 }
 
 // Waits until the library has set up the call. In the first call of each kind, the library may connect to other ranks. These
-// ranks may first have to finish a call of another group. If this rank takes part in that call, another of its threads needs the
-// device's Turn to enqueue the call. So the Turn is released during the wait.
+// ranks may first have to finish a call of another group. If this rank takes part in the other group's call, another of its
+// threads needs the device's Turn to enqueue that call. So the Turn is released during the wait.
 void VendorBackend::settle(std::unique_lock<Turn>& issuing, const Wait& wait) {
   auto pause = 20us;
   std::optional<Clock::time_point> asked;
@@ -123,7 +124,7 @@ void VendorBackend::enqueue(const Call& call, StreamHandle stream) {
   group_->ask([&](VendorGroup& group) { enqueue_whole(group, call, stream); });
 }
 
-// Enqueues a collective for which the library has a function.
+// Enqueues a collective for which the library has a function, or an uneven reduce_scatter as a batch of reduces.
 void VendorBackend::enqueue_whole(VendorGroup& group, const Call& call, StreamHandle stream) {
   const Signature& signature = call.signature;
   const Collective what = signature.what;
@@ -149,7 +150,7 @@ void VendorBackend::enqueue_whole(VendorGroup& group, const Call& call, StreamHa
   });
 }
 
-// Enqueues a collective that only moves data: each rank sends and receives parts.
+// Enqueues a gather, a scatter, an all_to_all or an uneven all_gather: each rank sends and receives parts.
 void VendorBackend::exchange(const Call& call, StreamHandle stream) {
   const char* const x = call.in();
   char* const out = call.result();
@@ -167,8 +168,8 @@ void VendorBackend::exchange(const Call& call, StreamHandle stream) {
       if (received.bytes) parts.push_back({false, peer, out + received.to, received.bytes});
     }
   }
-  // The copy above does not run inside ask(), because it may block while the device is busy. ask() holds the group's lock, and an
-  // abort would have to wait for this lock.
+  // Do not copy inside ask(), which holds the group's lock. The copy may block while the device is busy, and an abort would have
+  // to wait for the lock.
   if (!parts.empty()) group_->ask([&](VendorGroup& group) { group.exchange(parts, stream); });
 }
 

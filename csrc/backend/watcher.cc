@@ -15,8 +15,8 @@ namespace {
 using namespace std::chrono_literals;
 
 // How often the watcher thread polls the calls on the device. For looks_often_s seconds after a call completes, or is enqueued
-// while none is pending, the thread polls at intervals of first_look, and after that at intervals of later_look. It keeps
-// polling for looks_often_s even if no call is pending, because waking a sleeping thread would cost the next caller a system
+// while none is pending, the thread polls at intervals of first_look. After that, it polls at intervals of later_look or, if no
+// call is pending, sleeps until the next call. It does not go to sleep earlier, because waking it costs the next caller a system
 // call.
 constexpr auto first_look = 1ms, later_look = 10ms;
 constexpr double looks_often_s = 0.1;

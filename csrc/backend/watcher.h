@@ -39,7 +39,7 @@ class Watcher {
   EventHandle take_event();
   // Returns the group's own stream, for calls that do not run on the caller's stream.
   StreamHandle beside();
-  // Watches a call that has been enqueued. before: the event for which the call waits if it runs on the group's own stream,
+  // Watches a call that has been enqueued. before: if the call runs on the group's own stream, the event that the call waits for;
   // otherwise nullptr.
   void add(const Signature& call, StreamHandle stream, EventHandle before, const Deadline& deadline);
   // Records that a graph has captured the call. The call does not run now, but each time the graph runs.

@@ -109,8 +109,8 @@ void check(const Call& call, int rank, int size) {
 
 uint64_t Signature::fingerprint() const {
   uint64_t mixed = 0;
-  // Each step is a bijection on `mixed` (an xor, a multiplication by an odd number, an xorshift), so a difference in one word is
-  // never lost in later steps.
+  // Each step is a bijection on `mixed` (an xor, a multiplication by an odd number, an xorshift). So if two signatures
+  // differ in a single word, no later step makes their values of `mixed` equal again.
   const auto mix = [&mixed](uint64_t word) {
     mixed = (mixed ^ word) * 0x9E3779B97F4A7C15u;
     mixed ^= mixed >> 32;

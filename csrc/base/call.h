@@ -26,8 +26,8 @@ struct Signature {
   uint8_t dims = 0;
   int32_t root = -1;   // -1 if the call has no root
   uint64_t count = 0;  // the number of elements, which is the product of shape
-  // The shape of x, if it is the same on all ranks. In an uneven call, the length of axis 0 is the sum of the lengths of all
-  // ranks' parts. In an uneven all_to_all, src/calls.cc sets the length of axis 0 to 0.
+  // The shape of x. This field must be the same on all ranks. So in an uneven call, the length of axis 0 is the sum of the
+  // lengths of all ranks' parts, or 0 if the call is an all_to_all (see src/calls.cc).
   uint64_t shape[max_dims] = {};
   uint64_t digest = 0;  // a hash of a fused call's dtypes and shapes, or of an uneven call's counts; 0 for other calls
   Function function = Function::barrier;
@@ -42,8 +42,8 @@ struct Signature {
            static_cast<size_t>(op) < ops.size() && static_cast<size_t>(function) < functions.size() && dims <= max_dims &&
            head <= 1 && device <= 1;
   }
-  // Returns a 64-bit hash of all fields. Two signatures that differ in a single 64-bit word never have the same hash. If they
-  // differ in several words, their hashes are equal with a probability of about one in 2^64.
+  // Returns a 64-bit hash of all fields. If two signatures have the same `dims` and differ in a single 64-bit word, their hashes
+  // always differ. Any other two different signatures have the same hash with a probability of about one in 2^64.
   uint64_t fingerprint() const;
   // Returns the call as text, such as "all_reduce #17 (float32[1024, 3], sum)".
   std::string text() const;
@@ -86,7 +86,8 @@ struct Differs {
 };
 
 // Returns the error for ranks that made different calls. who: for example "the ranks of group pair". callers: each call as text,
-// with the ranks that made it, lowest rank first.
+// with the ranks that made it. The call of the lowest rank must come first, because Error::ranks lists the ranks of all later
+// calls.
 Error mismatch(const std::string& who, const std::vector<std::pair<std::string, std::vector<int>>>& callers);
 
 // Returns whether `rep movsb` is slow for these addresses. On AMD's Zen 3 and Zen 4, the instruction takes up to 14 times as long

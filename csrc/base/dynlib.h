@@ -12,7 +12,7 @@ struct Candidate {
   std::string origin;  // where the path comes from, for example "MSCOMM_NCCL_LIBRARY" or "the loader's path"
   std::string path;    // may be just a file name, which the loader then searches for
   // usual: try to open the library; if that fails, try the next candidate. loaded: use the library only if the process has
-  // already loaded it. must: if this library cannot be opened, do not try any other candidate.
+  // already loaded it. must: if this library cannot be opened, do not try any later candidate.
   enum class Kind { usual, loaded, must } kind = Kind::usual;
 };
 

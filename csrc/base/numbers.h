@@ -21,8 +21,8 @@ struct Float16 {
 template <class T>
 using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
 
-// Returns the bits of `yes` where the mask has ones, and the bits of `no` elsewhere. Both values are always computed, because GCC
-// compiles chains of ?: to jumps, and does not vectorise loops with jumps.
+// Returns the bits of `yes` where the mask has ones, and the bits of `no` elsewhere. It replaces ?:, because GCC compiles chains
+// of ?: to jumps, and does not vectorise loops with jumps. Both values are always computed.
 template <class T>
 constexpr T blend(Bits<T> mask, T yes, T no) {
   return std::bit_cast<T>((std::bit_cast<Bits<T>>(yes) & mask) | (std::bit_cast<Bits<T>>(no) & ~mask));
@@ -90,8 +90,8 @@ constexpr Float16 narrow<Float16, float>(float x) {
 
 // Adds `owed` to x, limits the sum to at most `largest` in magnitude, rounds it, and returns it in the narrow type. On entry,
 // `owed` is what earlier calls removed from the same element; on return, it is what the limit and the rounding have removed now.
-// If the sum is an infinity or a NaN, so is the result, and `owed` becomes 0. Programs check results for these values. (Error
-// feedback: Seide et al., "1-bit stochastic gradient descent", 2014.)
+// If the sum is an infinity or a NaN, so is the result, because programs check results for these values. In this case, `owed`
+// becomes 0. (Error feedback: Seide et al., "1-bit stochastic gradient descent", 2014.)
 template <class To, class Wide>
 constexpr To narrow_and_owe(Wide x, Wide& owed, Wide largest) {
   const Wide whole = one_nan(x + owed);

@@ -128,8 +128,8 @@ struct Xor : Select<T> {
 };
 
 // Element formats. An element in memory consists of `parts` values of type Part. A complex number has two such values, the real
-// and the imaginary one. Each value is accumulated in the type Accumulator. Wide is the format of an element whose values have
-// the type Accumulator.
+// and the imaginary one, except in a product, in which it is a single value of type Complex. Each value is accumulated in the
+// type Accumulator. Wide is the format of an element whose values have the type Accumulator.
 
 template <class T, size_t parts_ = 1>
 struct Plain {
@@ -274,8 +274,8 @@ constexpr Row bool_row() {
   return {any, all, all, any, {}, all, any, cell<Level, Bool, Xor>()};
 }
 
-// Some operations give the same bits for signed and for unsigned integers. These operations use the unsigned type, which wraps on
-// overflow, so the signed and the unsigned type share one loop.
+// Some operations give the same bits for signed and for unsigned integers, so the two types share one loop. The loop uses the
+// unsigned type, because this type wraps on overflow.
 template <class Level, class T>
 constexpr Row integer_row() {
   using U = Plain<std::make_unsigned_t<T>>;

@@ -16,8 +16,8 @@ struct Reduction {
   size_t accumulator_bytes;
   // out = round((in[0] op in[1] op ... op in[n-1]) / divisor). Only avg uses divisor. out may be one of the inputs.
   void (*reduce)(const void* const* in, int n, int divisor, void* out, size_t count);
-  // The next four functions perform a reduction in steps, for partial results that are sent between ranks. An accumulator never
-  // overlaps an input. In merge(), `other` is an accumulator, too.
+  // The next four functions perform a reduction in steps, for partial results that are sent between ranks. An accumulator must
+  // not overlap an input. In merge(), `other` is an accumulator, too.
   void (*widen)(const void* in, void* accumulator, size_t count);     // accumulator = in
   void (*fold)(void* accumulator, const void* in, size_t count);      // accumulator = accumulator op in
   void (*merge)(void* accumulator, const void* other, size_t count);  // accumulator = accumulator op other

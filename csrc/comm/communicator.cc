@@ -195,8 +195,8 @@ std::shared_ptr<Work> Communicator::start_on_device(Call call, double timeout_s)
   return work;
 }
 
-// The device backend calls ended(), failed() and waits() on its watcher thread. If a call is captured into a graph, the backend
-// calls ended() on the caller's thread.
+// The device backend calls ended(), failed() and waits() on its watcher thread, except that it calls ended() on the caller's
+// thread if a graph has captured the call.
 void Communicator::ended(uint64_t number) {
   recorder_.end(number, Record::State::done);
   std::shared_ptr<Work> work;
@@ -229,9 +229,9 @@ void Communicator::say(const std::string& text) const {
   if (hooks_.notice) hooks_.notice("mscomm: rank " + std::to_string(in_job(rank_)) + ": " + text);
 }
 
-// Runs `part` and then completes `work`. `part` is a started call, or the last part of a started message. The worker thread and
-// the mailbox's thread use this function. It does not throw, because an exception that escaped from one of these threads would
-// end the process. message: nullptr for a call.
+// Runs `part` and then completes `work`. `part` runs a started call, or throws if a started message has failed. The worker thread
+// and the mailbox's thread use this function. It does not throw, because an exception that escaped from one of these threads
+// would end the process. message: nullptr for a call.
 void Communicator::complete(Work& work, const Transfer* message, const std::function<void()>& part) {
   std::optional<Error> failure;
   try {

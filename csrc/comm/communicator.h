@@ -32,8 +32,8 @@ namespace mscomm {
 
 // Why a group is broken. is_verdict: true if the hub has decided that the error is the first cause of the failure, or if this
 // rank is aborting the job. If false, the error is only a symptom that this rank has observed. number: the number of the call
-// that failed with the error, or -1 if the error did not occur in a call. If calls differ, it is the number of these calls, which
-// may be lower than the number of the call that noticed the difference.
+// that failed with the error, or -1 if the error did not occur in a call. If ranks made different calls, it is the lowest number
+// of these calls, which may be lower than the number of the call that noticed the difference.
 struct Failure {
   Error error;
   bool is_verdict;
@@ -80,9 +80,9 @@ class Work {
 class Communicator final : public Watch, private VendorBackend::Observer {
  public:
   // interrupt: called regularly on a caller's thread while that thread waits, but never on the worker thread or the mailbox's
-  // thread. May throw, which ends the wait. notice: prints one line for the user. failed: called after a thread that is not a
-  // caller's thread has broken the group. Without this hook, the process might not notice the failure before its next call. Also
-  // called when stuck() has a new number to return.
+  // thread. May throw, which ends the wait. notice: prints one line for the user. failed: called after one of the core's own
+  // threads has broken the group. Without this hook, the process might not notice the failure before its next call. Also called
+  // when stuck() has a new number to return.
   struct Hooks {
     std::function<void()> interrupt;
     std::function<void(const std::string&)> notice;
@@ -132,7 +132,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   void check_peer(int peer) const;
 
   // Breaks the group. Does not wait. Any thread may call this at any time. If the group is already broken, the first failure is
-  // kept, but a verdict replaces a symptom.
+  // kept, except that a verdict replaces a symptom.
   void abort(Failure failure);
   // Tells the communicator that the given job rank has left the job or has destroyed the group, without an error. This alone
   // does not break the group: only a call or message that waits for that rank fails.

@@ -19,7 +19,7 @@
 namespace mscomm {
 
 // What is decided about a group before it is founded. name, ranks and epoch are the same on all ranks of the group. control and
-// spin are the same on all ranks of the group on one host. The other fields belong to this rank.
+// spin are the same on all ranks of the group that share a host. The remaining fields belong to this rank.
 struct Founding {
   std::string name;
   std::vector<int> ranks;  // the job rank of each rank of the group

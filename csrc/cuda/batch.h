@@ -1,5 +1,5 @@
-// The parameters of one kernel launch, which moves data between a bucket and its parts. Kernel parameters are passed by value,
-// and all drivers accept up to 4 KiB of them.
+// The parameters of one kernel launch, which moves data between a bucket and its parts. Kernel parameters are passed by value.
+// All drivers accept up to 4 KiB of them, so a Batch has at most 4 KiB.
 //
 // The bucket is an array of elements. Each part has its place in this array. The bucket is cut into cells of equal size, and also
 // wherever a part begins. Each block of the launch moves one of the resulting pieces:
@@ -39,8 +39,8 @@ struct Batch {
 
   constexpr uint64_t cell_of(uint32_t entry) const { return entries[entry].begin >> cell_log2; }
   constexpr uint64_t end_of(uint32_t entry) const { return entries[entry + 1].begin - entries[entry].gap; }
-  // Returns the index of the first piece of this entry's part. For the entry where the last part ends, returns the number of all
-  // pieces.
+  // Returns the index of the first piece of this entry's part. For the entry where the last part ends, returns the total number
+  // of pieces.
   constexpr uint64_t first_piece(uint32_t entry) const { return cell_of(entry) - cell_of(0) + entry; }
 };
 static_assert(sizeof(Batch) <= 4096);

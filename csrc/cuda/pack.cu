@@ -60,8 +60,9 @@ struct Owing {
   __device__ To operator()(float x, float& owed) const { return narrow_and_owe<To>(x * scale, owed, largest); }
 };
 
-// The addresses from which and to which a piece is moved, and the address of its residual (`owed`). They are numbers and not
-// pointers, because one of `from` and `to` is in a part and the other is in the bucket, and their element types can differ.
+// The addresses of a piece: where it is read (`from`), where it is written (`to`), and where its residual is (`owed`). They are
+// numbers and not pointers, because one of `from` and `to` is in a part and the other is in the bucket, and their element types
+// can differ.
 struct Sides {
   uint64_t from, to, owed;
 };
@@ -109,7 +110,8 @@ __device__ inline void move(const Way& way, const Sides& sides, uint32_t first, 
   }
 }
 
-// Returns how many elements lie before the first address, from `address` on, that is aligned for a vector of `width` elements.
+// Returns how many elements lie between `address` and the next address that is aligned for a vector of `width` elements, or 0 if
+// `address` itself is aligned.
 template <class T, unsigned width>
 __device__ inline uint32_t before_vectors(uint64_t address) {
   return static_cast<uint32_t>((width - address / sizeof(T) % width) % width);

@@ -49,7 +49,7 @@ class Acl final : public Runtime {
  public:
   Acl(Dynlib library, std::vector<std::string> visible)
       : library_(std::move(library)), functions_{library_}, visible_(std::move(visible)) {
-    // Another library in this process may have initialised AscendCL already. In that case, that library also finalises it.
+    // repeated_initialize is no failure: another library in this process has initialised AscendCL. mscomm never finalises it.
     if (const Result result = functions_.init(nullptr); result != success && result != repeated_initialize)
       throw Error("BackendUnavailable", library_.path() + ": aclInit: " + text_of(result));
     uint32_t count = 0;

@@ -1,6 +1,6 @@
 // Divides a packing into launches of the kernels in csrc/cuda, and gives access to the compiled image of these kernels. This
-// file is not in csrc/cuda, because it uses Dtype and std::vector: the code in that folder is also compiled for devices, and
-// uses neither.
+// file is not in csrc/cuda, because it uses Dtype and std::vector. The code in csrc/cuda is compiled for devices as well as for
+// the CPU, and uses neither.
 #pragma once
 
 #include <array>

@@ -20,7 +20,7 @@ class Runtime {
   virtual std::string version() const = 0;  // "CUDA 13.0 (/usr/lib/libcuda.so.1)"
   virtual int devices() const = 0;
   virtual std::string device_name(int device) const = 0;
-  // Returns the device's uuid. Unlike its index, a device's uuid is the same in all processes on all hosts.
+  // Returns the device's uuid. Unlike a device's index, its uuid is the same in all processes.
   virtual std::string uuid(int device) const = 0;
 
   // Makes the device the thread's current device, and leaves it current.
@@ -67,7 +67,7 @@ class Runtime {
   // Packs with kernels, using one launch for every few hundred parts. Returns false, and enqueues nothing, if no kernel can
   // perform the packing.
   virtual bool pack(const Packing&, StreamHandle) { return false; }
-  // Returns a human-readable text that says which kernels the device has, or why it has none. The kernels are loaded when the
+  // Returns a human-readable text that says how many kernels the device has, or why it has none. The kernels are loaded when the
   // device is first used, because loading waits until the device has finished its work. Loading them later could hang, because
   // the device may then be waiting for a call that this process has yet to make.
   virtual std::string kernels(int) { return "none: this vendor's devices get copies"; }

@@ -71,10 +71,10 @@ void Stream::check_silence() {
   socklen_t length = sizeof info;
   if (!option(fd(), SOL_SOCKET, SO_KEEPALIVE) || getsockopt(fd(), IPPROTO_TCP, TCP_INFO, &info, &length) < 0) return;
   // Whether the peer's host has not acknowledged the most recent packet from this host, or has left several probes unanswered.
-  // Silence counts only while this is true. A healthy host acknowledges each packet, even if the peer does not read. But our
-  // kernel sometimes retransmits only every two minutes. In between, a healthy host has nothing to acknowledge, and is silent,
-  // too. If the peer does not read, our kernel sends probes to ask whether the peer is reading again. tcpi_probes is the number
-  // of unanswered probes. A single unanswered probe may just have been lost.
+  // Silence counts only while this is true, because a healthy host can be silent, too. It acknowledges each packet, even if the
+  // peer does not read. But our kernel sometimes retransmits only every two minutes, and in between, the host has nothing to
+  // acknowledge. If the peer does not read, our kernel sends probes to ask whether the peer is reading again. tcpi_probes is the
+  // number of unanswered probes. A single unanswered probe may just have been lost.
   const bool unanswered = (info.tcpi_unacked > 0 && info.tcpi_last_data_sent < info.tcpi_last_ack_recv) || info.tcpi_probes > 1;
   const auto acknowledged = now - std::chrono::milliseconds(info.tcpi_last_ack_recv);
   // If the previous query was more than same_wait ago, a new wait has begun. The silence in this wait is measured from now.

@@ -60,7 +60,7 @@ class Stream {
 
   Descriptor fd_;
   std::string peer_;
-  // For check_silence(): when it last queried the kernel, and when the peer's host last answered.
+  // For check_silence(): when it last queried the kernel, and the time from which the silence of the peer's host is measured.
   Clock::time_point asked_{}, heard_{};
 };
 

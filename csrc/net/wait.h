@@ -1,5 +1,5 @@
-// How a rank waits. Every function that waits takes a Wait. Such a function sleeps for at most longest_sleep_ms at a time, and
-// calls Wait::look() regularly while it waits.
+// How a rank waits. Every function that waits for peers in a call, or for a message, takes a Wait. Such a function sleeps for at
+// most longest_sleep_ms at a time, and calls Wait::look() regularly while it waits.
 #pragma once
 
 #include <functional>

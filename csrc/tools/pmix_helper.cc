@@ -8,8 +8,8 @@
 // to the server. For get, it also carries the value.
 //
 // The helper is a separate process, because PMIx_Init and PMIx_Finalize in the user's process would break an earlier or later
-// MPI_Init in that process. The helper uses no fence: a get waits in the server until rank 0 has committed, so a rank waits only
-// for rank 0. The ABI below is that of PMIx 3 to 6.
+// MPI_Init in that process. The helper needs no fence, because a get waits in the server until rank 0 has committed. So a rank
+// waits only for rank 0. The ABI below is that of PMIx 3 to 6.
 //
 // The user's process keeps the connection open after PMIx_Finalize. This avoids a race in the servers of PMIx 4.0 to 6.0: one
 // thread answers PMIx_Finalize, and another thread records later that the client has finalized. If the client closes its

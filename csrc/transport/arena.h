@@ -34,8 +34,8 @@ class Arena {
   // Lets the heap reuse the control memory after all ranks have destroyed their Arenas. If a rank never destroys its Arena, the
   // memory is never reused, because that rank may wake up late and access the memory.
   static void release(Heap& heap, uint64_t control, int size);
-  // The lowest rank calls abandon() instead of release() if it has not created an Arena of its own. Other ranks may have created
-  // Arenas.
+  // The lowest rank calls abandon() instead of release() if it has not created an Arena of its own, although other ranks may have
+  // created theirs. abandon() counts the lowest rank as one that has destroyed its Arena, and then works like release().
   static void abandon(Heap& heap, uint64_t control, int size);
 
   int rank() const { return rank_; }
@@ -108,7 +108,7 @@ class Arena {
   uint64_t first_round_ = 0;  // the first round of the current call
   uint64_t steps_ = 0;
   unsigned parity_ = 0;
-  // The process id of this rank. A forked child inherits the Arena, but is not a rank.
+  // The process id of this rank. A forked child inherits the Arena, but is not a rank, so ~Arena() does nothing in the child.
   const int owner_ = getpid();
 };
 

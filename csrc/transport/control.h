@@ -30,15 +30,15 @@ struct Post {
   Signature signature;
   uint64_t x_offset = not_in_heap;  // the offset of x in the rank's heap
   uint64_t out_offset = not_in_heap;
-  uint64_t x_address = 0, out_address = 0;  // addresses in the rank's process; if 0, peers must not read the array directly
+  uint64_t x_address = 0, out_address = 0;  // addresses in the rank's process, for pulls; 0 if peers must not pull the array
 };
 
 class Control {
  public:
   struct Common {
-    // The two fields of Gate are written only if a rank sleeps, so their cache line usually stays in the caches of all ranks.
+    // Both fields are written only if a rank sleeps, so their cache line usually stays in the caches of all ranks.
     struct alignas(64) Gate {
-      std::atomic<uint32_t> bell;  // the futex word: Gate::ring() adds 1 to it to wake the sleeping ranks
+      std::atomic<uint32_t> bell;  // the futex word: ring() in gate.cc adds 1 to it to wake the sleeping ranks
       std::atomic<uint32_t> sleepers;
     } gate;
     alignas(64) std::atomic<uint32_t> closed;  // the number of ranks that have destroyed their Arena

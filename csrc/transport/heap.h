@@ -38,8 +38,8 @@ class Heap {
   void release_when(uint64_t offset, std::function<bool()> unused);
 
   // Returns the offset of [memory, memory + bytes) in the heap, or nullopt if this range cannot be shared. A range can be shared
-  // only if it lies within one allocation and nothing else on its pages is in use. The reason is that peers may write to these
-  // pages, and that withdraw() replaces whole pages.
+  // only if it lies within one allocation and nothing else on its pages is in use. The reason is that withdraw() replaces whole
+  // pages, so any other data on these pages would be lost.
   std::optional<uint64_t> find(const void* memory, size_t bytes) const;
 
   // Call this after a failed collective call. If find() returned an offset for [memory, memory + bytes), withdraw() replaces the
@@ -68,14 +68,14 @@ class Heap {
   using Range = std::pair<uint64_t, uint64_t>;  // [begin, end)
 
   void give_pages_back(uint64_t begin, uint64_t end) const;
-  // Callers of the following functions must hold mutex_.
+  // Callers of the next four functions must hold mutex_.
   std::optional<uint64_t> exclusive(const void* memory, size_t bytes) const;
   std::optional<uint64_t> take(uint64_t need, uint64_t alignment);
   void split(uint64_t begin, uint64_t end, std::vector<Range>& shared, std::vector<Range>& withdrawn) const;
   void give(uint64_t begin, uint64_t end);
 
   const int owner_;           // the id of the process that created the heap
-  mutable std::mutex mutex_;  // protects everything below
+  mutable std::mutex mutex_;  // protects everything below except mapping_, which never changes
   Mapping mapping_;
   bool shared_ = true;
   std::map<uint64_t, uint64_t> free_;  // offset -> bytes; adjacent ranges are merged

@@ -3,11 +3,11 @@
 // A link carries messages from one rank to another. The receiver sends only two kinds of header back on the link: permission to
 // send a message's data, and credit to send more messages whole. If a message has at most eager_bytes, and the sender has enough
 // credit, the message is sent whole. Any other message is announced first, and its data follows after a recv has been matched to
-// it. So large messages use no mailbox memory, and small messages use at most eager_window for each source. An announcement
-// reaches the receiver even if earlier messages still have no recv. So a program hangs only if it would also hang with
-// synchronous sends, which return only after their recv has been called. A send of at most eager_bytes may return before its recv
-// is called, but programs must not rely on that. A message from a rank to itself is copied at once, either to a waiting recv or
-// to a mailbox buffer.
+// it. So large messages from a peer use no mailbox memory, and small messages use at most eager_window for each peer. An
+// announcement reaches the receiver even if earlier messages still have no recv. So a program hangs only if it would also hang
+// with synchronous sends, which return only after their recv has been called. A send of at most eager_bytes may return before its
+// recv is called, but programs must not rely on that. A message from a rank to itself is copied at once, either to a waiting recv
+// or to a mailbox buffer.
 //
 // A recv may accept any source or any tag. Matching follows the MPI rules: a message goes to the first recv that accepts it, in
 // the order in which the recvs were called. A recv takes the first message that it accepts, in the order in which the messages
@@ -203,7 +203,7 @@ class Mailbox {
   };
   struct Incoming : Link {
     std::deque<Unexpected> unexpected;  // messages that have no recv yet, in order
-    size_t uncredited = 0;              // bytes of whole messages that have arrived, but for which no credit was returned yet
+    size_t uncredited = 0;              // bytes of whole messages that have arrived, but have not been returned as credit yet
     size_t matched = 0;                 // how many of the uncredited bytes belong to messages that have been matched to recvs
     // The payload that is being read goes to the recv in `current`, or to `kept` if `current` is nullptr.
     std::vector<char> kept;

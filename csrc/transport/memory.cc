@@ -36,9 +36,9 @@ struct Opened {
   std::string about;
 };
 
-// Opens an in-memory file. If shmem_enabled is "never", which is the kernel's default, a memfd would have only small pages, so
-// this function first tries a tmpfs of our own. If shmem_enabled is "deny", the administrator has forbidden huge pages in all
-// in-memory files, so this function opens a memfd with small pages.
+// Opens an in-memory file. If shmem_enabled is "never", which is the kernel's default, a memfd would have only small pages. So if
+// own_tmpfs is true, this function first tries a tmpfs of our own. If shmem_enabled is "deny", the administrator has forbidden
+// huge pages in all in-memory files, so this function opens a memfd with small pages.
 Opened open_memory(const char* label, bool own_tmpfs) {
   const std::string enabled = shmem_enabled();
   const std::string setting = "shmem_enabled: " + (enabled.empty() ? "not known" : enabled);

@@ -32,7 +32,7 @@ class Pulls {
   void pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait);
 
  private:
-  // The array that readable() last tested. Most programs reuse the same arrays, which need not be tested again.
+  // The array that readable() last found to be readable. Most programs reuse the same arrays, which need not be tested again.
   using Tested = std::pair<const void*, size_t>;  // the array's address and its length in bytes
   enum class Tried { not_yet, no, yes };
 

@@ -6,7 +6,7 @@
 array([1., 1., 1.])
 
 A submodule is imported only when one of its names is first used, so `import mscomm`, the command line and the scheduler
-start fast. Type checkers cannot follow such imports. They read the names from __init__.pyi.
+start fast. Type checkers cannot follow such imports, so they read the names from __init__.pyi.
 """
 
 from __future__ import annotations

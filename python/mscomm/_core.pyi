@@ -96,12 +96,12 @@ class Heap:
         """Reserve control memory for a group of `size` ranks. Return its offset, which all these ranks must know."""
 
     def release_control(self, control: int, size: int, /) -> None:
-        """Free the memory at `control` once its `size` ranks no longer use it. size is 0 if no rank has used it."""
+        """Free the memory at `control` once its `size` ranks no longer use it. Pass size 0 if no rank has used it."""
 
     def abandon_control(self, control: int, size: int, /) -> None:
         """Call this instead of release_control() if this rank has not created its part of the group.
 
-        Other ranks may have created theirs.
+        Other ranks may have created theirs, so the memory is freed only when they no longer use it.
         """
 
 @final
@@ -374,9 +374,9 @@ class Group:
         """Connect the core's group with the Python Group. This must happen before the first call.
 
         python: a weak reference to the mscomm.Group, whose methods the core calls. libraries: maps an array type to its
-        row, an arrays.Plain. backend, device: the device with which this rank has joined the job, or "" and -1 if
-        there is none. noted: whether the core asks Python for the number of each call, and tells Python when the call
-        has completed.
+        row, an arrays.Plain. backend, device: the backend and the number of the device with which this rank has joined
+        the job, or "" and -1 if there is none. noted: whether the core tells the Python Group about each call: at the
+        start by next_number() or noted(), and at the end by ended().
         """
 
     def array(self, function: int, x: Any, *, argument: str = "x", stream: int | None = None) -> Array:
@@ -403,11 +403,11 @@ class Group:
     ) -> Call:
         """Check the arguments of a call, and prepare the call. Raise TypeError or ValueError if an argument is invalid.
 
-        x: an array as the user passed it, or an Array; None in a barrier, and in a scatter on a rank that is not the
-        root. out: None creates a new array of x's type. what: the collective; None means the collective with the
-        function's name. rows: in an uneven call, the number of rows of each rank; in all_to_all_v, the send counts of
-        rank 0, then those of rank 1, and so on. digest, head: see Signature in csrc/base/call.h. told: if x is None in
-        a scatter, the shape and dtype of the root's x.
+        x: an array as the user passed it, or an Array. x is None in a barrier, and may be None in a scatter on a rank
+        that is not the root. out: None creates a new array of x's type. what: the collective; None means the collective
+        with the function's name. rows: in an uneven call, the number of rows of each rank; in all_to_all_v, the send
+        counts of rank 0, then those of rank 1, and so on. digest, head: see Signature in csrc/base/call.h. told: if x
+        is None in a scatter, the shape and dtype of the root's x.
         """
 
     def part(self, function: int, shape: tuple[int, ...], /) -> tuple[int, ...]:

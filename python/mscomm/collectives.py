@@ -14,8 +14,8 @@ which they were made.
 
 If x is on this rank's device (see init), the accelerator runs the call. The function returns as soon as the call is
 enqueued on `stream`, a stream handle of the vendor's library. The default is the current stream of the array's library.
-Operations that are enqueued on that stream afterwards see the complete result in out. All ranks must pass x and out on
-their devices, or all ranks must pass them on the CPU. scatter and the functions that end in _v, except
+Operations that are enqueued on that stream afterwards see the complete result in out. Either all ranks must pass x and
+out on their devices, or all ranks must pass them on the CPU. scatter and the functions that end in _v, except
 reduce_scatter_v, first exchange lengths or shapes on the CPU, so they may block until other ranks make the same call.
 barrier always runs on the CPU.
 
@@ -55,7 +55,8 @@ FUNCTION = {name: number for number, name in enumerate(_core.functions)}
 ALONE_BYTES = 1 << 20
 BUCKET_BYTES = 4 << 20
 # The largest page size of any Linux kernel. If the filled part of a bucket is larger than a page, it is rounded up to
-# whole pages, because only whole pages can be shared. The bytes that the rounding adds have no meaning.
+# whole pages, because other ranks may access only whole pages directly (see empty). The bytes that the rounding adds
+# have no meaning.
 PAGE_BYTES = 64 << 10
 
 
@@ -582,7 +583,8 @@ def _scatter(
 def _late(group: Group, prepare: Callable[[], _core.Call]) -> _core.Call:
     """Prepare the call that follows a head.
 
-    If `out` does not fit, raise Mismatch, which fails the call on all ranks, because the other ranks are already in it.
+    The other ranks are already in the call. Therefore, if `out` does not fit, raise Mismatch, which fails the call on
+    all ranks.
     """
     try:
         return prepare()

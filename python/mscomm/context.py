@@ -170,8 +170,8 @@ _AUTO_PARALLEL = {
     "comm_fusion": _Option(None, _fusion),
     "enable_parallel_optimizer": _Option(False, _only(False)),
     "pipeline_stages": _Option(1, _only(1)),
-    # In MindSpore, the options below are for compiled graphs, or for parallel modes other than data parallel.
-    # notices.py warns about them.
+    # In MindSpore, the options that the next entry adds are for compiled graphs, or for parallel modes other than data
+    # parallel. notices.py warns about them.
     **{
         name: _Option(row.silent[0], _anything)
         for (function, name), row in notices.WITHOUT_EFFECT.items()

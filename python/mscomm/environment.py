@@ -163,9 +163,9 @@ VARIABLES = (
     ),
     Variable(
         "MSCOMM_HUGE_PAGES",
-        "0: shared arrays are always in a memfd. A memfd has huge pages only if the kernel allows them for memfds. 1:"
-        " if the kernel does not allow them, shared arrays are in the process's own tmpfs if that can have huge pages."
-        " This tmpfs is not attached to any directory.",
+        "1: shared arrays have huge pages if possible. If the kernel does not allow huge pages for memfds, mscomm puts"
+        " the arrays into a tmpfs of the process, which is not attached to any directory. 0: shared arrays are always"
+        " in a memfd.",
         ("cluster.assemble", "cli.doctor"),
         default=1,
         parse=_switch,
@@ -178,8 +178,8 @@ VARIABLES = (
     ),
     Variable(
         "MSCOMM_TRACEBACK",
-        "`full`: if an exception ends a rank, the traceback also shows mscomm's own frames. It also shows the error"
-        " that the rank observed before it learned the first cause. Unset: the traceback shows neither of them.",
+        "`full`: if an exception ends a rank, the traceback also shows mscomm's own frames, and the error that the rank"
+        " observed before it learned the first cause. Unset: the traceback shows neither.",
         ("exits", "launching.processes"),
         parse=one_of("SHORT", "FULL"),
     ),

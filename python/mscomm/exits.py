@@ -42,7 +42,7 @@ def watch(release: Callable[[], None], tell: Callable[[BaseException, str], bool
 
 
 _PR_SET_PDEATHSIG = 1
-# The names of the programs with which MPI implementations start ranks, in the kernel's form (at most 15 characters).
+# The names of the programs with which MPI implementations start ranks, as in /proc/<pid>/stat: at most 15 characters.
 # Without end_with_mpi_launcher(), the ranks would run forever after SIGKILL has killed such a program.
 _MPI_LAUNCHERS = ("prterun", "prted", "orterun", "orted", "mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy")
 

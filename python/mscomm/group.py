@@ -220,8 +220,8 @@ class Group:
         second call and would wait for this rank.
 
         on_device: whether the second call is on device arrays. This thread must start such a call, because the call
-        uses the thread's current stream. The head runs on the CPU. Even with async_op, this thread therefore waits for
-        the head.
+        uses the thread's current stream. So even with async_op, this thread first waits for the head, which runs on
+        the CPU.
         """
         seconds = self.seconds(timeout)
         function = _core.functions[head.function]

@@ -229,7 +229,7 @@ def init(
     of the backend, they raise Mismatch.
 
     device: the number of this rank's GPU or NPU, by default the local rank. init() makes it the current device. Set
-    CUDA_VISIBLE_DEVICES before you call init(), because init() queries the driver for the devices.
+    CUDA_VISIBLE_DEVICES before you call init(), because init() starts the driver, which reads the variable only once.
 
     timeout: the default timeout of collective calls, send and recv, in seconds or as a timedelta. None means
     MSCOMM_TIMEOUT (1800 s). Joining itself takes at most MS_TOPO_TIMEOUT seconds (600).
@@ -421,8 +421,8 @@ def rejoin(timeout: float | timedelta | None = None) -> int:
 
     timeout: seconds or a timedelta; None means MS_TOPO_TIMEOUT (600 s). After this time, rejoin() raises
     CollectiveTimeout, whose waiting_for holds the ranks that did not join. The program can then call rejoin() again.
-    Raise PeerLost if a rank has left the job, or if no program restarts the lost ranks (`mscomm run --max-restarts N`
-    restarts them). Raise RuntimeError in a job of one rank.
+    Raise PeerLost if a rank has left the job, or if nothing restarts lost ranks in this job. (Pass --max-restarts to
+    `mscomm run` to have them restarted.) Raise RuntimeError in a job of one rank.
     """
     return default().rejoin(Deadline(join_timeout_s(os.environ) if timeout is None else seconds_of(timeout)))
 

@@ -5,7 +5,7 @@ A line of the log looks like this:
     mscomm node7:4711 [3] INFO mesh: 7 links by 10.0.0.7, algorithm of all_reduce: direct
 
 The levels are those of NCCL_DEBUG: VERSION, WARN, INFO, TRACE. Each level includes the lines of the levels before it.
-If MSCOMM_DEBUG is unset, only warnings are written. Callers never log a key or the contents of an array.
+If MSCOMM_DEBUG is unset, only warnings are written. Callers must not log a key or the contents of an array.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Log:
             self._put(data)
 
     def flush(self) -> None:
-        """Write the held lines. If the rank is still unknown, the file name has `-` in place of %r."""
+        """Write the held entries. If the rank is still unknown, the file name has `-` in place of %r."""
         if self._fd is None and self._held:
             self._fd = self._open()
             self._put(b"".join(self._held))

@@ -44,7 +44,7 @@ from mscomm.messages import LAST_TAG, Status, checked_source, checked_tag
 from mscomm.packing import pack, unpack
 from mscomm.registry import register_object as register_object
 
-# An object is sent as two messages. The first holds the length of the packed object and the tag of the second message,
+# send_object sends two messages. The first holds the length of the packed object and the tag of the second message,
 # which holds the packed object itself. Each object gets its own tag for the second message, above the range of user
 # tags, so that messages from several threads to one rank cannot be mixed up.
 _HEADER = struct.Struct("<QQ")

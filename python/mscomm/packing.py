@@ -27,8 +27,8 @@ from mscomm.errors import Error
 
 DEEPEST = 128  # how deep containers may be nested; each level needs two Python stack frames
 
-# A value that MessagePack does not have is packed as a MessagePack array that begins with an extension. These are the
-# extensions' type numbers. Each comment says which items follow the extension.
+# A value of a type that msgpack lacks is written as an array that begins with an extension. These are the extensions'
+# type numbers. Each comment says which items follow the extension.
 _TUPLE, _SET, _FROZENSET = 1, 2, 3  # followed by the items of the container
 _COMPLEX = 4  # followed by the real part and the imaginary part
 _INTEGER = 5  # an int of more than 64 bits; followed by its bytes in little-endian two's complement

@@ -57,11 +57,12 @@ def register_object(
 ) -> C:
     """Register the class `cls`, so that the object functions can send and receive its objects. Return the class.
 
-    Every rank that receives such objects must also register the class. encode(obj) returns a value that can be sent:
-    plain values, arrays, or objects of other registered classes. decode(value) creates the object from this value. If
-    encode and decode are omitted, cls must be a dataclass or an Enum. A dataclass object is sent as its fields; the
-    receiver does not run __init__ or __post_init__. An enum member is sent as its name. If the class does not have the
-    same fields or members on both ranks, the receiver raises an Error. Subclasses must be registered separately.
+    Every rank that receives such objects must also register the class. encode(obj) must return a value that can be
+    sent: plain values, arrays, or objects of other registered classes. decode(value) must create the object from this
+    value. If encode and decode are omitted, cls must be a dataclass or an Enum. A dataclass object is sent as its
+    fields; the receiver does not run __init__ or __post_init__. An enum member is sent as its name. If the class does
+    not have the same fields or members on both ranks, the receiver raises an Error. Subclasses must be registered
+    separately.
 
     name: the name that identifies the class on all ranks. The default is the module and the name of the class. Pass a
     name if the default differs between ranks. Registering a class again replaces its functions.

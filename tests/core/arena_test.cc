@@ -57,7 +57,7 @@ void groups_share_the_heaps() {
   for (std::thread& thread : threads) thread.join();
 }
 
-// Calls run in the order in which they were started, whether the worker's thread or the caller's thread runs them.
+// Calls run in the order in which they were started, whether the worker thread or the caller's thread runs them.
 void started_calls_keep_their_order(const ThreadRank& me) {
   const size_t count = tiny_bytes;  // `count` floats take more than tiny_bytes, so a call has several rounds
   std::vector<float> a(count), b(count, 1.0f), c(count);

@@ -224,8 +224,8 @@ class Case {
   size_t offset_of_x_ = 0, offset_of_out_ = 0;  // where x and out of an in-place call begin in their common array
 };
 
-// ThreadSanitizer makes each step ten times slower. A few ranks and one kind of memory are enough to find races. The run under
-// AddressSanitizer covers all cases.
+// ThreadSanitizer makes each step ten times slower. So the run under ThreadSanitizer uses only a few ranks and one kind of
+// memory, which are enough to find races. The run under AddressSanitizer covers all cases.
 #ifdef __SANITIZE_THREAD__
 inline constexpr bool only_races = true;
 #else
@@ -253,7 +253,7 @@ inline void every_case(const ThreadRank& me, const std::string& algorithm, const
   for (size_t size : sizes)
     for (const Amounts& some : amounts(static_cast<size_t>(n), size))
       for (Collective what : collectives_by(algorithm)) {
-        if ((!some.even && !has_parts(what)) || (scans(what) && n > 3)) continue;  // test_conformance.py tests larger scans
+        if ((!some.even && !has_parts(what)) || (scans(what) && n > 3)) continue;  // test_conformance.py tests more ranks
         root = (root + 1) % n;
         for (Memory memory : memories) {
           if (only_races && memory != memories.back()) continue;

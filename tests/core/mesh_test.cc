@@ -23,7 +23,7 @@ std::vector<Memory> memories(const std::string& algorithm) {
 void every_collective_by(const std::string& algorithm) {
   for (int size : sizes_of_groups()) {
     // Only the last size is larger than a window. With 3 ranks, each part of an all_reduce of this size spans several windows,
-    // so the sockets cannot buffer a whole part.
+    // which is more than the sockets can buffer.
     const std::vector<size_t> sizes{0, 1, 7, 1000, (size == 3 ? 12 : 2) * window_bytes / 4 + 5};
     const ThreadJob job(size);
     const ThreadGroup world(job, job.all(), algorithm, false);

@@ -104,7 +104,7 @@ void a_deadline_breaks_the_group_for_all_waits() {
   me.group->close();
 }
 
-// An exception of an unexpected type breaks the group. This holds even on the worker's thread, where no caller could catch the
+// An exception of an unexpected type breaks the group. This holds even on the worker thread, where no caller could catch the
 // exception.
 void a_started_call_may_throw_anything() {
   struct Wrong final : NoBackend {

@@ -1,5 +1,5 @@
 // Tests a communicator's calls when memory runs out. Such a call must end with an error. It must not take a call number and leave
-// it unused, because all later calls would wait for that number.
+// it unused, because all later calls would wait for the call with that number.
 #include <cstdlib>
 #include <new>
 #include <numeric>

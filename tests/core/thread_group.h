@@ -1,5 +1,5 @@
-// Runs the ranks of a job as threads of one process. The ranks share one mapping of each heap, so the sanitizers see every
-// access.
+// Runs the ranks of a job as threads of one process. The ranks share one mapping of each heap, so that each byte has only one
+// address. If each rank had a mapping of its own, ThreadSanitizer would miss the races between ranks.
 #pragma once
 
 #include <sys/socket.h>

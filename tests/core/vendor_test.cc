@@ -21,7 +21,7 @@ namespace {
 
 using Task = std::function<void()>;
 
-// Runs the enqueued tasks in order, on a thread of the queue.
+// Runs the enqueued tasks in order, on the queue's own thread.
 class Queue {
  public:
   Queue() : thread_([this] { work(); }) {}
@@ -144,7 +144,7 @@ class Hall {
     std::map<int, std::pair<void*, size_t>> sends{}, receives{};  // keyed by peer
   };
   // A stream's thread calls meet(), which waits until all ranks have arrived. The last rank to arrive calls `act` with the parts
-  // of all ranks. Returns false if the rank was aborted.
+  // of all ranks. Returns false if this rank was aborted before all ranks had arrived.
   bool meet(uint64_t number, int rank, Part part, const std::function<void(std::map<int, Part>&)>& act) {
     std::unique_lock lock(mutex_);
     auto& here = meetings_[number];
@@ -392,7 +392,7 @@ void test_a_call_after_a_pause_is_seen() {
   Job job(1);
   Rank& rank = *job.ranks[0];
   Numbers x(8, 1), out(8);
-  // When the second call is made, the watching thread is still polling the device. By the third call, it has gone to sleep.
+  // When the second call is made, the watcher thread is still polling the device. By the third call, it has gone to sleep.
   for (const int pause_ms : {0, 5, 300}) {
     std::this_thread::sleep_for(std::chrono::milliseconds(pause_ms));
     const auto work = rank.group->start(rank.call(Collective::all_reduce, x, out, 8), 60);

@@ -93,8 +93,8 @@ def test_no_more_is_made_ahead_than_there_is_room():
         until = time.monotonic() + 10
         while len(ahead) < min(taken + 3, 50) and time.monotonic() < until:
             time.sleep(0.0005)
-    # The thread reads a row only while at most two batches are waiting. The test increases `taken` shortly after it
-    # takes a batch. So `taken` can be one too low, and `ahead` can contain a 3.
+    # The thread reads a row only while at most two others are waiting. The test increases `taken` shortly after it
+    # takes a row. So `taken` can be one too low, and `ahead` can contain a 3.
     assert len(ahead) == 50 and max(ahead) in (2, 3)
 
 

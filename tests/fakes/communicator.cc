@@ -107,8 +107,8 @@ void Communicator::launch(std::vector<Operation> operations) {
     });
     return;
   }
-  // If two threads issue launches at the same time, class Inside counts a violation, but does not stop them. So this lock keeps
-  // the threads from waiting for each other's numbers.
+  // If two threads issue launches at the same time, class Inside counts a violation, but does not stop them. Without this lock,
+  // the launch with the later number could come first on a stream, and would wait there for the earlier number forever.
   std::lock_guard lock(issuing_);
   const uint64_t number = take_number();
   // The stream releases this turn when the launch has completed.

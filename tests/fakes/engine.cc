@@ -27,7 +27,7 @@ using SteadyClock = std::chrono::steady_clock;
 namespace {
 
 constexpr size_t grain = 512;  // addresses are multiples of this number, like the addresses from cuMemAlloc
-// The first junk_bytes of new memory are filled with this byte, so code that relies on zeros fails.
+// The first junk_bytes of each allocation are filled with this byte, so code that relies on zeros fails.
 constexpr unsigned char junk = 0xA5;
 constexpr size_t junk_bytes = 16 << 20;
 
@@ -43,8 +43,8 @@ struct Item {
   uint64_t number = 0;
 };
 
-// Held while work is enqueued or a stream is added, because a device's legacy default stream and its other streams wait for each
-// other's earlier work.
+// Held while work is enqueued or a stream is added. A device's legacy default stream and its other streams wait for each other's
+// earlier work. This lock decides which work is earlier.
 std::mutex& order() {
   static auto& mutex = *new std::mutex;
   return mutex;
@@ -200,7 +200,7 @@ class Machine : public Engine {
 
   Uuid uuid(int device) const override {
     // A device has the same UUID in all processes of the host, as a real card does. If FAKE_DEVICE_UUID is set, the devices get
-    // other UUIDs, as if they were on another host.
+    // different UUIDs, as if they were on another host.
     const std::string name = text("FAKE_DEVICE_UUID", "stand-in") + "#" + std::to_string(device);
     Uuid uuid{};
     uint64_t hash = 1469598103934665603u;

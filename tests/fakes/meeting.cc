@@ -199,7 +199,7 @@ void Meeting::sweep() {
   closedir(all);
 }
 
-// Returns false if the rank's seat is taken, or if the other ranks expect another number of ranks.
+// Returns false if the rank's seat is taken, or if the other ranks expect a different number of ranks.
 bool Meeting::open() {
   while (true) {
     file_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);

@@ -47,7 +47,7 @@ each_library = pytest.mark.parametrize(
 
 
 def shared(rank: int, **_: Any) -> dict[str, str]:
-    """Return variables for ranks on one GPU. NVIDIA documents all except NCCL_HOSTID, found only in NCCL's source."""
+    """Return variables for ranks on one GPU. NVIDIA documents all of them except NCCL_HOSTID (see NCCL's source)."""
     told = "NET=Socket IB_DISABLE=1 NVLS_ENABLE=0 MNNVL_ENABLE=0 CUMEM_HOST_ENABLE=0 RAS_ENABLE=0 MAX_CTAS=2"
     own = {f"NCCL_{name}": text for name, text in (one.split("=") for one in told.split())}
     return {

@@ -38,7 +38,7 @@ def why_not() -> str:
 
 
 def library() -> str:
-    """Return the name of an installed array library. Either library will do, because a kernel sees only memory."""
+    """Return "cupy" or "torch", or "" if neither is installed. Either will do, because a kernel sees only memory."""
     return next((name for name in ("cupy", "torch") if importlib.util.find_spec(name)), "")
 
 

@@ -166,7 +166,10 @@ def packable(x: Any) -> str | None:
 
 
 def on_cpu(x: Any) -> np.ndarray[Any, Any]:
-    """Return the memory of a tensor on the CPU. For other tensors, raise TypeError with a text that continues "x"."""
+    """Return the memory of a tensor on the CPU. Raise TypeError for any other tensor.
+
+    The error's text continues a sentence that begins with "x".
+    """
     there = library(x, "x", "on_cpu").memory(x)
     if isinstance(there, OnDevice):
         raise TypeError(f"is on device {there.index}; copy it to the CPU first")

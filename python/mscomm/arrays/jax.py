@@ -40,7 +40,7 @@ def of_numpy(numbers: np.ndarray[Any, Any]) -> jax.Array:
 
 def new(x: jax.Array, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], Callable[[], jax.Array]]:
     filled = np.empty(shape, x.dtype)
-    if not getattr(x, "committed", True):  # JAX may move such an array, so let it move the result as well
+    if not getattr(x, "committed", True):  # JAX may move an uncommitted array, so let it move the result as well
         return filled, lambda: jax.device_put(filled)
     where = x.sharding if shape == x.shape else next(iter(x.devices()))
     return filled, lambda: jax.device_put(filled, where)

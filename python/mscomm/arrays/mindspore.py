@@ -1,6 +1,6 @@
 """MindSpore tensors on the CPU, in PyNative mode.
 
-`asnumpy()` returns an array over the memory of a tensor. For a view of another tensor, `asnumpy()` returns a copy.
+`asnumpy()` returns an array over the memory of the tensor or, if the tensor is a view of another tensor, a copy.
 """
 
 from __future__ import annotations

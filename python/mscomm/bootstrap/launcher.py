@@ -22,7 +22,8 @@ from mscomm.errors import BackendUnavailable, on_failure
 
 NAME = "mscomm run"
 PLACE = (("MSCOMM_RANK",), ("MSCOMM_WORLD_SIZE",))
-_taken: set[int] = set()  # descriptors that this process has used to join; other files may have these numbers now
+# Descriptors that this process has used to join. Do not use them again: other files may have these numbers now.
+_taken: set[int] = set()
 SCHED, KEY_FD, CONTROL_FD = "MSCOMM_SCHED", "MSCOMM_KEY_FD", "MSCOMM_CONTROL_FD"
 VARIABLES = ("MSCOMM_RANK", "MSCOMM_WORLD_SIZE", "MSCOMM_LOCAL_RANK", "MSCOMM_LOCAL_WORLD_SIZE", CONTROL_FD)
 

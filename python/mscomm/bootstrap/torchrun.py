@@ -1,7 +1,8 @@
 """Joins under torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torch_env.py uses join() too.
 
 MASTER_PORT is the port of torch's own store. torchrun's agent or the script's init_process_group() binds it, before us
-or after us, so we never use it. In a job on several hosts, the hub listens at one of the ports from ports_after().
+or after us. So in a job on several hosts, the hub listens at one of the ports from ports_after(), which avoids
+MASTER_PORT if possible.
 """
 
 from __future__ import annotations

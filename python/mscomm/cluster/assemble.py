@@ -279,7 +279,8 @@ class Epoch:
             return links.unix_listener(128)
         assert self.member
         # Let the backlog hold all ranks. If it were full, the kernel would not answer, and a rank that tries to connect
-        # would report us as lost after MS_NODE_TIMEOUT. The kernel limits the backlog to net.core.somaxconn.
+        # would report us as lost after MS_NODE_TIMEOUT. However, the kernel limits the backlog to
+        # net.core.somaxconn.
         return links.listen(self.member.address(), max(128, self.size), os.environ)
 
     def _connect(
@@ -470,7 +471,7 @@ def _exchange_memory(
 
 
 def _pidfds(epoch: Epoch) -> list[int]:
-    """Return a pidfd for each rank. With it, the core learns at once that the rank's process has ended.
+    """Return, for each rank, a pidfd or -1. With a pidfd, the core learns at once that the rank's process has ended.
 
     The entry is -1 for this rank and for ranks on other hosts. Before Linux 5.3, all entries are -1.
     """

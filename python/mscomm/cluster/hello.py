@@ -66,9 +66,9 @@ class Hello:
     The caller first sends what `feed(b"")` returns. Then it repeats three steps until `done` is True: read up to
     `needs` bytes, pass them to `feed`, and send what `feed` returns.
 
-    If something is wrong with the peer, `feed` raises an Error that says what is wrong. If an acceptor refuses the
-    peer, `feed` returns an answer that tells the peer so, and sets `refusal`. The hello is then `done`. The caller must
-    send this answer before it closes the connection.
+    If something is wrong with the peer, `feed` raises an Error that says what is wrong. However, if an acceptor must
+    tell the peer why it is refused, `feed` returns an answer that does so, and sets `refusal`. The hello is then
+    `done`. The caller must send this answer before it closes the connection.
     """
 
     def __init__(self, script: Callable[[Hello], _Script]) -> None:

@@ -158,9 +158,9 @@ class Hub:
         self._order(lambda: self._process_ended(rank, how, badly, again))
 
     def stopped_here(self, ranks: Sequence[int]) -> None:
-        """Tell the hub whether all ranks that are left on this host are stopped (SIGSTOP). Any thread may call this.
+        """Tell the hub whether all ranks on this host have ended or are stopped (SIGSTOP). Any thread may call this.
 
-        ranks: the ranks that are left, if all of them are stopped; otherwise empty.
+        ranks: the ranks that have not ended, if all of them are stopped; otherwise empty.
         """
         if ranks != self._stopped_here:
             self._stopped_here = ranks
@@ -534,7 +534,7 @@ class Hub:
             return
         found.closed.add(link.number)
         if self._restarts and self._world.judge.verdict:
-            # Other ranks may report this rank as lost before its rejoin arrives. Then _explained() gives the reason.
+            # Other ranks may report this rank as lost before its "rejoin" arrives. _explained() needs this entry then.
             found.rejoining.add(link.number)
         staying = self._members(found)
         if not staying:
@@ -780,7 +780,10 @@ class Hub:
                     self._board.write(link, data)
 
     def _broadcast(self, frame: Frame, ranks: Collection[int]) -> None:
-        """Send the frame to these ranks and to processes without a rank, except if they have left or await an epoch."""
+        """Send the frame to these ranks, and to processes without a rank.
+
+        Do not send it to processes that have left or that wait for the next epoch.
+        """
         data = encode(frame, FROM_HUB_BYTES)
         for link in self._roster:
             if not link.left and not link.waits and (link.rank is None or link.rank in ranks):

@@ -15,7 +15,7 @@ CALLS_WITHIN_S = 1.0  # after a mismatch: how long the ranks may take to say whi
 BELIEVED_AFTER_S = 0.2  # how long the judge waits for a report from the rank that a symptom names
 ANSWERS_WITHIN_S = 0.3  # how long the ranks may take to answer "where are you"
 REASON_WITHIN_S = 0.5  # how long the launcher may take to say how a process ended
-RESTARTED_WITHIN_S = 0.1  # replaces REASON_WITHIN_S if ranks are restarted, because survivors wait for the verdict
+RESTARTED_WITHIN_S = 0.1  # replaces REASON_WITHIN_S if ranks are restarted: survivors rejoin only after the verdict
 # The minimum time between two comparisons of what the ranks have called. There is a minimum, because every rank that is
 # stuck in a call asks for a comparison.
 ASKED_EVERY_S = 1.0
@@ -96,7 +96,7 @@ class Judge:
         if error.kind == "Mismatch" and number > 0:
             self._differ(error, number, now)
         elif difference := self._difference():
-            if error.kind == "Aborted":  # the hub tells all ranks now, so the verdict must come before that
+            if error.kind == "Aborted":  # the hub may be about to abort all groups, so reach the verdict before that
                 self._question = difference._replace(until=now)
             elif 0 < number < difference.number:  # the rank will not make the call any more
                 difference.unanswered.discard(rank)

@@ -38,7 +38,7 @@ class _Launcher(Line):
 
     ranks = range(0)
     name = "another launcher"
-    stopped: Sequence[int] = ()  # the ranks that are left on its host, if all of them are stopped
+    stopped: Sequence[int] = ()  # the ranks on its host that have not ended, if all of them are stopped
 
 
 class Launchers:
@@ -95,7 +95,7 @@ class Launchers:
         return [(name, ranks) for name, ranks in self._nodes.items() if ranks[0] not in self.attended]
 
     def stopped(self) -> set[int]:
-        """Return the ranks that are left on other hosts, except on hosts where one of them is not stopped."""
+        """Return the stopped ranks of the other hosts. Skip each host on which a rank is still running."""
         return {rank for launcher in self._board.lines for rank in launcher.stopped}
 
     def dismiss(self) -> None:

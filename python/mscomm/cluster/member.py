@@ -34,7 +34,7 @@ from mscomm.errors import Aborted, CollectiveTimeout, Error, PeerLost, of_fields
 SETTLE_S = 2.0  # how long a rank that reported a failure waits for the verdict
 LEAVE_S = 2.0
 _CALL_CHARACTERS = 1000
-_NUMBERS = 500  # a bye holds the final call number of at most this many groups; for other groups, the hub assumes 0
+_NUMBERS = 500  # a bye holds the final call number of at most this many groups; for further groups, the hub assumes 0
 # The errors that a link reports if the host at the other end, or the network to it, is down.
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 

@@ -194,8 +194,8 @@ class Dataset(ABC):
 
         The remaining batches of that pass are bit-identical to those of the interrupted run. If the source has random
         access, the order up to that position is computed again without reading or transforming rows. Raise ValueError
-        if the state belongs to another pipeline; the message says what differs. In a job, load the state on every rank,
-        because the ranks compare their data again.
+        if the state belongs to another pipeline; the message says what differs. In a job, load the state on every rank:
+        before the next pass, the ranks compare their data again, and all ranks must take part in this comparison.
 
         >>> data.load_state_dict(data.state_dict())
         """

@@ -86,7 +86,10 @@ class Prefetch:
         raise StopIteration
 
     def close(self) -> None:
-        """End the thread. Calling close() twice is allowed. The generator `source` must not call close()."""
+        """End the thread, and wait until it has ended. Calling close() twice is allowed.
+
+        The generator `source` runs in this thread, so it must not call close().
+        """
         self._finalizer()
         if self._queue.pid == os.getpid():
             self._thread.join()

@@ -11,7 +11,7 @@ from mscomm.errors import Error
 from mscomm.launching.tracebacks import LastWords, numbers
 
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
-# Verdicts about one rank. With these verdicts, the message of failed() is about the end of the rank that failed first.
+# Verdicts about one rank. If the verdict is one of these, failed() says how the rank that failed first ended.
 _OF_ONE_RANK = ("PeerLost", "Aborted")
 
 

@@ -185,7 +185,7 @@ class Stream:
         return self._prefix + line
 
     def prompt(self) -> None:
-        """Show the unfinished line. The user's answer ends with Enter, so the next output begins on a new line."""
+        """Show the unfinished line without a newline. The user's answer ends with Enter, which begins the next line."""
         self.output.write(self.named(self._line))
         self._line, self.prompt_at_s = b"", float("inf")
 

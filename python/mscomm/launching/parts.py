@@ -83,7 +83,7 @@ class Part(Protocol):
         """Return whether ranks continue without the lost ranks (shrink), or wait to do so. If so, do not end them."""
 
     def stopped(self, ranks: list[int]) -> None:
-        """If all ranks of this host that have not ended are stopped, report them. Otherwise, report an empty list."""
+        """Report this host's ranks that have not ended if all of them are stopped. Otherwise, report an empty list."""
 
     def only_stopped(self) -> bool:
         """Return whether some ranks of the job have ended, and all others are stopped (SIGSTOP)."""
@@ -236,7 +236,7 @@ class Node0(_WithHub):
 
 @dataclass(eq=False, repr=False)
 class OtherNode(Part):
-    """Connects to node 0's hub before any rank is started, and reports how the ranks end. The hub says when to stop."""
+    """Connects to node 0's hub before any rank is started. Reports how ranks end, and hears whether the job failed."""
 
     size: int
     ranks: range
@@ -253,7 +253,7 @@ class OtherNode(Part):
         self.look_s = LOOK_S
         self._over: Error | None = None
         self._goes_on = self._only_stopped = False
-        self._stopped: list[int] = []  # what the hub was told most recently
+        self._stopped: list[int] = []  # the ranks in the latest report of stopped ranks to the hub
         self._ended_well: set[int] = set()
         self._link: Frames | None = None
 

@@ -53,7 +53,7 @@ class Autograd:
         self._opaque = False  # whether the output of the latest forward pass has no tensor that can take a hook
         self.accumulating = False  # whether the latest forward pass ran inside no_sync()
         self._told = self._told_of_state = False
-        self._taken_over = ""  # if not "", a later reducer took over this parameter and ended this object
+        self._taken_over = ""  # a parameter that a later reducer took over, which ended this object; "" if none
         mine = {id(parameter) for parameter in parameters}
         for earlier in list(_alive):  # only one reducer may write a gradient, so end earlier reducers
             common = [name for name, p in zip(earlier._names, earlier._parameters, strict=True) if id(p) in mine]

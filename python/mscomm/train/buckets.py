@@ -117,7 +117,7 @@ class Bucket(ABC):
     residual: Any = None
     """With compression, an array like `array` that holds the gradients' residuals. Without compression, None."""
     carries = False
-    """Whether the number `carried` can be sent with the gradients. Their dtype must be precise enough for a loss."""
+    """Whether the number `carried` can be sent with the gradients, in a dtype that is precise enough for a loss."""
     carried = 0.0
 
     def __init__(self, layout: Layout) -> None:

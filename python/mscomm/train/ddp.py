@@ -170,9 +170,9 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         join() does nothing. throw_on_early_termination: if True, all ranks raise RuntimeError as soon as one rank has
         no batches left.
 
-        The loop must make no other calls on the group. Inside join(), the highest rank that still has batches sends its
-        buffers before a forward pass, instead of rank 0. If one rank's loop raises an exception, the other ranks raise
-        Aborted.
+        The loop itself must make no calls on the group. Inside join(), the highest rank that still has batches sends
+        its buffers before a forward pass, instead of rank 0. If one rank's loop raises an exception, the other ranks
+        raise Aborted.
 
         >>> with model.join(sync=[optimizer]):
         ...     for images, labels in batches:

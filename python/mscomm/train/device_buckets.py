@@ -1,9 +1,9 @@
 """Fusion buckets in device memory. The buckets are arrays of the parameters' array library.
 
-If csrc/cuda has a kernel for the gradients' dtype and the dtype that is sent, one kernel launch copies the gradients
-that lie outside their bucket into the bucket, casts them and applies error feedback. Otherwise, the gradients are
-copied first, and the array library then casts them and applies error feedback. All work is enqueued on the library's
-current stream. No function in this file waits for the device.
+If csrc/cuda has a kernel for the gradients' dtype and the dtype that is sent, one kernel launch gathers the gradients
+of a bucket, including those that lie outside it, casts them and applies error feedback. Otherwise, the gradients are
+first copied into the bucket, and the array library then casts them and applies error feedback. All work is enqueued on
+the library's current stream. No function in this file waits for the device.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class DeviceBucket(Bucket):
                 self._wire_array = bits.view(getattr(self._arrays.namespace, on_wire.name))
             self._limit = largest(on_wire, group.size)
         # Compute the mean from the sum if gradients are sent in a narrow dtype, or if the vendor's library cannot
-        # compute a mean. For a mean, NCCL multiplies by 1 / n in the dtype that is sent (hostToDevRedOp in NCCL's
-        # enqueue.cc). In bfloat16, 1 / n has a relative error of up to 1/512.
+        # compute a mean. In a narrow dtype, the library's mean is less exact: NCCL multiplies by 1 / n in the dtype
+        # that is sent (hostToDevRedOp in NCCL's enqueue.cc), and 1 / n in bfloat16 has a relative error of up to 1/512.
         narrow = on_wire != layout.dtype or on_wire.name == "bfloat16"
         sums = op == "sum" or narrow or bool(group.refuses(dtype_code(on_wire), _core.ops.index("avg")))
         self._op = "sum" if sums else "avg"

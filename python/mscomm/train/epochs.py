@@ -4,7 +4,8 @@ Before each epoch, Epochs calls set_epoch() on the dataset and on the samplers o
 this method. Without these calls, torch.utils.data.DistributedSampler, for example, would use the same order in every
 epoch. Epochs are counted from 0. A script may call set_epoch() itself, before train() or in a callback. The script's
 number then takes effect, and later epochs continue from it. A second call of train() continues the first call's
-numbers. A dataset with state_dict and load_state_dict, such as an mscomm dataset, counts its passes itself.
+numbers. A dataset with state_dict and load_state_dict, such as an mscomm dataset, counts its passes itself. For such a
+dataset, Epochs calls set_epoch() only once, if initial_epoch is given.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Model:
 
     PyTorch modules and CuPy arrays are trained on the device that they are on. If there is no loss_fn, the network
     itself must return the loss. compression: "bf16" or "fp16", as in GradientReducer. group: the ranks that train
-    together; None means all ranks. Raises TypeError for any other kind of network.
+    together; None means all ranks. Raises TypeError if the network is of none of the kinds above.
 
     >>> mscomm.init()
     >>> mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)
@@ -82,16 +82,17 @@ class Model:
         """Train until the end of epoch number `epoch`.
 
         epoch: the number of the final epoch, 1 or more. train_dataset: an iterable with get_dataset_size() or len().
-        Each pass over train_dataset yields the batches of an epoch. A batch is a tuple, list or dict of NumPy arrays or
-        of arrays of the network's library. If there is a loss_fn, a batch is (data, ..., label). With PyTorch, integer
-        labels become int64, and CPU arrays are moved to the device of the module's first parameter. callbacks: one
-        Callback or several. They are called in the given order, except that ModelCheckpoint is called last.
-        dataset_sink_mode, sink_size: no effect, because steps always run one by one, as with MindSpore on the CPU;
-        values other than the defaults print a warning. initial_epoch: the number of epochs to skip at the beginning; it
-        must be 0 after resume(), which determines where training begins.
+        Each pass over train_dataset must yield the batches of one epoch. A batch must be a tuple, list or dict of NumPy
+        arrays or of arrays of the network's library. If there is a loss_fn, a batch must be (data, ..., label). With
+        PyTorch, integer labels become int64, and CPU arrays are moved to the device of the module's first parameter.
+        callbacks: one Callback or several. They are called in the given order, except that ModelCheckpoint is called
+        last. dataset_sink_mode, sink_size: no effect, because steps always run one by one, as with MindSpore on the
+        CPU; values other than the defaults print a warning. initial_epoch: the number of epochs to skip at the
+        beginning; it must be 0 after resume(), which determines where training begins.
 
         Before each epoch, train() calls set_epoch() on the dataset and on a DataLoader's samplers with the number of
-        the epoch, which is counted from 0. A dataset with a state_dict() counts its epochs itself.
+        the epoch, which is counted from 0. It leaves out a dataset that has state_dict() and load_state_dict(), because
+        such a dataset counts its epochs itself.
 
         In data-parallel mode (set_auto_parallel_context), the ranks of the group train one model. Each rank uses the
         batches of its own dataset, and all ranks make the same updates. Callbacks see the mean of the ranks' losses. In
@@ -403,7 +404,7 @@ def _checked(epoch: Any, train_dataset: Any, sink_size: Any, initial_epoch: Any)
 
 
 def _load_callbacks(callbacks: list[hooks.Callback], states: list[Any]) -> None:
-    """Load each state into the first callback of its class that has no state yet. states: pairs (class name, state)."""
+    """Load each pair (class name, state) into the first callback of that class that has no state yet."""
     left = list(callbacks)
     for name, state in states:
         one = next((one for one in left if type(one).__name__ == name), None)

@@ -70,15 +70,16 @@ class GradientReducer:
 
     On a device, work is enqueued on the library's current stream. Only buckets that become full during the backward
     pass are reduced in parallel with that stream. wait() and reduce() return when all ranks have enqueued their calls;
-    they do not wait for the device. If this build of mscomm has kernels (see `mscomm doctor`), one kernel launch copies
-    gradients that lie outside their bucket into the bucket, and also compresses them. Without kernels, the gradients
-    are copied first, and the array library compresses them.
+    they do not wait for the device. If this build of mscomm has kernels (see `mscomm doctor`), one kernel launch
+    gathers the gradients of a bucket, including those that lie outside it, and also compresses them. Without kernels,
+    the gradients are copied first, and the array library compresses them.
 
     The gradients of a parameter are not reduced if its requires_grad is False. The reducer works only while the program
     holds a reference to it. On the CPU, the results are bit-identical to those of one all_reduce per gradient, and do
     not depend on the buckets. On a device, the order in which the vendor's library adds values may depend on the number
-    of elements in the call. The errors are those of all_reduce. After an error, the group is broken and the gradients
-    are undefined. After rejoin(), each rank must create a new reducer.
+    of elements in the call, so the last bits of the results may depend on the buckets. The errors are those of
+    all_reduce. After an error, the group is broken and the gradients are undefined. After rejoin(), each rank must
+    create a new reducer.
     """
 
     def __init__(
@@ -453,9 +454,9 @@ class GradientReducer:
 def broadcast_parameters(parameters: Any, root: int = 0, *, group: Group | str | None = None) -> Any:
     """Broadcast the parameters of rank root, so that all ranks begin with the same model.
 
-    parameters: as for GradientReducer; they may include a model's buffers. They are overwritten in place and returned
-    in the same form: a list, a tuple or a dict. JAX arrays cannot be written, so new arrays are returned for them. The
-    errors are those of broadcast.
+    parameters: as for GradientReducer; they may include a model's buffers. They are overwritten in place, except arrays
+    that cannot be written, such as JAX arrays. Return a list, a tuple or a dict, like the argument, with new arrays in
+    place of those that cannot be written. The errors are those of broadcast.
 
     >>> mscomm.train.broadcast_parameters(model.state_dict())
     """

@@ -73,7 +73,7 @@ class Step:
 
     @property
     def begun(self) -> bool:
-        """Whether at least one gradient of this step is ready. The reduction of a gradient may already have begun."""
+        """Whether at least one gradient of this step is ready. If so, the first reductions may already have begun."""
         return bool(self._order)
 
     def check_between(self, function: str) -> None:
@@ -250,8 +250,8 @@ class Step:
         self._bucket_of = {
             place.number: (bucket, turn) for bucket in self._buckets for turn, place in enumerate(bucket.layout.places)
         }
-        # The number that was passed to carry() is sent with the last bucket whose dtype is precise enough for a loss.
-        # If there is no such bucket, the number is sent in a separate call.
+        # The number that was passed to carry() is sent with the last bucket that can carry it (see Bucket.carries). If
+        # no bucket can, the number is sent in a separate call.
         carrying = [bucket for bucket in self._buckets if bucket.carries]
         self._carrier = carrying[-1] if carrying else None
         places = [self._bucket_of[index] for index in range(len(self._kinds))]

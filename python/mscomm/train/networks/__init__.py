@@ -70,8 +70,8 @@ def adapt(network: Any, loss_fn: Any = None, optimizer: Any = None) -> Network:
 
 
 def write_over(weights: dict[str, Any], given: dict[str, np.ndarray[Any, Any]]) -> None:
-    """Write the given arrays into the weights with these names. Raise ValueError if a shape or the kind of a dtype
-    differs."""
+    """Write the given arrays into the weights with these names. Raise ValueError if a shape differs, or if the dtypes
+    differ and are not both float."""
     for name, x in given.items():
         there = memory_anywhere(weights[name], name, "load")
         if there.shape != x.shape:
