@@ -219,8 +219,8 @@ def test_a_mean_in_few_bits(rank: int, backend: str, how: str) -> None:
         reducer = GradientReducer([on_device(np.zeros(100, np.float32))], compression=compression)
         odd = np.full(100, 1 + 2.0**-12 + rank, np.float32)
         got = sum(reducer.reduce([on_device(odd)])[0].to_numpy().astype(np.float64) for _ in range(64))
-        # At most one unit in the last place is still in the residual. If the factor 1/3 were rounded to bfloat16, each
-        # step would add an error.
+        # The residual still holds at most one unit in the last place of a bfloat16 between 2 and 4. If the factor 1/3
+        # were rounded to bfloat16, each step would add an error.
         assert np.abs(got - 64 * (2 + 2.0**-12)).max() < 2.0**-6
     assert violations() == []
 

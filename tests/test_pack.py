@@ -240,8 +240,8 @@ def test_error_feedback_keeps_what_rounding_takes(rank: int, how: str) -> None:
         pack(core, bucket, [on_device(x) for x in parts], residual, scale=0.5, largest=largest)
         total = whole * np.float32(0.5) + owed
         expected = np.clip(total, -largest, largest).astype(into)
-        # If a total is at or beyond the limit, the kernel rounds it towards zero, unlike NumPy. So only the totals
-        # within the limit must equal NumPy's.
+        # If a total is at or beyond the limit, the kernel rounds towards zero, unlike NumPy. So only the elements whose
+        # totals are below the limit must equal NumPy's.
         near = np.abs(total) >= largest
         assert same(DeviceArray.from_numpy(bucket.to_numpy()[~near]), expected[~near])
         sent = bucket.to_numpy().astype(np.float32)

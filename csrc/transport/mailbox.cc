@@ -382,8 +382,8 @@ bool Mailbox::move_some() {
   return moved;
 }
 
-// Calls `step`, which uses the link, and returns what `step` returns. If the link has ended or the peer violates the protocol of
-// the link, ends the link and its transfers, and returns true.
+// Calls `step`, which uses the link, and returns what `step` returns. If the connection is broken or the peer violates the
+// protocol, ends the link and its transfers, and returns true.
 template <typename Step>
 bool Mailbox::step(Link& link, const Step& step) {
   try {

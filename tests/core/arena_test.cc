@@ -20,8 +20,8 @@ namespace {
 void every_collective_in_every_memory() {
   for (int size : sizes_of_groups())
     for (bool spin : {true, false}) {
-      // The sizes lie on both sides of every threshold. They give tiny messages, messages of one chunk and of several chunks, and
-      // parts of unequal size.
+      // With spin, the sizes lie on both sides of every threshold. They give tiny messages, messages of one chunk and of several
+      // chunks, and parts of unequal size.
       std::vector<size_t> sizes{
           0, 1, 7, inline_bytes / 4, inline_bytes / 4 + 1, tiny_bytes / 4, tiny_bytes / 4 + 1, 3 * chunk_bytes / 4 + 5};
       if (!spin) sizes = {1000, 2000, chunk_bytes / 4};

@@ -100,7 +100,7 @@ class Engine {
   virtual bool record(Handle handle, std::shared_ptr<Stream> stream) = 0;
   virtual std::optional<Mark> mark(Handle handle) const = 0;
 
-  // Returns whether work on the device has used a wrong address. Such a device stays unusable, like a real device.
+  // Returns whether work on the device has used a wrong address. Such a device stays unusable, as a real one would.
   virtual bool broken(int device) const = 0;
 
   // Counts a violation: a mistake by the caller that a real device would not report, or that would crash the program.

@@ -259,7 +259,7 @@ def threads(ranks: int, cpus: float, omp_num_threads: str | None) -> str:
 
 def descriptors(ranks: int, soft: int, hard: int) -> Finding:
     """Return the finding that says whether a process may open enough file descriptors in a job of `ranks` ranks."""
-    needed = 64 + 4 * ranks  # about 4 descriptors for each rank: links, a pidfd, pipes or memory
+    needed = 64 + 4 * ranks  # about 4 for each rank: links, a pidfd, and a pipe or a memfd
     limit = "no limit" if soft == resource.RLIM_INFINITY else f"{soft}"
     if soft != resource.RLIM_INFINITY and soft < needed:
         allowed = "as root" if hard != resource.RLIM_INFINITY and hard < needed else "here"

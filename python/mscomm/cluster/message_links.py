@@ -78,7 +78,7 @@ class MessageLinks:
             self._core.add_link(False, peer, fd)
         except (RuntimeError, OSError) as error:  # Error is a RuntimeError; an OSError is a shortage in this process
             symptom = self._no_link(rank, error)
-            # If the group has no failure now, this rank has left the group.
+            # _no_link() breaks the group, except if this rank has already left it. Then there is nothing to report.
             if self._core.failure() is not None and self._epoch.member is not None:
                 self._epoch.member.settle(self._group, symptom, -1)
 

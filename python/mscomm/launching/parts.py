@@ -207,7 +207,8 @@ class Node0(_WithHub):
         self._hub = _hub(self.size, self._key, self.topo_timeout_s, self.restarts, log, **words)
         self._hub.listen(listener)
         self._until = float("inf")
-        self._heard_at = float("inf")  # the time by which ranks on other hosts must have learned about a failure
+        # The time by which ranks on other hosts have surely learned about a failure; inf if there is none.
+        self._heard_at = float("inf")
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
         ours, theirs, variables = _key_link(self._key, self._where)

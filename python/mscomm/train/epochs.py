@@ -30,7 +30,7 @@ class Epochs:
         of numbers() in the checkpoint from which training resumes, {} if an earlier version of mscomm wrote this
         checkpoint, or None if training does not resume from a checkpoint."""
         self._found: dict[str, Any] = {}
-        # The next epoch numbers that initial_epoch or the checkpoint gives, keyed by the objects' places.
+        # For each place: the number of the next epoch, which initial_epoch or the checkpoint gives.
         self._next: dict[str, int] = {}
         self._told: dict[str, int] = {}
         for place in _PLACES:

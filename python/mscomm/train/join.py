@@ -98,7 +98,7 @@ def _until_all_have_left(step: Step, group: Group, on_forward: Callable[[int], N
             on_forward(last_rank(kinds))
 
 
-# -- the states that all ranks receive from the last rank
+# -- the states that all ranks receive from the last rank that has batches
 
 
 def checked(sync: Iterable[Any] | None) -> list[Any]:
