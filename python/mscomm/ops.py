@@ -60,9 +60,8 @@ class _Operator:
         """
         raise RuntimeError(
             f"mscomm.ops.{type(self).__name__} is called in a cell that MindSpore compiles (GRAPH_MODE, or jit), but"
-            " it works only in Python. Call it outside of the cell, set_context(mode=PYNATIVE_MODE), or let "
-            "mscomm.Model"
-            " or GradientReducer reduce the gradients: with them the cell may be compiled"
+            " it works only in Python. Call it outside of the cell, set_context(mode=PYNATIVE_MODE), or let"
+            " mscomm.Model or GradientReducer reduce the gradients: with them the cell may be compiled"
         )
 
 

@@ -30,9 +30,8 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     if not env.get("WORLD_SIZE"):
         raise BackendUnavailable(
             f"{NAME}: JOB_COMPLETION_INDEX={env['JOB_COMPLETION_INDEX']} is set, and WORLD_SIZE is not: Kubernetes "
-            "does not tell a pod how many pods there are. Set WORLD_SIZE in the pod template to the job's "
-            "completions, or "
-            "to 1 if each pod works alone"
+            "does not tell a pod how many pods there are. Set WORLD_SIZE in the pod template to the job's completions,"
+            " or to 1 if each pod works alone"
         )
     size = number(NAME, env, "WORLD_SIZE", 1)
     rank = number(NAME, env, "JOB_COMPLETION_INDEX", 0, size - 1)
@@ -40,9 +39,8 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     port = number(NAME, env, "MASTER_PORT", 1, 65535) if env.get("MASTER_PORT") else DEFAULT_PORT
     ports = ports_after(port, env)
     advice = (
-        "Does the job have a headless service, and does the pod template name it as subdomain? If not, set "
-        "MASTER_ADDR to "
-        f"pod 0's name. Its {port_range(ports)} must be open to the other pods"
+        "Does the job have a headless service, and does the pod template name it as subdomain? If not, set"
+        f" MASTER_ADDR to pod 0's name. Its {port_range(ports)} must be open to the other pods"
     )
     seat, spot = Seat(rank, size, 0, one_host=size == 1), Spot(f"kubernetes {host} {port} {turn(NAME)}", host, ports)
     return meet(NAME, seat, spot, env, deadline, permit_plain, advice)

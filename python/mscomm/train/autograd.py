@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mscomm import log
 from mscomm.arrays import torch as arrays
+from mscomm.train.join import warn_of_old_state
 from mscomm.train.states import with_arrays
 from mscomm.train.step import Step
 
@@ -161,9 +162,8 @@ class Autograd:
         if self._step.begun:
             raise RuntimeError(
                 "DistributedDataParallel: the last backward pass raised an exception in the middle of a step, and the"
-                " other ranks are waiting for the remaining gradients; end the program, or after rejoin() make a new "
-                "wrapper on every"
-                " rank"
+                " other ranks are waiting for the remaining gradients; end the program, or after rejoin() make a new"
+                " wrapper on every rank"
             )
 
     def check_not_taken_over(self) -> None:
@@ -171,9 +171,8 @@ class Autograd:
         if self._taken_over:
             raise RuntimeError(
                 f"DistributedDataParallel: a wrapper or GradientReducer that was made later reduces {self._taken_over},"
-                " and this one no longer reduces anything; put all layers that are trained together into one module, "
-                "and"
-                " wrap that"
+                " and this one no longer reduces anything; put all layers that are trained together into one module,"
+                " and wrap that"
             )
 
     def expect(self, output: Any) -> None:
@@ -230,11 +229,7 @@ class Autograd:
                 continue
             if any(isinstance(x, torch.Tensor) for state in optimizer.state.values() for x in state.values()):
                 self._told_of_state = True
-                name = type(optimizer).__name__
-                log.warn(
-                    f"join: ranks that ran out of batches early keep their old state of {name}, and then train"
-                    " differently from the others; join(sync=[optimizer]) gives them the state of the last rank"
-                )
+                warn_of_old_state(optimizer)
 
     # -- gradients: to the buckets, and back to the program
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mscomm import collectives, objects
+from mscomm import collectives, log, objects
 from mscomm.arrays import memory_anywhere, names
 from mscomm.arrays.numpy import dtype_by_name
 from mscomm.group import Group
@@ -111,6 +111,14 @@ def checked(sync: Iterable[Any] | None) -> list[Any]:
                 " state_dict() and load_state_dict()"
             )
     return holders
+
+
+def warn_of_old_state(optimizer: Any) -> None:
+    """Warn that the optimizer's state is outdated on ranks that left early."""
+    log.warn(
+        f"join: ranks that ran out of batches early keep their old state of {type(optimizer).__name__}, and then train"
+        " differently from the others; join(sync=[optimizer]) gives them the state of the last rank"
+    )
 
 
 def _check_alike(kinds: list[str], by_all: bool, throw: bool, group: Group) -> None:

@@ -210,9 +210,8 @@ class Model:
             )
         if ranks[0] != mine[0]:
             log.warn(
-                f"Model.resume: rank {mine[0]} continues from the checkpoint of rank {ranks[0]}, {chosen.path}: with "
-                "that rank's"
-                " random numbers, running means and residual of compression"
+                f"Model.resume: rank {mine[0]} continues from the checkpoint of rank {ranks[0]}, {chosen.path}: with"
+                " that rank's random numbers, running means and residual of compression"
             )
         there = self._network.weights()
         differing = [*(weights.keys() - there.keys()), *(there.keys() - weights.keys())]

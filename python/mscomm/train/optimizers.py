@@ -5,12 +5,22 @@ Writable arrays are changed in place. JAX arrays cannot be written, so `paramete
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mscomm.arrays import assigned, beside
 from mscomm.train import trees
+
+_all: weakref.WeakSet[_Optimizer] = weakref.WeakSet()
+
+
+def with_velocities(parameters: Sequence[Any]) -> list[_Optimizer]:
+    """Return the optimizers that have velocities for some of these arrays."""
+    wanted = set(map(id, parameters))
+    return [one for one in _all if one._velocities and wanted & set(map(id, trees.leaves(one.parameters).values()))]
 
 
 class _Optimizer:
@@ -30,6 +40,7 @@ class _Optimizer:
         self.momentum = momentum
         self.weight_decay = weight_decay
         self._velocities: list[Any] = []
+        _all.add(self)
 
     def step(self, gradients: Any) -> None:
         """Update the parameters by one step. gradients: arrays in the same structure as the parameters."""

@@ -20,6 +20,7 @@ from mscomm.job import resolve
 from mscomm.train import join
 from mscomm.train.buckets import COMPRESSIONS, Bucket, HostBucket, Layout
 from mscomm.train.device_buckets import DeviceBucket, why_not
+from mscomm.train.optimizers import with_velocities
 from mscomm.train.states import checksum
 from mscomm.train.step import Step
 
@@ -237,10 +238,14 @@ class GradientReducer:
             elif given is None and self._checksums() == before:
                 log.warn(
                     "GradientReducer.join: the arrays that the reducer was made with did not change, so they are not"
-                    " the weights, and ranks that left early have outdated weights; weights = "
-                    "broadcast_parameters(weights,"
-                    " root=reducer.last_rank) gives them the latest ones, and join(sync=[]) turns this warning off"
+                    " the weights, and ranks that left early have outdated weights; weights ="
+                    " broadcast_parameters(weights, root=reducer.last_rank) gives them the latest ones, and"
+                    " join(sync=[]) turns this warning off"
                 )
+            elif given != []:
+                for optimizer in with_velocities(self._parameters):
+                    if not any(one is optimizer for one in given or []):
+                        join.warn_of_old_state(optimizer)
 
         return join.join(self._step, self._group, given, at_end=at_end, own=list(self._excluded.values()))
 
