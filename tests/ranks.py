@@ -39,7 +39,9 @@ from interpreter import Forked, Order
 from mscomm.bootstrap.launcher import CONTROL_FD
 from mscomm.cluster import hub, security
 
-GRACE_S = 5.0  # after the first failure, the other ranks get this much time to report
+# How long the other ranks may take to end after the first failure. On a busy machine, a process with PyTorch can take
+# more than 5 s to end.
+GRACE_S = 10.0
 TOLD = "RANKS_TOLD"  # the environment variable that names the folder in which ranks signal each other
 
 
