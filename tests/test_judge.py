@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from mscomm.cluster.judge import Judge, Progress
 from mscomm.errors import make
 
@@ -68,6 +70,20 @@ def test_two_that_lost_each_other_do_not_wait():
     court.failed(0, make("PeerLost", "link to rank 1 ended", [1]), 4, now=0)
     court.failed(1, make("PeerLost", "link to rank 0 ended", [0]), 4, now=0.01)
     assert court.verdict.ranks == (1,)
+
+
+def test_in_a_circle_of_symptoms_a_closed_link_is_not_the_cause():
+    """Ranks 0 and 1 are cut off from each other. Rank 1 notices this first, and closes its links."""
+    reports = [
+        (0, make("PeerLost", "the link to rank 2 ended: closed by the other side", [2])),
+        (2, make("PeerLost", "the link to rank 1 ended: Broken pipe", [1])),
+        (1, make("PeerLost", "the link to rank 0 ended: its host has acknowledged nothing for 4 s", [0])),
+    ]
+    for order in itertools.permutations(reports):
+        court = judge()
+        for rank, error in order:
+            court.failed(rank, error, 4, now=0)
+        assert court.verdict.ranks == (0,)
 
 
 def test_needing_a_rank_that_left_is_no_symptom():

@@ -20,6 +20,8 @@ RESTARTED_WITHIN_S = 0.1  # replaces REASON_WITHIN_S if ranks are restarted: sur
 # stuck in a call asks for a comparison.
 ASKED_EVERY_S = 1.0
 _CALLS_KEPT = 16
+# How a symptom ends if the peer has closed the link. A rank does so when its group is broken, which has another cause.
+_CLOSED = ("closed by the other side", "Broken pipe", "Connection reset by peer")
 
 
 class Progress(NamedTuple):
@@ -292,19 +294,15 @@ class Judge:
         """Return the symptom that becomes the verdict.
 
         Start with the first symptom. If a rank that this symptom names has also reported a symptom, continue with that
-        rank's symptom, and so on. If this leads in a circle, return the first symptom.
+        rank's symptom, and so on. If this leads in a circle, return the first symptom that is not about a closed link.
         """
         by_reporter = {symptom.reporter: symptom for symptom in reversed(self._symptoms)}
-        first = symptom = self._symptoms[0]
-        seen = {symptom.reporter}
-        while True:
-            nexts = [by_reporter[rank] for rank in symptom.error.ranks if rank in by_reporter]
-            if not nexts:
-                return symptom
-            if nexts[0].reporter in seen:
-                return first
-            symptom = nexts[0]
-            seen.add(symptom.reporter)
+        chain = [self._symptoms[0]]
+        while nexts := [by_reporter[rank] for rank in chain[-1].error.ranks if rank in by_reporter]:
+            if nexts[0] in chain:
+                return next((one for one in chain if not str(one.error).endswith(_CLOSED)), chain[0])
+            chain.append(nexts[0])
+        return chain[-1]
 
     def _all_named_reported(self) -> bool:
         """Return whether each rank that a symptom names has sent a report. If so, there is nothing left to wait for."""
