@@ -20,7 +20,8 @@ RESTARTED_WITHIN_S = 0.1  # replaces REASON_WITHIN_S if ranks are restarted: sur
 # stuck in a call asks for a comparison.
 ASKED_EVERY_S = 1.0
 _CALLS_KEPT = 16
-# How a symptom ends if the peer has closed the link. A rank does so when its group is broken, which has another cause.
+# How a symptom ends if the peer has closed the link (csrc/net/stream.cc). A rank closes its links when its group is
+# broken, so the first cause is a different one.
 _CLOSED = ("closed by the other side", "Broken pipe", "Connection reset by peer")
 
 
