@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
+from pathlib import Path
 
-from mscomm.cluster.judge import Judge, Progress
+from mscomm.cluster.judge import _CLOSED, Judge, Progress
 from mscomm.errors import make
 
 
@@ -79,6 +82,9 @@ def test_in_a_circle_of_symptoms_a_closed_link_is_not_the_cause():
         (2, make("PeerLost", "the link to rank 1 ended: Broken pipe", [1])),
         (1, make("PeerLost", "the link to rank 0 ended: its host has acknowledged nothing for 4 s", [0])),
     ]
+    # The judge looks for these words, so they must be those that the core and the kernel use.
+    stream = (Path(__file__).parent.parent / "csrc/net/stream.cc").read_text()
+    assert (f'"{_CLOSED[0]}"' in stream) and _CLOSED[1:] == (os.strerror(errno.EPIPE), os.strerror(errno.ECONNRESET))
     for order in itertools.permutations(reports):
         court = judge()
         for rank, error in order:
