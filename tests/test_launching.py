@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import io
 import os
@@ -18,7 +19,7 @@ import pytest
 from test_run import appears, ends
 
 import mscomm
-from mscomm.launching import function
+from mscomm.launching import function, tracebacks
 
 
 @dataclasses.dataclass
@@ -113,7 +114,8 @@ def test_large_arguments_and_results_travel():
         assert (x == y).all() and rest == [str(rank), ""]
 
 
-def test_the_first_failure_is_raised_with_its_rank_and_the_tracebacks(capsys):
+def test_the_first_failure_is_raised_with_its_rank_and_the_tracebacks(capsys, monkeypatch):
+    monkeypatch.setattr(tracebacks, "HOLD_S", 60.0)
     with pytest.raises(KeyError, match="price") as raised:
         mscomm.launch(fails, 3, 1, KeyError("price"))
     cause = raised.value.__cause__
@@ -123,6 +125,18 @@ def test_the_first_failure_is_raised_with_its_rank_and_the_tracebacks(capsys):
     assert capsys.readouterr().err == ""
     if sys.version_info >= (3, 11):
         assert raised.value.__notes__ == ["in rank 1 of 3"]
+
+
+def test_a_traceback_that_was_shown_before_the_rank_ended_is_in_the_cause_too(monkeypatch):
+    monkeypatch.setattr(tracebacks, "HOLD_S", 0.01)
+    with pytest.raises(KeyError, match="price") as raised:
+        mscomm.launch(fails_and_ends_slowly, 1)
+    assert "KeyError: 'price'" in raised.value.__cause__.text
+
+
+def fails_and_ends_slowly():
+    atexit.register(time.sleep, 1)
+    raise KeyError("price")
 
 
 def test_an_exception_that_cannot_travel_becomes_an_error_with_its_text():

@@ -123,7 +123,7 @@ class _Calls(Launch):
         part = WholeJob(size, join_timeout_s(os.environ), restarts=False)
         command = [sys.executable, *util._args_from_interpreter_flags(), "-c", _SERVE]  # type: ignore[attr-defined]
         super().__init__(command, size, env, part, call_fds=files, timeout_s=timeout_s)
-        self.said = b""
+        self.said = b""  # the tracebacks of all ranks
         self.verdict: Error | None = None
         self.first: End | None = None
 
@@ -131,12 +131,12 @@ class _Calls(Launch):
         return TextOutput(sys.stdout, wake), TextOutput(sys.stderr, wake)
 
     def _show_last(self, tracebacks: bytes) -> None:
-        self.said = tracebacks
+        self.said = self._tracebacks.shown + tracebacks
+        if self._first() is None and not self.late:
+            self._stderr.write(tracebacks)
 
     def _summary(self, verdict: Error | None, elsewhere: Error | None) -> int:
         self.verdict, self.first = verdict, self._first()
-        if self.first is None and not self.late:
-            self._stderr.write(self.said)
         self._flush()
         return self.first.status if self.first else 0
 

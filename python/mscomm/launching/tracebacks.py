@@ -62,6 +62,7 @@ class Tracebacks:
         self._last: dict[int, LastWords] = {}  # for each rank, the exception in its latest traceback
         self.due = float("inf")  # when to show the held lines, unless the ranks are being ended after a failure
         self._interrupted = False  # whether Ctrl-C was received; if so, the tracebacks that it causes are left out
+        self.shown = b""  # what show() wrote most recently, at most _MOST_BYTES
 
     def take(self, rank: int, lines: list[bytes]) -> list[bytes]:
         """Take a rank's next lines. Hold all lines from the start of a traceback on. Return the lines to show now."""
@@ -79,7 +80,9 @@ class Tracebacks:
 
     def show(self) -> None:
         """Write all lines that are held."""
-        self._output.write(self.release())
+        text = self.release()
+        self.shown = (self.shown + text)[-_MOST_BYTES:]
+        self._output.write(text)
 
     def interrupt(self) -> None:
         """Note that the ranks are about to get Ctrl-C. If it is the first, show the lines held so far."""
