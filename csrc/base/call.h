@@ -90,10 +90,12 @@ struct Differs {
 // calls.
 Error mismatch(const std::string& who, const std::vector<std::pair<std::string, std::vector<int>>>& callers);
 
-// Returns whether `rep movsb` is slow for these addresses. On AMD's Zen 3 and Zen 4, the instruction takes up to 14 times as long
-// if `to` is 1 to 31 bytes above `from`, modulo the page size (glibc bug 30994). The kernel uses it in all copies, and memcpy
-// uses it in copies that are longer than 2 KiB and shorter than the L2 cache.
-inline bool copies_slowly(uintptr_t to, uintptr_t from) { return (to - from) % 4096 - 1 < 31; }
+// Whether this CPU is an AMD Zen 3 or Zen 4. On these, `rep movsb` takes up to 14 times as long if `to` is 1 to 31 bytes above
+// `from`, modulo the page size (glibc bug 30994). The kernel uses it in all copies, and memcpy uses it in copies that are longer
+// than 2 KiB and shorter than the L2 cache. Tests change this value.
+extern bool slow_movsb;
+// Returns whether `rep movsb` is slow for these addresses.
+inline bool copies_slowly(uintptr_t to, uintptr_t from) { return slow_movsb && (to - from) % 4096 - 1 < 31; }
 // Copies without `rep movsb`: calls memcpy for short pieces, or only once if the copy is at least as long as the L2 cache.
 void copy_in_pieces(void* to, const void* from, size_t bytes);
 

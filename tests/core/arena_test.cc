@@ -462,6 +462,17 @@ void many_ranks_share_the_adding() {
   });
 }
 
+// Each rank reads the other rank's x, which begins 16 bytes below the destination in its own out, modulo the page size.
+void pulls_to_slow_addresses_are_right(const ThreadRank& me) {
+  constexpr size_t page = 4096, half = 200'001;
+  std::vector<char> memory(half + 2 * half + 4 * page);
+  char* const x = memory.data() + (page - reinterpret_cast<uintptr_t>(memory.data()) % page);
+  char* const out = x + (half / page + 2) * page + 16 - (me.rank == 0 ? half % page : 0);
+  for (size_t i = 0; i < half; i++) x[i] = static_cast<char>(me.rank * 100 + i % 97 + 1);
+  me.group->run(make_call(Collective::all_gather, Dtype::uint8, -1, x, half, out, 2 * half, half), 60);
+  for (size_t i = 0; i < 2 * half; i++) CHECK(out[i] == static_cast<char>(i / half * 100 + i % half % 97 + 1));
+}
+
 }  // namespace
 
 int main() {
@@ -484,5 +495,7 @@ int main() {
   on_threads(4, "arena", false, abort_wakes_the_waiters);
   on_threads(4, "arena", false, deadline_names_the_missing);
   on_threads(2, "arena", false, deadline_in_the_queue_names_its_own_call);
+  slow_movsb = true;
+  on_threads(2, "arena", false, pulls_to_slow_addresses_are_right);
   return test::failed();
 }
