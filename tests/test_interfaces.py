@@ -53,7 +53,7 @@ def chosen(own: str, **env: str) -> str:
         ("eth1,eth0", "192.168.7.5"),  # the order of the names decides, not that of the interfaces
         ("192.168.0.0/16", "192.168.7.5"),
         ("172.16.0.0/12, 192.168.0.0/16", "172.17.0.1"),
-        ("^172.16.0.0/12,^eth1,^eth0", "fd00::7"),  # a link-local address is chosen last
+        ("^172.16.0.0/12,^eth1,^eth0", "fd00::7"),  # not fe80::, because link-local comes last
         ("^docker", "10.0.0.5"),
         ("eth,^eth0", "192.168.7.5"),
         ("fd00::/8", "fd00::7"),

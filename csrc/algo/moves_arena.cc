@@ -101,7 +101,7 @@ class Ways {
 // If the kernel allows it, a rank reads foreign memory directly from the owner's process. One copy usually takes less time than
 // the two copies through staging. But staging takes less time in two cases: when several ranks need the same data, and when one
 // rank would copy all the data while the others wait. In the second case, pulling still takes less time if there are only two
-// ranks, and at most pulled_from_root_bytes to copy. See the measurements in docs/performance.md.
+// ranks and the root's x has at most pulled_from_root_bytes. See the measurements in docs/performance.md.
 constexpr size_t pulled_from_root_bytes = 1 << 20;
 
 bool worth_pulling(const Call& call, bool for_all, size_t largest_x, int n) {

@@ -107,8 +107,8 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // signature's number must be 0 or a reserved number. Throws Error, or whatever the interrupt hook throws. After an exception,
   // the group is broken, unless the call was refused before it began.
   void run(Call call, double timeout_s);
-  // Starts a call. The worker thread runs it after all earlier calls of the group, except that start() itself enqueues a call on
-  // device arrays. x and out must live until the returned Work has completed.
+  // Starts a call. If its arrays are on a device, start() itself enqueues it. If not, the worker thread runs it after all earlier
+  // calls of the group. x and out must live until the returned Work has completed.
   std::shared_ptr<Work> start(Call call, double timeout_s);
   // Returns the backend of the group's device. Throws if the group is broken or has no device.
   VendorBackend& device() const;

@@ -161,7 +161,7 @@ void answer(int answers, char* text) {
 int main(int argc, char** argv) {
   if (argc < 5) fail("usage", "pmix_helper put|get KEY TIMEOUT_S LIBRARY...");
   prctl(PR_SET_PDEATHSIG, SIGKILL);        // do not outlive the rank
-  const int answers = dup(STDOUT_FILENO);  // keeps the output of libraries out of the answer
+  const int answers = dup(STDOUT_FILENO);  // the answer goes there; what libraries print to stdout goes to stderr
   dup2(STDERR_FILENO, STDOUT_FILENO);
   const bool puts = strcmp(argv[1], "put") == 0;
   const Pmix pmix = open_first(argv + 4);

@@ -534,7 +534,7 @@ class Hub:
             return
         found.closed.add(link.number)
         if self._restarts and self._world.judge.verdict:
-            # Other ranks may report this rank as lost before its "rejoin" arrives. _explained() needs this entry then.
+            # Other ranks may report this rank as lost before its "rejoin" arrives. Then _explained() must find it here.
             found.rejoining.add(link.number)
         staying = self._members(found)
         if not staying:

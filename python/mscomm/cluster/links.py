@@ -300,8 +300,8 @@ class Door:
             return
         except OSError as error:  # e.g. the connection was reset while it waited, or no descriptors are left
             self._complain(f"cannot accept a connection: {error}")
-            # Without on_shortage, any connection may be a stranger's, so drop the oldest. With on_shortage, keep as
-            # many connections as there are expected ranks. A rank whose connection we dropped would report us as lost.
+            # Drop the oldest connection, which may be a stranger's. But with on_shortage, keep as many connections as
+            # there are expected ranks, because a rank whose connection we dropped would report us as lost.
             expected = len(self._ranks) if self._on_shortage else 0
             if is_shortage(error) and len(self._half_open) > expected:
                 self._drop(next(iter(self._half_open)), "its descriptor is needed for a newer connection")
