@@ -180,6 +180,8 @@ def ranks(
 ) -> Any:
     """Decorate a test whose body runs in each of n processes, as fn(rank, group, **parameters).
 
+    `group` is None, which means the world in every call of mscomm. fn may leave out `rank` and `group`.
+
     n may be the name of a parameter.
 
     env: the ranks' variables, or a function that gets the rank and the parameters and returns the variables. In a

@@ -32,7 +32,7 @@ class Seat(NamedTuple):
     rank: int  # UNKNOWN_RANK if the scheduler will assign it
     size: int
     local_rank: int | None
-    one_host: bool
+    one_host: bool  # whether all ranks are on one host, according to the launcher
 
 
 @dataclass
