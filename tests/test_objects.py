@@ -725,7 +725,7 @@ def test_threads_send_and_receive_objects_under_one_tag(rank, group):
         assert came == [(i, turn) for i in range(3) for turn in range(40)]
 
 
-@pytest.mark.parametrize("count", [3, 16])  # the header of an object also has 16 bytes
+@pytest.mark.parametrize("count", [3, 16])  # 16, because the header of an object has 16 bytes
 @pytest.mark.parametrize("object_side", [0, 1])
 @ranks(2)
 def test_an_object_and_an_array_are_never_taken_for_each_other(rank, group, object_side, count):

@@ -19,7 +19,8 @@ void reduce_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
   for (size_t k = 0; k < windows(parts.largest(), window_bytes); k++) {
     const auto of = [&](int rank) { return piece(parts.bytes(rank), window_bytes, k); };
     const auto at_root = [&](int rank) { return call.result() + parts.begin(rank) + of(rank).begin; };
-    // A rank other than the root writes its result to its own place in the scratch memory, which reduce_window() leaves unused.
+    // A rank other than the root writes its result to its own place in the scratch memory. reduce_window() does not use this
+    // place.
     char* reduced = ranks.scratch_of(n * window_bytes) + me * window_bytes;
     if (me == root) reduced = at_root(me);
     send_blocks(call, mesh, parts, window_bytes, k);

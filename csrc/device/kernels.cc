@@ -41,7 +41,7 @@ bool aligned(const Packing& packing) {
 
 int kernel_for(const Packing& packing, uint64_t unit) {
   using enum Kernel::Way;
-  if (packing.plain()) return std::countr_zero(unit);  // the copy kernels are the first rows of `kernels`
+  if (packing.plain()) return std::countr_zero(unit);  // the first rows of `kernels` copy units of 1, 2, 4, ... bytes
   if (!aligned(packing)) return -1;
   const Kernel::Way way = packing.residual ? owe : packing.dtype == packing.bucket_dtype ? scale : packing.packs ? pack : unpack;
   return place_of(way, packing.dtype, packing.bucket_dtype);

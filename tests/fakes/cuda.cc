@@ -605,7 +605,7 @@ FAKE_EXPORT Result cuPointerGetAttribute(void* data, int which, Pointer memory) 
   return attribute(buffer, which, data) ? success : invalid_value;
 }
 
-// An image serves all contexts. A kernel's handle is also the handle of its function in every context.
+// An image serves all contexts. A CUkernel is also its CUfunction in every context.
 FAKE_EXPORT Result cuModuleLoadData(Handle* module, const void* image) {
   if (const Result result = current()) return result;
   if (!module || !image) return invalid_value;

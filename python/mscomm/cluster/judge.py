@@ -20,8 +20,8 @@ RESTARTED_WITHIN_S = 0.1  # replaces REASON_WITHIN_S if ranks are restarted: sur
 # stuck in a call asks for a comparison.
 ASKED_EVERY_S = 1.0
 _CALLS_KEPT = 16
-# How a symptom ends if the peer has closed the link (csrc/net/stream.cc). A rank closes its links when its group is
-# broken, so the first cause is a different one.
+# The last words of a symptom's text if the peer has closed the link (csrc/net/stream.cc). A rank closes its links when
+# its group is broken, so such a symptom is the consequence of an earlier failure.
 _CLOSED = ("closed by the other side", "Broken pipe", "Connection reset by peer")
 
 
