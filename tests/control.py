@@ -12,6 +12,7 @@ import pytest
 
 from mscomm import errors
 from mscomm.cluster import links
+from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.hello import CONTROL, Identity
@@ -134,7 +135,7 @@ class Job:
         else:
             sock = self.ends[rank]
             assert sock.recv(32) == KEY
-        member = Member(Frames(sock), key=KEY, rank=rank, node_id=node_id)
+        member = Member(Frames(ByteStream(sock)), key=KEY, rank=rank, node_id=node_id)
         self.members.append(member)
         return member
 

@@ -12,6 +12,7 @@ import pytest
 from control import soon
 
 from mscomm import errors
+from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames, Parser, encode
 
@@ -58,7 +59,7 @@ def test_a_frame_needs_little_memory_so_that_a_rank_can_still_say_that_memory_ra
 def test_frames_cross_a_socket_in_any_pieces():
     a, b = socket.socketpair()
     with a, b:
-        receiver = Frames(b)
+        receiver = Frames(ByteStream(b))
         data = encode({"t": "one", "x": list(range(100))}, 1 << 16) + encode({"t": "two"}, 1 << 16)
         threading.Thread(target=lambda: [a.send(data[i : i + 7]) for i in range(0, len(data), 7)]).start()
         assert receiver.receive(soon())["x"] == list(range(100))
@@ -70,4 +71,4 @@ def test_frames_cross_a_socket_in_any_pieces():
 def test_a_send_to_somebody_who_does_not_read_ends_at_the_deadline():
     a, b = socket.socketpair()
     with a, b, pytest.raises(TimeoutError):
-        Frames(a, send_limit=16 << 20).send({"t": "big", "x": bytes(8 << 20)}, Deadline(0.1))
+        Frames(ByteStream(a), send_limit=16 << 20).send({"t": "big", "x": bytes(8 << 20)}, Deadline(0.1))

@@ -16,6 +16,7 @@ from control import KEY, VERSION, WORLD, Communicator, Job, eventually, greeted,
 from mscomm import errors
 from mscomm.bootstrap import kvs, rendezvous
 from mscomm.cluster import hub_process, links
+from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames, encode
 from mscomm.cluster.hello import CONTROL, Identity
@@ -215,7 +216,7 @@ for _ in range(500):
 def test_nonsense_on_a_control_link_loses_that_rank_only(nonsense):
     with Job(2) as job:
         members = job.joined()
-        members[1][0].frames.sock.send(nonsense)
+        members[1][0].frames.stream.send(nonsense)
         eventually(lambda: members[0][1].aborts)
         assert (members[0][1].aborts[0].kind, members[0][1].aborts[0].ranks) == ("PeerLost", (1,))
         assert "invalid data" in str(members[0][1].aborts[0])
@@ -234,7 +235,7 @@ def test_a_spawned_hub_serves_and_ends_by_itself(topo_timeout_s):
         for rank in (0, 1):
             sock = links.connect(address, soon())
             links.greet(sock, KEY, CONTROL, Identity(version=VERSION, rank=rank), soon())
-            members.append(Member(Frames(sock), key=KEY, rank=rank))
+            members.append(Member(Frames(ByteStream(sock)), key=KEY, rank=rank))
         thread = threading.Thread(target=members[1].join, args=({}, soon()))
         thread.start()
         assert members[0].join({}, soon()).size == 2
@@ -259,7 +260,7 @@ def test_who_never_joins_does_not_keep_the_hub():
         for member, _ in job.joined():
             member.leave(0)
         assert job.settled().ok
-        assert "the job is over" in Frames(lurker).receive(soon())["why"]
+        assert "the job is over" in Frames(ByteStream(lurker)).receive(soon())["why"]
 
 
 class Spawned(Exception):
@@ -299,7 +300,7 @@ def test_a_spawned_hub_ends_when_rank_0_does_and_says_so(streams):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as starter:
         pid, port = map(int, starter.stdout.readline().split())
-        member = Member(Frames(greeted(("127.0.0.1", port), rank=1)), key=KEY, rank=1)
+        member = Member(Frames(ByteStream(greeted(("127.0.0.1", port), rank=1))), key=KEY, rank=1)
         threading.Timer(0.1, starter.stdin.close).start()
         with pytest.raises(errors.PeerLost, match="rank 0 ended before it joined"):
             member.join({}, soon())

@@ -88,7 +88,7 @@ def test_a_forked_child_lets_go_of_the_control_link():
         pid = os.fork()
         if pid == 0:
             member.report(errors.Aborted("a child must not say this", [1]))
-            os._exit(0 if member.frames.sock.fileno() == -1 else 1)
+            os._exit(0 if member.frames.stream.fileno() == -1 else 1)
         assert os.waitpid(pid, 0)[1] == 0
         member.leave(1)
         members[0][0].leave(1)

@@ -119,11 +119,12 @@ def test_the_second_scheduler_at_a_port_leaves_the_key_of_the_first(tmpdir_env, 
 WORKER = """
 import os, time
 from mscomm.bootstrap import ms_cluster
+from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.member import Member
 way = ms_cluster.accept(os.environ, Deadline(20), False)
-member = Member(Frames(way.sock), key=way.key, node_id=way.node_id, hub=way.where)
+member = Member(Frames(ByteStream(way.sock)), key=way.key, node_id=way.node_id, hub=way.where)
 welcome = member.join({"size": way.seat.size}, Deadline(20))
 member.ready(Deadline(20))
 print(welcome.rank, welcome.size, flush=True)

@@ -16,6 +16,7 @@ import pytest
 from control import KEY, Job, eventually, key_file, soon
 
 from mscomm.cluster import links, waiting
+from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.hello import LAUNCHER, Identity
 from mscomm.launching.parts import OtherNode
@@ -127,7 +128,7 @@ def test_node_0_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         eventually(lambda: any(absent in text for text in told))
         sock = links.connect(job.listener.getsockname(), soon())
         links.greet(sock, KEY, LAUNCHER, Identity(version=links.package_version()), soon())
-        frames = Frames(sock)
+        frames = Frames(ByteStream(sock))
         job.links.append(frames)
         frames.send({"t": "attend", "first": 2, "end": 4, "name": "node 1", "layout": ""}, soon())
         assert frames.receive(soon()) == {"t": "state", "over": None, "goes_on": False, "only_stopped": False}
@@ -140,7 +141,7 @@ def test_node_0_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_link_to_node_0_that_fails_is_a_failure_only_while_ranks_are_left(left: int) -> None:
     ours, theirs = socket.socketpair()
     node = OtherNode(4, range(2, 4), HERE, "", "node-0", 1, False, 5.0)
-    node._link, node._where = Frames(ours, 1 << 16), "node-0:1"
+    node._link, node._where = Frames(ByteStream(ours), 1 << 16), "node-0:1"
     theirs.close()
     for rank in range(2, 4 - left):
         node.ended(rank, "exit code 0", badly=False, again=False)

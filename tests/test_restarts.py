@@ -9,6 +9,7 @@ from control import KEY, VERSION, Communicator, Job, Waits, eventually, soon, un
 
 from mscomm import errors
 from mscomm.cluster import links
+from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.hello import LAUNCHER, Identity
@@ -238,7 +239,7 @@ class Launcher:
     def __init__(self, job, ranks):
         sock = links.connect(job.listener.getsockname(), soon())
         links.greet(sock, KEY, LAUNCHER, Identity(version=VERSION), soon())
-        self.frames = Frames(sock)
+        self.frames = Frames(ByteStream(sock))
         job.links.append(self.frames)
         self.frames.send(
             {"t": "attend", "first": ranks.start, "end": ranks.stop, "name": "node 1", "layout": ""}, soon()

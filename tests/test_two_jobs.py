@@ -15,6 +15,7 @@ from control import KEY, Job, eventually, raised, soon
 from mscomm import errors
 from mscomm.bootstrap import rendezvous
 from mscomm.cluster import links
+from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.hello import LAUNCHER, Identity
 
@@ -116,7 +117,7 @@ def test_a_job_that_has_begun_is_not_disturbed_by_a_later_scheduler() -> None:
         assert job.listener
         with links.connect(job.listener.getsockname(), soon()) as sock:
             links.greet(sock, KEY, LAUNCHER, Identity(version=links.package_version()), soon())
-            Frames(sock).send({"t": "rival", "who": "pid 7", "seconds": 0.0}, soon())
+            Frames(ByteStream(sock)).send({"t": "rival", "who": "pid 7", "seconds": 0.0}, soon())
         for member in (one, other):
             member.leave(0)
         assert job.settled().ok

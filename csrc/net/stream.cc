@@ -4,7 +4,6 @@
 #include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <poll.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 
@@ -86,7 +85,7 @@ void Stream::check_silence() {
 }
 
 // Waits until the peer's kernel has received all bytes that were sent, so that closing the socket loses none of them. Returns
-// earlier if the link ends or the deadline passes. The caller must have shut down the sending side of the socket.
+// earlier if the link ends or the deadline passes. The caller must have called close_for_writing().
 void Stream::deliver(const Deadline& deadline) {
   // On a Unix socket, sent data is already in the receiver's queue, so there is nothing to wait for. The loop below would wait
   // for the receiving process, because on a Unix socket the kernel counts data as unsent until the receiver has read it.
@@ -110,11 +109,30 @@ void Stream::deliver(const Deadline& deadline) {
 void deliver_all(std::vector<std::optional<Stream>> streams, double timeout_s) {
   const Deadline deadline(timeout_s);
   for (const auto& stream : streams)
-    if (stream) ::shutdown(stream->fd(), SHUT_WR);
+    if (stream) stream->close_for_writing();
   for (auto& stream : streams)
     if (stream) stream->deliver(deadline);
 }
 
+void Stream::close_for_writing() const { ::shutdown(fd(), SHUT_WR); }
+
 void Stream::shut_down() const { ::shutdown(fd(), SHUT_RDWR); }
+
+size_t Poll::add(const Stream& stream, bool receives, bool sends) {
+  if (receives && stream.pending()) pending_.push_back(polled_.size());
+  polled_.push_back({stream.fd(), static_cast<short>((receives ? POLLIN : 0) | (sends ? POLLOUT : 0)), 0});
+  return polled_.size() - 1;
+}
+
+size_t Poll::add(int fd) {
+  polled_.push_back({fd, POLLIN, 0});
+  return polled_.size() - 1;
+}
+
+int Poll::wait(int ms) {
+  const int ready = poll(polled_.data(), polled_.size(), pending_.empty() ? ms : 0);
+  for (const size_t entry : pending_) polled_[entry].revents |= POLLIN;
+  return pending_.empty() ? ready : std::max(ready, static_cast<int>(pending_.size()));
+}
 
 }  // namespace mscomm

@@ -1,6 +1,5 @@
 #include "transport/mailbox.h"
 
-#include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -314,20 +313,20 @@ bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
     return true;
   }
   if (end_silent_links()) return true;
-  std::vector<pollfd> polled{{wake_fd_.get(), POLLIN, 0}};
+  Poll links;
+  const size_t wake = links.add(wake_fd_.get());
   const auto add = [&](const auto& link, bool reads) {
-    const int events = (reads ? POLLIN : 0) | (link.writes() ? POLLOUT : 0);
-    if (events) polled.push_back({link.stream->fd(), static_cast<short>(events), 0});
+    if (reads || link.writes()) links.add(*link.stream, reads, link.writes());
   };
   for (const Outgoing& link : outgoing_) add(link, link.reads());
   for (const Incoming& link : incoming_) add(link, reads(link));
   driving_ = true;
   lock.unlock();
-  const int ready = poll(polled.data(), polled.size(), longest_sleep_ms);
+  const int ready = links.wait(longest_sleep_ms);
   lock.lock();
   driving_ = false;
   uint64_t wakes;
-  if (ready > 0 && (polled[0].revents & POLLIN) && read(wake_fd_.get(), &wakes, sizeof wakes) < 0) return true;
+  if (ready > 0 && links.readable(wake) && read(wake_fd_.get(), &wakes, sizeof wakes) < 0) return true;
   return ready > 0;
 }
 

@@ -1,7 +1,5 @@
 #include "transport/mesh.h"
 
-#include <poll.h>
-
 #include <algorithm>
 #include <string>
 
@@ -226,28 +224,27 @@ void Mesh::look(const Wait& wait) {
 }
 
 void Mesh::poll_links(const Wait& wait) {
-  std::vector<pollfd> polled;
-  std::vector<int> peers;
+  Poll links;
+  std::vector<int> peers;  // the peer of each entry
   for (int peer = 0; peer < size(); peer++) {
     const Link& link = links_[peer];
     if (!link.stream) continue;
-    const int events = (link.listens() ? POLLIN : 0) |
-                       (!link.outbox.empty() || (!link.queue.empty() && (others_ == Others::go || peer == next())) ? POLLOUT : 0);
-    if (events == 0) continue;
-    polled.push_back({link.stream->fd(), static_cast<short>(events), 0});
+    const bool sends = !link.outbox.empty() || (!link.queue.empty() && (others_ == Others::go || peer == next()));
+    if (!link.listens() && !sends) continue;
+    links.add(*link.stream, link.listens(), sends);
     peers.push_back(peer);
   }
   const bool looks_at_wire = others_ == Others::wait;
-  const int ready = poll(polled.data(), polled.size(), looks_at_wire ? look_at_wire_ms : longest_sleep_ms);
+  const int ready = links.wait(looks_at_wire ? look_at_wire_ms : longest_sleep_ms);
   if (ready == 0 && looks_at_wire) return;
-  // If poll() has timed out, send the header of the current call to each peer whose data is missing. Do not send the header
+  // If wait() has timed out, send the header of the current call to each peer whose data is missing. Do not send the header
   // earlier, because a peer may have sent its data and exited. If we sent anything to such a peer, our kernel would discard the
   // peer's data that we have not read yet.
   for (Link& link : links_)
     if (ready == 0 && link.stream && !link.greeted && !link.received()) greet(link, false);
   if (ready <= 0) look(wait);
-  for (size_t i = 0; ready > 0 && i < polled.size(); i++)
-    if (polled[i].revents & (POLLIN | POLLHUP | POLLERR)) receive_some(peers[i]);
+  for (size_t i = 0; ready > 0 && i < peers.size(); i++)
+    if (links.readable(i)) receive_some(peers[i]);
 }
 
 std::vector<int> Mesh::missing() const {

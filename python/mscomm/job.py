@@ -22,6 +22,7 @@ from mscomm.accelerators import CPU, NAMES
 from mscomm.bootstrap import ms_cluster
 from mscomm.bootstrap.invitation import Invitation, Launcher
 from mscomm.cluster import assemble, links, plan
+from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline, join_timeout_s, seconds_of
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.hello import CONTROL, UNKNOWN_RANK, package_version
@@ -326,7 +327,7 @@ def _join(
         if not invitation.greeted:
             links.greet(sock, key, CONTROL, links.newcomer(os.environ, rank), deadline)
         known = None if rank == UNKNOWN_RANK else rank
-        member = Member(Frames(sock), key=key, rank=known, node_id=invitation.node_id, hub=invitation.where)
+        member = Member(Frames(ByteStream(sock)), key=key, rank=known, node_id=invitation.node_id, hub=invitation.where)
         failing.callback(member.close)
         welcome = member.join(assemble.facts(asked, invitation.seat.size, algo, memory), deadline)
         log.set_rank(welcome.rank)

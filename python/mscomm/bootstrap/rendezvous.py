@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mscomm import environment
 from mscomm.bootstrap.invitation import Invitation, Seat
 from mscomm.cluster import hub_process, interfaces, links, security
+from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.hello import CONTROL, LAUNCHER, Identity, NotMscomm
@@ -320,7 +321,7 @@ def contend(host: str, port: int, key: Callable[[Any], bytes], env: Mapping[str,
     with contextlib.suppress(Error, OSError):
         sock, _ = reach([(host, port)], deadline, key, links.newcomer(env), "", "", purpose=LAUNCHER)
         with sock:
-            Frames(sock).send(words, deadline)
+            Frames(ByteStream(sock)).send(words, deadline)
     return _holder(host, port)
 
 

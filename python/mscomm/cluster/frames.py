@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import select
-import socket
 import struct
 import threading
 from typing import Any
 
 import msgpack
 
-from mscomm.cluster.deadline import Deadline, wait
+from mscomm.cluster.bytestream import ByteStream
+from mscomm.cluster.deadline import Deadline
 from mscomm.errors import Error
 
 FROM_MEMBER_BYTES = 64 << 10
@@ -83,11 +82,10 @@ def _decode(body: bytes) -> Frame:
 
 
 class Frames:
-    """Sends and receives frames over one connected socket, which it owns. One thread can receive while others send."""
+    """Sends and receives frames over one stream, which it owns. One thread can receive while others send."""
 
-    def __init__(self, sock: socket.socket, limit: int = FROM_HUB_BYTES, send_limit: int = FROM_MEMBER_BYTES) -> None:
-        sock.setblocking(False)
-        self.sock = sock
+    def __init__(self, stream: ByteStream, limit: int = FROM_HUB_BYTES, send_limit: int = FROM_MEMBER_BYTES) -> None:
+        self.stream = stream
         self._parser = Parser(limit)
         self._send_limit = send_limit
         self._held: list[Frame] = []  # frames that have arrived and that receive() has not returned yet
@@ -95,13 +93,9 @@ class Frames:
 
     def send(self, frame: Frame, deadline: Deadline) -> None:
         """Pass the frame to the kernel. Raise OSError if the link has ended, and TimeoutError at the deadline."""
-        data = memoryview(encode(frame, self._send_limit))
+        data = encode(frame, self._send_limit)
         with self._sending:
-            while data:
-                try:
-                    data = data[self.sock.send(data, socket.MSG_NOSIGNAL) :]
-                except BlockingIOError:
-                    wait(self.sock, select.POLLOUT, deadline)
+            self.stream.send_all(data, deadline)
 
     def receive(self, deadline: Deadline) -> Frame | None:
         """Return the next frame, or None if the other end has closed.
@@ -113,7 +107,7 @@ class Frames:
             if frames is None:
                 return None
             if not frames:
-                wait(self.sock, select.POLLIN, deadline)
+                self.stream.await_bytes(deadline)
             self._held += frames
         return self._held.pop(0)
 
@@ -122,12 +116,9 @@ class Frames:
 
         An invalid frame closes the link and raises Error.
         """
-        try:
-            received = self.sock.recv(64 << 10)
-        except BlockingIOError:
-            return []
+        received = self.stream.receive(64 << 10)
         if not received:
-            return None
+            return [] if received is None else None
         try:
             return self._parser.feed(received)
         except Error:
@@ -135,4 +126,4 @@ class Frames:
             raise
 
     def close(self) -> None:
-        self.sock.close()
+        self.stream.close()

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.frames import FROM_HUB_BYTES, JOIN, READY, Frame, encode
 from mscomm.cluster.handlers import handlers
 from mscomm.cluster.hello import LAUNCHER, OF_THE_HUB, UNKNOWN_JOB, UNKNOWN_RANK, Identity, package_version
@@ -143,7 +144,7 @@ class Hub:
         Such a link does not begin with a hello, but with the key, which the hub sends.
         """
         require_same_user(sock)
-        self._order(lambda: self._board.write(self._board.add(Link(sock, rank, adopted=True)), self._key))
+        self._order(lambda: self._board.write(self._board.add(Link(ByteStream(sock), rank, adopted=True)), self._key))
 
     def started_by(self, rank: int, pidfd: int) -> None:
         """Watch the process of the rank that started the hub. When it has ended, expect no more connections."""
@@ -420,9 +421,9 @@ class Hub:
 
     def _enter(self, sock: socket.socket, peer: Identity, purpose: int) -> None:
         if purpose == LAUNCHER:
-            self._launchers.add(sock)
+            self._launchers.add(ByteStream(sock))
             return
-        self._board.add(Link(sock, peer.rank if peer.rank >= 0 else None, adopted=False))
+        self._board.add(Link(ByteStream(sock), peer.rank if peer.rank >= 0 else None, adopted=False))
 
     def _turned_away(self, address: str, why: str, unproven: bool) -> None:
         self._waiting.turned_away(address, why, unproven and not self._welcomed)

@@ -6,11 +6,11 @@ A launcher says which ranks it starts and how each of them ended. The hub tells 
 from __future__ import annotations
 
 import selectors
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.frames import FROM_HUB_BYTES, Frame, encode
 from mscomm.cluster.handlers import handlers
 from mscomm.cluster.roster import Roster
@@ -79,9 +79,9 @@ class Launchers:
         self._tell_user = tell
         self._board: Switchboard[_Launcher] = Switchboard(selector, self._handle, self._ended)
 
-    def add(self, sock: socket.socket) -> None:
+    def add(self, stream: ByteStream) -> None:
         """Serve a connection whose hello says that it comes from a launcher."""
-        self._board.add(_Launcher(sock))
+        self._board.add(_Launcher(stream))
 
     def announce(self, state: State) -> None:
         """Tell every launcher the state of the job, if it has changed. Launchers that connect later are told too."""

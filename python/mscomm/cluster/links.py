@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import TypeAlias
 
 from mscomm import environment
+from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline, wait
 from mscomm.cluster.hello import HELLO_S, OF_THE_HUB, UNKNOWN_RANK, Hello, Identity, NotMscomm, named, package_version
 from mscomm.errors import AuthenticationError, CollectiveTimeout, Error, on_failure
@@ -134,16 +135,15 @@ def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadlin
     where = f"what listens at {_name(sock)}"
     expected = f"mscomm {'scheduler' if purpose in OF_THE_HUB else 'rank'}"
     hello = Hello.connector(key, purpose, mine)
-    sock.settimeout(None)
+    stream = ByteStream(sock)
     try:
-        sock.sendall(hello.feed(b""))
+        stream.send_all(hello.feed(b""), deadline)
         while not hello.done:
-            wait(sock, select.POLLIN, deadline)
-            received = sock.recv(hello.needs)
-            if not received:
+            stream.await_bytes(deadline)
+            received = stream.receive(hello.needs)
+            if received == b"":
                 raise ConnectionResetError("it closed the connection")
-            if answer := hello.feed(received):  # do not send an empty answer: the peer may have closed the link
-                sock.sendall(answer)
+            stream.send_all(hello.feed(received or b""), deadline)
         if purpose not in OF_THE_HUB:
             _limit_silence(sock, False)
     except NotMscomm as error:
@@ -256,8 +256,8 @@ class Door:
         self._complaints: set[str] = set()  # the kinds of problems that have been logged, each only once
         self._listeners: list[socket.socket] = []
         self._paused: dict[socket.socket, float] = {}  # for each paused listener, when to accept again
-        # For each connection, oldest first: its hello, and when to drop the connection.
-        self._half_open: dict[socket.socket, tuple[Hello, float]] = {}
+        # For each connection, oldest first: its stream, its hello, and when to drop the connection.
+        self._half_open: dict[socket.socket, tuple[ByteStream, Hello, float]] = {}
 
     def listen(self, listener: socket.socket) -> None:
         listener.setblocking(False)
@@ -273,12 +273,12 @@ class Door:
         Return the seconds until this must be called again; None if no hello is in progress and no listener is paused.
         """
         now = time.monotonic()
-        for sock in [sock for sock, (_, until) in self._half_open.items() if until <= now]:
+        for sock in [sock for sock, (_, _, until) in self._half_open.items() if until <= now]:
             self._drop(sock, "it did not finish its hello in time")
         for listener in [listener for listener, until in self._paused.items() if until <= now]:
             del self._paused[listener]
             self._watch(listener)
-        times = [until for _, until in self._half_open.values()] + list(self._paused.values())
+        times = [until for _, _, until in self._half_open.values()] + list(self._paused.values())
         return min((until - now for until in times), default=None)
 
     def close(self) -> None:
@@ -313,7 +313,6 @@ class Door:
                 if self._on_shortage:
                     self._on_shortage(error)
             return
-        sock.setblocking(False)
         try:
             if sock.family == socket.AF_UNIX:
                 require_same_user(sock)
@@ -325,15 +324,17 @@ class Door:
             return
         if len(self._half_open) >= self._room:
             self._drop(next(iter(self._half_open)), f"more than {self._room} connections are in their hello")
-        self._half_open[sock] = (self._new_hello(), time.monotonic() + HELLO_S)
+        self._half_open[sock] = (ByteStream(sock), self._new_hello(), time.monotonic() + HELLO_S)
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(sock))
 
     def _read(self, sock: socket.socket) -> None:
         if sock not in self._half_open:  # it was dropped earlier in this iteration of the loop
             return
-        hello = self._half_open[sock][0]
+        stream, hello, _ = self._half_open[sock]
         try:
-            received = sock.recv(hello.needs)
+            received = stream.receive(hello.needs)
+            if received is None:
+                return
             if not received:
                 if hello.heard:  # the peer has received our proof that we know the key, and rejects it
                     self._drop(sock, "it closed after our side of the hello: it has another key", unproven=True)
@@ -341,11 +342,9 @@ class Door:
                     self._drop(sock, "it closed during the hello")
                 return
             answer = hello.feed(received)
-            if answer and sock.send(answer, socket.MSG_NOSIGNAL) != len(answer):
+            if answer and stream.send(answer) != len(answer):
                 self._drop(sock, "it does not read")
                 return
-        except BlockingIOError:
-            return
         except (Error, OSError) as error:
             self._drop(sock, str(error), unproven=isinstance(error, AuthenticationError))
             return

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import os
 import select
 import socket
-import termios
 import threading
 import time
 import traceback
@@ -80,6 +78,7 @@ class Member:
     hub: str = "the scheduler"
 
     def __post_init__(self) -> None:
+        self._stream = self.frames.stream
         self._hub_address = ""  # the address of the hub's host; "" if the hub is on this host
         # This condition protects what the reading thread learns. Other threads wait on it for changes. A thread that
         # holds it must not call a communicator.
@@ -117,7 +116,7 @@ class Member:
         If the job fails before all have joined, raise the verdict. If the hub refuses this rank, raise an Error with
         the reason.
         """
-        self._hub_address = _address(self.frames.sock.getpeername())
+        self._hub_address = _address(self._stream.sock.getpeername())
         known = {**self._known(), **facts}
         self._say({"t": "join", "rank": self.rank, "node_id": self.node_id, "facts": known}, deadline)
         self._reader.start()
@@ -126,7 +125,7 @@ class Member:
         return self._welcome
 
     def _known(self) -> dict[str, Any]:
-        host, link = socket.gethostname(), _address(self.frames.sock.getsockname())
+        host, link = socket.gethostname(), _address(self._stream.sock.getsockname())
         return {"pid": os.getpid(), "hostname": host, "host": host, "link": link}
 
     def rejoin(self, facts: Mapping[str, Any], deadline: Deadline) -> Welcome:
@@ -276,7 +275,7 @@ class Member:
 
     def address(self) -> str:
         """Return the address at which this rank listens for peers on other hosts (interfaces.listen_address)."""
-        return listen_address(self.frames.sock)
+        return listen_address(self._stream.sock)
 
     # -- reporting failures
 
@@ -294,7 +293,7 @@ class Member:
             self._tell(group, symptom, number, deadline)
         with self._news:
             self._news.wait_for(lambda: self._settled(group), deadline.left())
-            if not self._settled(group) and self._hub_is_silent():
+            if not self._settled(group) and self._stream.unacknowledged():
                 # If the hub's host is down, the link will report this soon. That report explains more than our symptom.
                 self._news.wait_for(lambda: self._settled(group), node_timeout_s() + 1)
             verdict = self._verdict(group)
@@ -345,7 +344,7 @@ class Member:
         try:
             if self._ended is None:
                 self.frames.send({"t": "bye", "number": number, "numbers": numbers}, deadline)
-                self.frames.sock.shutdown(socket.SHUT_WR)
+                self._stream.close_for_writing()
                 # Wait for the hub to close first. If we closed with unread data in our socket, the kernel could reset
                 # the connection, and the bye could be lost.
                 with self._news:
@@ -358,7 +357,7 @@ class Member:
     def close(self) -> None:
         """Close the link at once. The hub then counts this rank as lost, unless the rank has said bye."""
         with contextlib.suppress(OSError):  # the other end may have closed already
-            self.frames.sock.shutdown(socket.SHUT_RDWR)  # wakes the reading thread, which must not poll a closed socket
+            self._stream.shut_down()  # wakes the reading thread, which must not poll a closed socket
         if self._reader.is_alive() and self._reader is not threading.current_thread():
             self._reader.join(1.0)
         self.frames.close()
@@ -373,10 +372,11 @@ class Member:
     def _read(self) -> None:
         try:
             poller = select.poll()
-            poller.register(self.frames.sock, select.POLLIN)
+            poller.register(self._stream, select.POLLIN)
             poller.register(self.news_fd, select.POLLIN)
             while True:
-                poller.poll()
+                if not self._stream.pending:
+                    poller.poll()
                 self._look_at_news()
                 frames = self.frames.arrived()
                 if frames is None:
@@ -576,15 +576,6 @@ class Member:
         """Return whether the group's first failure is known, or can no longer become known."""
         over = self._ended is not None and (self._leaving or self._reader is threading.current_thread())
         return over or self._verdict(group) is not None or self._failure is not None
-
-    def _hub_is_silent(self) -> bool:
-        """Return whether the hub's host has not yet acknowledged all data that we sent."""
-        if self.frames.sock.family == socket.AF_UNIX:
-            return False
-        try:
-            return any(fcntl.ioctl(self.frames.sock, termios.TIOCOUTQ, bytes(4)))
-        except OSError:
-            return False  # the link has ended
 
     def _verdict(self, group: str) -> Error | None:
         return self._verdicts.get(group) or self._verdicts.get("")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from typing import Any
 
+from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.frames import Frame
 from mscomm.cluster.plan import Arrival, assign_ranks, is_number
 from mscomm.cluster.switchboard import Line
@@ -14,8 +14,8 @@ from mscomm.cluster.switchboard import Line
 class Link(Line):
     """One control link, and the hub's information about the process at its other end."""
 
-    def __init__(self, sock: socket.socket, rank: int | None, adopted: bool) -> None:
-        super().__init__(sock)
+    def __init__(self, stream: ByteStream, rank: int | None, adopted: bool) -> None:
+        super().__init__(stream)
         self.adopted = adopted  # whether the rank inherited the other end of a socket pair
         self.rank = rank  # None if not known yet
         self.seat = -1  # the position of the process in the order of joining; -1 if it has not joined

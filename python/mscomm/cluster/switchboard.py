@@ -6,11 +6,11 @@ It reads whole control frames, queues unsent data up to a limit, and never waits
 from __future__ import annotations
 
 import selectors
-import socket
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.frames import FROM_HUB_BYTES, FROM_MEMBER_BYTES, Frame, Parser
 from mscomm.errors import Error
 
@@ -20,9 +20,8 @@ _UNSENT_BYTES = 2 * FROM_HUB_BYTES  # a link with more unsent bytes is closed, b
 class Line:
     """The hub's end of one control link."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        self.sock = sock
+    def __init__(self, stream: ByteStream) -> None:
+        self.stream = stream
         self.open = True
         self.parser = Parser(FROM_MEMBER_BYTES)
         self.unsent: deque[memoryview] = deque()
@@ -47,7 +46,7 @@ class Switchboard(Generic[L]):
 
     def add(self, line: L) -> L:
         self.lines.add(line)
-        self._selector.register(line.sock, selectors.EVENT_READ, lambda: self._turn(line))
+        self._selector.register(line.stream, line.stream.events(sending=False), lambda: self._turn(line))
         return line
 
     def write(self, line: L, data: bytes) -> None:
@@ -73,26 +72,28 @@ class Switchboard(Generic[L]):
         """Close the line without calling `ended`."""
         line.open = False
         self.lines.remove(line)
-        self._selector.unregister(line.sock)
-        line.sock.close()
+        self._selector.unregister(line.stream)
+        line.stream.close()
 
     def _turn(self, line: L) -> None:
         if line.open and line.unsent:
             self._flush(line)
         if line.open:
             self._read(line)
+        while line.open and line.stream.pending:
+            self._read(line)
 
     def _read(self, line: L) -> bool:
         """Read once and handle the frames. Return False if there was nothing to read or the line has ended."""
         try:
-            received = line.sock.recv(64 << 10)
-        except BlockingIOError:
-            return False
+            received = line.stream.receive(64 << 10)
         except ConnectionResetError:  # the other end closed before it had read everything
             self.end(line, "")
             return False
         except OSError as error:
             self.end(line, f"lost its control link ({error.strerror or error})")
+            return False
+        if received is None:
             return False
         if not received:
             self.end(line, "")
@@ -109,17 +110,14 @@ class Switchboard(Generic[L]):
 
     def _flush(self, line: L) -> None:
         try:
-            while line.unsent:
-                sent = line.sock.send(line.unsent[0], socket.MSG_NOSIGNAL)
+            while line.unsent and (sent := line.stream.send(line.unsent[0])):
                 if sent < len(line.unsent[0]):
                     line.unsent[0] = line.unsent[0][sent:]
                 else:
                     line.unsent.popleft()
-        except BlockingIOError:
-            pass  # the rest is sent when the selector says that the socket has room
         except OSError:
             line.unsent.clear()  # _read() ends the line, but first reads the other end's final frames
-        key = self._selector.get_key(line.sock)
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.unsent else 0)
+        key = self._selector.get_key(line.stream)
+        events = line.stream.events(sending=bool(line.unsent))
         if key.events != events:
-            self._selector.modify(line.sock, events, key.data)
+            self._selector.modify(line.stream, events, key.data)

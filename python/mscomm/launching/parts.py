@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from mscomm import environment
 from mscomm.bootstrap import launcher, rendezvous
 from mscomm.cluster import interfaces, links, security
+from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frame, Frames
 from mscomm.cluster.hello import LAUNCHER
@@ -309,7 +310,7 @@ class OtherNode(Part):
             purpose=LAUNCHER,
         )
         self._where = interfaces.endpoint(*sock.getpeername()[:2])
-        self._link = Frames(sock)
+        self._link = Frames(ByteStream(sock))
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
         ours, theirs, variables = _key_link(self._key, self._where)
@@ -381,7 +382,7 @@ class OtherNode(Part):
             return
         deadline = Deadline(_TELL_S)
         with contextlib.suppress(Error, OSError):  # node 0 may have ended already
-            link.sock.shutdown(socket.SHUT_WR)
+            link.stream.close_for_writing()
             while link.receive(deadline) is not None:
                 continue
         link.close()
