@@ -256,6 +256,19 @@ def test_the_first_kind_that_exchanges_is_the_reference_for_the_weights() -> Non
         check_weights(jobs)
 
 
+# -- workers.py
+
+
+def test_workers_runs_a_whole_job() -> None:
+    done = subprocess.run(
+        [sys.executable, Path(BENCH, "workers.py"), "-n", "3,20"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    head, _, *rows = done.stdout.splitlines()
+    assert head.startswith("| workers | hello | join | world | ready | group | leave | peak MiB")
+    assert [row.split("|")[1].strip() for row in rows] == ["3", "20"]
+
+
 # -- builds.py
 
 BUILD = """#!{python}

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from control import KEY, VERSION, WORLD, Communicator, Job, eventually, greeted,
 
 from mscomm import errors
 from mscomm.bootstrap import kvs, rendezvous
-from mscomm.cluster import hub_process, links
+from mscomm.cluster import hub, hub_process, links
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames, encode
@@ -253,6 +254,25 @@ def test_a_rank_lost_between_hello_and_join_is_told_to_the_others():
         greeted(job.listener.getsockname(), rank=1).close()
         with pytest.raises(errors.PeerLost, match="rank 1 ended before it joined"):
             job.member(0).join({}, soon())
+
+
+def test_many_that_leave_at_once_are_told_in_a_few_frames(monkeypatch):
+    """If each of n ranks got a frame for each rank that leaves, the end of a job would take n squared frames."""
+    told = []
+
+    def broadcast(self, frame, ranks):
+        told.extend([frame] if frame["t"] == "left" else [])
+        plain(self, frame, ranks)
+
+    plain = hub.Hub._broadcast
+    monkeypatch.setattr(hub.Hub, "_broadcast", broadcast)
+    with Job(20) as job:
+        members = job.joined()
+        began = time.monotonic()
+        for member, _ in members[1:]:
+            member.leave(7)
+        eventually(lambda: sorted(members[0][1].departed) == list(range(1, 20)))
+        assert len(told) <= 2 + (time.monotonic() - began) / hub._LEAVERS_EVERY_S
 
 
 def test_who_never_joins_does_not_keep_the_hub():

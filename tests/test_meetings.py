@@ -142,12 +142,27 @@ def test_survivors_do_not_wait_for_the_lost():
     assert answer.frame["ranks"] == [0, 2]
 
 
+def test_a_meeting_costs_the_same_for_each_rank():
+    """The hub serves thousands of ranks, so an arrival must not look at all ranks of the meeting."""
+    table, asked, size = Table(), 0, 500
+
+    def gone(rank):
+        nonlocal asked
+        asked += 1
+
+    table.meetings = Meetings(gone, str, lambda: table.judge)
+    answers = [table.come(rank, list(range(size))) for rank in range(size)]
+    assert answers[:-1] == [[]] * (size - 1) and answers[-1][0].frame["t"] == "met"
+    assert asked <= 3 * size
+
+
 @pytest.mark.parametrize("last", ["comes", "is lost"])
 def test_survivors_go_on_until_one_of_them_is_lost(last):
     table = Table()
     table.come(1, [0, 1, 2], survivors=True)
     if last == "comes":
         table.gone[0] = "lost"
+        assert table.meetings.look() == []
         (answer,) = table.come(2, [0, 1, 2], survivors=True)
     else:
         table.come(2, [0, 1, 2], survivors=True)

@@ -31,6 +31,7 @@ from mscomm.cluster.switchboard import Switchboard
 from mscomm.cluster.waiting import WaitNotices
 from mscomm.errors import Aborted, CollectiveTimeout, Error, PeerLost, make
 
+_LEAVERS_EVERY_S = 0.05
 _CONTESTED_S = 5.0  # if two jobs use one port: how long the hub keeps telling processes why they cannot join
 
 
@@ -81,6 +82,7 @@ class Hub:
         tell: Callable[[str], None] | None = None,
     ) -> None:
         self._roster = Roster(size, ranks_known)
+        self._all = list(range(size))
         self._key = key
         self._job = os.urandom(16)
         self._epoch = 0
@@ -103,6 +105,10 @@ class Hub:
         self._abort_announced = False
         self._welcomed = False
         self._ready: set[int] = set()
+        # For each group id, the ranks that have left since the last frames "left"; "" stands for the job. If many ranks
+        # leave at once, a few frames announce all of them.
+        self._leavers: dict[str, list[int]] = {}
+        self._tell_leavers_at = 0.0  # do not send the next of these frames earlier
         self._never_began: str | None = None
         self._contested_until = 0.0  # if two jobs use one port, the hub serves until this time, to refuse newcomers
         self._groups: dict[str, _Group] = {}
@@ -246,7 +252,12 @@ class Hub:
         """Return how many seconds to wait for events until the next action is due; None if no action is due."""
         now = time.monotonic()
         dues = [group.judge.due() for group in self._groups.values()]
-        dues += [self._topo_until, self._waiting.due, self._contested_until if now < self._contested_until else None]
+        dues += [
+            self._tell_leavers_at if self._leavers else None,
+            self._topo_until,
+            self._waiting.due,
+            self._contested_until if now < self._contested_until else None,
+        ]
         waits = [until - now for until in dues if until is not None]
         if (half_open_s := self._door.expire()) is not None:
             waits.append(half_open_s)
@@ -258,6 +269,8 @@ class Hub:
         if self._topo_until is not None and now >= self._topo_until:
             self._refuse_all(self._roster.too_few(self._topo_timeout_s))
         self._waiting.look(now)
+        if self._leavers and now >= self._tell_leavers_at:
+            self._tell_leavers(now)
         for name, group in list(self._groups.items()):
             judge = group.judge
             judge.look(now)
@@ -279,6 +292,16 @@ class Hub:
         if self.over is None and (end := self._end()):
             self._give_up(end)
         self._set_state(goes_on=self._meetings.survivors_go_on, only_stopped=self._only_stopped())
+
+    def _tell_leavers(self, now: float) -> None:
+        """Tell the ranks that stay which ranks have left since the last call."""
+        for group, leavers in self._leavers.items():
+            found = self._groups.get(group)
+            staying = set(self._members(found)) if found else self._world.ranks
+            if found or not group:
+                self._broadcast({"t": "left", "group": group, "ranks": leavers}, staying)
+        self._leavers.clear()
+        self._tell_leavers_at = now + _LEAVERS_EVERY_S
 
     def _set_state(self, **changes: Any) -> None:
         """Change the state of the job, and tell the launchers of other hosts."""
@@ -500,8 +523,8 @@ class Hub:
         self._answer(answers)
 
     def _check_meeting(self, kind: str, link: Link, key: str, ranks: list[Any]) -> None:
-        known = self._roster.known(ranks) == ranks
-        if not known or len(set(ranks)) != len(ranks) or link.number not in ranks or len(key) > 1024:
+        valid = ranks == self._all or (self._roster.known(ranks) == ranks and len(set(ranks)) == len(ranks))
+        if not valid or link.number not in ranks or len(key) > 1024:
             raise Error(f"{kind!r} needs a key and the ranks that meet, this one among them")
 
     def _on_unmeet(self, link: Link, key: str, seconds: float) -> None:
@@ -542,7 +565,7 @@ class Hub:
             del self._groups[group]
             return
         found.judge.left(link.number, number, time.monotonic(), destroyed=True)
-        self._broadcast({"t": "left", "group": group, "rank": link.number, "number": number}, staying)
+        self._leavers.setdefault(group, []).append(link.number)
 
     def _on_waits(self, link: Link, key: str) -> None:
         """A rank has waited for a long time, and asks which ranks are missing. Only one waiting rank tells the user."""
@@ -609,7 +632,7 @@ class Hub:
             elif link.number in group.ranks and link.number not in group.closed:
                 last = numbers.get(name)
                 group.judge.left(link.number, last if isinstance(last, int) else 0, time.monotonic())
-        self._broadcast({"t": "left", "group": "", "rank": link.rank, "number": number}, self._world.ranks)
+        self._leavers.setdefault("", []).append(link.number)
         self._answer(self._meetings.look())
         self._begin_epoch()
 
@@ -646,17 +669,17 @@ class Hub:
         self._topo_until = None
         try:
             self._roster.assign()
-            shared = {"t": "welcome", "size": self._roster.size, "job": self._job, "epoch": self._epoch}
-            shared["facts"] = self._roster.facts()
-            frames = [(link, encode({**shared, "rank": link.rank}, FROM_HUB_BYTES)) for link in self._roster]
+            facts = encode({"t": "facts", "facts": self._roster.facts()}, FROM_HUB_BYTES)
         except (ValueError, Error) as error:
             self._refuse_all(str(error))
             return
         self._welcomed = True
         self._waiting.end()
-        for link, data in frames:
+        shared = {"t": "welcome", "size": self._roster.size, "job": self._job, "epoch": self._epoch}
+        for link in self._roster:
             link.waits, link.welcomed = False, True
-            self._board.write(link, data)
+            self._board.write(link, facts)
+            self._send(link, {**shared, "rank": link.rank})
 
     def _begin_epoch(self) -> None:
         """Begin a new epoch if every rank is waiting for it: survivors after "rejoin", restarted ranks after "join"."""
@@ -678,6 +701,7 @@ class Hub:
         self._aborted, self._abort_announced = None, False
         self._answer(self._meetings.clear(PeerLost("another epoch of the job has begun")))
         self._groups.clear()
+        self._leavers.clear()
         self._world = self._open_group(world_id(self._epoch), range(self._roster.size))
         self._welcome()
 
@@ -776,8 +800,8 @@ class Hub:
     def _answer(self, answers: Iterable[Answer]) -> None:
         for ranks, frame in answers:
             data = encode(frame, FROM_HUB_BYTES)
-            for link in self._roster:
-                if link.rank in ranks and not link.left:
+            for link in map(self._roster.at, ranks):
+                if link and not link.left:
                     self._board.write(link, data)
 
     def _broadcast(self, frame: Frame, ranks: Collection[int]) -> None:

@@ -273,13 +273,18 @@ class Door:
         Return the seconds until this must be called again; None if no hello is in progress and no listener is paused.
         """
         now = time.monotonic()
-        for sock in [sock for sock, (_, _, until) in self._half_open.items() if until <= now]:
-            self._drop(sock, "it did not finish its hello in time")
+        while self._half_open and self._oldest()[1] <= now:
+            self._drop(self._oldest()[0], "it did not finish its hello in time")
         for listener in [listener for listener, until in self._paused.items() if until <= now]:
             del self._paused[listener]
             self._watch(listener)
-        times = [until for _, _, until in self._half_open.values()] + list(self._paused.values())
+        times = [*self._paused.values(), *([self._oldest()[1]] if self._half_open else [])]
         return min((until - now for until in times), default=None)
+
+    def _oldest(self) -> tuple[socket.socket, float]:
+        """Return the connection whose hello began first, and when to drop it."""
+        sock, (_, _, until) = next(iter(self._half_open.items()))
+        return sock, until
 
     def close(self) -> None:
         """Drop the connections whose hello is in progress. Forget the listeners, which stay open for their owner."""
@@ -304,7 +309,7 @@ class Door:
             # there are expected ranks, because a rank whose connection we dropped would report us as lost.
             expected = len(self._ranks) if self._on_shortage else 0
             if is_shortage(error) and len(self._half_open) > expected:
-                self._drop(next(iter(self._half_open)), "its descriptor is needed for a newer connection")
+                self._drop(self._oldest()[0], "its descriptor is needed for a newer connection")
             elif is_shortage(error):
                 # Pause the listener. Otherwise, the selector would report it again at once, because the connection is
                 # still in the listener's backlog.
@@ -323,7 +328,7 @@ class Door:
             sock.close()
             return
         if len(self._half_open) >= self._room:
-            self._drop(next(iter(self._half_open)), f"more than {self._room} connections are in their hello")
+            self._drop(self._oldest()[0], f"more than {self._room} connections are in their hello")
         self._half_open[sock] = (ByteStream(sock), self._new_hello(), time.monotonic() + HELLO_S)
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(sock))
 

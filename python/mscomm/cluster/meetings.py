@@ -32,6 +32,7 @@ class _Meeting:
         self.ranks = ranks
         self.survivors = survivors  # whether the meeting waits only for ranks that are not lost
         self.facts: dict[int, Frame] = {}
+        self.lacks = False  # whether one of the ranks was gone when they were last checked
         self.refused: Error | None = None  # why a rank refused to meet
         self.told: set[int] = set()  # ranks that know about the refusal; the others are told when they arrive
 
@@ -67,7 +68,8 @@ class Meetings:
         if meeting is not None and meeting.refused is not None and rank not in meeting.told:
             self._tell(key, {rank})
             return [unmet((rank,), key, meeting.refused)]
-        if meeting is None or meeting.refused is not None:
+        begins = meeting is None or meeting.refused is not None
+        if meeting is None or begins:
             meeting = self._open[key] = _Meeting(name, ranks, survivors)
         meeting.facts[rank] = facts
         if ranks != meeting.ranks:
@@ -84,7 +86,8 @@ class Meetings:
                 why = f"{name}: the ranks do not agree on who takes part: {text}"
                 error = Mismatch(why, [r for one in (other, meeting) for r in one.here])
                 return [*self._cancel(other_key, error), *self._cancel(key, error)]
-        return self._look(key)
+        # look() notices a loss, so an arrival checks all ranks only if the meeting begins, may end, or lacks a rank.
+        return self._look(key) if begins or meeting.lacks or len(meeting.facts) >= len(ranks) else []
 
     def withdraw(self, rank: int, key: str, seconds: float) -> Iterable[Answer]:
         """End the meeting for all its ranks, because this rank's wait has timed out."""
@@ -133,7 +136,7 @@ class Meetings:
         self._shrunk.clear()
 
     def look(self) -> Iterable[Answer]:
-        """Check again whether any meeting can end, for example because a rank was lost."""
+        """Check again whether any meeting can end. Call this whenever a rank is lost, leaves, or calls rejoin()."""
         return [answer for key in list(self._open) for answer in self._look(key)]
 
     def clear(self, why: Error) -> Iterable[Answer]:
@@ -147,6 +150,7 @@ class Meetings:
     def _look(self, key: str) -> list[Answer]:
         meeting = self._open[key]
         lost = {rank: why for rank in meeting.ranks if (why := self._gone(rank)) is not None}
+        meeting.lacks = bool(lost)
         if lost and not meeting.survivors and self._judge().due() is not None:
             return []  # the hub calls look() when the judge has reached its verdict
         if lost and not meeting.survivors:

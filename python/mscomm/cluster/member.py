@@ -87,6 +87,7 @@ class Member:
         self._dialled: dict[str, Callable[[int, Any], None]] = {}
         self._early: dict[str, list[tuple[int, Any]]] = {}  # requests to connect, for groups that are not attached yet
         self._told: set[str] = set()  # groups whose failure this rank has reported to the hub
+        self._facts: list[dict[str, Any]] = []  # the facts for the next welcome
         self._welcome: Welcome | None = None
         self._go = -1  # the latest epoch in which all ranks became ready
         self._rejoins = 0
@@ -433,12 +434,13 @@ class Member:
             called = {"asked": asked, "call": communicator.called(asked)[:_CALL_CHARACTERS] if communicator else ""}
             self.frames.send({"t": "here", "group": frame["group"], **place, **called}, Deadline(SETTLE_S))
         elif kind == "left":
-            group, rank = frame["group"], frame["rank"]  # group "": the rank has left the job
+            group, ranks = frame["group"], frame["ranks"]  # group "": the ranks have left the job
             with self._news:
-                (self._closed.get(group, []) if group else self._departed).append(rank)
+                (self._closed.get(group, []) if group else self._departed).extend(ranks)
                 communicators = [one for name, one in self._communicators.items() if group in ("", name)]
             for one in communicators:
-                one.left(rank)
+                for rank in ranks:
+                    one.left(rank)
         elif kind == "dial":
             with self._news:
                 dialled = self._dialled.get(frame["group"])
@@ -454,9 +456,11 @@ class Member:
     def _learn(self, frame: Frame) -> None:
         """Store the information for which a thread may be waiting. The caller must hold self._news."""
         kind = frame["t"]
-        if kind == "welcome":
-            names = ("rank", "size", "job", "epoch", "facts")
-            self._welcome = Welcome(key=self.key, **{name: frame[name] for name in names})
+        if kind == "facts":
+            self._facts = frame["facts"]
+        elif kind == "welcome":
+            names = ("rank", "size", "job", "epoch")
+            self._welcome = Welcome(key=self.key, facts=self._facts, **{name: frame[name] for name in names})
             self._departed.clear()
             self._closed.clear()
             self._verdicts.pop("", None)

@@ -51,6 +51,8 @@ class Roster:
         self.plural = "ranks" if ranks_known else "workers"
         self._ranks_known = ranks_known
         self._members: list[Link] = []
+        self._by_number: dict[int, Link] = {}  # by Link.number
+        self._by_id: dict[str, Link] = {}  # by node id, for members that have one
 
     def __len__(self) -> int:
         return len(self._members)
@@ -71,13 +73,19 @@ class Roster:
             else:
                 link.seat = len(self._members)
                 self._members.append(link)
+            self._index(link)
         return refusal
 
     def _holder(self, link: Link, rank: Any) -> Link | None:
         """Return the member that already has the rank or the id that the newcomer claims; None if no member has it."""
         if self._ranks_known:
-            return next((other for other in self._members if other.rank == rank), None)
-        return next((other for other in self._members if link.node_id and other.node_id == link.node_id), None)
+            return self.at(rank)
+        return self._by_id.get(link.node_id or "")
+
+    def _index(self, link: Link) -> None:
+        self._by_number[link.number] = link
+        if link.node_id:
+            self._by_id[link.node_id] = link
 
     def gone(self, rank: int) -> str | None:
         """Return why the rank no longer takes part in this epoch; None if it takes part, or may still join."""
@@ -94,13 +102,20 @@ class Roster:
 
     def at(self, number: int) -> Link | None:
         """Return the member with this Link.number; None if no member has it."""
-        return next((link for link in self._members if link.number == number), None)
+        return self._by_number.get(number)
 
     def forget(self, link: Link) -> None:
         """Remove a member that ended before the job began; it may join again."""
         self._members.remove(link)
         for seat, member in enumerate(self._members):
             member.seat = seat
+        self._index_all()
+
+    def _index_all(self) -> None:
+        self._by_number.clear()
+        self._by_id.clear()
+        for link in self._members:
+            self._index(link)
 
     def _objection(self, link: Link, rank: Any) -> str | None:
         size = link.facts.get("size", self.size)
@@ -138,6 +153,7 @@ class Roster:
             arrivals = [Arrival(link.node_id, str(link.facts.get("host"))) for link in self._members]
             for link, rank in zip(self._members, assign_ranks(arrivals), strict=True):
                 link.rank = rank
+            self._index_all()
 
     def facts(self) -> list[Frame]:
         """Return the facts of all members, in the order of their ranks."""
