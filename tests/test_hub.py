@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 from control import KEY, VERSION, WORLD, Communicator, Job, eventually, greeted, raised, soon, undialled
 
@@ -223,6 +226,45 @@ def test_nonsense_on_a_control_link_loses_that_rank_only(nonsense):
         assert "invalid data" in str(members[0][1].aborts[0])
 
 
+def packed(*words):
+    return b"".join(word if isinstance(word, bytes) else msgpack.packb(word) for word in words)
+
+
+@pytest.mark.parametrize("kind", ["join", "meet"])
+def test_deeply_nested_facts_end_that_link_only(kind):
+    """msgpack decodes facts that are nested 1000 deep, but cannot encode them for the other ranks."""
+    nested = packed(b"\x81", "x", b"\x91" * 1000, None)
+    if kind == "join":
+        body = packed(b"\x84", "t", "join", "rank", None, "node_id", None, "facts", nested)
+    else:
+        words = ("key", "k", "name", "barrier", "ranks", [0, 1], "founds", False, "survivors", False)
+        body = packed(b"\x87", "t", "meet", *words, "facts", nested)
+    frame = len(body).to_bytes(4, "little") + body
+    with Job(2, tcp=True) as job:
+        if kind == "join":
+            with greeted(job.listener.getsockname()) as sock:
+                sock.setblocking(True)
+                sock.sendall(frame)
+                assert sock.recv(1) == b""
+        members = job.joined()  # the job is as it was
+        if kind == "meet":
+            members[1][0].frames.stream.send(frame)
+            eventually(lambda: members[0][1].aborts)
+            assert "nested in more than 16 lists and maps" in str(members[0][1].aborts[0])
+        job.hub.stop()
+        job.thread.join()
+
+
+def test_an_exception_in_the_hub_ends_that_link_only(monkeypatch):
+    monkeypatch.setitem(hub.FROM_RANKS, "waits", lambda *_: 1 // 0)
+    with Job(3) as job:
+        members = job.joined()
+        members[1][0].frames.send({"t": "waits", "key": "k"}, soon())
+        eventually(lambda: members[0][1].aborts and members[2][1].aborts)
+        assert members[0][1].aborts[0].ranks == (1,)
+        assert "(ZeroDivisionError: integer division or modulo by zero)" in str(members[0][1].aborts[0])
+
+
 @pytest.mark.parametrize("topo_timeout_s", [5.0, float("inf")])
 def test_a_spawned_hub_serves_and_ends_by_itself(topo_timeout_s):
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -247,6 +289,19 @@ def test_a_spawned_hub_serves_and_ends_by_itself(topo_timeout_s):
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_hub_process_serves_more_ranks_than_its_soft_limit_of_descriptors():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener, contextlib.ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+        try:
+            process = hub_process.spawn(listener, 100, KEY, 30.0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        stack.callback(hub_process.end, process)
+        ends = [stack.enter_context(greeted(listener.getsockname(), rank=rank)) for rank in range(100)]
+        assert len(ends) == 100
 
 
 def test_a_rank_lost_between_hello_and_join_is_told_to_the_others():

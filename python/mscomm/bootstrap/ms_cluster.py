@@ -116,6 +116,7 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
     If the scheduler cannot start, for example because a variable is invalid or a port is taken, raise an exception.
     """
     settings = read(env)
+    links.raise_descriptor_limit()
     with ExitStack() as stack:
         claim = stack.enter_context(socket.socket(socket.AF_UNIX))
         with _listening(settings, env, permit_plain):

@@ -9,6 +9,8 @@ from typing import Any, get_origin, get_type_hints
 from mscomm.cluster.frames import Frame
 from mscomm.errors import Error
 
+_LEVELS = 16  # how deeply the lists and maps of a frame may be nested
+
 Handlers = Mapping[str, Callable[[Any, Any, Frame], None]]
 
 
@@ -33,4 +35,14 @@ def _field(frame: Frame, name: str, kind: Any) -> Any:
     kind = get_origin(kind) or kind
     if not isinstance(value, kind):
         raise Error(f"{frame['t']!r} needs {name!r} as {kind.__name__}, not {reprlib.repr(value)}")
+    if kind in (dict, object) and _nested(value, _LEVELS):  # the hub passes such a value on to other ranks
+        raise Error(f"{frame['t']!r} has a value in {name!r} that is nested in more than {_LEVELS} lists and maps")
     return value
+
+
+def _nested(value: Any, levels: int) -> bool:
+    """Return whether the value is nested in more than `levels` lists and maps."""
+    if not isinstance(value, (list, dict)):
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_nested(item, levels - 1) for item in items)

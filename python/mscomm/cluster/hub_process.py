@@ -15,6 +15,7 @@ import msgpack
 
 from mscomm.cluster.hello import UNKNOWN_JOB
 from mscomm.cluster.hub import Hub
+from mscomm.cluster.links import raise_descriptor_limit
 
 _spawned: list[subprocess.Popen[bytes]] = []  # hubs that this process started; spawn() reaps hubs that have ended
 
@@ -76,6 +77,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def main(fds: str, size: str, topo_timeout_s: str, named: str) -> None:
     """Run the hub in the spawned process."""
     listener_fd, key_fd, *starter = map(int, fds.split(","))
+    raise_descriptor_limit()
     with open(key_fd, "rb") as pipe:
         key = pipe.read(32)
     with socket.socket(fileno=listener_fd) as listener:

@@ -11,6 +11,7 @@ import errno
 import math
 import os
 import random
+import resource
 import secrets
 import select
 import selectors
@@ -76,6 +77,12 @@ def _connect_unix(sock: socket.socket, address: str | bytes, deadline: Deadline)
 def is_shortage(error: BaseException) -> bool:
     """Return whether the error says that this process or host lacks descriptors or memory, so no peer is to blame."""
     return isinstance(error, OSError) and error.errno in _SHORTAGES
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process open as many descriptors as the system permits. Only a process for the hub alone calls this."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def node_timeout_s() -> float:

@@ -102,10 +102,9 @@ class Switchboard(Generic[L]):
             for frame in line.parser.feed(received):
                 if line.open:
                     self._handle(line, frame)
-        except RecursionError:
-            self.end(line, "sent invalid data on its control link (a value that is nested too deeply)")
-        except Error as error:
-            self.end(line, f"sent invalid data on its control link ({error})")
+        except Exception as error:  # whatever one link has sent, the other links must go on
+            what = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+            self.end(line, f"sent invalid data on its control link ({what})")
         return line.open
 
     def _flush(self, line: L) -> None:
