@@ -55,7 +55,7 @@ def test_a_lost_rank_is_admitted_again_and_all_begin_a_new_epoch():
         members[0].report(errors.Aborted("enough", [0]), world_id(1))
         with pytest.raises(errors.Aborted, match="enough"):
             eventually(lambda: job.members[-1].check(world_id(1)))
-        assert job.hub.over is None
+        assert job.hub.state.over is None
 
 
 def test_a_newcomer_hears_nothing_of_the_epoch_before_its_own():
@@ -117,7 +117,7 @@ def test_a_rank_that_is_lost_for_good_ends_the_waiting():
             assert isinstance(wait.ended().error, errors.PeerLost)
             assert wait.error.ranks == (2,)
             assert "exit code 3, and it is not started again" in str(wait.error)
-        assert job.hub.over.ranks == job.hub.verdict.ranks == (2,)
+        assert job.hub.state.over.ranks == job.hub.verdict.ranks == (2,)
         assert not job.hub.can_restart
         late = Waits(job.again(2).join, facts(3), soon()).ended()
         assert late.error.ranks == (2,)
@@ -282,7 +282,7 @@ def test_ranks_that_said_bye_have_ended_well_though_their_launcher_is_cut_off():
             members[rank].leave(0)
             here.ended(rank, "exit code 0", badly=False)
         job.thread.join(10)
-        assert job.outcome.ok and job.hub.over is None, job.outcome
+        assert job.outcome.ok and job.hub.state.over is None, job.outcome
 
 
 @pytest.mark.parametrize("ranks", [range(2), range(1, 3), range(3, 5), range(2, 2), range(-1, 1), range(2, 4)], ids=str)
@@ -297,7 +297,7 @@ def test_a_launcher_with_ranks_of_another_or_none_is_refused(ranks):
         why = "node 1 has rank 2 already" if ranks == range(2, 4) else "this job has no other host with these ranks"
         assert why in refused["why"]
         assert second.hears() is None
-        assert job.hub.over is None and not any(one.aborts for one in communicators)
+        assert job.hub.state.over is None and not any(one.aborts for one in communicators)
 
 
 def test_ranks_that_never_joined_are_named_to_launchers_too():
@@ -326,8 +326,8 @@ def test_a_launcher_speaks_for_its_own_ranks_alone():
         there.ended(0, "exit code 7")
         assert there.hears() is None
         # The hub closes the launcher's link. This ends the job, because the launcher's ranks have not joined yet.
-        eventually(lambda: job.hub.over)
-        assert job.hub.over.ranks == (2,)
+        eventually(lambda: job.hub.state.over)
+        assert job.hub.state.over.ranks == (2,)
 
 
 def test_ranks_of_a_launcher_that_is_gone_do_not_come_back():

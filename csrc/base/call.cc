@@ -159,14 +159,11 @@ Error mismatch(const std::string& who, const std::vector<std::pair<std::string, 
           others};
 }
 
-bool slow_movsb = [] {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  return __builtin_cpu_is("amdfam19h") != 0;
+bool slow_movsb = (__builtin_cpu_init(), __builtin_cpu_is("amdfam19h"));
 #else
-  return false;
+bool slow_movsb = false;
 #endif
-}();
 
 void copy_in_pieces(void* to, const void* from, size_t bytes) {
   static const auto second_level = static_cast<size_t>(std::max(0L, sysconf(_SC_LEVEL2_CACHE_SIZE)));

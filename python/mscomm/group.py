@@ -305,7 +305,7 @@ class Group:
         if self._lines is not None:
             with self.committed(f"call #{first}"):
                 for number in range(first, first + count):
-                    self._note_line(number)
+                    self.noted(number)
         return first
 
     def next_number(self) -> int:
@@ -503,7 +503,8 @@ class Group:
     def noted(self, number: int) -> None:
         """Record the line of Python code of a call that has been started."""
         if self._lines is not None:
-            self._note_line(number)
+            self._lines[number] = _caller()
+            self._lines.pop(number - _LINES_KEPT, None)
 
     def ended(self) -> None:
         """If calls are logged, write a line to the log for each call that has ended and has no line yet."""
@@ -517,11 +518,6 @@ class Group:
                 log.trace(f"group {self.name}: {call['call']} {call['state']} in {call['took'] * 1e6:.1f} us")
 
     # -- the record of the latest calls
-
-    def _note_line(self, number: int) -> None:
-        assert self._lines is not None
-        self._lines[number] = _caller()
-        self._lines.pop(number - _LINES_KEPT, None)
 
     def _write_record(self, cause: str) -> None:
         """Write the latest calls, with their lines of Python code, to MSCOMM_RECORD/rank_<rank>.json."""

@@ -76,10 +76,10 @@ class Hub:
         named: bytes = UNKNOWN_JOB,
         watched: bool = False,
         restarts: bool = False,
-        log: Callable[[str], None] | None = None,
+        log: Callable[[str], None] = lambda text: None,
         nodes: Mapping[str, range] | None = None,
         layout: str = "",
-        tell: Callable[[str], None] | None = None,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._roster = Roster(size, ranks_known)
         self._all = list(range(size))
@@ -90,8 +90,7 @@ class Hub:
         self._topo_until: float | None = None
         self._watched = watched
         self._restarts = restarts
-        self._log = log or (lambda text: None)
-        tell = tell or (lambda text: None)
+        self._log = log
         self._listening = False
         self._absent: dict[int, str] = {}  # for each rank that was lost before any rank had joined, how it was lost
         self._starter_gone = False
@@ -184,20 +183,15 @@ class Hub:
         return self._launchers.attended
 
     @property
-    def over(self) -> Error | None:
-        """Why the job cannot continue; None if it can. Any thread may read this."""
-        return self.state.over
-
-    @property
     def verdict(self) -> Error | None:
         """The job's first failure or, with `restarts`, the failure that ended the job. Any thread may read this."""
-        return self.over if self._restarts else self._world.judge.verdict
+        return self.state.over if self._restarts else self._world.judge.verdict
 
     @property
     def can_restart(self) -> bool:
         """Whether a rank that is restarted now can take part in the job. Any thread may read this."""
         left = self._welcomed and self._ended_well
-        return not (left or self.over or self._never_began or self._stopped)
+        return not (left or self.state.over or self._never_began or self._stopped)
 
     # -- the loop of the hub's thread
 
@@ -236,7 +230,7 @@ class Hub:
         return self._starter_gone or not self._listening
 
     def _outcome(self) -> Outcome:
-        verdict = self.over or self._world.judge.verdict
+        verdict = self.state.over or self._world.judge.verdict
         if verdict:
             return Outcome(False, f"{verdict.kind}: {verdict}", verdict)
         if self._never_began:
@@ -289,7 +283,7 @@ class Hub:
             # This broadcast comes last, because groups that failed earlier must first get their own verdicts, above.
             self._abort_announced = True
             self._broadcast({"t": "verdict", "group": "", **self._aborted.fields()}, self._world.ranks)
-        if self.over is None and (end := self._end()):
+        if self.state.over is None and (end := self._end()):
             self._give_up(end)
         self._set_state(goes_on=self._meetings.survivors_go_on, only_stopped=self._only_stopped())
 
@@ -359,7 +353,7 @@ class Hub:
                 self._board.drop(link)
             else:
                 self._refuse(link, f"the job is over: {self._outcome().text}")
-        self.state = State(self.over)  # not announced, because dismiss() tells the launchers on other hosts "end"
+        self.state = State(self.state.over)  # not announced, because dismiss() tells the launchers on other hosts "end"
         self._launchers.dismiss()
         self._selector.close()
         self._wake_r.close()
@@ -649,7 +643,7 @@ class Hub:
             self._refuse(link, refusal)
             return
         self._log(f"{link} joined, {len(self._roster)} of {self._roster.size}")
-        if self._welcomed or self.over:
+        if self._welcomed or self.state.over:
             link.waits = True
             self._begin_epoch()
             return
@@ -709,8 +703,8 @@ class Hub:
         """Return why there cannot be another epoch, or None if there can be one."""
         if not self._restarts:
             return PeerLost("rejoin: nothing restarts lost ranks in this job; use `mscomm run --max-restarts N`")
-        if self.over:
-            return PeerLost(f"rejoin: {self.over}", self.over.ranks)
+        if self.state.over:
+            return PeerLost(f"rejoin: {self.state.over}", self.state.over.ranks)
         for link in self._roster:
             if link.left and (not self._watched or link.number in self._ended_well):
                 why = f"rejoin: {link} has left the job, so its ranks can never all be there again"
@@ -723,7 +717,7 @@ class Hub:
         if link.welcomed:
             self._answer([unmet((link.number,), link.rejoin_key, why)])
             return
-        verdict = self.over or self._world.judge.verdict or why
+        verdict = self.state.over or self._world.judge.verdict or why
         self._send(link, {"t": "verdict", "group": world_id(0), **verdict.fields()})
         if link.open:
             self._board.drop(link)
@@ -777,7 +771,7 @@ class Hub:
         self._log(f"{who} wanted to serve another job at this port")
         now = time.monotonic()
         settled = self._welcomed and all(now - link.since > seconds for link in self._roster)
-        if settled or self._never_began or self.over:
+        if settled or self._never_began or self.state.over:
             return
         why = (
             f"two jobs were started at {self._roster.address}, here and by {who}: which job's {self._roster.plural} "
