@@ -364,6 +364,31 @@ def test_broken_files_are_told_and_the_older_one_is_used(tmp_path, capfd):
             function(tmp_path)
 
 
+def test_what_is_no_file_is_told_and_the_older_one_is_used(tmp_path, capfd):
+    """To open a FIFO that nobody writes to would wait for ever."""
+    model().train(1, Batches(), [ModelCheckpoint("m", tmp_path)])
+    os.mkfifo(tmp_path / "m-1_6.safetensors")
+    (tmp_path / "m-1_7.safetensors").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "m-1_8.safetensors").symlink_to("/dev/zero")
+    (tmp_path / "m-1_9.safetensors").mkdir()
+    (tmp_path / "m-2_1.safetensors").symlink_to("m-2_1.safetensors")  # a loop
+    assert model().resume(tmp_path) == (1, 5)
+    told = capfd.readouterr().err
+    for step in (6, 8, 9):
+        assert f"m-1_{step}.safetensors: not a safetensors file: it is a folder, a FIFO or a device" in told
+    assert "m-1_7.safetensors" in told and "m-2_1.safetensors" in told
+    with pytest.raises(ValueError, match="it is a folder, a FIFO or a device"):
+        load_checkpoint(tmp_path / "m-1_6.safetensors")
+
+
+@pytest.mark.parametrize("text", ["[1]", "7", "{", '{"a": [1]}', "[" * 100_000])
+def test_an_append_dict_of_another_kind_is_refused(tmp_path, text):
+    path = tmp_path / "a.safetensors"
+    tensorfile.write(path, {"a": np.ones(2)}, {serialization.APPENDED: text})
+    with pytest.raises(ValueError, match=r"a\.safetensors: mscomm\.appended is not a dict of numbers and strings"):
+        load_checkpoint(path)
+
+
 def test_a_damaged_newest_file_is_told_and_the_older_one_is_used(tmp_path, capfd):
     model().train(1, Batches(), [ModelCheckpoint("m", tmp_path)])
     newest, older = tmp_path / "m-1_5.safetensors", tmp_path / "m-1_4.safetensors"

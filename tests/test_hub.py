@@ -215,6 +215,7 @@ for _ in range(500):
         encode({"t": "failed", "kind": 3}, 1000),
         b"\1\0\0\0\xc1",
         encode({"t": "failed", "kind": NESTED}, 10_000),
+        encode({"t": "dial", "group": WORLD, "to": 0, "address": None}, 1000),
     ],
 )
 def test_nonsense_on_a_control_link_loses_that_rank_only(nonsense):

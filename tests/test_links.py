@@ -49,6 +49,14 @@ def test_accept_all_brings_every_wanted_rank_in(family):
             thread.join()
 
 
+@pytest.mark.parametrize(
+    "value", [None, "", "here", b"/tmp/a", ["127.0.0.1", 0], ["127.0.0.1", 1 << 16], ["127.0.0.1"], [1, 2], {}, 7]
+)
+def test_what_is_no_address_is_not_dialled(value):
+    assert not links.is_address(value)
+    assert links.is_address(["127.0.0.1", 1]) and links.is_address(("::1", 65535)) and links.is_address(b"\0mscomm")
+
+
 def test_connecting_waits_while_the_backlog_of_a_unix_socket_is_full():
     """Any user of the host can fill the backlog. The kernel then answers connect() with EAGAIN immediately, but mscomm
     must try again until its deadline.

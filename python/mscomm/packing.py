@@ -15,6 +15,7 @@ import math
 import pickle
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -41,6 +42,7 @@ _PICKLE = 9  # followed by the name of the class and the pickle
 _DTYPE = re.compile(
     r"[|<>](b1|[iu][1248]|f[248]|c8|c16|[SU][1-9]\d{0,8}|[mM]8(\[([1-9]\d{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
 )
+_MOST_WITH_ONE_HASH = 64
 _C = TypeVar("_C", dict[Any, Any], set[Any])
 _PICKLE_PROTOCOL = 5  # every supported version of Python has this protocol
 
@@ -389,13 +391,17 @@ class _Reader:
     def _distinct(make: Callable[[list[Any]], _C], items: list[Any], hashed: list[Any], what: str) -> _C:
         """Create a dict or set from the items. `hashed` holds the keys of the dict, or the items of the set.
 
-        Raise ValueError if two elements of `hashed` are equal, or if an element cannot be hashed.
+        Raise ValueError if two elements of `hashed` are equal, if many have the same hash, or if an element cannot be
+        hashed.
         """
+        hashes: Counter[int] = Counter()
         for one in hashed:
             try:
-                hash(one)
+                hashes[hash(one)] += 1
             except Exception as error:  # a registered class may raise anything in __hash__
                 raise ValueError(f"{what} with a {type(one).__name__}, which cannot be one") from error
+        if hashes and max(hashes.values()) > _MOST_WITH_ONE_HASH:  # to look up each would take a time of their square
+            raise ValueError(f"{what} has the same hash as {_MOST_WITH_ONE_HASH} others")
         try:
             made = make(items)
         except MemoryError:

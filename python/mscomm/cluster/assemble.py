@@ -313,7 +313,8 @@ class Epoch:
     def call(self, rank: int, addresses: list[Any], purpose: int, deadline: Deadline) -> int:
         """Connect to `rank`, at the first address in the list that this rank can use. Return the descriptor."""
         at_home = self.hosts[rank] == self.hosts[self.rank]
-        address = next((one for one in addresses if isinstance(one, (str, bytes)) == at_home), None)
+        valid = [one for one in addresses if links.is_address(one)]
+        address = next((one for one in valid if isinstance(one, (str, bytes)) == at_home), None)
         if address is None:
             lacks = f"it gave no address for {'its own host' if at_home else 'other hosts'}"
             raise PeerLost(f"cannot reach rank {rank}: {lacks}", [rank])

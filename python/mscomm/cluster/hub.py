@@ -532,7 +532,7 @@ class Hub:
         else:
             self._answer(self._meetings.refuse(link.number, key, name, ranks, why))
 
-    def _on_dial(self, link: Link, group: str, to: int, address: object) -> None:
+    def _on_dial(self, link: Link, group: str, to: int, address: list[Any]) -> None:
         """A rank asks another rank of its group to connect to it."""
         found = self._groups.get(group)
         if found is None or to not in found.ranks or link.number not in found.ranks:

@@ -19,7 +19,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from mscomm import environment
 from mscomm.cluster.bytestream import ByteStream
@@ -38,6 +38,16 @@ _UCRED = struct.Struct("=iII")  # pid, uid, gid
 
 
 # -- connecting
+
+
+def is_address(value: Any) -> bool:
+    """Return whether a value from another rank is an Address. A pair of host and port may be a list."""
+    match value:
+        case [str(), int() as port]:
+            return 0 < port < 1 << 16
+        case str() | bytes():
+            return value[:1] in ("\0", b"\0")
+    return False
 
 
 def connect(address: Address, deadline: Deadline, *, source: str | None = None) -> socket.socket:

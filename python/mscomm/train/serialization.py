@@ -3,6 +3,7 @@ directory."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -106,10 +107,19 @@ def load_checkpoint(
     left_out = (filter_prefix,) if isinstance(filter_prefix, str) else tuple(filter_prefix or ())
     result: dict[str, Any] = {name: x for name, x in arrays.items() if not name.startswith((states.PREFIX, *left_out))}
     if APPENDED in metadata:
-        result |= json.loads(metadata[APPENDED])
+        result |= _appended(path, metadata[APPENDED])
     if net is not None:
         load_param_into_net(net, result, strict_load)
     return result
+
+
+def _appended(path: Path, text: str) -> dict[str, bool | int | float | str]:
+    """Return save_checkpoint's append_dict from a file's metadata. Raise ValueError if the text is something else."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        if isinstance(found, dict) and all(isinstance(value, bool | int | float | str) for value in found.values()):
+            return found
+    raise ValueError(f"{path}: {APPENDED} is not a dict of numbers and strings, as save_checkpoint writes it")
 
 
 def load_param_into_net(

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import secrets
+import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -112,6 +113,8 @@ def _of_arrays(arrays: Mapping[str, Array]) -> str:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     safetensors = _package()
+    if not stat.S_ISREG(path.stat().st_mode):  # to open a FIFO, for example, could wait for ever
+        raise ValueError(f"{path}: not a safetensors file: it is a folder, a FIFO or a device")
     try:
         with safetensors.safe_open(path, "np") as file:
             yield file
