@@ -586,6 +586,8 @@ bool Mailbox::fits(const Shared& recv, int peer, const Envelope& envelope) {
 }
 
 void Mailbox::keep(Incoming& link, const Envelope& envelope, std::vector<char> payload) {
+  if (link.peer != rank_ && link.unexpected.size() >= most_unexpected)
+    throw Ending{"Error", "it has sent " + std::to_string(most_unexpected) + " messages for which there is no recv"};
   link.unexpected.push_back({envelope, ++last_turn_, std::move(payload)});
 }
 

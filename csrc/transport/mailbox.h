@@ -45,6 +45,8 @@ namespace mscomm {
 // messages (including their headers) may be waiting for a recv at any time.
 inline constexpr size_t eager_bytes = 16u << 10;
 inline constexpr size_t eager_window = 1u << 20;
+// At most this many messages from one peer may be waiting for a recv. If a peer announces more, the link ends with an error.
+inline constexpr size_t most_unexpected = 1u << 16;
 inline constexpr uint32_t envelope_magic = 0x5043534d;  // "MSCP" in memory
 
 inline constexpr int any_source = -1;

@@ -595,6 +595,22 @@ void the_window_bounds_what_is_kept() {
   flood.join();
 }
 
+// A peer that announces message after message does not fill this rank's memory.
+void announcements_are_bounded() {
+  const auto [wire, end] = unix_pair();
+  Mailbox box({0, 1}, 0, 7);
+  box.add_link(false, 1, Stream(end, "rank 1"));
+  std::thread flood([wire = wire] {
+    Envelope header{.kind = Envelope::Kind::announce, .epoch = 7, .source = 1, .tag = 1, .count = large};
+    do header.id++;
+    while (::send(wire, &header, sizeof header, MSG_NOSIGNAL) > 0);
+    close(wire);
+  });
+  Ints out(1);
+  CHECK(has(error_of(box, start_recv(box, 1, out, 2)), "it has sent 65536 messages for which there is no recv"));
+  flood.join();
+}
+
 void matched_messages_give_credit() {
   const auto [wire, end] = unix_pair();
   Mailbox box({0, 1}, 0, 7);
@@ -690,6 +706,7 @@ int main(int argc, char** argv) {
   shut_down_lets_go_of_memory();
   garbage_is_refused();
   the_window_bounds_what_is_kept();
+  announcements_are_bounded();
   matched_messages_give_credit();
   a_forked_child_lets_go();
   return test::failed();
