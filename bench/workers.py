@@ -165,7 +165,7 @@ def run(size: int) -> tuple[dict[str, float], float, float]:
                 waiting = set(workers)
                 while waiting:
                     waiting -= turn(selector)
-            peak = peak_mib(watched) if process.poll() is None and phase != "leave" else peak
+            peak = peak_mib(watched) if phase != "leave" else peak
             spent[phase] = (cpu_s(watched) if phase != "leave" else spent_by(process)) - before
         assert process.wait(30) == 0, "the job did not end well"
         return spent, peak, time.monotonic() - began

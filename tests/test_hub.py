@@ -244,7 +244,7 @@ def test_deeply_nested_facts_end_that_link_only(kind):
     with Job(2, tcp=True) as job:
         if kind == "join":
             with greeted(job.listener.getsockname()) as sock:
-                sock.setblocking(True)
+                sock.settimeout(20)
                 sock.sendall(frame)
                 assert sock.recv(1) == b""
         members = job.joined()  # the job is as it was
@@ -263,7 +263,8 @@ def test_an_exception_in_the_hub_ends_that_link_only(monkeypatch):
         members[1][0].frames.send({"t": "waits", "key": "k"}, soon())
         eventually(lambda: members[0][1].aborts and members[2][1].aborts)
         assert members[0][1].aborts[0].ranks == (1,)
-        assert "(ZeroDivisionError: integer division or modulo by zero)" in str(members[0][1].aborts[0])
+        assert "(the hub failed on 'waits': ZeroDivisionError: " in str(members[0][1].aborts[0])
+        assert any("Traceback" in line for line in job.log)
 
 
 @pytest.mark.parametrize("topo_timeout_s", [5.0, float("inf")])
@@ -295,14 +296,15 @@ def test_a_spawned_hub_serves_and_ends_by_itself(topo_timeout_s):
 def test_a_hub_process_serves_more_ranks_than_its_soft_limit_of_descriptors():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener, contextlib.ExitStack() as stack:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+        limit = len(os.listdir("/proc/self/fd")) + 32  # this process needs some, too
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         try:
-            process = hub_process.spawn(listener, 100, KEY, 30.0)
+            process = hub_process.spawn(listener, limit + 20, KEY, 30.0)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         stack.callback(hub_process.end, process)
-        ends = [stack.enter_context(greeted(listener.getsockname(), rank=rank)) for rank in range(100)]
-        assert len(ends) == 100
+        ends = [stack.enter_context(greeted(listener.getsockname(), rank=rank)) for rank in range(limit + 20)]
+        assert len(ends) > limit
 
 
 def test_a_rank_lost_between_hello_and_join_is_told_to_the_others():

@@ -42,7 +42,7 @@ _PICKLE = 9  # followed by the name of the class and the pickle
 _DTYPE = re.compile(
     r"[|<>](b1|[iu][1248]|f[248]|c8|c16|[SU][1-9]\d{0,8}|[mM]8(\[([1-9]\d{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
 )
-_MOST_WITH_ONE_HASH = 64
+_MOST_WITH_ONE_HASH = 1000
 _C = TypeVar("_C", dict[Any, Any], set[Any])
 _PICKLE_PROTOCOL = 5  # every supported version of Python has this protocol
 
@@ -394,13 +394,15 @@ class _Reader:
         Raise ValueError if two elements of `hashed` are equal, if many have the same hash, or if an element cannot be
         hashed.
         """
-        hashes: Counter[int] = Counter()
+        hashes: list[int] = []
         for one in hashed:
             try:
-                hashes[hash(one)] += 1
+                hashes.append(hash(one))
+            except MemoryError:
+                raise
             except Exception as error:  # a registered class may raise anything in __hash__
                 raise ValueError(f"{what} with a {type(one).__name__}, which cannot be one") from error
-        if hashes and max(hashes.values()) > _MOST_WITH_ONE_HASH:  # to look up each would take a time of their square
+        if len(set(hashes)) < len(hashes) and max(Counter(hashes).values()) > _MOST_WITH_ONE_HASH:
             raise ValueError(f"{what} has the same hash as {_MOST_WITH_ONE_HASH} others")
         try:
             made = make(items)

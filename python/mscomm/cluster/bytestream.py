@@ -1,7 +1,7 @@
 """The byte stream of a control link. csrc/net/stream.h is its counterpart for the links of a group.
 
-Only this module reads, writes, polls or shuts down the socket of a control link, so that an encrypted stream can take
-its place.
+After the hello, only this module reads, writes, polls or shuts down the socket of a control link, so that an encrypted
+stream can take its place. Over a socket pair that a rank inherits, this holds after the rank has read the key.
 """
 
 from __future__ import annotations

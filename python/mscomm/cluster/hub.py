@@ -13,6 +13,7 @@ import os
 import selectors
 import socket
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -452,7 +453,13 @@ class Hub:
             raise Error(f"{kind!r} is not allowed before join or after bye")
         if kind not in FROM_RANKS:
             raise Error(f"{kind!r} is not a message to the hub")
-        FROM_RANKS[kind](self, link, frame)
+        try:
+            FROM_RANKS[kind](self, link, frame)
+        except Error:
+            raise
+        except Exception as error:
+            self._log(traceback.format_exc())
+            raise Error(f"the hub failed on {kind!r}: {type(error).__name__}: {error}") from error
 
     def _on_ready(self, link: Link, epoch: int) -> None:
         if epoch != self._epoch:
@@ -504,7 +511,7 @@ class Hub:
     def _on_meet(
         self, link: Link, key: str, name: str, ranks: list[Any], facts: Frame, founds: object, survivors: object
     ) -> None:
-        self._check_meeting("meet", link, key, ranks)
+        ranks = self._checked_meeting("meet", link, key, ranks)
         if self._aborted:
             self._answer([unmet((link.number,), key, self._aborted)])
             return
@@ -516,16 +523,20 @@ class Hub:
                     group.judge.left(other.number, 0, time.monotonic())
         self._answer(answers)
 
-    def _check_meeting(self, kind: str, link: Link, key: str, ranks: list[Any]) -> None:
-        valid = ranks == self._all or (self._roster.known(ranks) == ranks and len(set(ranks)) == len(ranks))
-        if not valid or link.number not in ranks or len(key) > 1024:
+    def _checked_meeting(self, kind: str, link: Link, key: str, ranks: list[Any]) -> list[int]:
+        if ranks == self._all:
+            ranks = self._all  # in place of floats that are equal to ranks
+        elif self._roster.known(ranks) != ranks or len(set(ranks)) != len(ranks):
+            ranks = []
+        if link.number not in ranks or len(key) > 1024:
             raise Error(f"{kind!r} needs a key and the ranks that meet, this one among them")
+        return ranks
 
     def _on_unmeet(self, link: Link, key: str, seconds: float) -> None:
         self._answer(self._meetings.withdraw(link.number, key, seconds))
 
     def _on_refuse(self, link: Link, key: str, name: str, ranks: list[Any], why: str) -> None:
-        self._check_meeting("refuse", link, key, ranks)
+        ranks = self._checked_meeting("refuse", link, key, ranks)
         group = self._groups.get(key)
         if group:  # all ranks have met in the meantime, so the group exists
             self._failed(group, link, Aborted(why, [link.number]))

@@ -46,7 +46,7 @@ def is_address(value: Any) -> bool:
         case [str(), int() as port]:
             return 0 < port < 1 << 16
         case str() | bytes():
-            return value[:1] in ("\0", b"\0")
+            return value[:1] == (b"\0" if isinstance(value, bytes) else "\0")
     return False
 
 
@@ -92,7 +92,8 @@ def is_shortage(error: BaseException) -> bool:
 def raise_descriptor_limit() -> None:
     """Let this process open as many descriptors as the system permits. Only a process for the hub alone calls this."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with contextlib.suppress(ValueError, OSError):  # the system may permit even less
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def node_timeout_s() -> float:

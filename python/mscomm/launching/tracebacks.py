@@ -62,7 +62,9 @@ class Tracebacks:
         self._last: dict[int, LastWords] = {}  # for each rank, the exception in its latest traceback
         self.due = float("inf")  # when to show the held lines, unless the ranks are being ended after a failure
         self._interrupted = False  # whether Ctrl-C was received; if so, the tracebacks that it causes are left out
-        self.shown = b""  # what show() wrote most recently, at most _MOST_BYTES
+        # The latest lines that show() wrote, and that their ranks have written since. At most _MOST_BYTES.
+        self.shown = b""
+        self._told: set[int] = set()  # the ranks whose lines show() has written
 
     def take(self, rank: int, lines: list[bytes]) -> list[bytes]:
         """Take a rank's next lines. Hold all lines from the start of a traceback on. Return the lines to show now."""
@@ -74,12 +76,15 @@ class Tracebacks:
                 self.due = min(self.due, time.monotonic() + HOLD_S)
                 self._began_s[rank] = time.monotonic()
             (now if held is None else held).append(line)
+        if rank in self._told:  # show() may have come in the middle of a traceback
+            self.shown = (self.shown + b"".join(b"[%d] %b\n" % (rank, line) for line in now))[-_MOST_BYTES:]
         if sum(len(line) + 1 for line in self._held.get(rank, ())) > _MOST_BYTES:
             self.show()
         return now
 
     def show(self) -> None:
         """Write all lines that are held."""
+        self._told.update(self._held)
         text = self.release()
         self.shown = (self.shown + text)[-_MOST_BYTES:]
         self._output.write(text)
