@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import secrets
-import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -113,7 +112,7 @@ def _of_arrays(arrays: Mapping[str, Array]) -> str:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     safetensors = _package()
-    if not stat.S_ISREG(path.stat().st_mode):  # to open a FIFO, for example, could wait for ever
+    if path.exists() and not path.is_file():  # to open a FIFO, for example, could wait for ever
         raise ValueError(f"{path}: not a safetensors file: it is a folder, a FIFO or a device")
     try:
         with safetensors.safe_open(path, "np") as file:
