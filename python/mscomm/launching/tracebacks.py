@@ -62,7 +62,7 @@ class Tracebacks:
         self._last: dict[int, LastWords] = {}  # for each rank, the exception in its latest traceback
         self.due = float("inf")  # when to show the held lines, unless the ranks are being ended after a failure
         self._interrupted = False  # whether Ctrl-C was received; if so, the tracebacks that it causes are left out
-        # The latest lines that show() wrote, and that their ranks have written since. At most _MOST_BYTES.
+        # The latest lines that show() wrote, and the lines that the same ranks have written since. At most _MOST_BYTES.
         self.shown = b""
         self._told: set[int] = set()  # the ranks whose lines show() has written
 
