@@ -13,7 +13,6 @@ import os
 import selectors
 import socket
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -115,7 +114,7 @@ class Hub:
         self._world = self._open_group(world_id(0), range(size))
         self._meetings = Meetings(self._roster.gone, self._roster.name, lambda: self._world.judge)
         self._selector = selectors.DefaultSelector()
-        self._board: Switchboard[Link] = Switchboard(self._selector, self._handle, self._ended)
+        self._board: Switchboard[Link] = Switchboard(self._selector, self._handle, self._ended, self._log)
         mine = Identity(named, package_version())  # no epoch, because a process that joins does not know it yet
         self._launchers = Launchers(
             self._selector,
@@ -453,13 +452,7 @@ class Hub:
             raise Error(f"{kind!r} is not allowed before join or after bye")
         if kind not in FROM_RANKS:
             raise Error(f"{kind!r} is not a message to the hub")
-        try:
-            FROM_RANKS[kind](self, link, frame)
-        except Error:
-            raise
-        except Exception as error:
-            self._log(traceback.format_exc())
-            raise Error(f"the hub failed on {kind!r}: {type(error).__name__}: {error}") from error
+        FROM_RANKS[kind](self, link, frame)
 
     def _on_ready(self, link: Link, epoch: int) -> None:
         if epoch != self._epoch:

@@ -77,7 +77,7 @@ class Launchers:
         self._contested = contested
         self._log = log
         self._tell_user = tell
-        self._board: Switchboard[_Launcher] = Switchboard(selector, self._handle, self._ended)
+        self._board: Switchboard[_Launcher] = Switchboard(selector, self._handle, self._ended, log)
 
     def add(self, stream: ByteStream) -> None:
         """Serve a connection whose hello says that it comes from a launcher."""

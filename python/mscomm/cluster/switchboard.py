@@ -6,6 +6,7 @@ It reads whole control frames, queues unsent data up to a limit, and never waits
 from __future__ import annotations
 
 import selectors
+import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -33,16 +34,24 @@ L = TypeVar("L", bound=Line)
 class Switchboard(Generic[L]):
     """Calls `handle(line, frame)` for each control frame, and `ended(line, how)` when a line has ended.
 
+    If `handle` raises an Error, the other end is at fault. Any other exception is a fault of the hub, and `log` gets
+    its traceback. Both end the line.
+
     `how` says why the line ended. It is "" if the other end closed the line, or if the process at the other end ended.
     """
 
     def __init__(
-        self, selector: selectors.BaseSelector, handle: Callable[[L, Frame], None], ended: Callable[[L, str], None]
+        self,
+        selector: selectors.BaseSelector,
+        handle: Callable[[L, Frame], None],
+        ended: Callable[[L, str], None],
+        log: Callable[[str], None],
     ) -> None:
         self.lines: set[L] = set()
         self._selector = selector
         self._handle = handle
         self._ended = ended
+        self._log = log
 
     def add(self, line: L) -> L:
         self.lines.add(line)
@@ -102,9 +111,11 @@ class Switchboard(Generic[L]):
             for frame in line.parser.feed(received):
                 if line.open:
                     self._handle(line, frame)
-        except Exception as error:  # whatever one link has sent, the other links must go on
-            what = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
-            self.end(line, f"sent invalid data on its control link ({what})")
+        except Error as error:
+            self.end(line, f"sent invalid data on its control link ({error})")
+        except Exception as error:  # a fault of ours; the other links must go on
+            self._log(traceback.format_exc())
+            self.end(line, f"sent data on its control link that the hub failed on ({type(error).__name__}: {error})")
         return line.open
 
     def _flush(self, line: L) -> None:
