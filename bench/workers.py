@@ -31,6 +31,7 @@ from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.frames import FROM_HUB_BYTES, FROM_MEMBER_BYTES, Frame, Parser, encode
 from mscomm.cluster.hello import CONTROL, UNKNOWN_RANK, Hello, Identity, package_version
 from mscomm.cluster.plan import world_id
+from mscomm.cluster.security import admission_key
 
 _AT_ONCE = 32  # how many hellos are in progress at once; the scheduler drops the oldest of more than 64
 PHASES = ("hello", "join", "world", "ready", "group", "leave")
@@ -42,7 +43,8 @@ class Worker:
     def __init__(self, address: tuple[str, int], key: bytes, number: int, size: int, selector: Any) -> None:
         self.number, self.size, self.selector = number, size, selector
         self.stream = ByteStream(socket.create_connection(address))
-        self.hello = Hello.connector(key, CONTROL, Identity(version=package_version(), rank=UNKNOWN_RANK))
+        me = Identity(version=package_version(), rank=UNKNOWN_RANK)
+        self.hello = Hello.connector(admission_key(key, CONTROL), CONTROL, me)
         self.parser = Parser(FROM_HUB_BYTES)
         self.stream.send(self.hello.feed(b""))
         selector.register(self.stream, selectors.EVENT_READ, self)

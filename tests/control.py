@@ -11,17 +11,18 @@ import time
 import pytest
 
 from mscomm import errors
-from mscomm.cluster import links
+from mscomm.cluster import links, security
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames
-from mscomm.cluster.hello import CONTROL, Identity
+from mscomm.cluster.hello import CONTROL, LAUNCHER, UNKNOWN_RUN, Identity
 from mscomm.cluster.hub import Hub
 from mscomm.cluster.member import Member
 from mscomm.cluster.plan import world_id
 
 KEY = bytes(range(32))
-JOB = b"j" * 16
+ADMISSION = {purpose: security.admission_key(KEY, purpose) for purpose in (CONTROL, LAUNCHER)}
+RUN = b"r" * 16
 VERSION = links.package_version()
 WORLD = world_id(0)
 
@@ -130,12 +131,13 @@ class Job:
 
     def member(self, rank=None, node_id=None):
         if self.listener:
-            sock = links.connect(self.listener.getsockname(), soon())
-            links.greet(sock, KEY, CONTROL, Identity(version=VERSION), soon())
+            stream = greeted(self.listener.getsockname())
         else:
             sock = self.ends[rank]
-            assert sock.recv(32) == KEY
-        member = Member(Frames(ByteStream(sock)), key=KEY, rank=rank, node_id=node_id)
+            assert sock.recv(48) == self.hub.credentials == ADMISSION[CONTROL] + self.hub.run
+            stream = ByteStream(sock)
+            stream.secret = ADMISSION[CONTROL]
+        member = Member(Frames(stream), key=ADMISSION[CONTROL], rank=rank, node_id=node_id)
         self.members.append(member)
         return member
 
@@ -179,11 +181,10 @@ class Job:
         return self.outcome
 
 
-def greeted(address, rank=-1):
-    """Make a control link and exchange the hello, but do not join. Return the link's socket."""
-    sock = links.connect(address, soon())
-    links.greet(sock, KEY, CONTROL, Identity(version=VERSION, rank=rank), soon())
-    return sock
+def greeted(address, rank=-1, purpose=CONTROL, key=None, run=UNKNOWN_RUN):
+    """Make a control link and exchange the hello, but do not join. Return the stream. key: another admission key."""
+    identity = Identity(version=VERSION, rank=rank, run=run)
+    return links.open_link(address, key or ADMISSION[purpose], purpose, identity, soon())
 
 
 def key_file(path, content=KEY, mode=0o600):

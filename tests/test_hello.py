@@ -5,11 +5,11 @@ from __future__ import annotations
 import struct
 
 import pytest
-from control import JOB, KEY, VERSION
+from control import KEY, RUN, VERSION
 
 from mscomm import errors
-from mscomm.cluster import links
-from mscomm.cluster.hello import CONTROL, DATA, Hello, Identity, named
+from mscomm.cluster import links, security
+from mscomm.cluster.hello import CONTROL, DATA, LAUNCHER, Busy, Hello, Identity, grouped, named
 
 
 def converse(connector: Hello, acceptor: Hello) -> None:
@@ -20,17 +20,27 @@ def converse(connector: Hello, acceptor: Hello) -> None:
         to_acceptor = connector.feed(to_connector)
 
 
-def ends(mine=None, peer=None, ranks=(3,), keys=(KEY, KEY), purposes=(DATA, DATA)):
-    mine = mine or Identity(JOB, VERSION, 3, 1)
-    peer = peer or Identity(JOB, VERSION, 0, 1)
-    return Hello.connector(keys[0], purposes[0], mine), Hello.acceptor(keys[1], purposes[1:], peer, ranks)
+GROUP = grouped("0:world")
+THEIRS = Identity(version=VERSION, rank=3, epoch=1, run=RUN, to=0, group=GROUP)
+OURS = Identity(version=VERSION, rank=0, epoch=1, run=RUN, group=GROUP)
+HUB = Identity(version=VERSION, run=RUN)
 
 
-def test_hello_tells_the_acceptor_who_came():
-    connector, acceptor = ends()
-    converse(connector, acceptor)
-    assert acceptor.peer == Identity(JOB, VERSION, 3, 1)
-    assert acceptor.refusal is None
+def ends(theirs=THEIRS, ours=OURS, ranks=(3,), keys=(KEY, KEY), purposes=(DATA, DATA)):
+    return Hello.connector(keys[0], purposes[0], theirs), Hello.acceptor({purposes[1]: keys[1]}, ours, ranks)
+
+
+def test_hello_tells_the_acceptor_who_came_and_gives_both_a_secret_of_their_own():
+    secrets = set()
+    for _ in range(2):
+        connector, acceptor = ends()
+        converse(connector, acceptor)
+        assert acceptor.peer == THEIRS
+        assert acceptor.refusal is None
+        assert connector.secret == acceptor.secret
+        assert connector.peer.run == RUN
+        secrets.add(connector.secret)
+    assert len(secrets) == 2 and all(len(secret) == 32 for secret in secrets)
 
 
 def test_hello_works_one_byte_at_a_time_and_has_the_documented_sizes():
@@ -42,53 +52,117 @@ def test_hello_works_one_byte_at_a_time_and_has_the_documented_sizes():
         answers = [receiver.feed(sent[i : i + 1]) for i in range(len(sent))]
         sent = b"".join(answers)
         turns.reverse()
-    assert sizes == [40, 72, 80, 40]
+    assert sizes == [40, 72, 112, 40]
     assert connector.done
     assert acceptor.done
 
 
-def test_connector_does_not_prove_itself_to_an_acceptor_with_another_key():
+def test_another_key_is_refused_before_the_acceptor_has_proved_anything():
     connector, acceptor = ends(keys=(KEY, b"x" * 32))
+    answer = acceptor.feed(connector.feed(acceptor.feed(connector.feed(b""))))
+    assert isinstance(acceptor.refusal, errors.AuthenticationError)
+    assert answer[8:] == bytes(32)
     with pytest.raises(errors.AuthenticationError, match="does not have the key"):
-        connector.feed(acceptor.feed(connector.feed(b"")))
+        connector.feed(answer)
 
 
-def test_acceptor_says_nothing_to_a_wrong_proof():
+@pytest.mark.parametrize("place", range(112))
+def test_a_changed_proof_is_refused(place):
     connector, acceptor = ends()
-    proof = connector.feed(acceptor.feed(connector.feed(b"")))
-    with pytest.raises(errors.AuthenticationError, match="could not prove"):
-        acceptor.feed(proof[:-1] + bytes([proof[-1] ^ 1]))
+    proof = bytearray(connector.feed(acceptor.feed(connector.feed(b""))))
+    proof[place] ^= 1
+    acceptor.feed(bytes(proof))
+    assert "could not prove" in str(acceptor.refusal)
+    assert acceptor.secret == b""
 
 
-def test_a_changed_verdict_is_noticed():
+@pytest.mark.parametrize("place", range(8, 56))
+def test_a_changed_nonce_or_run_is_refused(place):
     connector, acceptor = ends()
-    verdict = acceptor.feed(connector.feed(acceptor.feed(connector.feed(b""))))
-    with pytest.raises(errors.AuthenticationError, match="forged"):
-        connector.feed(b"\1" + verdict[1:])
+    answer = bytearray(acceptor.feed(connector.feed(b"")))
+    answer[place] ^= 1
+    acceptor.feed(connector.feed(bytes(answer)))
+    assert "could not prove" in str(acceptor.refusal)
+
+
+@pytest.mark.parametrize("place", [0, *range(8, 40)])
+def test_a_changed_verdict_is_noticed(place):
+    connector, acceptor = ends()
+    verdict = bytearray(acceptor.feed(connector.feed(acceptor.feed(connector.feed(b"")))))
+    verdict[place] ^= 1
+    with pytest.raises(errors.AuthenticationError, match="does not have the key"):
+        connector.feed(bytes(verdict))
+
+
+def test_replayed_messages_are_refused():
+    connector, acceptor = ends()
+    first = connector.feed(b"")
+    third = connector.feed(acceptor.feed(first))
+    acceptor.feed(third)
+    assert acceptor.refusal is None
+    _, again = ends()
+    again.feed(first)
+    again.feed(third)
+    assert isinstance(again.refusal, errors.AuthenticationError)
 
 
 @pytest.mark.parametrize(
-    ("mine", "text"),
+    ("change", "text"),
     [
-        (Identity(b"k" * 16, VERSION, 3, 1), "another job"),
-        (Identity(JOB, "9.9", 3, 1), "another version of mscomm than 9.9"),
-        (Identity(JOB, VERSION, 2, 1), "rank 2 is not expected"),
-        (Identity(JOB, VERSION, -1, 1), "rank -1 is not expected"),
-        (Identity(JOB, VERSION, 3, 0), "epoch 0 is not the current one"),
-        (Identity(bytes(16), VERSION, -1, 0), "another job"),
+        ({"job": b"k" * 16}, "another job"),
+        ({"version": "9.9"}, "another version of mscomm than 9.9"),
+        ({"rank": 2}, "rank 2 is not expected"),
+        ({"rank": -1}, "rank -1 is not expected"),
+        ({"epoch": 0}, "epoch 0 is not the current one"),
+        ({"run": b"k" * 16}, "belongs to another start of the job"),
+        ({"run": bytes(16)}, "belongs to another start of the job"),
+        ({"to": 1}, "the link is for rank 1 of another group"),
+        ({"group": grouped("0:other")}, "the link is for rank 0 of another group"),
     ],
 )
-def test_refusals_are_told_to_a_peer_with_the_key(mine, text):
-    connector, acceptor = ends(mine=mine)
+def test_refusals_are_told_to_a_peer_with_the_key(change, text):
+    connector, acceptor = ends(THEIRS._replace(**change))
     with pytest.raises(errors.Error, match=text):
         converse(connector, acceptor)
     assert text in str(acceptor.refusal)
     assert acceptor.done
 
 
+@pytest.mark.parametrize("messages", range(3))
+def test_a_connector_that_is_put_off_may_try_again_at_any_time(messages):
+    connector, acceptor = ends()
+    to_acceptor = connector.feed(b"")
+    for _ in range(messages):
+        to_connector = acceptor.feed(to_acceptor)
+        to_acceptor = connector.feed(to_connector) if to_connector else b""
+        if acceptor.done:
+            return
+    with pytest.raises(Busy):
+        connector.feed(acceptor.put_off())
+
+
+@pytest.mark.parametrize(("run", "welcome"), [(RUN, True), (bytes(16), True), (b"k" * 16, False)])
+def test_a_straggler_of_an_earlier_start_takes_no_seat(run, welcome):
+    connector, acceptor = ends(HUB._replace(run=run, rank=3), HUB, purposes=(CONTROL, CONTROL))
+    if welcome:
+        converse(connector, acceptor)
+        return
+    with pytest.raises(errors.Error, match="belongs to another start of the job"):
+        converse(connector, acceptor)
+
+
+def test_a_worker_cannot_speak_as_launcher():
+    keys = {purpose: security.admission_key(KEY, purpose) for purpose in (CONTROL, LAUNCHER)}
+    connector = Hello.connector(keys[CONTROL], LAUNCHER, HUB)
+    acceptor = Hello.acceptor(keys, HUB, range(4))
+    with pytest.raises(errors.AuthenticationError):
+        converse(connector, acceptor)
+    assert isinstance(acceptor.refusal, errors.AuthenticationError)
+
+
 def test_a_control_link_may_know_nothing_yet():
     nobody = Identity(version=VERSION)
-    connector, acceptor = ends(nobody, nobody, purposes=(CONTROL, CONTROL))
+    connector, acceptor = ends(nobody, HUB, purposes=(CONTROL, CONTROL))
     converse(connector, acceptor)
     assert acceptor.peer.rank == -1
     assert acceptor.refusal is None

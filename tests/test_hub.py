@@ -15,15 +15,14 @@ from typing import Any
 
 import msgpack
 import pytest
-from control import KEY, VERSION, WORLD, Communicator, Job, eventually, greeted, raised, soon, undialled
+from control import ADMISSION, KEY, WORLD, Communicator, Job, eventually, greeted, raised, soon, undialled
 
 from mscomm import errors
 from mscomm.bootstrap import kvs, rendezvous
-from mscomm.cluster import hub, hub_process, links
-from mscomm.cluster.bytestream import ByteStream
+from mscomm.cluster import hub, hub_process
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames, encode
-from mscomm.cluster.hello import CONTROL, Identity
+from mscomm.cluster.hello import CONTROL
 from mscomm.cluster.member import Member
 
 
@@ -52,9 +51,10 @@ def test_a_welcome_carries_the_facts_of_all_by_rank():
         for rank in (0, 1):
             assert welcomes[rank].rank == rank
             assert welcomes[rank].size == 2
-            assert welcomes[rank].key == KEY
+            assert welcomes[rank].run == job.hub.run
             assert [fact["colour"] for fact in welcomes[rank].facts] == ["c0", "c1"]
             assert welcomes[rank].facts[rank]["pid"] == os.getpid()
+        assert welcomes[0].key == welcomes[1].key != KEY  # the session key of the epoch
 
 
 def test_too_few_are_told_who_is_missing():
@@ -187,7 +187,7 @@ def test_needing_a_rank_whose_process_ended_well_is_still_an_error():
 def test_a_member_that_does_not_read_does_not_stop_the_hub():
     with Job(3) as job:
         lazy = job.ends[2]
-        assert lazy.recv(32) == KEY
+        assert lazy.recv(48) == job.hub.credentials
         lazy.sendall(encode({"t": "join", "rank": 2, "node_id": None, "facts": {"pad": "x" * 60000}}, 1 << 16))
         lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         others = [job.member(rank) for rank in (0, 1)]
@@ -243,10 +243,10 @@ def test_deeply_nested_facts_end_that_link_only(kind):
     frame = len(body).to_bytes(4, "little") + body
     with Job(2, tcp=True) as job:
         if kind == "join":
-            with greeted(job.listener.getsockname()) as sock:
-                sock.settimeout(20)
-                sock.sendall(frame)
-                assert sock.recv(1) == b""
+            with contextlib.closing(greeted(job.listener.getsockname())) as stream:
+                stream.send_all(frame, soon())
+                stream.await_bytes(soon())
+                assert stream.receive(1) == b""
         members = job.joined()  # the job is as it was
         if kind == "meet":
             members[1][0].frames.stream.send(frame)
@@ -278,9 +278,7 @@ def test_a_spawned_hub_serves_and_ends_by_itself(topo_timeout_s):
         assert KEY.hex().encode() not in command
         members = []
         for rank in (0, 1):
-            sock = links.connect(address, soon())
-            links.greet(sock, KEY, CONTROL, Identity(version=VERSION, rank=rank), soon())
-            members.append(Member(Frames(ByteStream(sock)), key=KEY, rank=rank))
+            members.append(Member(Frames(greeted(address, rank=rank)), key=ADMISSION[CONTROL], rank=rank))
         thread = threading.Thread(target=members[1].join, args=({}, soon()))
         thread.start()
         assert members[0].join({}, soon()).size == 2
@@ -303,14 +301,27 @@ def test_a_hub_process_serves_more_ranks_than_its_soft_limit_of_descriptors():
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         stack.callback(hub_process.end, process)
-        ends = [stack.enter_context(greeted(listener.getsockname(), rank=rank)) for rank in range(limit + 20)]
+        ends = [greeted(listener.getsockname(), rank=rank) for rank in range(limit + 20)]
+        for end in ends:
+            stack.callback(end.close)
         assert len(ends) > limit
 
 
-def test_a_rank_lost_between_hello_and_join_is_told_to_the_others():
+def test_a_hello_that_is_closed_before_it_joined_costs_the_job_nothing():
     with Job(2, tcp=True) as job:
-        greeted(job.listener.getsockname(), rank=1).close()
-        with pytest.raises(errors.PeerLost, match="rank 1 ended before it joined"):
+        for rank in (0, 1, 1):
+            greeted(job.listener.getsockname(), rank=rank).close()
+        assert [
+            len(member.meet("k", "barrier", [rank], {}, soon()).ranks) for rank, (member, _) in enumerate(job.joined())
+        ] == [1, 1]
+
+
+def test_a_rank_that_gives_up_before_it_joins_is_told_to_the_others():
+    with Job(2, tcp=True) as job:
+        member = Member(Frames(greeted(job.listener.getsockname(), rank=1)), key=b"", rank=1)
+        member.give_up(ValueError("device 9 does not exist"))
+        member.close()
+        with pytest.raises(errors.PeerLost, match="rank 1 gave up before it joined: ValueError: device 9 does not"):
             job.member(0).join({}, soon())
 
 
@@ -334,11 +345,11 @@ def test_many_that_leave_at_once_are_told_in_a_few_frames(monkeypatch):
 
 
 def test_who_never_joins_does_not_keep_the_hub():
-    with Job(2, tcp=True) as job, greeted(job.listener.getsockname()) as lurker:
+    with Job(2, tcp=True) as job, contextlib.closing(greeted(job.listener.getsockname())) as lurker:
         for member, _ in job.joined():
             member.leave(0)
         assert job.settled().ok
-        assert "the job is over" in Frames(ByteStream(lurker)).receive(soon())["why"]
+        assert "the job is over" in Frames(lurker).receive(soon())["why"]
 
 
 class Spawned(Exception):
@@ -378,7 +389,7 @@ def test_a_spawned_hub_ends_when_rank_0_does_and_says_so(streams):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as starter:
         pid, port = map(int, starter.stdout.readline().split())
-        member = Member(Frames(ByteStream(greeted(("127.0.0.1", port), rank=1))), key=KEY, rank=1)
+        member = Member(Frames(greeted(("127.0.0.1", port), rank=1)), key=ADMISSION[CONTROL], rank=1)
         threading.Timer(0.1, starter.stdin.close).start()
         with pytest.raises(errors.PeerLost, match="rank 0 ended before it joined"):
             member.join({}, soon())

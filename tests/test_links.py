@@ -10,19 +10,26 @@ import threading
 import time
 
 import pytest
-from control import JOB, KEY, VERSION, listening, raised, soon
+from control import KEY, RUN, VERSION, listening, raised, soon
 from ranks import no_descriptor_left
 
 from mscomm import errors
 from mscomm.cluster import links
 from mscomm.cluster.deadline import Deadline
-from mscomm.cluster.hello import CONTROL, DATA, Identity
+from mscomm.cluster.hello import CONTROL, DATA, Identity, grouped
+
+GROUP = grouped("0:world")
+MINE = Identity(version=VERSION, rank=0, epoch=1, run=RUN, group=GROUP)
+
+
+def theirs(rank):
+    return MINE._replace(rank=rank, to=0)
 
 
 def dial(listener, rank, key=KEY):
     sock = links.connect(listener.getsockname(), soon())
     try:
-        links.greet(sock, key, DATA, Identity(JOB, VERSION, rank, 1), soon())
+        links.greet(sock, key, DATA, theirs(rank), soon())
     except BaseException:
         sock.close()
         raise
@@ -38,15 +45,15 @@ def test_accept_all_brings_every_wanted_rank_in(family):
         ]
         for thread in threads:
             thread.start()
-        came = links.accept_all([listener], {1, 2, 5}, KEY, DATA, Identity(JOB, VERSION, 0, 1), soon())
-        assert {rank: sock.recv(1) for rank, sock in came.items()} == {1: b"\1", 2: b"\2", 5: b"\5"}
-        for sock in came.values():
-            assert sock.get_inheritable() is False
-            if family == socket.AF_INET:
-                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-            sock.close()
+        came = links.accept_all([listener], {1, 2, 5}, KEY, DATA, MINE, soon())
         for thread in threads:
             thread.join()
+        assert {rank: stream.receive(1) for rank, stream in came.items()} == {1: b"\1", 2: b"\2", 5: b"\5"}
+        for stream in came.values():
+            assert stream.sock.get_inheritable() is False
+            if family == socket.AF_INET:
+                assert stream.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            stream.close()
 
 
 @pytest.mark.parametrize(
@@ -89,7 +96,7 @@ def test_a_rank_without_descriptors_says_so_instead_of_waiting_for_others(left):
         for _ in range(left + 1):
             stack.enter_context(socket.create_connection(listener.getsockname()))
         began = time.process_time()
-        mine = Identity(JOB, VERSION, 0, 1)
+        mine = MINE
         lacking = no_descriptor_left()
         entered = []
 
@@ -119,9 +126,9 @@ def test_descriptors_that_cannot_be_taken_are_a_shortage_of_the_receiver():
 def test_a_door_without_descriptors_gives_up_the_oldest_stranger_first():
     dropped = []
     with listening() as listener, selectors.DefaultSelector() as selector:
-        mine = Identity(JOB, VERSION, 0, 1)
+        mine = MINE
         door = links.Door(
-            selector, KEY, (DATA,), mine, {1}, lambda *_: None, turned_away=lambda *why: dropped.append(why)
+            selector, {DATA: KEY}, mine, {1}, lambda *_: None, turned_away=lambda *why: dropped.append(why)
         )
         door.listen(listener)
         with socket.create_connection(listener.getsockname()), socket.create_connection(listener.getsockname()):
@@ -138,16 +145,14 @@ def test_a_door_without_descriptors_rests_and_opens_again():
     """The hub accepts connections through a Door. If no descriptor is left, the hub must neither spin nor end."""
     entered = []
     with listening() as listener, selectors.DefaultSelector() as selector:
-        door = links.Door(
-            selector, KEY, (DATA,), Identity(JOB, VERSION, 0, 1), {1}, lambda sock, *_: entered.append(sock)
-        )
+        door = links.Door(selector, {DATA: KEY}, MINE, {1}, lambda sock, *_: entered.append(sock))
         door.listen(listener)
         with socket.create_connection(listener.getsockname()) as sock:
             with no_descriptor_left():
                 for ready, _ in selector.select(5):
                     ready.data()
                 assert selector.select(0.01) == [] and door.expire() > 0  # select() finds nothing ready: no spinning
-            thread = threading.Thread(target=lambda: links.greet(sock, KEY, DATA, Identity(JOB, VERSION, 1, 1), soon()))
+            thread = threading.Thread(target=lambda: links.greet(sock, KEY, DATA, theirs(1), soon()))
             thread.start()
             until = time.monotonic() + 20
             while not entered and time.monotonic() < until:
@@ -158,6 +163,95 @@ def test_a_door_without_descriptors_rests_and_opens_again():
         door.close()
         assert len(entered) == 1
         entered[0].close()
+
+
+def turned(door, selector, until):
+    """Turn the door's loop until the condition is true."""
+    deadline = soon()
+    while not until():
+        assert not deadline.passed
+        door.expire()
+        for ready, _ in selector.select(0.05):
+            ready.data()
+
+
+def silent(stack, listener, source="127.0.0.1"):
+    return stack.enter_context(socket.create_connection(listener.getsockname(), source_address=(source, 0)))
+
+
+def test_a_flood_from_one_host_does_not_push_out_the_connections_of_another():
+    dropped = []
+    with listening() as listener, selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+        door = links.Door(
+            selector, {DATA: KEY}, MINE, {1}, lambda *_: None, turned_away=lambda *why: dropped.append(why[0])
+        )
+        door.listen(listener)
+        honest = silent(stack, listener, "127.0.0.2")
+        for _ in range(150):
+            silent(stack, listener, "127.0.0.3")
+        turned(door, selector, lambda: len(dropped) == 87)  # 151 connections, and room for 64
+        assert all(name.startswith("127.0.0.3:") for name in dropped)
+        door.close()
+        with pytest.raises(errors.Error, match=r"just ended"):  # it was still there
+            links.greet(honest, KEY, DATA, theirs(1), soon())
+
+
+def test_an_honest_connection_that_had_to_go_tries_again():
+    entered, dropped = [], []
+    with listening() as listener, selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+        door = links.Door(
+            selector,
+            {DATA: KEY},
+            MINE,
+            {1},
+            lambda stream, *_: entered.append(stream),
+            turned_away=lambda *why: dropped.append(why),
+        )
+        door.listen(listener)
+        tries = []
+        plain = links.greet
+
+        def slow_greet(sock, *rest):
+            tries.append(sock)
+            if len(tries) == 1:  # a flood arrives before this connection has sent anything
+                for _ in range(64):
+                    silent(stack, listener)
+                turned(door, selector, lambda: dropped)
+            return plain(sock, *rest)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(links, "greet", slow_greet)
+            thread = threading.Thread(
+                target=lambda: entered.append(links.open_link(listener.getsockname(), KEY, DATA, theirs(1), soon()))
+            )
+            thread.start()
+            while len(tries) < 2:
+                time.sleep(0.01)
+            turned(door, selector, lambda: len(entered) == 2)
+            thread.join()
+        assert "more than 64 connections are in their hello" in dropped[0][1]
+        assert entered[0].secret == entered[1].secret != b""
+        for stream in entered:
+            stream.close()
+        door.close()
+
+
+def test_each_kind_of_complaint_is_logged_at_once_and_then_counted(monkeypatch):
+    log, now = [], [100.0]
+    monkeypatch.setattr(links.time, "monotonic", lambda: now[0])
+    complaints = links._Complaints(log.append)
+    for i in range(50):
+        complaints.add("garbage", f"garbage {i}")
+    complaints.add("key", "a wrong key")
+    assert log == ["garbage 0", "a wrong key"]
+    now[0] += links._COMPLAIN_EVERY_S
+    complaints.add("key", "another wrong key")
+    complaints.add("garbage", "garbage again")
+    more = "of this kind since the last line about it"
+    assert log[2:] == ["another wrong key", f"garbage 49 (49 {more})", "garbage again"]
+    complaints.add("key", "a third wrong key")
+    complaints.close()
+    assert log[5:] == [f"a third wrong key (1 {more})"]
 
 
 def test_a_flood_of_garbage_silence_and_wrong_keys_does_not_disturb_the_wanted():
@@ -184,7 +278,7 @@ def test_a_flood_of_garbage_silence_and_wrong_keys_does_not_disturb_the_wanted()
         results = {}
         acceptor = threading.Thread(
             target=lambda: results.update(
-                links.accept_all([listener], {1, 2}, KEY, DATA, Identity(JOB, VERSION, 0, 1), soon(), complaints.append)
+                links.accept_all([listener], {1, 2}, KEY, DATA, MINE, soon(), complaints.append)
             )
         )
         started = time.monotonic()
@@ -209,14 +303,14 @@ def test_as_many_as_are_expected_may_be_in_their_hello_at_once():
             stack.enter_context(links.connect(listener.getsockname(), soon())) for _ in wanted
         ]  # none of these connections sends anything yet
         results = {}
-        mine = Identity(JOB, VERSION, 0, 1)
+        mine = MINE
         acceptor = threading.Thread(
             target=lambda: results.update(links.accept_all([listener], wanted, KEY, DATA, mine, Deadline(20)))
         )
         acceptor.start()
         time.sleep(0.3)  # by then, all connections have probably been accepted
         for rank, sock in zip(wanted, early, strict=True):
-            links.greet(sock, KEY, DATA, Identity(JOB, VERSION, rank, 1), soon())
+            links.greet(sock, KEY, DATA, theirs(rank), soon())
         acceptor.join()
         assert results.keys() == set(wanted)
         for sock in results.values():
@@ -229,9 +323,7 @@ def test_a_silent_connection_is_dropped_in_time(monkeypatch):
         silent.send(b"MSCM")
         silent.settimeout(5)
         thread = threading.Thread(
-            target=lambda: raised(
-                errors.Error, links.accept_all, [listener], {1}, KEY, DATA, Identity(JOB, VERSION), Deadline(2)
-            )
+            target=lambda: raised(errors.Error, links.accept_all, [listener], {1}, KEY, DATA, MINE, Deadline(2))
         )
         thread.start()
         started = time.monotonic()
@@ -245,9 +337,7 @@ def test_a_rank_that_is_there_already_cannot_be_taken():
     with listening() as listener:
         results = {}
         acceptor = threading.Thread(
-            target=lambda: results.update(
-                links.accept_all([listener], {1, 2}, KEY, DATA, Identity(JOB, VERSION, 0, 1), soon())
-            )
+            target=lambda: results.update(links.accept_all([listener], {1, 2}, KEY, DATA, MINE, soon()))
         )
         acceptor.start()
         with dial(listener, 1):
@@ -261,7 +351,7 @@ def test_a_rank_that_is_there_already_cannot_be_taken():
 
 def test_accept_all_names_those_that_did_not_come():
     with listening() as listener, pytest.raises(errors.CollectiveTimeout, match=r"rank 4, 7 within 0\.1 s") as caught:
-        links.accept_all([listener], {4, 7}, KEY, DATA, Identity(JOB, VERSION, 0, 1), Deadline(0.1))
+        links.accept_all([listener], {4, 7}, KEY, DATA, MINE, Deadline(0.1))
     assert caught.value.waiting_for == (4, 7)
 
 

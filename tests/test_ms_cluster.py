@@ -4,6 +4,7 @@ variables.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -14,11 +15,12 @@ import time
 from pathlib import Path
 
 import pytest
-from control import KEY, listening, soon
+from control import KEY, RUN, listening, soon
 
 from mscomm import errors
 from mscomm.bootstrap import find, launcher, ms_cluster
 from mscomm.cluster import security
+from mscomm.cluster.hello import CONTROL
 
 
 def test_without_a_launcher_it_is_a_job_of_one():
@@ -29,13 +31,13 @@ def test_the_own_launchers_link_is_taken_over_once(monkeypatch):
     monkeypatch.setattr(launcher, "_taken", set())
     ours, theirs = socket.socketpair()
     with ours:
-        ours.send(KEY)
+        ours.send(KEY + RUN)
         env = dict(zip(launcher.VARIABLES, ("1", "4", "1", "4", str(theirs.detach())), strict=True))
         assert find(env) is launcher
         invitation = launcher.accept(env, soon(), False)
-        with invitation.sock as sock:
-            assert (*invitation.seat[:3], invitation.key) == (1, 4, 1, KEY)
-            assert sock.get_inheritable() is False
+        with contextlib.closing(invitation.stream) as stream:
+            assert (*invitation.seat[:3], invitation.key, stream.secret) == (1, 4, 1, KEY, KEY)
+            assert stream.sock.get_inheritable() is False
         with pytest.raises(errors.BackendUnavailable, match="can join its job only once"):
             launcher.accept(env, soon(), False)
 
@@ -119,12 +121,11 @@ def test_the_second_scheduler_at_a_port_leaves_the_key_of_the_first(tmpdir_env, 
 WORKER = """
 import os, time
 from mscomm.bootstrap import ms_cluster
-from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.member import Member
 way = ms_cluster.accept(os.environ, Deadline(20), False)
-member = Member(Frames(ByteStream(way.sock)), key=way.key, node_id=way.node_id, hub=way.where)
+member = Member(Frames(way.stream), key=way.key, node_id=way.node_id, hub=way.where)
 welcome = member.join({"size": way.seat.size}, Deadline(20))
 member.ready(Deadline(20))
 print(welcome.rank, welcome.size, flush=True)
@@ -178,7 +179,7 @@ def test_a_lock_that_the_kernel_frees_late_is_waited_for(tmpdir_env, monkeypatch
     living, killed = (security.KeyFile(security.key_path(name)) for name in ("living", "killed"))
     closing = threading.Timer(0.1, os.close, [killed._fd])
     closing.start()
-    security.remove_stale(killed.key)
+    security.remove_stale(security.admission_key(killed.key, CONTROL))
     assert not Path(killed.path).exists()
     closing.join()
     # remove_stale() must not wait for the lock of another job's scheduler.

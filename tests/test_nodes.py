@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from control import KEY, Job, eventually, key_file, soon
+from control import Job, eventually, greeted, key_file, soon
 
-from mscomm.cluster import links, waiting
+from mscomm.cluster import waiting
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.frames import Frames
-from mscomm.cluster.hello import LAUNCHER, Identity
+from mscomm.cluster.hello import LAUNCHER
 from mscomm.launching.parts import OtherNode
 
 MSCOMM = [sys.executable, "-m", "mscomm"]
@@ -126,9 +126,7 @@ def test_node_0_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         assert job.listener
         absent = "waiting for node 1 (ranks 2, 3): nothing there has connected to 127.0"
         eventually(lambda: any(absent in text for text in told))
-        sock = links.connect(job.listener.getsockname(), soon())
-        links.greet(sock, KEY, LAUNCHER, Identity(version=links.package_version()), soon())
-        frames = Frames(ByteStream(sock))
+        frames = Frames(greeted(job.listener.getsockname(), purpose=LAUNCHER))
         job.links.append(frames)
         frames.send({"t": "attend", "first": 2, "end": 4, "name": "node 1", "layout": ""}, soon())
         assert frames.receive(soon()) == {"t": "state", "over": None, "goes_on": False, "only_stopped": False}

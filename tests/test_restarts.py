@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from control import KEY, VERSION, Communicator, Job, Waits, eventually, soon, undialled
+from control import Communicator, Job, Waits, eventually, greeted, soon, undialled
 
 from mscomm import errors
-from mscomm.cluster import links
-from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames
-from mscomm.cluster.hello import LAUNCHER, Identity
+from mscomm.cluster.hello import LAUNCHER
 from mscomm.cluster.plan import world_id
 
 
@@ -237,9 +235,7 @@ class Launcher:
     """A launcher's link to the hub. The launcher makes this link before it starts its ranks."""
 
     def __init__(self, job, ranks):
-        sock = links.connect(job.listener.getsockname(), soon())
-        links.greet(sock, KEY, LAUNCHER, Identity(version=VERSION), soon())
-        self.frames = Frames(ByteStream(sock))
+        self.frames = Frames(greeted(job.listener.getsockname(), purpose=LAUNCHER))
         job.links.append(self.frames)
         self.frames.send(
             {"t": "attend", "first": ranks.start, "end": ranks.stop, "name": "node 1", "layout": ""}, soon()

@@ -15,7 +15,7 @@ from mscomm.cluster import security
 def test_a_key_is_32_bytes_or_64_hex_digits_or_more_bytes(tmp_path):
     assert security.read_key(key_file(tmp_path / "a")) == KEY
     assert security.read_key(key_file(tmp_path / "b", KEY.hex().encode() + b"\n")) == KEY
-    assert len(security.read_key(key_file(tmp_path / "c", bytes(100)))) == 32
+    assert len(security.read_key(key_file(tmp_path / "c", bytes(range(100))))) == 32
 
 
 def test_unsafe_key_files_are_refused_with_advice(tmp_path):
@@ -24,6 +24,12 @@ def test_unsafe_key_files_are_refused_with_advice(tmp_path):
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path, text in (
         (key_file(tmp_path / "short", b"abc"), "holds 3 bytes"),
+        (
+            key_file(tmp_path / "text", b"correct horse battery staple, my favourite"),
+            "holds text, which can be guessed",
+        ),
+        (key_file(tmp_path / "zeros", bytes(32)), "it has only 1 different bytes"),
+        (key_file(tmp_path / "hex of zeros", b"0" * 64), "it has only 1 different bytes"),
         (key_file(tmp_path / "open", mode=0o640), "chmod 600"),
         (str(tmp_path / "link"), "not a symbolic link"),
         (str(tmp_path / "pipe"), "not a regular file"),
@@ -45,11 +51,11 @@ def test_a_loopback_scheduler_shares_its_key_in_a_private_file(tmpdir_env):
     key, file = security.scheduler_key({}, "127.0.0.1", 8117, False)
     assert Path(file.path).stat().st_mode & 0o777 == 0o600
     assert Path(file.path).parent.stat().st_mode & 0o777 == 0o700
-    assert security.worker_key({}, "127.0.0.1", 8117, False) == key
+    assert security.job_key({}, "127.0.0.1", 8117, False) == key
     file.remove()
     assert not Path(file.path).exists()
     with pytest.raises(errors.AuthenticationError, match=r"the scheduler at 127.0.0.1:8117"):
-        security.worker_key({}, "127.0.0.1", 8117, False)
+        security.job_key({}, "127.0.0.1", 8117, False)
 
 
 def test_a_prepared_folder_is_not_trusted(tmpdir_env):
@@ -68,16 +74,16 @@ def test_a_later_schedulers_key_is_not_removed(tmpdir_env):
     _, first = security.scheduler_key({}, "127.0.0.1", 8117, False)
     key, _ = security.scheduler_key({}, "127.0.0.1", 8117, False)
     first.remove()
-    assert security.worker_key({}, "127.0.0.1", 8117, False) == key
+    assert security.job_key({}, "127.0.0.1", 8117, False) == key
 
 
 def test_off_loopback_a_job_needs_a_key_or_permission(capfd, tmp_path):
-    for ask in (security.worker_key, security.scheduler_key):
+    for ask in (security.job_key, security.scheduler_key):
         with pytest.raises(errors.AuthenticationError, match=r"MSCOMM_JOB_KEY_FILE=(.|\n)*enable_ssl=False"):
             ask({}, "10.0.0.7", 8117, False)
     assert capfd.readouterr().err == ""
-    key = security.worker_key({}, "10.0.0.7", 8117, True)
+    key = security.job_key({}, "10.0.0.7", 8117, True)
     assert "anybody who can reach 10.0.0.7:8117 can join" in capfd.readouterr().err
     assert security.scheduler_key({}, "10.0.0.7", 8117, True) == (key, None)
     env = {"MSCOMM_JOB_KEY_FILE": key_file(tmp_path / "key")}
-    assert security.worker_key(env, "10.0.0.7", 8117, False) == KEY
+    assert security.job_key(env, "10.0.0.7", 8117, False) == KEY

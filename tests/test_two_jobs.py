@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,14 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from control import KEY, Job, eventually, raised, soon
+from control import Job, eventually, greeted, raised, soon
 
 from mscomm import errors
 from mscomm.bootstrap import rendezvous
-from mscomm.cluster import links
-from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.frames import Frames
-from mscomm.cluster.hello import LAUNCHER, Identity
+from mscomm.cluster.hello import LAUNCHER
 
 NAMES = """
 import os, sys, time, mscomm
@@ -115,9 +114,8 @@ def test_a_job_that_has_begun_is_not_disturbed_by_a_later_scheduler() -> None:
     with Job(2, ranks_known=False, tcp=True) as job:
         (one, _), (other, _) = job.joined(["0", "1"])
         assert job.listener
-        with links.connect(job.listener.getsockname(), soon()) as sock:
-            links.greet(sock, KEY, LAUNCHER, Identity(version=links.package_version()), soon())
-            Frames(ByteStream(sock)).send({"t": "rival", "who": "pid 7", "seconds": 0.0}, soon())
+        with contextlib.closing(greeted(job.listener.getsockname(), purpose=LAUNCHER)) as stream:
+            Frames(stream).send({"t": "rival", "who": "pid 7", "seconds": 0.0}, soon())
         for member in (one, other):
             member.leave(0)
         assert job.settled().ok

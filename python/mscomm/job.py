@@ -22,10 +22,9 @@ from mscomm.accelerators import CPU, NAMES
 from mscomm.bootstrap import ms_cluster
 from mscomm.bootstrap.invitation import Invitation, Launcher
 from mscomm.cluster import assemble, links, plan
-from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline, join_timeout_s, seconds_of
 from mscomm.cluster.frames import Frames
-from mscomm.cluster.hello import CONTROL, UNKNOWN_RANK, package_version
+from mscomm.cluster.hello import UNKNOWN_RANK, package_version
 from mscomm.cluster.member import Member, Welcome
 from mscomm.context import given, plain_links_permitted
 from mscomm.errors import Aborted, Error, PeerLost
@@ -321,21 +320,25 @@ def _join(
     deadline: Deadline,
 ) -> Job:
     """Join the job to which this process is invited. Return when every rank is ready to use the world."""
-    sock, key, rank = invitation.sock, invitation.key, invitation.seat.rank
-    with contextlib.ExitStack() as failing, links.unix_listener(128) as memory:
-        failing.callback(sock.close)
-        if not invitation.greeted:
-            links.greet(sock, key, CONTROL, links.newcomer(os.environ, rank), deadline)
-        known = None if rank == UNKNOWN_RANK else rank
-        member = Member(Frames(ByteStream(sock)), key=key, rank=known, node_id=invitation.node_id, hub=invitation.where)
+    rank = None if invitation.seat.rank == UNKNOWN_RANK else invitation.seat.rank
+    frames = Frames(invitation.stream)
+    member = Member(frames, key=invitation.key, rank=rank, node_id=invitation.node_id, hub=invitation.where)
+    with contextlib.ExitStack() as failing:
         failing.callback(member.close)
-        welcome = member.join(assemble.facts(asked, invitation.seat.size, algo, memory), deadline)
+        memory = failing.enter_context(links.unix_listener(128))
+        try:
+            facts = assemble.facts(asked, invitation.seat.size, algo, memory)
+        except BaseException as error:
+            member.give_up(error)
+            raise
+        welcome = member.join(facts, deadline)
         log.set_rank(welcome.rank)
         with _telling(member, welcome.rank, welcome.epoch):
             epoch = assemble.share(member, welcome, memory, forced, deadline, asked.backend)
             job = Job(epoch, asked, algo, timeout_s)
             job.found(job.world, deadline)
             member.ready(deadline)
+        memory.close()
         failing.pop_all()
     job.launcher, job.hub = invitation.launcher, invitation.hub
     job.local_rank = epoch.neighbours.index(job.rank) if asked.local_rank is None else asked.local_rank

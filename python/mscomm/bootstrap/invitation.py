@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import socket
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -37,18 +37,16 @@ class Seat(NamedTuple):
 
 @dataclass
 class Invitation:
-    """What a rank needs to join: a socket connected to the hub, the job's key, and its place in the job.
+    """What a rank needs to join: an authenticated stream to the hub, its admission key, and its place in the job.
 
-    `where`: the name of the hub in error messages. `greeted`: whether the hello is done, or is not needed because the
-    socket is inherited. `hub`: the hub process, if this rank started it.
+    `where`: the name of the hub in error messages. `hub`: the hub process, if this rank started it.
     """
 
     launcher: str
     seat: Seat
-    sock: socket.socket
+    stream: ByteStream
     key: bytes
     where: str
-    greeted: bool = False
     hub: subprocess.Popen[bytes] | None = None
     node_id: str | None = None
     device: int | None = None  # the number of the accelerator, if the launcher provides one

@@ -3,7 +3,7 @@
 The modules for PMI-1, PMIx and MPI communicators share this code. Rank 0 publishes one string. If all ranks are on one
 host, the string is `mscomm1,unix,NAME,KEY`, with the name of an abstract unix socket and the job's key in hex.
 Otherwise, the string is `mscomm1,tcp,ADDRESS,PORT`. This string does not contain the key, because a store on several
-hosts may send the string over the network. Each rank gets the key from security.worker_key() instead.
+hosts may send the string over the network. Each rank gets the key from security.job_key() instead.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import NamedTuple
 from mscomm.bootstrap.invitation import Invitation, Seat
 from mscomm.cluster import hub_process, interfaces, links, security
 from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.hello import CONTROL
 from mscomm.errors import BackendUnavailable, on_failure
 
 INSTEAD = "Start the ranks with `mscomm run -n N script.py`, which needs no other launcher."
@@ -80,13 +81,13 @@ def join(
             f"{launcher}: rank 0 published {published[:12]!r}..., no address. Do all ranks run the same mscomm?"
         )
     if fields["key"]:
-        return _connect(launcher, seat, f"\0{fields['name']}", bytes.fromhex(fields["key"]), deadline)
+        return _connect(launcher, seat, f"\0{fields['name']}", bytes.fromhex(fields["key"]), env, deadline)
     try:
         host = interfaces.dial_address(fields["host"], env=env)
     except ValueError as error:
         raise BackendUnavailable(f"{launcher}: rank 0 published {fields['host']!r}, which is not an address") from error
     port = int(fields["port"])
-    return _connect(launcher, seat, (host, port), security.worker_key(env, host, port, permit_plain), deadline)
+    return _connect(launcher, seat, (host, port), security.job_key(env, host, port, permit_plain), env, deadline)
 
 
 def _host(
@@ -103,7 +104,7 @@ def _host(
         raise
     with on_failure(hub_process.end, process):
         store.publish(text, deadline)
-        return _connect(launcher, seat, address, key, deadline, process)
+        return _connect(launcher, seat, address, key, env, deadline, process)
 
 
 def _open(
@@ -114,7 +115,7 @@ def _open(
         address = links.address_of(listener)
         if isinstance(address, tuple):
             host, port = address
-            key = security.worker_key(env, host, port, permit_plain)
+            key = security.job_key(env, host, port, permit_plain)
             text = f"mscomm1,tcp,{host.partition('%')[0]},{port}"
         else:
             key = security.new_key()
@@ -137,15 +138,17 @@ def _connect(
     seat: Seat,
     address: links.Address,
     key: bytes,
+    env: Mapping[str, str],
     deadline: Deadline,
     process: subprocess.Popen[bytes] | None = None,
 ) -> Invitation:
     where = interfaces.endpoint(*address) if isinstance(address, tuple) else "a unix socket of this host"
+    admission = security.admission_key(key, CONTROL)
     try:
-        sock = links.connect(address, deadline)
+        stream = links.open_link(address, admission, CONTROL, links.newcomer(env, seat.rank), deadline)
     except OSError as error:
         raise BackendUnavailable(
             f"{launcher}: rank {seat.rank} cannot reach the hub that rank 0 started at {where}: {error}. "
             "Has rank 0 ended, or does a firewall or a container's network lie between the ranks?"
         ) from error
-    return Invitation(launcher, seat, sock, key, f"the hub that rank 0 started at {where}", hub=process)
+    return Invitation(launcher, seat, stream, admission, f"the hub that rank 0 started at {where}", hub=process)

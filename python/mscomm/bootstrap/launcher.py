@@ -8,14 +8,15 @@ the launcher of node 0, at the address in MSCOMM_SCHED.
 from __future__ import annotations
 
 import os
-import select
 import socket
 import stat
 from collections.abc import Mapping
 
 from mscomm.bootstrap.invitation import Invitation, Seat
 from mscomm.bootstrap.rendezvous import reach
-from mscomm.cluster.deadline import Deadline, wait
+from mscomm.cluster.bytestream import ByteStream
+from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.hello import UNKNOWN_RUN
 from mscomm.cluster.links import newcomer, require_same_user
 from mscomm.cluster.security import KEY_BYTES
 from mscomm.errors import BackendUnavailable, on_failure
@@ -33,7 +34,7 @@ def detect(env: Mapping[str, str]) -> bool:
 
 
 def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-    """Read the job's key from the inherited descriptor. In a job on several hosts, also connect to the hub."""
+    """Read the credentials from the inherited descriptor. In a job on several hosts, also connect to the hub."""
     inherited = KEY_FD if SCHED in env else CONTROL_FD
     rank, size, local_rank, local_size, fd = (_number(env, name) for name in (*VARIABLES[:4], inherited))
     if fd in _taken:
@@ -46,28 +47,31 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
         raise BackendUnavailable(f"mscomm run: {values} do not fit together; leave these variables to the launcher")
     sock = _adopt(fd, inherited)
     _taken.add(fd)
-    with on_failure(sock.close):
-        key = _read_key(sock, inherited, deadline)
+    stream = ByteStream(sock)
+    with on_failure(stream.close):
+        credentials = _read(stream, KEY_BYTES + len(UNKNOWN_RUN), inherited, deadline)
+    key, run = credentials[:KEY_BYTES], credentials[KEY_BYTES:]
     seat = Seat(rank, size, local_rank, one_host=inherited == CONTROL_FD)
     if seat.one_host:
-        return Invitation(NAME, seat, sock, key, "the launcher (mscomm run)", greeted=True)
-    sock.close()
-    return _connect(env[SCHED], key, seat, deadline)
+        stream.secret = key
+        return Invitation(NAME, seat, stream, key, "the launcher (mscomm run)")
+    stream.close()
+    return _connect(env[SCHED], key, run, seat, deadline)
 
 
-def _connect(sched: str, key: bytes, seat: Seat, deadline: Deadline) -> Invitation:
+def _connect(sched: str, key: bytes, run: bytes, seat: Seat, deadline: Deadline) -> Invitation:
     host, _, port = sched.rpartition(":")
     if not (host and port.isdecimal()):
         raise BackendUnavailable(f"mscomm run: {SCHED}={sched!r}, expected address:port; leave it to the launcher")
-    sock, _ = reach(
+    stream, _ = reach(
         [(host.strip("[]"), int(port))],
         deadline,
         lambda address: key,
-        newcomer(os.environ, seat.rank),
+        newcomer(os.environ, seat.rank, run),
         f"mscomm run: rank {seat.rank} finds no launcher of node 0 at {sched}",
         "Has it ended, or does a firewall lie between the hosts?",
     )
-    return Invitation(NAME, seat, sock, key, f"the launcher of node 0 (mscomm run) at {sched}", greeted=True)
+    return Invitation(NAME, seat, stream, key, f"the launcher of node 0 (mscomm run) at {sched}")
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
@@ -97,17 +101,17 @@ def _adopt(fd: int, name: str) -> socket.socket:
     return sock
 
 
-def _read_key(sock: socket.socket, name: str, deadline: Deadline) -> bytes:
-    key = b""
-    while len(key) < KEY_BYTES:
+def _read(stream: ByteStream, size: int, name: str, deadline: Deadline) -> bytes:
+    content = b""
+    while len(content) < size:
         try:
-            wait(sock, select.POLLIN, deadline)
-            received = sock.recv(KEY_BYTES - len(key))
+            stream.await_bytes(deadline)
+            received = stream.receive(size - len(content))
         except OSError as error:
             raise BackendUnavailable(f"mscomm run: no message from the launcher on {name}: {error}") from error
-        if not received:
+        if received == b"":
             raise BackendUnavailable(
                 "mscomm run: the launcher has ended, or another process of this rank has joined already"
             )
-        key += received
-    return key
+        content += received or b""
+    return content

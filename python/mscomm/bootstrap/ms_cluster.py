@@ -23,7 +23,7 @@ from mscomm.bootstrap import rendezvous
 from mscomm.bootstrap.invitation import Invitation, Seat
 from mscomm.cluster import interfaces, links, security
 from mscomm.cluster.deadline import Deadline, join_timeout_s
-from mscomm.cluster.hello import UNKNOWN_RANK
+from mscomm.cluster.hello import CONTROL, UNKNOWN_RANK
 from mscomm.cluster.hub import Hub
 from mscomm.errors import BackendUnavailable
 
@@ -62,17 +62,17 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     where = f"the scheduler at {interfaces.endpoint(settings.host, settings.port)}"
     if settings.worker_ip:
         _require_own(settings.worker_ip)
-    sock, key = rendezvous.reach(
+    stream, key = rendezvous.reach(
         [(settings.host, settings.port)],
         deadline,
-        lambda address: security.worker_key(env, address[0], address[1], permit_plain),
+        lambda address: security.admission_key(security.job_key(env, address[0], address[1], permit_plain), CONTROL),
         links.newcomer(env),
         f"no scheduler at {interfaces.endpoint(settings.host, settings.port)} (MS_SCHED_HOST, MS_SCHED_PORT)",
         "Start one with MS_ROLE=MS_SCHED and the same variables, or with `mscomm sched`",
         source=settings.worker_ip,
     )
     seat = Seat(UNKNOWN_RANK, settings.size, None, one_host=False)
-    return Invitation(NAME, seat, sock, key, where, greeted=True, node_id=settings.node_id)
+    return Invitation(NAME, seat, stream, key, where, node_id=settings.node_id)
 
 
 def _require_own(worker_ip: str) -> None:
@@ -167,7 +167,7 @@ def _why_not(settings: Settings, error: OSError, env: Mapping[str, str], permit_
         # is a wildcard address such as 0.0.0.0, we connect to a loopback address, which can have another key.
         host = str(socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][4][0])
         taken = rendezvous.contend(
-            host, settings.port, lambda _: security.worker_key(env, host, settings.port, permit_plain), env
+            host, settings.port, lambda _: security.job_key(env, host, settings.port, permit_plain), env
         )
     return {
         errno.EADDRINUSE: f"the port is taken{taken}, perhaps by the scheduler of another job"

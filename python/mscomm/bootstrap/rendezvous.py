@@ -25,7 +25,7 @@ from mscomm.cluster import hub_process, interfaces, links, security
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames
-from mscomm.cluster.hello import CONTROL, LAUNCHER, Identity, NotMscomm
+from mscomm.cluster.hello import CONTROL, LAUNCHER, Busy, Identity, NotMscomm
 from mscomm.errors import AuthenticationError, BackendUnavailable, Error, on_failure
 
 if TYPE_CHECKING:
@@ -60,15 +60,15 @@ def meet(
         return _host(launcher, seat, spot, env, deadline, permit_plain, advice)
     targets = [_unix_name(spot.job)] if seat.one_host else [(spot.host, port) for port in spot.ports]
     where = _where(seat, spot)
-    sock, key = reach(
+    stream, key = reach(
         targets,
         deadline,
-        lambda address: _key(spot, address, env, permit_plain),
+        lambda address: security.admission_key(_key(spot, address, env, permit_plain), CONTROL),
         links.newcomer(env, seat.rank),
         f"{launcher}: rank {seat.rank} finds no hub of rank 0 at {where}",
         advice,
     )
-    return Invitation(launcher, seat, sock, key, f"the hub that rank 0 started at {where}", greeted=True)
+    return Invitation(launcher, seat, stream, key, f"the hub that rank 0 started at {where}")
 
 
 def number(launcher: str, env: Mapping[str, str], name: str, low: int, high: int | None = None) -> int:
@@ -124,16 +124,16 @@ def reach(
     *,
     purpose: int = CONTROL,
     source: str | None = None,
-) -> tuple[socket.socket, bytes]:
-    """Try the targets in turn, until one accepts our connection and our hello. Return the socket and the job's key.
+) -> tuple[ByteStream, bytes]:
+    """Try the targets in turn, until one accepts our connection and our hello. Return the stream and the admission key.
 
-    key_at: a function that takes the listener's address and returns the key for the hello.
+    key_at: a function that takes the listener's address and returns the admission key for the purpose.
 
     Retry until the deadline, because the listener may start after us. At the deadline, raise BackendUnavailable with
     the message "<absent> within 3 s: <problems>. <advice>".
 
-    If there is only one target, raise an Error from `key_at` or from the hello at once, except if the listener closed
-    the connection without an answer. In that case, retry until this has happened _SILENCES times.
+    If there is only one target, raise an Error from `key_at` or from the hello at once, except if the listener was too
+    busy, or closed the connection without an answer. If it closes, retry until this has happened _SILENCES times.
     """
     started, pause_s, said, silences = time.monotonic(), _RETRY_S[0], False, 0
     heard: dict[links.Address, str] = {}  # for each target, why the most recent hello failed
@@ -147,13 +147,13 @@ def reach(
                 continue
             try:
                 key = key_at(sock.getpeername())
-                links.greet(sock, key, purpose, mine, deadline)
-                return sock, key
+                return links.greet(sock, key, purpose, mine, deadline), key
             except (Error, OSError) as error:
                 sock.close()
                 silent = isinstance(error, NotMscomm) and isinstance(error.__cause__, ConnectionError)
                 silences += silent
-                if isinstance(error, Error) and len(targets) == 1 and not (silent and silences < _SILENCES):
+                again = isinstance(error, Busy) or (silent and silences < _SILENCES)
+                if isinstance(error, Error) and len(targets) == 1 and not again:
                     raise
                 problems[target] = heard[target] = str(error)
             except BaseException:
@@ -230,10 +230,11 @@ def _host(
     with listener:
         address = links.address_of(listener)
         process = hub_process.spawn(listener, seat.size, key, deadline.rest(), links.job_of(env))
-        with on_failure(hub_process.end, process):
-            sock = links.connect(address, deadline)
+    with on_failure(hub_process.end, process):
+        admission = security.admission_key(key, CONTROL)
+        stream = links.open_link(address, admission, CONTROL, links.newcomer(env, seat.rank), deadline)
     where = interfaces.endpoint(*address) if isinstance(address, tuple) else _where(seat, spot)
-    return Invitation(launcher, seat, sock, key, f"the hub that rank 0 started at {where}", hub=process)
+    return Invitation(launcher, seat, stream, admission, f"the hub that rank 0 started at {where}", hub=process)
 
 
 def _contend_at(spot: Spot, env: Mapping[str, str], permit_plain: bool) -> str:
@@ -307,8 +308,8 @@ def contend(host: str, port: int, key: Callable[[Any], bytes], env: Mapping[str,
 
     Return text about that process, for error messages. The other hub must know about our job, because ranks of both
     jobs may have joined that hub, and the hub cannot tell which rank belongs to which job. key: a function that takes
-    the other hub's address and returns that hub's key. The function is called only after the other hub has accepted our
-    connection.
+    the other hub's address and returns that hub's job key. The function is called only after the other hub has accepted
+    our connection.
     """
     import psutil
 
@@ -319,9 +320,13 @@ def contend(host: str, port: int, key: Callable[[Any], bytes], env: Mapping[str,
     # An error means that no hub listens, or that the hub refuses this process, as it will refuse our ranks. In both
     # cases, our ranks cannot join that hub, so it need not know about our job.
     with contextlib.suppress(Error, OSError):
-        sock, _ = reach([(host, port)], deadline, key, links.newcomer(env), "", "", purpose=LAUNCHER)
-        with sock:
-            Frames(ByteStream(sock)).send(words, deadline)
+
+        def admission(address: Any) -> bytes:
+            return security.admission_key(key(address), LAUNCHER)
+
+        stream, _ = reach([(host, port)], deadline, admission, links.newcomer(env), "", "", purpose=LAUNCHER)
+        with contextlib.closing(stream):
+            Frames(stream).send(words, deadline)
     return _holder(host, port)
 
 
@@ -359,7 +364,7 @@ def _key(spot: Spot, address: Any, env: Mapping[str, str], permit_plain: bool, *
     if users := environment.read("MSCOMM_JOB_KEY_FILE", env):
         key = security.read_key(users)
     elif not path:
-        key = security.worker_key(env, address[0], address[1], permit_plain)
+        key = security.job_key(env, address[0], address[1], permit_plain)
     elif new:
         file = security.KeyFile(path)
         atexit.register(_remove, file, os.getpid())

@@ -21,7 +21,7 @@ from mscomm.accelerators import Accelerator
 from mscomm.cluster import interfaces, links, plan
 from mscomm.cluster.cpus import can_spin, cpu_quota, cpus_of
 from mscomm.cluster.deadline import Deadline
-from mscomm.cluster.hello import DATA, MEMORY, MESSAGES, Identity, package_version
+from mscomm.cluster.hello import DATA, HUB, MEMORY, MESSAGES, Identity, grouped, package_version
 from mscomm.cluster.member import Member, Welcome
 from mscomm.errors import Aborted, Error, PeerLost, on_failure
 
@@ -151,7 +151,7 @@ class Epoch:
         self.number = welcome.epoch
         self.facts = welcome.facts
         self.key = welcome.key
-        self.identity = Identity(welcome.job, package_version(), welcome.rank, welcome.epoch)
+        self._identity = Identity(version=package_version(), rank=welcome.rank, epoch=welcome.epoch, run=welcome.run)
         self.hosts = plan.hosts(welcome.facts)
         self.names = rank_names(welcome.facts)
         # the ranks on this rank's host, including this rank
@@ -159,6 +159,10 @@ class Epoch:
         self.forced = forced
         self.heap: _core.Heap | None = None
         self.accelerator: Accelerator | None = None  # None if the job's backend is the CPU core
+
+    def identity(self, group: str, to: int = HUB) -> Identity:
+        """Return this rank's identity for the hello of a link of the group. to: the rank to which it connects."""
+        return self._identity._replace(group=grouped(group), to=to)
 
     def choose(self, asked: str) -> None:
         """Choose the backend from all ranks' facts, and set up this rank's accelerator for it."""
@@ -302,16 +306,20 @@ class Epoch:
         me = ranks.index(self.rank)
         with on_failure(links.close_all, fds):
             for place in range(me):
-                fds[place] = self.call(ranks[place], told[ranks[place]]["data"], DATA, deadline)
+                fds[place] = self.call(group, ranks[place], told[ranks[place]]["data"], DATA, deadline)
+            mine = self.identity(group)
             came = links.accept_all(
-                listening, ranks[me + 1 :], self.key, DATA, self.identity, deadline, check=lambda: member.check(group)
+                listening, ranks[me + 1 :], self.key, DATA, mine, deadline, check=lambda: member.check(group)
             )
-            for rank, sock in came.items():
-                fds[ranks.index(rank)] = sock.detach()
+            for rank, stream in came.items():
+                fds[ranks.index(rank)] = stream.sock.detach()
         return fds
 
-    def call(self, rank: int, addresses: list[Any], purpose: int, deadline: Deadline) -> int:
-        """Connect to `rank`, at the first address in the list that this rank can use. Return the descriptor."""
+    def call(self, group: str, rank: int, addresses: list[Any], purpose: int, deadline: Deadline) -> int:
+        """Connect to `rank`, at the first address in the list that this rank can use, for a link of the group.
+
+        Return the descriptor.
+        """
         at_home = self.hosts[rank] == self.hosts[self.rank]
         valid = [one for one in addresses if links.is_address(one)]
         address = next((one for one in valid if isinstance(one, (str, bytes)) == at_home), None)
@@ -324,11 +332,9 @@ class Epoch:
             host, port = address
             address = interfaces.dial_address(host, self.member.address()), port
             where = f" at {interfaces.endpoint(*address)}"
-        with _reaching(rank, where), contextlib.ExitStack() as failing:
-            sock = failing.enter_context(links.connect(address, deadline))
-            links.greet(sock, self.key, purpose, self.identity, deadline)
-            failing.pop_all()
-        return sock.detach()
+        with _reaching(rank, where):
+            stream = links.open_link(address, self.key, purpose, self.identity(group, rank), deadline)
+        return stream.sock.detach()
 
     def invite(self, group: str, rank: int, deadline: Deadline, check: Callable[[], None]) -> int:
         """Ask `rank` to connect to this rank, whatever the program of `rank` is doing. Return the descriptor.
@@ -339,8 +345,9 @@ class Epoch:
         assert self.member
         with self._listener(self.hosts[rank] == self.hosts[self.rank]) as listener:
             self.member.dial(group, rank, [links.address_of(listener)], deadline)
-            came = links.accept_all([listener], [rank], self.key, MESSAGES, self.identity, deadline, check=check)
-        return came[rank].detach()
+            mine = self.identity(group)
+            came = links.accept_all([listener], [rank], self.key, MESSAGES, mine, deadline, check=check)
+        return came[rank].sock.detach()
 
 
 def share(
@@ -445,27 +452,29 @@ def _exchange_memory(
     The first neighbour collects all descriptors and sends them to the other neighbours, so each of the others needs
     only one connection.
     """
-    key, mine = epoch.key, epoch.identity
     first, *others = epoch.neighbours
+    world = plan.world_id(epoch.number)
     if epoch.rank == first:
         assert epoch.member
         heap_fds = [heap_fd]
-        check = functools.partial(epoch.member.check, plan.world_id(epoch.number))
-        came = links.accept_all([listener], others, key, MEMORY, mine, deadline, check=check)
-        for sock in came.values():
-            closing.callback(sock.close)
+        check = functools.partial(epoch.member.check, world)
+        came = links.accept_all([listener], others, epoch.key, MEMORY, epoch.identity(world), deadline, check=check)
+        for stream in came.values():
+            closing.callback(stream.close)
         for peer in others:
             with _reaching(peer):
-                heap_fds += links.recv_fds(came[peer], 1, deadline)
+                heap_fds += links.recv_fds(came[peer].sock, 1, deadline)
             closing.callback(os.close, heap_fds[-1])
-        for peer, sock in came.items():
+        for peer, stream in came.items():
             with _reaching(peer):
-                links.send_fds(sock, heap_fds, deadline)
+                links.send_fds(stream.sock, heap_fds, deadline)
         return heap_fds
-    with _reaching(first), links.connect(epoch.facts[first]["memory"], deadline) as sock:
-        links.greet(sock, key, MEMORY, mine, deadline)
-        links.send_fds(sock, [heap_fd], deadline)
-        heap_fds = links.recv_fds(sock, len(epoch.neighbours), deadline)
+    with _reaching(first), contextlib.ExitStack() as closing_link:
+        mine = epoch.identity(world, first)
+        stream = links.open_link(epoch.facts[first]["memory"], epoch.key, MEMORY, mine, deadline)
+        closing_link.callback(stream.close)
+        links.send_fds(stream.sock, [heap_fd], deadline)
+        heap_fds = links.recv_fds(stream.sock, len(epoch.neighbours), deadline)
     for fd in heap_fds:
         closing.callback(os.close, fd)
     return heap_fds

@@ -18,12 +18,15 @@ from mscomm.cluster.deadline import Deadline, wait
 class ByteStream:
     """One end of a connected socket, which the stream owns. One thread can receive while another thread sends.
 
-    sock: the socket. Other code may ask it for addresses and options, and must use it in no other way.
+    sock: the socket. Other code may ask it for addresses and options, and must use it in no other way. secret: a key
+    that only the two ends know. run: the id of the hub's start of the job. The hello sets these two.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self.sock = sock
+        self.secret = b""
+        self.run = b""
 
     def fileno(self) -> int:
         """Return the descriptor for a selector or poll object: -1 after close()."""

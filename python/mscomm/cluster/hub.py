@@ -17,10 +17,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mscomm.cluster import security
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.frames import FROM_HUB_BYTES, JOIN, READY, Frame, encode
 from mscomm.cluster.handlers import handlers
-from mscomm.cluster.hello import LAUNCHER, OF_THE_HUB, UNKNOWN_JOB, UNKNOWN_RANK, Identity, package_version
+from mscomm.cluster.hello import CONTROL, LAUNCHER, UNKNOWN_JOB, UNKNOWN_RANK, Identity, package_version
 from mscomm.cluster.judge import Judge, Progress
 from mscomm.cluster.launchers import Launchers, State
 from mscomm.cluster.links import Door, require_same_user
@@ -57,6 +58,7 @@ class _Group:
 class Hub:
     """The hub of one job of `size` ranks. Pass it sockets with listen() or adopt(), then call serve() in a thread.
 
+    `key`: the job key.
     `ranks_known`: whether each process says which rank it is; if not, the hub assigns ranks (plan.assign_ranks).
     `watched`: whether a launcher calls process_ended() for each rank. `restarts`: whether lost ranks may be restarted;
     if so, a launcher that reports the end of a process also says whether it restarts the rank. `named`: the job id,
@@ -83,8 +85,8 @@ class Hub:
     ) -> None:
         self._roster = Roster(size, ranks_known)
         self._all = list(range(size))
-        self._key = key
-        self._job = os.urandom(16)
+        self._admissions = {purpose: security.admission_key(key, purpose) for purpose in (CONTROL, LAUNCHER)}
+        self.run = os.urandom(16)  # the id of this start of the job
         self._epoch = 0
         self._topo_timeout_s = topo_timeout_s
         self._topo_until: float | None = None
@@ -115,7 +117,8 @@ class Hub:
         self._meetings = Meetings(self._roster.gone, self._roster.name, lambda: self._world.judge)
         self._selector = selectors.DefaultSelector()
         self._board: Switchboard[Link] = Switchboard(self._selector, self._handle, self._ended, self._log)
-        mine = Identity(named, package_version())  # no epoch, because a process that joins does not know it yet
+        # Epoch 0, because a process that joins does not know the epoch yet.
+        mine = Identity(named, package_version(), run=self.run)
         self._launchers = Launchers(
             self._selector,
             self._roster,
@@ -128,7 +131,9 @@ class Hub:
             tell=tell,
         )
         self._waiting = WaitNotices(self._roster, self._launchers, tell)
-        self._door = Door(self._selector, key, OF_THE_HUB, mine, range(size), self._enter, self._log, self._turned_away)
+        self._door = Door(
+            self._selector, self._admissions, mine, range(size), self._enter, self._log, self._turned_away
+        )
         # Requests from other threads. A thread appends a function and sends a byte. The byte wakes the hub's thread,
         # which calls the function.
         self._orders: deque[Callable[[], None]] = deque()
@@ -146,10 +151,19 @@ class Hub:
     def adopt(self, sock: socket.socket, rank: int) -> None:
         """Take over our end of a socket pair. The rank inherits the other end. Any thread may call this.
 
-        Such a link does not begin with a hello, but with the key, which the hub sends.
+        Such a link does not begin with a hello, but with the rank's credentials, which the hub sends.
         """
         require_same_user(sock)
-        self._order(lambda: self._board.write(self._board.add(Link(ByteStream(sock), rank, adopted=True)), self._key))
+        self._order(lambda: self._adopt(ByteStream(sock), rank))
+
+    def _adopt(self, stream: ByteStream, rank: int) -> None:
+        stream.secret = self._admissions[CONTROL]
+        self._board.write(self._board.add(Link(stream, rank, adopted=True)), self.credentials)
+
+    @property
+    def credentials(self) -> bytes:
+        """What a rank reads from the descriptor that it inherits: its admission key, and the id of this start."""
+        return self._admissions[CONTROL] + self.run
 
     def started_by(self, rank: int, pidfd: int) -> None:
         """Watch the process of the rank that started the hub. When it has ended, expect no more connections."""
@@ -436,11 +450,11 @@ class Hub:
 
     # -- control frames from the ranks
 
-    def _enter(self, sock: socket.socket, peer: Identity, purpose: int) -> None:
+    def _enter(self, stream: ByteStream, peer: Identity, purpose: int) -> None:
         if purpose == LAUNCHER:
-            self._launchers.add(ByteStream(sock))
+            self._launchers.add(stream)
             return
-        self._board.add(Link(ByteStream(sock), peer.rank if peer.rank >= 0 else None, adopted=False))
+        self._board.add(Link(stream, peer.rank if peer.rank >= 0 else None, adopted=False))
 
     def _turned_away(self, address: str, why: str, unproven: bool) -> None:
         self._waiting.turned_away(address, why, unproven and not self._welcomed)
@@ -448,7 +462,7 @@ class Hub:
     def _handle(self, link: Link, frame: Frame) -> None:
         """Handle one control frame from a rank. If this raises Error, the caller ends the rank's link."""
         kind = frame["t"]
-        if kind != "join" and (not link.joined or link.left):
+        if kind not in ("join", "give up") and (not link.joined or link.left):
             raise Error(f"{kind!r} is not allowed before join or after bye")
         if kind not in FROM_RANKS:
             raise Error(f"{kind!r} is not a message to the hub")
@@ -634,6 +648,15 @@ class Hub:
         self._answer(self._meetings.look())
         self._begin_epoch()
 
+    def _on_give_up(self, link: Link, why: str) -> None:
+        """A rank ends before it has joined."""
+        if link.joined:
+            raise Error("'give up' is not allowed after join")
+        if link.rank is None:
+            self._log(f"a process gave up before it joined: {why}")
+        else:
+            self._lost(link.rank, f"rank {link.rank}", f"gave up before it joined: {why}")
+
     def _on_join(self, link: Link, rank: object, node_id: object, facts: Frame) -> None:
         if link.joined:
             raise Error("it joined twice")
@@ -673,11 +696,13 @@ class Hub:
             return
         self._welcomed = True
         self._waiting.end()
-        shared = {"t": "welcome", "size": self._roster.size, "job": self._job, "epoch": self._epoch}
+        shared = {"t": "welcome", "size": self._roster.size, "run": self.run, "epoch": self._epoch}
+        session = security.new_key()
         for link in self._roster:
             link.waits, link.welcomed = False, True
             self._board.write(link, facts)
-            self._send(link, {**shared, "rank": link.rank})
+            key = security.sealed(session, link.stream.secret, self._epoch)
+            self._send(link, {**shared, "rank": link.rank, "key": key})
 
     def _begin_epoch(self) -> None:
         """Begin a new epoch if every rank is waiting for it: survivors after "rejoin", restarted ranks after "join"."""
@@ -729,8 +754,8 @@ class Hub:
     def _ended(self, link: Link, how: str) -> None:
         """A control link has ended."""
         link.waits = False
-        if link.left or (link.rank is None and not link.joined):
-            return
+        if link.left or not (link.joined or link.adopted):
+            return  # a hello alone changes nothing
         if not link.joined and any(other.rank == link.rank for other in self._roster):
             return  # the rank has joined over another link
         how = how or ("ended without release" if link.joined else "ended before it joined")

@@ -18,13 +18,25 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
-from typing import Any, TypeAlias
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 from mscomm import environment
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline, wait
-from mscomm.cluster.hello import HELLO_S, OF_THE_HUB, UNKNOWN_RANK, Hello, Identity, NotMscomm, named, package_version
+from mscomm.cluster.hello import (
+    HELLO_S,
+    OF_THE_HUB,
+    UNKNOWN_RANK,
+    UNKNOWN_RUN,
+    Busy,
+    Hello,
+    Identity,
+    NotMscomm,
+    named,
+    package_version,
+)
 from mscomm.errors import AuthenticationError, CollectiveTimeout, Error, on_failure
 
 # ("host", port), or the name of an abstract unix socket: b"\0..." or "\0..."
@@ -33,6 +45,7 @@ Address: TypeAlias = "tuple[str, int] | str | bytes"
 _HALF_OPEN = 64  # how many hellos may be in progress at once; in large jobs, twice the number of ranks
 _FDS_A_MESSAGE = 253  # the kernel's SCM_MAX_FD
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_COMPLAIN_EVERY_S = 10.0
 _PAUSE_S = 0.1  # how long to ignore a listener when descriptors or memory have run out
 _UCRED = struct.Struct("=iII")  # pid, uid, gid
 
@@ -138,13 +151,17 @@ def job_of(env: Mapping[str, str]) -> bytes:
     return named(environment.read("MSCOMM_JOB_ID", env))
 
 
-def newcomer(env: Mapping[str, str], rank: int = UNKNOWN_RANK) -> Identity:
+def newcomer(env: Mapping[str, str], rank: int = UNKNOWN_RANK, run: bytes = UNKNOWN_RUN) -> Identity:
     """Return the Identity that a process sends to the hub of a job that it has not joined yet."""
-    return Identity(job_of(env), package_version(), rank)
+    return Identity(job_of(env), package_version(), rank, run=run)
 
 
-def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadline: Deadline) -> None:
-    """Run the connecting side of the hello. Errors name the address. The caller must close the socket on an error."""
+def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadline: Deadline) -> ByteStream:
+    """Run the connecting side of the hello. Return the stream, with its `secret` and `run`.
+
+    Errors name the address. Raise Busy if the other end says that this process should try again. The caller must close
+    the socket on an error.
+    """
     # Only a hub on TCP must answer soon: it accepts at once, so a silent listener is not a hub. A hub on a unix socket
     # may still be starting, which can take a while on a busy host. A rank may be busy for long before it accepts.
     if purpose in OF_THE_HUB and sock.family != socket.AF_UNIX:
@@ -166,6 +183,8 @@ def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadlin
             _limit_silence(sock, False)
     except NotMscomm as error:
         raise NotMscomm(f"{where} is not an {expected}: {error}") from error
+    except Busy as error:
+        raise Busy(f"{where} did not accept this process: {error}") from error
     except Error as error:
         raise type(error)(f"{where} and this process do not fit together: {error}") from error
     except TimeoutError as error:
@@ -176,9 +195,28 @@ def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadlin
             f"{where} is not an {expected}, or it is stopped: it said nothing for {deadline.seconds:g} s"
         ) from error
     except OSError as error:
-        if hello.heard:
-            raise AuthenticationError(f"{where} closed the connection: it has another key than this process") from error
         raise NotMscomm(f"{where} is not an {expected}, or it just ended: {error} during the hello") from error
+    stream.secret, stream.run = hello.secret, hello.peer.run
+    return stream
+
+
+def open_link(address: Address, key: bytes, purpose: int, mine: Identity, deadline: Deadline) -> ByteStream:
+    """Connect to the address, and run the hello. If the other end is too busy, try again until the deadline.
+
+    Raise what connect() and greet() raise.
+    """
+    while True:
+        sock = connect(address, deadline)
+        try:
+            return greet(sock, key, purpose, mine, deadline)
+        except Busy:
+            sock.close()
+            if deadline.passed:
+                raise
+            time.sleep(random.SystemRandom().uniform(0.01, 0.1))
+        except BaseException:
+            sock.close()
+            raise
 
 
 def _name(sock: socket.socket) -> str:
@@ -240,42 +278,52 @@ def address_of(listener: socket.socket) -> Address:
     return name[:2] if isinstance(name, tuple) else name
 
 
+class _Newcomer(NamedTuple):
+    """A connection whose hello is in progress."""
+
+    stream: ByteStream
+    hello: Hello
+    source: str  # the host that it comes from
+    until: float  # when to drop the connection
+
+
 class Door:
     """The listeners of one selector loop, and the connections to them whose hello is still in progress.
 
-    `enter(sock, peer, purpose)` is called for each connection whose hello succeeds. `turned_away(address, why,
-    unproven)` is called for each connection that is dropped during its hello. unproven: whether the peer speaks
-    mscomm's protocol but has a different key. A connection is dropped if it sends garbage, has the wrong key, or is too
-    slow. At most 64 hellos, or twice the number of `ranks` if that is more, can be in progress at the same time. If
-    another connection arrives, the connection with the oldest hello is dropped. The data of each selector key is a
-    function to call when the socket is ready.
+    `keys`: the key for each purpose that is served. `enter(stream, peer, purpose)` is called for each connection whose
+    hello succeeds. `turned_away(address, why, unproven)` is called for each connection that is dropped during its
+    hello. unproven: whether the peer speaks mscomm's protocol but has a different key. A connection is dropped if it
+    sends garbage, has the wrong key, or is too slow.
+
+    At most 64 hellos, or twice the number of `ranks` if that is more, can be in progress at the same time. If another
+    connection arrives, the oldest connection of the host that has the most is told to try again, and dropped. So a
+    flood from one host does not push out the connections of other hosts.
+
+    The data of each selector key is a function to call when the socket is ready.
     """
 
     def __init__(
         self,
         selector: selectors.BaseSelector,
-        key: bytes,
-        purposes: Container[int],
+        keys: Mapping[int, bytes],
         mine: Identity,
         ranks: Collection[int],
-        enter: Callable[[socket.socket, Identity, int], None],
+        enter: Callable[[ByteStream, Identity, int], None],
         log: Callable[[str], None] | None = None,
         turned_away: Callable[[str, str, bool], None] | None = None,
         on_shortage: Callable[[OSError], None] | None = None,
     ) -> None:
         self._selector = selector
-        self._new_hello: Callable[[], Hello] = lambda: Hello.acceptor(key, purposes, mine, ranks)
+        self._new_hello: Callable[[], Hello] = lambda: Hello.acceptor(keys, mine, ranks)
         self._ranks = ranks
         self._room = max(_HALF_OPEN, 2 * len(ranks))
         self._enter = enter
-        self._log = log or (lambda text: None)
         self._turned_away = turned_away or (lambda address, why, unproven: None)
         self._on_shortage = on_shortage
-        self._complaints: set[str] = set()  # the kinds of problems that have been logged, each only once
+        self._complaints = _Complaints(log or (lambda text: None))
         self._listeners: list[socket.socket] = []
         self._paused: dict[socket.socket, float] = {}  # for each paused listener, when to accept again
-        # For each connection, oldest first: its stream, its hello, and when to drop the connection.
-        self._half_open: dict[socket.socket, tuple[ByteStream, Hello, float]] = {}
+        self._half_open: dict[socket.socket, _Newcomer] = {}  # oldest first
 
     def listen(self, listener: socket.socket) -> None:
         listener.setblocking(False)
@@ -291,28 +339,27 @@ class Door:
         Return the seconds until this must be called again; None if no hello is in progress and no listener is paused.
         """
         now = time.monotonic()
-        while self._half_open and self._oldest()[1] <= now:
-            self._drop(self._oldest()[0], "it did not finish its hello in time")
+        while self._half_open and self._oldest().until <= now:
+            self._drop(self._oldest(), "it did not finish its hello in time")
         for listener in [listener for listener, until in self._paused.items() if until <= now]:
             del self._paused[listener]
             self._watch(listener)
-        times = [*self._paused.values(), *([self._oldest()[1]] if self._half_open else [])]
+        times = [*self._paused.values(), *([self._oldest().until] if self._half_open else [])]
         return min((until - now for until in times), default=None)
 
-    def _oldest(self) -> tuple[socket.socket, float]:
-        """Return the connection whose hello began first, and when to drop it."""
-        sock, (_, _, until) = next(iter(self._half_open.items()))
-        return sock, until
+    def _oldest(self) -> _Newcomer:
+        return next(iter(self._half_open.values()))
 
     def close(self) -> None:
         """Drop the connections whose hello is in progress. Forget the listeners, which stay open for their owner."""
-        for sock in list(self._half_open):
-            self._forget(sock).close()
+        for newcomer in list(self._half_open.values()):
+            self._forget(newcomer).close()
         for listener in self._listeners:
             if listener not in self._paused:
                 self._selector.unregister(listener)
         self._listeners.clear()
         self._paused.clear()
+        self._complaints.close()
 
     def _accept(self, listener: socket.socket) -> None:
         # Accept only one connection per iteration of the loop. All other sockets are served in between, so a flood of
@@ -322,12 +369,12 @@ class Door:
         except BlockingIOError:
             return
         except OSError as error:  # e.g. the connection was reset while it waited, or no descriptors are left
-            self._complain(f"cannot accept a connection: {error}")
-            # Drop the oldest connection, which may be a stranger's. But with on_shortage, keep as many connections as
-            # there are expected ranks, because a rank whose connection we dropped would report us as lost.
+            self._complaints.add("accept", f"cannot accept a connection: {error}")
+            # Make room, perhaps by dropping a stranger. But with on_shortage, keep as many connections as there are
+            # expected ranks, because a rank whose connection we dropped would report us as lost.
             expected = len(self._ranks) if self._on_shortage else 0
             if is_shortage(error) and len(self._half_open) > expected:
-                self._drop(self._oldest()[0], "its descriptor is needed for a newer connection")
+                self._put_off("its descriptor is needed for a newer connection")
             elif is_shortage(error):
                 # Pause the listener. Otherwise, the selector would report it again at once, because the connection is
                 # still in the listener's backlog.
@@ -342,57 +389,93 @@ class Door:
             else:
                 tune(sock)
         except (AuthenticationError, OSError) as error:
-            self._complain(f"dropped a connection: {error}")
+            self._complaints.add("tune", f"dropped a connection: {error}")
             sock.close()
             return
         if len(self._half_open) >= self._room:
-            self._drop(self._oldest()[0], f"more than {self._room} connections are in their hello")
-        self._half_open[sock] = (ByteStream(sock), self._new_hello(), time.monotonic() + HELLO_S)
-        self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(sock))
+            self._put_off(f"more than {self._room} connections are in their hello")
+        source = _name(sock).rpartition(":")[0]
+        newcomer = _Newcomer(ByteStream(sock), self._new_hello(), source, time.monotonic() + HELLO_S)
+        self._half_open[sock] = newcomer
+        self._selector.register(sock, newcomer.stream.events(sending=False), lambda: self._read(newcomer))
 
-    def _read(self, sock: socket.socket) -> None:
-        if sock not in self._half_open:  # it was dropped earlier in this iteration of the loop
+    def _read(self, newcomer: _Newcomer) -> None:
+        if newcomer.stream.sock not in self._half_open:  # it was dropped earlier in this iteration of the loop
             return
-        stream, hello, _ = self._half_open[sock]
+        stream, hello, _, _ = newcomer
         try:
             received = stream.receive(hello.needs)
             if received is None:
                 return
             if not received:
-                if hello.heard:  # the peer has received our proof that we know the key, and rejects it
-                    self._drop(sock, "it closed after our side of the hello: it has another key", unproven=True)
-                else:
-                    self._drop(sock, "it closed during the hello")
+                self._drop(newcomer, "it closed during the hello")
                 return
             answer = hello.feed(received)
             if answer and stream.send(answer) != len(answer):
-                self._drop(sock, "it does not read")
+                self._drop(newcomer, "it does not read")
                 return
         except (Error, OSError) as error:
-            self._drop(sock, str(error), unproven=isinstance(error, AuthenticationError))
+            self._drop(newcomer, str(error), type(error).__name__)
             return
         if hello.refusal:
-            self._drop(sock, str(hello.refusal))
+            self._drop(newcomer, str(hello.refusal), type(hello.refusal).__name__)
         elif hello.done:
             if hello.purpose in OF_THE_HUB:
-                _limit_silence(sock)
-            self._enter(self._forget(sock), hello.peer, hello.purpose)
+                _limit_silence(stream.sock)
+            stream.secret = hello.secret
+            self._enter(self._forget(newcomer), hello.peer, hello.purpose)
 
-    def _forget(self, sock: socket.socket) -> socket.socket:
-        del self._half_open[sock]
-        self._selector.unregister(sock)
-        return sock
+    def _forget(self, newcomer: _Newcomer) -> ByteStream:
+        del self._half_open[newcomer.stream.sock]
+        self._selector.unregister(newcomer.stream.sock)
+        return newcomer.stream
 
-    def _drop(self, sock: socket.socket, why: str, unproven: bool = False) -> None:
-        name = _name(sock)
-        self._complain(f"dropped a connection from {name}: {why}", kind=why)
-        self._forget(sock).close()
-        self._turned_away(name, why, unproven)
+    def _put_off(self, why: str) -> None:
+        """Drop one connection to make room, and tell it to try again."""
+        # Not Counter.most_common(), which imports a module, and so needs a descriptor.
+        counts = Counter(newcomer.source for newcomer in self._half_open.values())
+        source = max(counts, key=counts.__getitem__)
+        newcomer = next(newcomer for newcomer in self._half_open.values() if newcomer.source == source)
+        with contextlib.suppress(OSError):  # the connection may have ended
+            newcomer.stream.send(newcomer.hello.put_off())
+        self._drop(newcomer, why)
 
-    def _complain(self, text: str, kind: str = "") -> None:
-        if (kind or text) not in self._complaints and len(self._complaints) < 16:
-            self._complaints.add(kind or text)
-            self._log(text)
+    def _drop(self, newcomer: _Newcomer, why: str, kind: str = "") -> None:
+        """kind: what `why` has in common with other texts, for which only the most recent text is logged."""
+        name = _name(newcomer.stream.sock)
+        self._complaints.add(kind or why, f"dropped a connection from {name}: {why}")
+        self._forget(newcomer).close()
+        self._turned_away(name, why, kind == AuthenticationError.__name__)
+
+
+class _Complaints:
+    """Logs problems with connections: the first problem of each kind at once, and more of this kind in one line later.
+
+    kind: a text that a peer cannot influence, so that there are only a few kinds.
+    """
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._log = log
+        self._again_at: dict[str, float] = {}  # for each kind, when to log it again
+        self._held: dict[str, tuple[int, str]] = {}  # for each kind, how many were not logged, and the latest text
+
+    def add(self, kind: str, text: str) -> None:
+        now = time.monotonic()
+        if now < self._again_at.get(kind, 0.0):
+            self._held[kind] = (self._held.get(kind, (0, ""))[0] + 1, text)
+            return
+        self._tell(kind)
+        self._again_at[kind] = now + _COMPLAIN_EVERY_S
+        self._log(text)
+
+    def _tell(self, kind: str) -> None:
+        count, text = self._held.pop(kind, (0, ""))
+        if count:
+            self._log(f"{text} ({count} of this kind since the last line about it)")
+
+    def close(self) -> None:
+        for kind in list(self._held):
+            self._tell(kind)
 
 
 def accept_all(
@@ -404,8 +487,8 @@ def accept_all(
     deadline: Deadline,
     log: Callable[[str], None] | None = None,
     check: Callable[[], None] | None = None,
-) -> dict[int, socket.socket]:
-    """Accept one connection from each wanted rank. Return a blocking, authenticated socket for each rank.
+) -> dict[int, ByteStream]:
+    """Accept one connection from each wanted rank. Return an authenticated stream for each rank.
 
     At the deadline, raise CollectiveTimeout, which names the missing ranks. If the host has run short of descriptors or
     memory during the wait, raise OSError instead. If this process has no descriptors left, raise OSError at once.
@@ -413,15 +496,14 @@ def accept_all(
     """
     missing = set(wanted)
     shortage: OSError | None = None
-    came: dict[int, socket.socket] = {}
+    came: dict[int, ByteStream] = {}
 
-    def enter(sock: socket.socket, peer: Identity, _: int) -> None:
+    def enter(stream: ByteStream, peer: Identity, _: int) -> None:
         if peer.rank not in missing:  # the rank's second connection: only the first counts
-            sock.close()
+            stream.close()
             return
         missing.remove(peer.rank)
-        sock.setblocking(True)
-        came[peer.rank] = sock
+        came[peer.rank] = stream
 
     def lack(error: OSError) -> None:
         nonlocal shortage
@@ -430,7 +512,7 @@ def accept_all(
             raise error
 
     with selectors.DefaultSelector() as selector:
-        door = Door(selector, key, (purpose,), mine, missing, enter, log, on_shortage=lack)
+        door = Door(selector, {purpose: key}, mine, missing, enter, log, on_shortage=lack)
         for listener in listeners:
             door.listen(listener)
         try:
@@ -448,8 +530,8 @@ def accept_all(
                 for ready, _ in selector.select(min(deadline.left(), 0.1)):
                     ready.data()
         except BaseException:
-            for sock in came.values():
-                sock.close()
+            for stream in came.values():
+                stream.close()
             raise
         finally:
             door.close()

@@ -38,11 +38,14 @@ _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOW
 
 
 class Welcome(NamedTuple):
-    """What the hub tells a rank when all ranks have joined. facts[r]: the facts of rank r."""
+    """What the hub tells a rank when all ranks have joined.
+
+    run: the id of this start of the job. key: the session key of the epoch. facts[r]: the facts of rank r.
+    """
 
     rank: int
     size: int
-    job: bytes
+    run: bytes
     epoch: int
     key: bytes
     facts: list[dict[str, Any]]
@@ -67,7 +70,8 @@ class Missing(NamedTuple):
 class Member:
     """A rank's membership in the job.
 
-    `hub`: the name of the hub in messages. If `rank` is None, the hub assigns a rank, which may depend on `node_id`.
+    `key`: the admission key. `hub`: the name of the hub in messages. If `rank` is None, the hub assigns a rank, which
+    may depend on `node_id`.
     """
 
     frames: Frames
@@ -124,6 +128,11 @@ class Member:
         self._await(lambda: self._welcome is not None, deadline, "init", JOIN, world_id(0))
         assert self._welcome
         return self._welcome
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the hub why this rank ends before join()."""
+        with contextlib.suppress(OSError):  # the hub may be gone
+            self.frames.send({"t": "give up", "why": _words(error)}, Deadline(SETTLE_S))
 
     def _known(self) -> dict[str, Any]:
         host, link = socket.gethostname(), _address(self._stream.sock.getsockname())
@@ -225,8 +234,7 @@ class Member:
     def refuse(self, key: str, name: str, ranks: Sequence[int], error: BaseException) -> None:
         """Tell the other ranks that this rank leaves the meeting, or will not take part in it, and why."""
         assert self._welcome
-        words = "".join(traceback.format_exception_only(error)).strip()
-        why = f"rank {self._welcome.rank}: {name}: {words}".encode("utf-8", "backslashreplace").decode()[:16000]
+        why = f"rank {self._welcome.rank}: {name}: {_words(error)}"
         with contextlib.suppress(Error):  # the link may have ended
             self._say({"t": "refuse", "key": key, "name": name, "ranks": list(ranks), "why": why}, Deadline(SETTLE_S))
         with self._news:
@@ -459,8 +467,9 @@ class Member:
         if kind == "facts":
             self._facts = frame["facts"]
         elif kind == "welcome":
-            names = ("rank", "size", "job", "epoch")
-            self._welcome = Welcome(key=self.key, facts=self._facts, **{name: frame[name] for name in names})
+            names = ("rank", "size", "run", "epoch")
+            key = security.sealed(frame["key"], self._stream.secret, frame["epoch"])
+            self._welcome = Welcome(key=key, facts=self._facts, **{name: frame[name] for name in names})
             self._departed.clear()
             self._closed.clear()
             self._verdicts.pop("", None)
@@ -594,6 +603,12 @@ class Member:
         fd, self.news_fd = self.news_fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def _words(error: BaseException) -> str:
+    """Return the exception as text for a control frame."""
+    words = "".join(traceback.format_exception_only(error)).strip()
+    return words.encode("utf-8", "backslashreplace").decode()[:16000]
 
 
 def _address(name: Any) -> str:

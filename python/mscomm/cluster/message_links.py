@@ -74,7 +74,7 @@ class MessageLinks:
     def _answer(self, peer: int, addresses: Any) -> None:
         rank = self._ranks[peer]
         try:
-            fd = self._epoch.call(rank, addresses, MESSAGES, Deadline(_ANSWER_S))
+            fd = self._epoch.call(self._group, rank, addresses, MESSAGES, Deadline(_ANSWER_S))
             self._core.add_link(False, peer, fd)
         except (RuntimeError, OSError) as error:  # Error is a RuntimeError; an OSError is a shortage in this process
             symptom = self._no_link(rank, error)

@@ -1,4 +1,9 @@
-"""The job's key: 32 bytes that only the job's ranks know. It is never in argv, in the environment, or in the hello."""
+"""The keys of a job. None of them is ever in argv, in the environment, or in the hello.
+
+The job key only admits: from it come the two admission keys, with which a rank and a launcher of another host prove to
+the hub that they belong to the job. For each epoch, the hub makes a session key, with which the ranks of this epoch
+prove themselves to each other. A process that has the job key but no seat in the epoch does not get the session key.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +19,35 @@ import time
 from collections.abc import Iterator, Mapping
 
 from mscomm import environment, log
+from mscomm.cluster.hello import CONTROL
 from mscomm.errors import AuthenticationError
 
 KEY_BYTES = 32
 _FILE_LIMIT_BYTES = 4096
+_DIFFERENT_BYTES = 16  # 32 random bytes practically never have fewer different values
 
 
 def new_key() -> bytes:
     """Return a random key for one job."""
     return secrets.token_bytes(KEY_BYTES)
+
+
+def admission_key(key: bytes, purpose: int) -> bytes:
+    """Return the key for the hello of links to the hub: from the job key and the link's purpose, CONTROL or LAUNCHER.
+
+    A launcher gives its ranks only the admission key for CONTROL. So a rank cannot speak as a launcher.
+    """
+    return hmac.new(key, b"mscomm admission %d" % purpose, hashlib.sha256).digest()
+
+
+def sealed(key: bytes, secret: bytes, epoch: int) -> bytes:
+    """Encrypt the session key of an epoch for one control link, or decrypt it. secret: the secret of that link.
+
+    The key is combined (xor) with the HMAC of the epoch, which is used for this link and this epoch only. Somebody who
+    changes the encrypted key on its way can only make the hellos of the epoch fail.
+    """
+    pad = hmac.new(secret, b"mscomm session key %d" % epoch, hashlib.sha256).digest()
+    return bytes(a ^ b for a, b in zip(key, pad, strict=True))
 
 
 def is_loopback(host: str) -> bool:
@@ -43,8 +68,8 @@ def scheduler_key(env: Mapping[str, str], host: str, port: int, permit_plain: bo
     return _plain_key(host, port, permit_plain), None
 
 
-def worker_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool) -> bytes:
-    """Return the key for connecting to the scheduler at the numeric address.
+def job_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool) -> bytes:
+    """Return the job key, in a process that connects to the scheduler at the numeric address.
 
     Call this after connecting. The key file then exists, because the scheduler writes it before it listens.
     """
@@ -60,8 +85,8 @@ def worker_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool)
 def read_key(path: str, origin: str = "") -> bytes:
     """Return the key in the file.
 
-    The file must hold 64 hex digits or at least 32 bytes, and only the current user may have permission to read it.
-    Raise AuthenticationError for any other file.
+    The file must hold 64 hex digits or at least 32 random bytes, and only the current user may have permission to read
+    it. Raise AuthenticationError for any other file.
     """
 
     def refuse(what: str, advice: str) -> AuthenticationError:
@@ -92,10 +117,17 @@ def read_key(path: str, origin: str = "") -> bytes:
         os.close(fd)
     text = content.strip()
     if len(text) == 2 * KEY_BYTES and all(byte in b"0123456789abcdefABCDEF" for byte in text):
-        return bytes.fromhex(text.decode("ascii"))
+        content = bytes.fromhex(text.decode("ascii"))
+    elif all(byte in _TEXT for byte in content) and len(content) >= KEY_BYTES:
+        raise refuse("it holds text, which can be guessed; a key is random bytes, or 64 hex digits of them", make)
     if len(content) < KEY_BYTES:
         raise refuse(f"it holds {len(content)} bytes, a key needs at least {KEY_BYTES}", make)
+    if len(set(content)) < _DIFFERENT_BYTES:
+        raise refuse(f"it is not random: it has only {len(set(content))} different bytes", make)
     return content if len(content) == KEY_BYTES else hashlib.sha256(content).digest()
+
+
+_TEXT = bytes(range(32, 127)) + b"\t\n\r"
 
 
 def _plain_key(host: str, port: int, permit_plain: bool) -> bytes:
@@ -177,16 +209,16 @@ class KeyFile:
 def remove_stale(killed: bytes = b"") -> None:
     """Remove the user's key files in TMPDIR that no process has locked: their processes have been killed.
 
-    killed: the key of a process that has perhaps just been killed. Wait for the lock of its file: the kernel may close
-    the connections of a killed process before it frees the locks.
+    killed: the admission key of a hub that has perhaps just been killed. Wait for the lock of the hub's key file: the
+    kernel may close the connections of a killed process before it frees the locks.
     """
     until = time.monotonic() + _FREED_WITHIN_S
     while _remove_unlocked(killed) and time.monotonic() < until:
         time.sleep(0.01)
 
 
-def _remove_unlocked(key: bytes) -> bool:
-    """Remove the key files that are not locked. Return whether there is a locked file with this key."""
+def _remove_unlocked(admission: bytes) -> bool:
+    """Remove the key files that are not locked. Return whether a locked file has the key of this admission."""
     locked = False
     folder = os.path.dirname(key_path(""))
     # An error means that the folder is not there or not ours, or that this process has no descriptors left. The files
@@ -202,7 +234,7 @@ def _remove_unlocked(key: bytes) -> bool:
                         try:
                             _remove_unless_locked(path)
                         except BlockingIOError:
-                            locked = locked or read_key(path) == key
+                            locked = locked or admission_key(read_key(path), CONTROL) == admission
     return locked
 
 

@@ -21,10 +21,9 @@ from typing import Any, Protocol
 from mscomm import environment
 from mscomm.bootstrap import launcher, rendezvous
 from mscomm.cluster import interfaces, links, security
-from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frame, Frames
-from mscomm.cluster.hello import LAUNCHER
+from mscomm.cluster.hello import CONTROL, LAUNCHER
 from mscomm.cluster.hub import Hub
 from mscomm.errors import AuthenticationError, BackendUnavailable, Error, PeerLost, of_fields
 from mscomm.launching.output import Output, Stream
@@ -172,7 +171,7 @@ class Node0(_WithHub):
             f"node {node}": range(node * self.each, (node + 1) * self.each) for node in range(1, self.nodes)
         }
         self._layout = layout(self.nodes, self.each)
-        self._keys: list[socket.socket] = []  # our ends of the socket pairs from which the ranks read the key
+        self._pairs: list[socket.socket] = []  # our ends of the socket pairs from which the ranks read credentials
         self._local: set[int] = set()  # the ranks of this host
         self._job_began: bool | None = None  # whether a local rank called init(); None until all local ranks have ended
 
@@ -185,7 +184,7 @@ class Node0(_WithHub):
                 taken = rendezvous.contend(
                     self.host,
                     self.port,
-                    lambda address: security.worker_key(os.environ, address[0], address[1], self.permit_plain),
+                    lambda address: security.job_key(os.environ, address[0], address[1], self.permit_plain),
                     os.environ,
                 )
             raise BackendUnavailable(
@@ -212,8 +211,8 @@ class Node0(_WithHub):
         self._heard_at = float("inf")
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
-        ours, theirs, variables = _key_link(self._key, self._where)
-        self._keys.append(ours)
+        ours, theirs, variables = _credentials_link(self._hub.credentials, self._where)
+        self._pairs.append(ours)
         self._local.add(rank)
         return theirs, variables
 
@@ -223,7 +222,7 @@ class Node0(_WithHub):
     def needed(self, well: bool) -> bool:
         """Return whether ranks on other nodes are still in the job or, after a failure, need time to learn about it."""
         if self._job_began is None:  # check only once, because the kernel reports a reset only once
-            self._job_began = any(_was_read(ours) for ours in self._keys)
+            self._job_began = any(_was_read(ours) for ours in self._pairs)
         if not self._job_began:  # no local rank called init(), so there is no job to wait for
             if len(self._hub.attended) >= self.size - len(self._local):
                 return False
@@ -294,26 +293,30 @@ class OtherNode(Part):
             self._link.send({"t": "gave up", "name": self.name, "why": why[:1000]}, Deadline(_TELL_S))
 
     def _connect(self, deadline: Deadline) -> None:
-        def key_at(address: Any) -> bytes:
-            if self.key:
-                return self.key
-            _require_permission(os.environ, address[0], address[1], self.permit_plain)
-            return security.worker_key(os.environ, address[0], address[1], self.permit_plain)
+        key = self.key
 
-        sock, self._key = rendezvous.reach(
+        def admission(address: Any) -> bytes:
+            nonlocal key
+            if not key:
+                _require_permission(os.environ, address[0], address[1], self.permit_plain)
+                key = security.job_key(os.environ, address[0], address[1], self.permit_plain)
+            return security.admission_key(key, LAUNCHER)
+
+        stream, _ = rendezvous.reach(
             [(self.host, self.port)],
             deadline,
-            key_at,
+            admission,
             links.newcomer(os.environ),
             f"no node 0 at {interfaces.endpoint(self.host, self.port)} (--master-addr, --master-port)",
             "Start `mscomm run --node-rank 0` with the same options on the host that has this address",
             purpose=LAUNCHER,
         )
-        self._where = interfaces.endpoint(*sock.getpeername()[:2])
-        self._link = Frames(ByteStream(sock))
+        self._where = interfaces.endpoint(*stream.sock.getpeername()[:2])
+        self._credentials = security.admission_key(key, CONTROL) + stream.run  # what each rank of this node reads
+        self._link = Frames(stream)
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
-        ours, theirs, variables = _key_link(self._key, self._where)
+        ours, theirs, variables = _credentials_link(self._credentials, self._where)
         ours.close()
         return theirs, variables
 
@@ -420,23 +423,26 @@ def _serve(hub: Hub, stack: ExitStack) -> threading.Thread:
     return thread
 
 
-def _key_link(key: bytes, where: str) -> tuple[socket.socket, socket.socket, dict[str, str]]:
-    """Create a socket pair from which a rank reads the key. Return both ends, ours first, and the rank's variables."""
+def _credentials_link(credentials: bytes, where: str) -> tuple[socket.socket, socket.socket, dict[str, str]]:
+    """Create a socket pair from which a rank reads its credentials.
+
+    Return both ends, ours first, and the rank's variables.
+    """
     ours, theirs = socket.socketpair()
-    ours.sendall(key)
+    ours.sendall(credentials)
     return ours, theirs, {launcher.SCHED: where, launcher.KEY_FD: str(theirs.fileno())}
 
 
 def _was_read(ours: socket.socket) -> bool:
-    """Return whether the rank at the other end read its key. Call this when the rank has ended.
+    """Return whether the rank at the other end read its credentials. Call this when the rank has ended.
 
-    If the rank did not read the key, the kernel reports a reset of the connection.
+    If the rank did not read them, the kernel reports a reset of the connection.
     """
     try:
         return ours.recv(1, socket.MSG_DONTWAIT) == b""
     except ConnectionResetError:
         return False
-    except BlockingIOError:  # a child of the rank holds the descriptor: assume that the key was read
+    except BlockingIOError:  # a child of the rank holds the descriptor: assume that they were read
         return True
 
 
