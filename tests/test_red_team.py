@@ -1,0 +1,394 @@
+"""Attacks on a job: nobody who does not belong to it gets in, no honest rank fails, and each refusal is one clear line.
+
+The job has a scheduler and two workers, on loopback, or on two hosts with the attacker on a third. Each attack happens
+twice: while the job waits for its second worker, and while it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from control import VERSION, eventually, soon
+from hosts import Host, Hosts
+
+from mscomm import errors
+from mscomm.cluster import links, security
+from mscomm.cluster.bytestream import ByteStream
+from mscomm.cluster.frames import Frames
+from mscomm.cluster.hello import CONTROL, DATA, LAUNCHER, Hello, Identity, named
+from mscomm.errors import on_failure
+
+PORT = 8117
+_CLONE_NEWNET = 0x40000000
+
+# The workers calculate until the file exists, and check each sum.
+WORKER = """
+import sys
+from pathlib import Path
+import numpy as np
+import mscomm
+mscomm.init()
+steps, over = 0, False
+while not over:
+    total = mscomm.all_reduce(np.full(20000, mscomm.get_rank() + 1.0))
+    assert (total == 3).all(), total
+    over = bool(mscomm.all_reduce(np.float64([Path(sys.argv[1]).exists()]))[0])
+    steps += 1
+print("steps", steps, flush=True)
+"""
+
+
+class Victim:
+    """A job that is attacked. `attacker` is the host of the attacker, or None if all are on this host."""
+
+    def __init__(self, folder: Path, hosts: Hosts | None, port: int) -> None:
+        self.hosts = hosts
+        self.over = folder / "over"
+        self.key = os.urandom(32)
+        file = folder / "job.key"
+        file.touch(0o600)
+        file.write_bytes(self.key)
+        self.address = (hosts[0].address if hosts else "127.0.0.1", port)
+        self.env = {
+            "MS_SCHED_HOST": self.address[0],
+            "MS_SCHED_PORT": str(port),
+            "MS_WORKER_NUM": "2",
+            "MSCOMM_JOB_KEY_FILE": str(file),
+            "OMP_NUM_THREADS": "1",
+        }
+        self.log: list[str] = []
+        self.workers: list[subprocess.Popen[str]] = []
+
+    def start(self, host: int, words: list[str], **env: str) -> subprocess.Popen[str]:
+        if self.hosts:
+            return self.hosts[host].start([sys.executable, *words], {**self.env, **env})
+        return subprocess.Popen(
+            [sys.executable, *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **self.env, **env, "MSCOMM_HOST_ID": f"host-{host}"},
+        )
+
+    def __enter__(self) -> Victim:
+        self.scheduler = self.start(0, ["-m", "mscomm", "sched"])
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        self.logged("waiting at")
+        self.work()
+        self.logged("joined, 1 of 2")
+        return self
+
+    def _read(self) -> None:
+        assert self.scheduler.stdout
+        self.log.extend(iter(self.scheduler.stdout.readline, ""))
+
+    def work(self) -> None:
+        """Start one more worker."""
+        number = len(self.workers)
+        script = ["-c", WORKER, str(self.over)]
+        self.workers.append(self.start(number, script, MS_ROLE="MS_WORKER", MS_NODE_ID=str(number)))
+
+    def logged(self, text: str) -> list[str]:
+        """Wait until the scheduler has printed a line that matches. Return all such lines."""
+        try:
+            eventually(lambda: any(re.search(text, line) for line in list(self.log)), 20)
+        except AssertionError:
+            pytest.fail(f"the scheduler has not printed {text!r}: {''.join(self.log)}")
+        return [line for line in self.log if re.search(text, line)]
+
+    def finish(self) -> None:
+        """Let the workers end. No honest process may have failed."""
+        self.over.touch()
+        for worker in self.workers:
+            out, err = worker.communicate(timeout=60)
+            assert worker.returncode == 0, err + "".join(self.log)
+            assert int(out.split()[1]) >= 1
+        assert self.scheduler.wait(30) == 0, self.log
+        self._reader.join(10)
+        assert "the job ended well" in self.log[-1]
+
+    def __exit__(self, *_: object) -> None:
+        for process in (self.scheduler, *self.workers):
+            process.kill()
+            process.communicate()
+        self._reader.join(10)
+
+
+@pytest.fixture(params=["loopback", "namespaces"])
+def victim(request: pytest.FixtureRequest, tmp_path: Path, port: int) -> Iterator[Victim]:
+    with contextlib.ExitStack() as stack:
+        hosts = stack.enter_context(Hosts(3, tmp_path)) if request.param == "namespaces" else None
+        yield stack.enter_context(Victim(tmp_path, hosts, PORT if hosts else port))
+
+
+def from_host(host: Host | None, attack: Callable[[], None]) -> None:
+    """Call the function in a thread whose sockets are on the host."""
+
+    def enter() -> None:
+        if host:
+            libc = ctypes.CDLL(None, use_errno=True)
+            with open(f"/run/netns/{host.space}") as space:
+                assert libc.setns(space.fileno(), _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+        attack()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(enter).result()
+
+
+def attacked(victim: Victim, attack: Callable[[], None], refusal: str) -> None:
+    """Attack the job twice, let it end, and check that it says once why the attacker was refused."""
+    attacker = victim.hosts[2] if victim.hosts else None
+    from_host(attacker, attack)
+    lines = victim.logged(refusal)
+    victim.work()
+    victim.logged("all 2 workers are ready")
+    from_host(attacker, attack)
+    victim.finish()
+    assert len(lines) == 1, victim.log  # later refusals of this kind are counted, and told in one line
+    assert sum("of this kind since the last line" in line for line in victim.log) <= 2
+
+
+def dial(victim: Victim) -> socket.socket:
+    return socket.create_connection(victim.address, timeout=20)
+
+
+def greet(victim: Victim, purpose: int = CONTROL, key: bytes = b"", **change: object) -> ByteStream:
+    """Run a hello with the real admission key, or with another key."""
+    identity = Identity(version=VERSION)._replace(**change)
+    sock = dial(victim)
+    with on_failure(sock.close):
+        return links.greet(sock, key or security.admission_key(victim.key, purpose), purpose, identity, soon())
+
+
+def said(stream: ByteStream) -> list[dict[str, object]]:
+    """Return the frames that the scheduler sends until it ends the link."""
+    frames, found = Frames(stream), []
+    with contextlib.suppress(ConnectionError):
+        while (frame := frames.receive(soon())) is not None:
+            found.append(frame)
+    stream.close()
+    return found
+
+
+# -- hellos
+
+
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        pytest.param({"key": os.urandom(32)}, "could not prove that it knows the key of this job", id="no key"),
+        pytest.param({"job": named("B")}, "refused a connection: it serves another job", id="wrong job"),
+        pytest.param({"purpose": LAUNCHER}, "could not prove that it knows the key", id="wrong role"),
+        pytest.param({"purpose": DATA}, "a connection for purpose 3 came where only purpose", id="no such role"),
+        pytest.param({"run": os.urandom(16)}, "belongs to another start of the job", id="earlier start"),
+        pytest.param({"epoch": 7}, "epoch 7 is not the current one", id="old epoch"),
+        pytest.param({"to": 1}, "the link is for rank 1 of another group", id="wrong rank"),
+        pytest.param({"version": "0.0.1"}, "another version of mscomm than 0.0.1", id="other version"),
+    ],
+)
+def test_a_hello_that_does_not_fit_is_refused(victim: Victim, change: dict[str, object], refusal: str) -> None:
+    change = {"key": security.admission_key(victim.key, CONTROL), **change}
+
+    def attack() -> None:
+        with pytest.raises(errors.Error):
+            greet(victim, **change)
+
+    attacked(victim, attack, refusal)
+
+
+def test_a_replayed_hello_is_refused(victim: Victim) -> None:
+    """The attacker has recorded what an honest worker sent."""
+
+    def attack() -> None:
+        admission = security.admission_key(victim.key, CONTROL)
+        hello = Hello.connector(admission, CONTROL, Identity(version=VERSION))
+        with dial(victim) as honest:
+            first = hello.feed(b"")
+            honest.sendall(first)
+            third = hello.feed(honest.recv(72, socket.MSG_WAITALL))
+            honest.sendall(third)
+            assert honest.recv(1) == b"\0"  # the verdict: welcome
+        with dial(victim) as replay:
+            replay.sendall(first)
+            assert len(replay.recv(72, socket.MSG_WAITALL)) == 72
+            replay.sendall(third)
+            assert replay.recv(100) == bytes([8]) + bytes(39)  # the verdict: another key
+
+    attacked(victim, attack, "could not prove that it knows the key of this job")
+
+
+def test_a_hello_of_an_older_version_is_refused(victim: Victim) -> None:
+    """A downgrade: the attacker hopes that the scheduler falls back to what version 1 checked."""
+
+    def attack() -> None:
+        with dial(victim) as sock:
+            sock.sendall(b"MSCM\1\0\1\0" + os.urandom(32))
+            assert sock.recv(8) == b"MSCM\2\0\1\0"
+            assert len(sock.recv(100)) == 64 and sock.recv(1) == b""
+
+    attacked(victim, attack, "a connection speaks wire version 1, this mscomm speaks 2")
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        pytest.param(b"GET / HTTP/1.1\r\n\r\n", id="http"),
+        pytest.param(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500), id="tls to a plain port"),
+        pytest.param(os.urandom(100_000), id="random"),
+    ],
+)
+def test_garbage_is_refused(victim: Victim, garbage: bytes) -> None:
+    def attack() -> None:
+        with dial(victim) as sock, contextlib.suppress(ConnectionError):
+            sock.sendall(garbage)
+            assert sock.recv(1) == b""
+
+    attacked(victim, attack, "which does not begin a hello")
+
+
+def test_half_open_and_slow_connections_are_dropped(victim: Victim) -> None:
+    def attack() -> None:
+        with dial(victim) as silent, dial(victim) as slow:
+            began = time.monotonic()
+            with contextlib.suppress(ConnectionError):
+                for byte in b"MSCM\2\0\1\0" + bytes(40):
+                    slow.send(bytes([byte]))
+                    time.sleep(0.25)
+            with contextlib.suppress(ConnectionError):
+                assert silent.recv(1) == b""
+            assert 4 < time.monotonic() - began < 60
+
+    attacked(victim, attack, "did not finish its hello in time")
+
+
+# -- with the admission key
+
+
+def test_an_extra_worker_and_a_stolen_node_id_are_refused(victim: Victim) -> None:
+    def join(node_id: str) -> list[dict[str, object]]:
+        stream = greet(victim)
+        Frames(stream).send({"t": "join", "rank": None, "node_id": node_id, "facts": {}}, soon())
+        return said(stream)
+
+    attacker = victim.hosts[2] if victim.hosts else None
+
+    def steal() -> None:
+        assert "0" in str(join("0")[0]["why"])
+
+    from_host(attacker, steal)
+    assert len(victim.logged("refused .*MS_NODE_ID")) == 1
+    victim.work()
+    victim.logged("all 2 workers are ready")
+
+    def intrude() -> None:
+        assert "already has its 2 workers" in str(join("7")[0]["why"])
+
+    from_host(attacker, intrude)
+    victim.finish()
+
+
+@pytest.mark.parametrize(
+    ("frame", "refusal"),
+    [
+        pytest.param(b"\xff\xff\xff\xff" + bytes(1000), "4294967295 bytes", id="length"),
+        pytest.param(b"\x05\0\0\0\xdd\xff\xff\xff\xff", "not a control frame|not a msgpack", id="a list of 2^32"),
+        pytest.param(b"\x03\0\0\0\x81\xa1t", "not a control frame|not a msgpack", id="cut off"),
+    ],
+)
+def test_oversized_lengths_end_only_that_link(victim: Victim, frame: bytes, refusal: str) -> None:
+    def attack() -> None:
+        stream = greet(victim)
+        stream.send_all(frame, soon())
+        assert all(answer["t"] == "refused" for answer in said(stream))
+
+    attacker = victim.hosts[2] if victim.hosts else None
+    from_host(attacker, attack)
+    victim.work()
+    victim.logged("all 2 workers are ready")
+    from_host(attacker, attack)
+    victim.finish()
+
+
+def test_a_hello_that_is_closed_at_once_costs_nothing(victim: Victim) -> None:
+    attacker = victim.hosts[2] if victim.hosts else None
+
+    def attack() -> None:
+        for rank in (-1, 0, 1):
+            greet(victim, rank=rank).close()
+
+    from_host(attacker, attack)
+    victim.work()
+    from_host(attacker, attack)
+    victim.finish()
+
+
+# -- floods
+
+
+def test_a_flood_of_silent_connections_does_not_stop_the_start(victim: Victim) -> None:
+    """A thousand connections a second, from before the second worker starts until after it has joined."""
+    over = threading.Event()
+
+    def flood() -> None:
+        held: list[socket.socket] = []
+        while not over.is_set():
+            with contextlib.suppress(OSError):
+                held.append(dial(victim))
+            if len(held) > 300:
+                held.pop(0).close()
+            time.sleep(0.001)
+        for sock in held:
+            sock.close()
+
+    flooding = threading.Thread(target=from_host, args=(victim.hosts[2] if victim.hosts else None, flood))
+    flooding.start()
+    try:
+        victim.logged("more than 64 connections are in their hello")
+        victim.work()
+        victim.logged("all 2 workers are ready")
+    finally:
+        over.set()
+        flooding.join()
+    victim.finish()
+    assert sum("more than 64 connections" in line for line in victim.log) < 10
+
+
+def test_a_port_scan_is_not_noticed_by_the_ranks(victim: Victim) -> None:
+    def scan() -> None:
+        host, port = victim.address
+        for number in [*range(port - 50, port + 50), *[port] * 100]:
+            with contextlib.suppress(OSError), socket.create_connection((host, number), 5):
+                pass
+
+    attacked(victim, scan, "it closed during the hello")
+
+
+def test_a_scheduler_with_64_descriptors_survives_a_flood(victim: Victim) -> None:
+    resource.prlimit(victim.scheduler.pid, resource.RLIMIT_NOFILE, (64, 64))
+    attacker = victim.hosts[2] if victim.hosts else None
+
+    def flood() -> None:
+        with contextlib.ExitStack() as stack:
+            for _ in range(200):
+                with contextlib.suppress(ConnectionError):  # the scheduler has dropped it already
+                    stack.enter_context(dial(victim))
+            victim.work()
+            victim.logged("joined, 2 of 2")
+
+    from_host(attacker, flood)
+    victim.logged("cannot accept a connection: .*Too many open files")
+    victim.finish()
