@@ -25,7 +25,7 @@ CORE_SEES = {layer: set(CORE_LAYERS[: place + 1]) for place, layer in enumerate(
 PYTHON_LAYERS = (
     *("_core", "version", "errors", "environment", "tracebacks", "log", "dtype", "common"),
     *("arrays", "registry", "packing", "accelerators", "cluster", "bootstrap", "notices", "context", "exits"),
-    *("launching", "group", "job", "subgroups", "arguments", "collectives", "messages", "objects"),
+    *("launching", "group", "arguments", "job", "subgroups", "collectives", "messages", "objects"),
     *("communication", "ops", "dataset", "train", "mscomm", "bench", "cli", "__main__"),
 )
 

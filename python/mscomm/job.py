@@ -19,6 +19,7 @@ import numpy as np
 
 from mscomm import _core, bootstrap, environment, exits, log, notices
 from mscomm.accelerators import CPU, NAMES
+from mscomm.arguments import checked_rank
 from mscomm.bootstrap import ms_cluster
 from mscomm.bootstrap.invitation import Invitation, Launcher
 from mscomm.cluster import assemble, links, plan
@@ -277,7 +278,9 @@ def init(
     else:
         invitation = launcher.accept(os.environ, deadline, plain_links_permitted())
         device = invitation.device if asked.device is None else asked.device
-        asked = asked._replace(device=device, local_rank=_local_rank_of(invitation))
+        # The launcher's local rank is not valid if MSCOMM_HOST_ID defines the hosts.
+        local_rank = None if environment.read("MSCOMM_HOST_ID", os.environ) else invitation.seat.local_rank
+        asked = asked._replace(device=device, local_rank=local_rank)
         job = _join(invitation, asked, algo, forced, timeout_s, deadline)
     _default = job
     _core.set_world(job.world.core)
@@ -301,14 +304,6 @@ def _tell_variables_without_effect(launcher: Launcher | None) -> None:
     if launcher is None or launcher.NAME != ms_cluster.NAME:
         names.append("MS_ENABLE_RECOVERY")
     notices.tell_without_effect("environment", **{name: given.get(name) for name in names})
-
-
-def _local_rank_of(invitation: Invitation) -> int | None:
-    """Return the local rank that the launcher assigned.
-
-    Return None if it assigned none, or if MSCOMM_HOST_ID defines the hosts.
-    """
-    return None if environment.read("MSCOMM_HOST_ID", os.environ) else invitation.seat.local_rank
 
 
 def _join(
@@ -530,26 +525,16 @@ def get_process_group_ranks(group: Group | str | None = None) -> list[int]:
 def get_world_rank_from_group_rank(group: Group | str, group_rank_id: int) -> int:
     """Convert a rank in the group to a rank in the world."""
     found = resolve(group)
-    return found.ranks[rank_in(found.size, group_rank_id, "get_world_rank_from_group_rank: group_rank_id")]
+    return found.ranks[checked_rank("get_world_rank_from_group_rank", "group_rank_id", group_rank_id, found)]
 
 
 def get_group_rank_from_world_rank(world_rank_id: int, group: Group | str) -> int:
     """Convert a rank in the world to a rank in the group. Raise ValueError if that rank is not in the group."""
     found = resolve(group)
-    rank = rank_in(default().size, world_rank_id, "get_group_rank_from_world_rank: world_rank_id")
+    rank = checked_rank("get_group_rank_from_world_rank", "world_rank_id", world_rank_id, default().world)
     if rank not in found.ranks:
         raise ValueError(f"get_group_rank_from_world_rank: rank {rank} is not in group {found.name} {found.ranks}")
     return found.ranks.index(rank)
-
-
-def rank_in(size: int, rank: Any, what: str) -> int:
-    try:
-        rank = operator.index(rank)
-    except TypeError:
-        raise TypeError(f"{what}: {rank!r} is not an int") from None
-    if not 0 <= rank < size:
-        raise ValueError(f"{what}: {rank} is not one of the ranks 0 to {size - 1}")
-    return int(rank)
 
 
 def shared_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

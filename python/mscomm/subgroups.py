@@ -6,10 +6,11 @@ import operator
 import os
 import re
 
+from mscomm.arguments import checked_rank
 from mscomm.cluster import assemble
 from mscomm.cluster.deadline import Deadline, join_timeout_s
 from mscomm.group import Group, NonMember, printable
-from mscomm.job import WORLD_NAMES, Making, default, rank_in, resolve
+from mscomm.job import WORLD_NAMES, Making, default, resolve
 
 _NAME_BYTES = 200
 _NAME_OF_SPLIT = re.compile(r"\.\d+\.-?\d+$")
@@ -41,7 +42,7 @@ def create_group(group: str, rank_ids: list[int]) -> Group:
     if not isinstance(rank_ids, list):
         raise TypeError(f"create_group: rank_ids is a {type(rank_ids).__name__}, expected a list of ints")
     _check_name("create_group", group)
-    ranks = [rank_in(job.size, rank, "create_group: rank_ids") for rank in rank_ids]
+    ranks = [checked_rank("create_group", "rank", rank, job.world) for rank in rank_ids]
     if not ranks:
         raise ValueError("create_group: rank_ids is empty")
     if len(set(ranks)) < len(ranks):
