@@ -19,10 +19,12 @@ import time
 from collections.abc import Iterator, Mapping
 
 from mscomm import environment, log
+from mscomm.cluster import interfaces
 from mscomm.cluster.hello import CONTROL
 from mscomm.errors import AuthenticationError
 
 KEY_BYTES = 32
+PERMITS = "mscomm.set_ps_context(enable_ssl=False)   # before init()"  # how a program permits a job without a key
 _FILE_LIMIT_BYTES = 4096
 _DIFFERENT_BYTES = 16  # 32 random bytes practically never have fewer different values
 
@@ -55,21 +57,25 @@ def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
-def scheduler_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool) -> tuple[bytes, KeyFile | None]:
+def scheduler_key(
+    env: Mapping[str, str], host: str, port: int, permit_plain: bool, permits: str = PERMITS
+) -> tuple[bytes, KeyFile | None]:
     """Return the key of a scheduler at the numeric address, and the key file if this function has written one.
 
-    The caller must remove the key file when the job has ended.
+    The caller must remove the key file when the job has ended. permits: how the user sets permit_plain.
     """
     if path := environment.read("MSCOMM_JOB_KEY_FILE", env):
         return read_key(path), None
     if is_loopback(host):
         file = KeyFile(key_path(_sched_name(host, port)))
         return file.key, file
-    return _plain_key(host, port, permit_plain), None
+    return _plain_key(host, port, permit_plain, permits), None
 
 
-def job_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool) -> bytes:
+def job_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool, permits: str = PERMITS) -> bytes:
     """Return the job key, in a process that connects to the scheduler at the numeric address.
+
+    permits: as in scheduler_key().
 
     Call this after connecting. The key file then exists, because the scheduler writes it before it listens.
     """
@@ -79,7 +85,7 @@ def job_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool) ->
         return read_key(
             key_path(_sched_name(host, port)), f"the scheduler at {host}:{port} (same user, same TMPDIR) writes it"
         )
-    return _plain_key(host, port, permit_plain)
+    return _plain_key(host, port, permit_plain, permits)
 
 
 def read_key(path: str, origin: str = "") -> bytes:
@@ -130,17 +136,18 @@ def read_key(path: str, origin: str = "") -> bytes:
 _TEXT = bytes(range(32, 127)) + b"\t\n\r"
 
 
-def _plain_key(host: str, port: int, permit_plain: bool) -> bytes:
+def _plain_key(host: str, port: int, permit_plain: bool, permits: str) -> bytes:
     """Return a key that everybody can compute, if the user allows the job to have no key. Otherwise raise an error."""
+    where = interfaces.endpoint(host, port)
     if not permit_plain:
         raise AuthenticationError(
-            f"{host}:{port} can be reached from other machines and the job has no key. Either give it one everywhere:\n"
+            f"{where} can be reached from other machines and the job has no key. Either give it one everywhere:\n"
             "    export MSCOMM_JOB_KEY_FILE=/path/to/key   # (umask 077; head -c 32 /dev/urandom > /path/to/key)\n"
             "or allow anybody who can reach the port to join:\n"
-            "    mscomm.set_ps_context(enable_ssl=False)   # before init()"
+            f"    {permits}"
         )
     log.warn(
-        f"this job has no key: anybody who can reach {host}:{port} can join it. "
+        f"this job has no key: anybody who can reach {where} can join it. "
         "MSCOMM_JOB_KEY_FILE=/path/to/key gives it one."
     )
     # Hash only the port. The scheduler and the workers may know the host by different names or addresses.
@@ -183,14 +190,17 @@ class KeyFile:
         self.key = new_key()
         self.path = path
         remove_stale()
-        _private_folder(os.path.dirname(self.path))
+        folder = os.path.dirname(self.path)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        _require_private(folder)
         draft = f"{self.path}.{secrets.token_hex(8)}"
         self._fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             os.write(self._fd, self.key)
             with contextlib.suppress(OSError):  # without flock, remove_stale() cannot lock the file, and leaves it
                 fcntl.flock(self._fd, fcntl.LOCK_EX)
-            with _alone_in(os.path.dirname(self.path)):
+            with _alone_in(folder):
                 os.rename(draft, self.path)
         except BaseException:
             os.unlink(draft)
@@ -274,14 +284,8 @@ def _alone_in(folder: str) -> Iterator[bool]:
         os.close(fd)
 
 
-def _private_folder(path: str) -> None:
-    """Create the folder. If it exists, check that it belongs to the current user and that others cannot enter it."""
-    with contextlib.suppress(FileExistsError):  # the checks below also apply to a folder that already exists
-        os.mkdir(path, 0o700)
-    _require_private(path)
-
-
 def _require_private(path: str) -> None:
+    """Raise AuthenticationError unless the folder belongs to the current user and others cannot enter it."""
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
         raise AuthenticationError(

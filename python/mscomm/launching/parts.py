@@ -13,19 +13,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mscomm import environment
 from mscomm.bootstrap import launcher, rendezvous
 from mscomm.cluster import interfaces, links, security
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frame, Frames
 from mscomm.cluster.hello import CONTROL, LAUNCHER
 from mscomm.cluster.hub import Hub
-from mscomm.errors import AuthenticationError, BackendUnavailable, Error, PeerLost, of_fields
+from mscomm.errors import BackendUnavailable, Error, PeerLost, of_fields
 from mscomm.launching.output import Output, Stream
 
 LOOK_S = 0.2  # how often a launcher checks what no event reports, such as failures on other hosts
@@ -193,8 +192,7 @@ class Node0(_WithHub):
                 ", on every node"
             ) from error
         host, port = listener.getsockname()[:2]
-        _require_permission(os.environ, host, port, self.permit_plain)
-        self._key, file = security.scheduler_key(os.environ, host, port, self.permit_plain)
+        self._key, file = security.scheduler_key(os.environ, host, port, self.permit_plain, _PERMITS)
         if file:
             stack.callback(file.remove)
         listener.listen(socket.SOMAXCONN)  # not earlier: the key file must exist before a node can connect
@@ -298,8 +296,7 @@ class OtherNode(Part):
         def admission(address: Any) -> bytes:
             nonlocal key
             if not key:
-                _require_permission(os.environ, address[0], address[1], self.permit_plain)
-                key = security.job_key(os.environ, address[0], address[1], self.permit_plain)
+                key = security.job_key(os.environ, address[0], address[1], self.permit_plain, _PERMITS)
             return security.admission_key(key, LAUNCHER)
 
         stream, _ = rendezvous.reach(
@@ -394,6 +391,7 @@ class OtherNode(Part):
 _TELL_S = 2.0  # how long node 0 may take to read our message
 _GIVE_UP_S = 5.0  # how long a launcher that failed tries to reach node 0
 _HEAR_S = 7.0  # how long the ranks on other hosts may take to learn about a failure, report, and end
+_PERMITS = "mscomm run --permit-plain ..."  # how the user permits a job without a key
 
 
 def layout(nodes: int, each: int) -> str:
@@ -444,15 +442,3 @@ def _was_read(ours: socket.socket) -> bool:
         return False
     except BlockingIOError:  # a child of the rank holds the descriptor: assume that they were read
         return True
-
-
-def _require_permission(env: Mapping[str, str], host: str, port: int, permit_plain: bool) -> None:
-    if environment.read("MSCOMM_JOB_KEY_FILE", env) or security.is_loopback(host) or permit_plain:
-        return
-    raise AuthenticationError(
-        f"{interfaces.endpoint(host, port)} can be reached from other machines and the job has no key. Either give it "
-        "one, the same file on every host:\n"
-        "    export MSCOMM_JOB_KEY_FILE=/path/to/key   # (umask 077; head -c 32 /dev/urandom > /path/to/key)\n"
-        "or allow anybody who can reach the port to join:\n"
-        "    mscomm run --permit-plain ..."
-    )
