@@ -102,9 +102,14 @@ def register_object(
 
 
 def row_of(obj: Any) -> Row | None:
-    """Return the row that encodes the object, or None if there is none."""
-    row = _by_class.get(type(obj))
-    return row if row is not None else _row_of_tensor(obj)
+    """Return the row that encodes the object, or None if there is none.
+
+    There is none for a tensor of a subclass, which would arrive as a tensor of the base class.
+    """
+    if type(obj) in _by_class:
+        return _by_class[type(obj)]
+    library = arrays.packable(obj)
+    return None if library is None else _by_name[f"{library} tensor"]
 
 
 def row_named(name: str) -> Row | None:
@@ -246,15 +251,6 @@ for _cls in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath):
 
 
 # -- the rows for tensors
-
-
-def _row_of_tensor(obj: Any) -> Row | None:
-    """Return the row for a tensor, or None if obj is not a tensor.
-
-    Also return None for a tensor of a subclass, which would arrive as a tensor of the base class.
-    """
-    library = arrays.packable(obj)
-    return None if library is None else _by_name[f"{library} tensor"]
 
 
 def _numbers_of(tensor: Any) -> np.ndarray[Any, Any]:

@@ -72,8 +72,9 @@ def head(plan: Plan, case: Case, env: dict[str, Any]) -> None:
     if plan.peers:
         say(f"# {'in place' if case.row.in_place else 'out of place'}; {plan.rounds} rounds, contenders in turn")
         names = ["mscomm", *plan.peers]
+        ratios = "".join(f"{peer + '/mscomm':>{_width(peer)}}" for peer in plan.peers)
         say("#")
-        say(f"#{_columns('size', 'count', 'type', 'redop', 'root')}{_times(names)}{_ratios(plan.peers)}  #wrong")
+        say(f"#{_columns('size', 'count', 'type', 'redop', 'root')}{_times(names)}{ratios}  #wrong")
         say(f"#{_columns('(B)', '(elements)', '', '', '')}" + "".join(f"{'(us)':>12}" for _ in names))
         return
     say("#")
@@ -135,10 +136,6 @@ def _columns(size: str, count: str, dtype: str, op: str, root: str) -> str:
 
 def _times(names: list[str]) -> str:
     return "".join(f"{name:>12}" for name in names)
-
-
-def _ratios(peers: tuple[str, ...]) -> str:
-    return "".join(f"{peer + '/mscomm':>{_width(peer)}}" for peer in peers)
 
 
 def _width(peer: str) -> int:
@@ -232,7 +229,9 @@ def tune_choices(choices: dict[str, list[tuple[str, int]]], faster: list[tuple[s
 
 def finish(plan: Plan, result: dict[str, Any]) -> int:
     """Write the files and print the final lines. Return how many elements were wrong."""
-    document = {"schema": SCHEMA, "plan": _as_json(plan), **result}
+    fields = {name: str(value) if isinstance(value, Path) else value for name, value in plan._asdict().items()}
+    fields["prefixes"] = {name: str(path) for name, path in plan.prefixes.items()}
+    document = {"schema": SCHEMA, "plan": fields, **result}
     if plan.json:
         write(plan.json, document)
     if plan.plot:
@@ -271,16 +270,8 @@ def _average_busbw(plan: Plan, result: dict[str, Any]) -> float:
     name, ours = ("all_reduce", "fused") if plan.collective == BUCKETS else (plan.collective, "mscomm")
     ranks = result["environment"]["ranks"]
     factor = COLLECTIVES[name].bus(ranks)
-    rates: list[float] = [
-        row["size"] / cell["us"] / 1e3 for row in result["rows"] for cell in row["results"][ours].values()
-    ]
-    return sum(rates) / len(rates) * factor
-
-
-def _as_json(plan: Plan) -> dict[str, Any]:
-    fields = plan._asdict()
-    fields["prefixes"] = {name: str(path) for name, path in plan.prefixes.items()}
-    return {name: str(value) if isinstance(value, Path) else value for name, value in fields.items()}
+    rates = [row["size"] / cell["us"] / 1e3 for row in result["rows"] for cell in row["results"][ours].values()]
+    return float(sum(rates)) / len(rates) * factor
 
 
 def write(path: Path, document: dict[str, Any]) -> None:

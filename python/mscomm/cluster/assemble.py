@@ -153,7 +153,7 @@ class Epoch:
         self.key = welcome.key
         self._identity = Identity(version=package_version(), rank=welcome.rank, epoch=welcome.epoch, run=welcome.run)
         self.hosts = plan.hosts(welcome.facts)
-        self.names = rank_names(welcome.facts)
+        self.names = [f"rank {i} (pid {fact['pid']} on host {fact['hostname']})" for i, fact in enumerate(self.facts)]
         # the ranks on this rank's host, including this rank
         self.neighbours = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
         self.forced = forced
@@ -212,8 +212,10 @@ class Epoch:
                 assert self.heap
                 control = self.heap.reserve_control(len(at_home))
             with contextlib.ExitStack() as closing:
-                needed = _needed(hosts, me) if layout.mesh else []
-                listening = [closing.enter_context(self._listener(is_near)) for is_near in needed]
+                # The ranks at later indices connect to this rank: those on this host to one listener, and those on
+                # other hosts to another.
+                near = sorted({host == hosts[me] for host in hosts[me + 1 :]}) if layout.mesh else []
+                listening = [closing.enter_context(self._listener(is_near)) for is_near in near]
                 offered: dict[str, Any] = {
                     "control": control,
                     "data": [links.address_of(listener) for listener in listening],
@@ -429,19 +431,6 @@ def alone(asked: Asked) -> Epoch:
     epoch.peers = _core.Peers(rank=0, names=epoch.names, hosts=[0], pidfds=[-1], heap=None, heap_fds=[])
     epoch.choose(asked.backend)
     return epoch
-
-
-def rank_names(everyone: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the name that each rank has in messages for the user."""
-    return [f"rank {rank} (pid {fact['pid']} on host {fact['hostname']})" for rank, fact in enumerate(everyone)]
-
-
-def _needed(hosts: list[int], me: int) -> list[bool]:
-    """Return which listeners the rank at index `me` needs, so that the ranks at later indices can connect to it.
-
-    True means a listener for the rank's own host, and False means a listener for the other hosts.
-    """
-    return sorted({host == hosts[me] for host in hosts[me + 1 :]})
 
 
 def _exchange_memory(

@@ -113,16 +113,13 @@ class Judge:
             self._symptoms.append(_Symptom(rank, error, now + BELIEVED_AFTER_S))
         else:
             error = self._how_they_left(error)
-            if error.kind == "PeerLost" and self._watched and self._unexplained() & named:
+            unexplained = self._left.keys() - self._ends.keys() - self._destroyed
+            if error.kind == "PeerLost" and self._watched and unexplained & named:
                 # A rank that the error names has said bye. Wait until the launcher says how its process ended.
                 self._symptoms.append(_Symptom(rank, error, now + self._reason_s))
             elif not self._gone.keys() - {rank}:  # if another rank was lost earlier, look() reports it instead
                 self.verdict = error
         self.look(now)
-
-    def _unexplained(self) -> set[int]:
-        """Return the ranks that have left the job, but for which no launcher has said how the process ended."""
-        return self._left.keys() - self._ends.keys() - self._destroyed
 
     def compare(self, rank: int, number: int, call: str, now: float) -> None:
         """A rank is stuck in call `number`. Other ranks may have made a different call, so ask all ranks for theirs."""

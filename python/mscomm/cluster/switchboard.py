@@ -97,8 +97,7 @@ class Switchboard(Generic[L]):
         try:
             received = line.stream.receive(64 << 10)
         except ConnectionResetError:  # the other end closed before it had read everything
-            self.end(line, "")
-            return False
+            received = b""
         except OSError as error:
             self.end(line, f"lost its control link ({error.strerror or error})")
             return False

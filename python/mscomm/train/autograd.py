@@ -139,7 +139,9 @@ class Autograd:
         """End the step: reduce the remaining gradients, and wait for all reductions."""
         self._check_unchanged()
         with self._step.owed():
-            self._gather()
+            self._follow(self._views[0])
+            for index in self._step.missing():  # gradients that come only from earlier backward passes
+                self._put(index)
             outcome = self._step.finish()
             self._hand_out(outcome.from_others)
             if outcome.moved:
@@ -286,12 +288,6 @@ class Autograd:
                 if self._as_views:
                     parameter.grad = self._views[index].detach()
             self._elsewhere.remove(index)
-
-    def _gather(self) -> None:
-        """Mark as ready the gradients that come only from earlier backward passes."""
-        self._follow(self._views[0])
-        for index in self._step.missing():
-            self._put(index)
 
     def _hand_out(self, new: Sequence[int]) -> None:
         """After the step, hand all gradients to the program. new: the gradients that only other ranks had."""

@@ -164,9 +164,11 @@ class Bucket(ABC):
         """Start to reduce the bucket in place, with zeros for gradients that this rank does not have. If async_op is
         False, return only when the all_reduce has completed."""
 
-    @abstractmethod
     def finish(self) -> None:
         """Wait until the bucket has been reduced."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
 
     @abstractmethod
     def scale(self, factor: float) -> None:
@@ -222,9 +224,7 @@ class HostBucket(Bucket):
         self._work = started if async_op else None
 
     def finish(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        super().finish()
         if self._wire is not self.memory:
             _core.expand(self._wire, self.memory)
         self.carried = float(self.memory[-1].real)

@@ -142,9 +142,7 @@ class DeviceBucket(Bucket):
             self._group.pack(bucket, parts, stream, begins=begins, residual=self._residual, largest=self._limit)
 
     def finish(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        super().finish()
         stream = self._stream()
         if self._has_kernel:
             self._group.unpack(self._wire, [self.memory], stream, scale=self._factor)

@@ -373,7 +373,9 @@ class Model:
             "random": randomness.states(),
             "epoch_random": now.epoch_random,
             "dataset": dataset.state_dict() if now.epoch_random is None else None,
-            "callbacks": _states(now.list_callback),
+            "callbacks": [
+                (type(one).__name__, own) for one in now.list_callback if (own := one.state_dict()) is not None
+            ],
         }
 
 
@@ -415,12 +417,6 @@ def _load_callbacks(callbacks: list[hooks.Callback], states: list[Any]) -> None:
             continue
         left.remove(one)
         one.load_state_dict(state)
-
-
-def _states(callbacks: list[hooks.Callback]) -> list[tuple[str, Any]]:
-    """Return the callbacks' states for a checkpoint, each with the class name of its callback."""
-    states = ((type(one).__name__, one.state_dict()) for one in callbacks)
-    return [(name, state) for name, state in states if state is not None]
 
 
 def _place(group: Group | None) -> list[int]:

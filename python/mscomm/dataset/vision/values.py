@@ -130,8 +130,7 @@ def _divided(x: Array, by: Array) -> Array:
 
 
 def _numbers(name: str, values: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
-    if not isinstance(values, (tuple, list)) or not values:
-        raise TypeError(f"Normalize: {name}={values!r}; expected a tuple of numbers, one for each channel")
-    if any(isinstance(value, bool) or not isinstance(value, (int, float, np.number)) for value in values):
+    listed = values if isinstance(values, (tuple, list)) else ()
+    if not listed or any(isinstance(one, bool) or not isinstance(one, (int, float, np.number)) for one in listed):
         raise TypeError(f"Normalize: {name}={values!r}; expected a tuple of numbers, one for each channel")
     return np.array(values, np.float32)
