@@ -94,43 +94,56 @@ def read_key(path: str, origin: str = "") -> bytes:
     The file must hold 64 hex digits or at least 32 random bytes, and only the current user may have permission to read
     it. Raise AuthenticationError for any other file.
     """
-
-    def refuse(what: str, advice: str) -> AuthenticationError:
-        return AuthenticationError(f"key file {path}: {what}; {advice}{f' ({origin})' if origin else ''}")
-
     make = f"make one with: (umask 077; head -c 32 /dev/urandom > {path})"
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise refuse("there is no such file", "" if origin else make) from None
-    except OSError as error:
-        advice = (
-            "name the file itself, not a symbolic link" if os.path.islink(path) else "it must be readable for this user"
-        )
-        raise refuse(f"cannot open it: {error.strerror}", advice) from error
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise refuse("it is not a regular file", make)
-        if status.st_uid != os.getuid():
-            raise refuse(
-                f"it belongs to uid {status.st_uid}, this process runs as {os.getuid()}", "use one of your own"
-            )
-        if status.st_mode & 0o077:
-            raise refuse(f"its mode {stat.S_IMODE(status.st_mode):04o} lets others in", f"run: chmod 600 {path}")
-        content = os.read(fd, _FILE_LIMIT_BYTES)
-    finally:
-        os.close(fd)
+
+    def refuse(what: str) -> AuthenticationError:
+        return _refused("key file", path, what, make, origin)
+
+    content = read_private("key file", path, "" if origin else make, origin)
     text = content.strip()
     if len(text) == 2 * KEY_BYTES and all(byte in b"0123456789abcdefABCDEF" for byte in text):
         content = bytes.fromhex(text.decode("ascii"))
     elif all(byte in _TEXT for byte in content) and len(content) >= KEY_BYTES:
-        raise refuse("it holds text, which can be guessed; a key is random bytes, or 64 hex digits of them", make)
+        raise refuse("it holds text, which can be guessed; a key is random bytes, or 64 hex digits of them")
     if len(content) < KEY_BYTES:
-        raise refuse(f"it holds {len(content)} bytes, a key needs at least {KEY_BYTES}", make)
+        raise refuse(f"it holds {len(content)} bytes, a key needs at least {KEY_BYTES}")
     if len(set(content)) < _DIFFERENT_BYTES:
-        raise refuse(f"it is not random: it has only {len(set(content))} different bytes", make)
+        raise refuse(f"it is not random: it has only {len(set(content))} different bytes")
     return content if len(content) == KEY_BYTES else hashlib.sha256(content).digest()
+
+
+def read_private(kind: str, path: str, make: str, origin: str = "") -> bytes:
+    """Return the first 4 KiB of a file that only the current user may have permission to read.
+
+    kind: what the file is, for messages. make: the advice for a user who has no such file. origin: who writes it.
+    Raise AuthenticationError for any other file.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise _refused(kind, path, "there is no such file", make, origin) from None
+    except OSError as error:
+        advice = (
+            "name the file itself, not a symbolic link" if os.path.islink(path) else "it must be readable for this user"
+        )
+        raise _refused(kind, path, f"cannot open it: {error.strerror}", advice, origin) from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise _refused(kind, path, "it is not a regular file", make, origin)
+        if status.st_uid != os.getuid():
+            whose = f"it belongs to uid {status.st_uid}, this process runs as {os.getuid()}"
+            raise _refused(kind, path, whose, "use one of your own", origin)
+        if status.st_mode & 0o077:
+            mode = f"its mode {stat.S_IMODE(status.st_mode):04o} lets others in"
+            raise _refused(kind, path, mode, f"run: chmod 600 {path}", origin)
+        return os.read(fd, _FILE_LIMIT_BYTES)
+    finally:
+        os.close(fd)
+
+
+def _refused(kind: str, path: str, what: str, advice: str, origin: str) -> AuthenticationError:
+    return AuthenticationError(f"{kind} {path}: {what}; {advice}{f' ({origin})' if origin else ''}")
 
 
 _TEXT = bytes(range(32, 127)) + b"\t\n\r"
