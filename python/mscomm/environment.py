@@ -38,6 +38,7 @@ class Variable(NamedTuple):
     default: Any = None  # what read() returns if the variable is unset or empty
     parse: Callable[[str], Any] = str  # raises ValueError("expected ...") for an invalid text
     set_by: str = YOURS
+    secret: bool = False  # whether the text must not be printed
 
     def read(self, env: Mapping[str, str]) -> Any:
         """Return the parsed value of the variable in `env`, or the default if the variable is unset or empty."""
@@ -198,6 +199,36 @@ VARIABLES = (
     ),
     Variable(
         "MSCOMM_JOB_KEY_FILE", "A file with the job key: 32 bytes or more, or 64 hex digits.", ("cluster.security",)
+    ),
+    Variable(
+        "MSCOMM_SSL_CONFIG_FILE",
+        "The path of `config.json`, which says where the certificates of TLS are. If it is set, the job uses TLS,"
+        " unless the script calls `set_ps_context(enable_ssl=False)`."
+        " `set_ps_context(config_file_path=)` has priority.",
+        ("cluster.credentials",),
+    ),
+    Variable(
+        "MSCOMM_SSL_SERVER_PASSWORD",
+        "The password of the scheduler's private key. mscomm removes it from `os.environ` when it has read it. A file"
+        " is safer: other processes of the user can see a process's environment.",
+        ("cluster.credentials",),
+        secret=True,
+    ),
+    Variable(
+        "MSCOMM_SSL_SERVER_PASSWORD_FILE",
+        "A file with this password, which only the current user may be able to read.",
+        ("cluster.credentials",),
+    ),
+    Variable(
+        "MSCOMM_SSL_CLIENT_PASSWORD",
+        "The password of a worker's private key, like `MSCOMM_SSL_SERVER_PASSWORD`.",
+        ("cluster.credentials",),
+        secret=True,
+    ),
+    Variable(
+        "MSCOMM_SSL_CLIENT_PASSWORD_FILE",
+        "A file with this password, which only the current user may be able to read.",
+        ("cluster.credentials",),
     ),
     Variable(
         "MSCOMM_JOB_ID",
@@ -438,14 +469,18 @@ def read(name: str, env: Mapping[str, str]) -> Any:
 def given(env: Mapping[str, str], *set_by: str) -> dict[str, str]:
     """Return the names and texts of the variables that are set in `env`. set_by: the groups to return; by default, all.
 
-    The texts can safely be printed, because no variable in the table holds a secret.
+    The texts can safely be printed: instead of a secret, there is "(hidden)".
     """
-    return {row.name: env[row.name] for row in VARIABLES if env.get(row.name) and row.set_by in (set_by or ABOUT)}
+    return {row.name: _shown(row, env) for row in VARIABLES if env.get(row.name) and row.set_by in (set_by or ABOUT)}
+
+
+def _shown(row: Variable, env: Mapping[str, str]) -> str:
+    return "(hidden)" if row.secret else env[row.name]
 
 
 def read_by(module: str, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the names and texts of the variables that are set in `env` and that the module `module` reads."""
-    return {row.name: env[row.name] for row in VARIABLES if module in row.readers and env.get(row.name)}
+    """Return the names and texts of the variables that are set in `env` and that `module` reads. See given()."""
+    return {row.name: _shown(row, env) for row in VARIABLES if module in row.readers and env.get(row.name)}
 
 
 # -- the page docs/env.md ----------------------------------------------------------------------------------------------
