@@ -71,10 +71,9 @@ def test_an_option_of_set_auto_parallel_context_works_is_told_or_refused(name: s
 
 
 def test_the_options_of_the_other_context_functions_work_or_are_told() -> None:
-    told = {option for function, option in notices.WITHOUT_EFFECT if function in ("set_context", "set_ps_context")}
+    told = {option for function, option in notices.WITHOUT_EFFECT if function == "set_context"}
     # The functions device_target() and device_id() read these two options.
     assert set(context._context) - told == {"device_target", "device_id"}
-    assert told >= context._OF_TLS
     assert {("comm_fusion", name) for name in context._FUSIONS} - notices.WITHOUT_EFFECT.keys() == {
         ("comm_fusion", "allreduce")
     }
@@ -169,7 +168,6 @@ def test_whoever_tells_of_an_option_by_name_has_a_row_for_it() -> None:
 
 CALLS: dict[str, Callable[..., Any]] = {
     "set_context": mscomm.set_context,
-    "set_ps_context": mscomm.set_ps_context,
     "set_auto_parallel_context": mscomm.set_auto_parallel_context,
     "comm_fusion": lambda **keys: mscomm.set_auto_parallel_context(comm_fusion=keys),
     "CheckpointConfig": mscomm.CheckpointConfig,
@@ -211,7 +209,7 @@ def test_an_option_without_effect_is_told_once(function, option, tmp_path, monke
     finally:
         mscomm.reset_auto_parallel_context()
         mscomm.set_context(mode=0, save_graphs=False, save_graphs_path=".")
-    shown = "..." if row.secret else repr(value)
+    shown = repr(value)
     told = capfd.readouterr().err.splitlines()
     assert len(told) == 1 and f"WARN {function}: {option}={shown} has no effect here: {row.instead}" in told[0]
 

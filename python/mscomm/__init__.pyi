@@ -33,7 +33,9 @@ from mscomm.context import PYNATIVE_MODE as PYNATIVE_MODE
 from mscomm.context import ParallelMode as ParallelMode
 from mscomm.context import get_auto_parallel_context as get_auto_parallel_context
 from mscomm.context import get_context as get_context
+from mscomm.context import get_ps_context as get_ps_context
 from mscomm.context import reset_auto_parallel_context as reset_auto_parallel_context
+from mscomm.context import reset_ps_context as reset_ps_context
 from mscomm.context import set_auto_parallel_context as set_auto_parallel_context
 from mscomm.context import set_context as set_context
 from mscomm.context import set_ps_context as set_ps_context

@@ -5,10 +5,14 @@ Options that mscomm supports take effect. The others are accepted with a warning
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mscomm import notices
+from mscomm import environment, notices
+
+if TYPE_CHECKING:
+    from mscomm.cluster.credentials import Credentials
 
 GRAPH_MODE = 0
 PYNATIVE_MODE = 1
@@ -23,8 +27,20 @@ _context: dict[str, Any] = {
     "save_graphs_path": ".",
 }
 _IF_UNSET = {"device_target": "CPU", "device_id": 0}
-_plain_links = False
-_OF_TLS = {"config_file_path", "client_password", "server_password"}
+
+
+class _PsContext(NamedTuple):
+    """The options of set_ps_context."""
+
+    enable_ssl: bool | None = None
+    config_file_path: str = ""
+    client_password: str = ""
+    server_password: str = ""
+
+
+_ps = _PsContext()
+_ps_is_read = False  # whether init() has used the options
+_credentials: Credentials | None = None
 
 
 def set_context(**options: Any) -> None:
@@ -64,30 +80,101 @@ def given(name: str) -> Any:
     return _context[name]
 
 
-def set_ps_context(*, enable_ssl: bool | None = None, **options: Any) -> None:
-    """Set how the job's links are protected.
+def set_ps_context(
+    *,
+    enable_ssl: bool | None = None,
+    config_file_path: str | os.PathLike[str] | None = None,
+    client_password: str | None = None,
+    server_password: str | None = None,
+    **unknown: Any,
+) -> None:
+    """Set how the job's links are protected. Call this before init(), with the same enable_ssl in every process.
 
-    enable_ssl=False permits a job without a job key, even if other hosts can reach its ports. A call without enable_ssl
-    does not permit this. enable_ssl=True raises NotImplementedError, because this release does not support TLS. The
-    options config_file_path, client_password and server_password are also for TLS. They have no effect, and setting one
-    of them prints a warning.
+    * enable_ssl: if True, TLS protects the links to the scheduler. If False, the job may have no job key, even if other
+      hosts can reach its ports. Without enable_ssl, the job uses TLS if MSCOMM_SSL_CONFIG_FILE is set.
+    * config_file_path: config.json, which says where the certificates are. Default: MSCOMM_SSL_CONFIG_FILE.
+    * server_password, client_password: the passwords of the scheduler's and the workers' private keys. Default: the
+      variables MSCOMM_SSL_SERVER_PASSWORD and MSCOMM_SSL_CLIENT_PASSWORD, or the files that the variables with _FILE at
+      the end name.
+
+    An option that is not given keeps its value. Raise ValueError for an unknown option, or for enable_ssl=True without
+    a config.json; TypeError for a value of another type; and RuntimeError for a change after init(). If there is an
+    error, no option is set.
     """
-    global _plain_links
-    unknown = options.keys() - _OF_TLS
+    global _ps
     if unknown:
         raise ValueError(f"set_ps_context: unknown option {sorted(unknown)[0]!r}")
-    if enable_ssl:
-        raise NotImplementedError(
-            "set_ps_context(enable_ssl=True): TLS is not in this release; use MSCOMM_JOB_KEY_FILE"
+    if not (enable_ssl is None or isinstance(enable_ssl, bool)):
+        raise TypeError(f"set_ps_context: enable_ssl is a {type(enable_ssl).__name__}; expected True or False")
+    for name, text in (("client_password", client_password), ("server_password", server_password)):
+        if not (text is None or isinstance(text, str)):
+            raise TypeError(f"set_ps_context: {name} is a {type(text).__name__}; expected a str")
+    path = None if config_file_path is None else os.fsdecode(config_file_path)
+    given = (enable_ssl, path, client_password, server_password)
+    changed = _PsContext._make(old if new is None else new for old, new in zip(_ps, given, strict=True))
+    if changed == _ps:
+        return
+    if _ps_is_read:
+        raise RuntimeError(
+            "set_ps_context: init() has already read these settings; set them before init(). For another job of this"
+            " process, call reset_ps_context() first"
         )
-    if enable_ssl is not None:
-        _plain_links = True
-    notices.tell_without_effect("set_ps_context", **options)
+    path = changed.config_file_path or environment.read("MSCOMM_SSL_CONFIG_FILE", os.environ)
+    if changed.enable_ssl and not path:
+        raise ValueError(
+            "set_ps_context(enable_ssl=True): say where the certificates are, with config_file_path= or"
+            " MSCOMM_SSL_CONFIG_FILE; `mscomm certs make` makes certificates and a config.json"
+        )
+    _ps = changed
+
+
+def get_ps_context(name: str) -> Any:
+    """Return config_file_path or enable_ssl as set_ps_context has set it. Raise ValueError for another name.
+
+    The passwords are not returned.
+    """
+    if name not in ("config_file_path", "enable_ssl"):
+        raise ValueError(f"get_ps_context: {name!r} is not one of config_file_path, enable_ssl")
+    return bool(_ps.enable_ssl) if name == "enable_ssl" else _ps.config_file_path
+
+
+def reset_ps_context() -> None:
+    """Forget every option of set_ps_context and the credentials that were made from them."""
+    global _ps, _ps_is_read, _credentials
+    _ps, _ps_is_read, _credentials = _PsContext(), False, None
 
 
 def plain_links_permitted() -> bool:
     """Return whether the user has called set_ps_context(enable_ssl=False)."""
-    return _plain_links
+    credentials()  # init() must not make plain links if the user asks for TLS
+    return _ps.enable_ssl is False
+
+
+def credentials() -> Credentials | None:
+    """Return the certificates and keys of this process, or None if the job does not use TLS.
+
+    The code that joins a job calls this. Afterwards, set_ps_context refuses to change something. Raise what
+    mscomm.cluster.credentials.configured() raises.
+    """
+    found = _find_credentials()
+    if found is not None:
+        raise NotImplementedError("TLS is not in this release; use MSCOMM_JOB_KEY_FILE, without MSCOMM_SSL_CONFIG_FILE")
+    return found
+
+
+def _find_credentials() -> Credentials | None:
+    global _ps, _ps_is_read, _credentials
+    if not _ps_is_read and _ps.enable_ssl is not False:
+        if _ps.enable_ssl or environment.read("MSCOMM_SSL_CONFIG_FILE", os.environ):
+            from mscomm.cluster.credentials import SCHEDULER, WORKER, configured  # slow to import: ssl
+
+            passwords = {SCHEDULER: _ps.server_password, WORKER: _ps.client_password}
+            _credentials = configured(os.environ, _ps.config_file_path, passwords, notices.warn_once)
+            _ps = _ps._replace(server_password="", client_password="")
+        elif _ps.config_file_path:
+            notices.warn_once("set_ps_context: config_file_path has no effect without enable_ssl=True")
+    _ps_is_read = True
+    return _credentials
 
 
 class ParallelMode:

@@ -61,7 +61,6 @@ class Option(NamedTuple):
 
     silent: tuple[Any, ...]  # the values that cause no warning; the first is the default
     instead: str  # why the option has no effect, or what to do instead
-    secret: bool = False  # whether the warning hides the value
 
 
 _WORLD = (None, "hccl_world_group", "nccl_world_group", "mccl_world_group")
@@ -70,7 +69,6 @@ _OTHER_MODES = (
 )
 _WHOLE = "in data parallel mode each rank's checkpoint has the whole weights"
 _SUMS = "16-bit floats are summed in float32 in any case"
-_TLS = "there is no TLS in this release; use MSCOMM_JOB_KEY_FILE"
 _DEALT = "each rank trains on all rows of its dataset; divide the rows with num_shards and shard_id"
 
 WITHOUT_EFFECT: dict[tuple[str, str], Option] = {
@@ -79,9 +77,6 @@ WITHOUT_EFFECT: dict[tuple[str, str], Option] = {
         (False,), "mscomm compiles no graphs; ask the framework (mindspore.set_context)"
     ),
     ("set_context", "save_graphs_path"): Option((".", "", None), "mscomm compiles no graphs, and saves none"),
-    ("set_ps_context", "config_file_path"): Option((None, ""), _TLS),
-    ("set_ps_context", "client_password"): Option((None, ""), _TLS, secret=True),
-    ("set_ps_context", "server_password"): Option((None, ""), _TLS, secret=True),
     ("set_auto_parallel_context", "all_reduce_fusion_config"): Option(
         ([], (), None),
         'buckets follow the order of the gradients; comm_fusion={"allreduce": {"mode": "size", "config": MiB}} sets'
@@ -131,5 +126,4 @@ def tell_without_effect(function: str, **options: Any) -> None:
     for name, value in options.items():
         row = WITHOUT_EFFECT.get((function, name))
         if row is not None and not any(value == quiet for quiet in row.silent):
-            shown = "..." if row.secret else f"{value!r:.80}"
-            warn_once(f"{function}: {name}={shown} has no effect here: {row.instead}")
+            warn_once(f"{function}: {name}={value!r:.80} has no effect here: {row.instead}")

@@ -17,6 +17,7 @@ COMMANDS = {
     ),
     "sched": ("mscomm.cli.sched", "Run the scheduler of a job that is started with MS_* variables."),
     "bench": ("mscomm.cli.bench", "Benchmark a collective, alone or against gloo and MPI."),
+    "certs": ("mscomm.cli.certs", "Make the certificates of a job with TLS."),
     "data": ("mscomm.cli.data", "Create a small set of real images in the CIFAR-10 binary format."),
     "ranktable": ("mscomm.cli.ranktable", "Write and check rank tables, the Ascend files that map ranks to devices."),
     "trace": ("mscomm.cli.trace", "Show which rank waited for which, from the records of a failed job."),

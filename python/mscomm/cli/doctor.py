@@ -38,6 +38,7 @@ SCHEMA = "mscomm-doctor/1"
 OPTIONAL = {
     "mpi4py": "MPI beside mscomm, and `mscomm bench --vs openmpi`",
     "ml-dtypes": "bfloat16 arrays of NumPy",
+    "cryptography": "TLS, and `mscomm certs`",
     "matplotlib": "`mscomm bench --plot`",
     "torch": "`mscomm bench --vs torch-gloo`",
 }
