@@ -19,6 +19,7 @@
 #include "base/reduce.h"
 #include "device/acl.h"
 #include "device/cuda.h"
+#include "net/tls.h"
 #include "src/calls.h"
 #include "src/dlpack.h"
 #include "src/functions.h"
@@ -58,6 +59,20 @@ py::object allocate(const std::shared_ptr<Heap>& heap, size_t bytes) {
     }
   });
   return py::array_t<uint8_t>({bytes}, {size_t{1}}, static_cast<uint8_t*>(memory), release);
+}
+
+// The key of a link, and whether this rank begins the handshake.
+using SecretPair = std::pair<py::bytes, bool>;
+
+std::optional<Secret> secret_of(const std::optional<SecretPair>& pair) {
+  if (!pair) return {};
+  const std::string_view key = pair->first;
+  Secret secret{.connects = pair->second};
+  if (key.size() != secret.key.size())
+    throw Error("ValueError", "secret: the key has " + std::to_string(key.size()) + " bytes, but it must have " +
+                                  std::to_string(secret.key.size()));
+  std::ranges::copy(key, secret.key.begin());
+  return secret;
 }
 
 // The source (a rank of the group) and the tag of a message.
@@ -343,6 +358,7 @@ PYBIND11_MODULE(_core, module) {
                           std::string(image.architectures));
   });
   module.def("describe_dlpack", &describe_dlpack);
+  module.def("tls_version", [] { return unlocked(tls_version); });
   module.def("open_acl", [](const Places& places, std::vector<std::string> visible) {
     return std::shared_ptr(open_acl(candidates_of(places), std::move(visible)));
   });
@@ -421,14 +437,17 @@ If it has completed without an error, out holds the result.)")
 
   py::class_<Group>(module, "Group")
       .def(py::init([](std::string name, const std::shared_ptr<Peers>& peers, std::vector<int> ranks, unsigned epoch,
-                       const Layout& layout, uint64_t control, bool spin, const std::vector<int>& links, int news_fd) {
+                       const Layout& layout, uint64_t control, bool spin, const std::vector<int>& links, int news_fd,
+                       const std::vector<std::optional<SecretPair>>& secrets) {
              std::vector<Descriptor> owned(links.begin(), links.end());
-             return std::make_unique<Group>(
-                 Founding{std::move(name), std::move(ranks), layout, epoch, control, spin, std::move(owned), copy_of(news_fd)},
-                 peers);
+             std::vector<std::optional<Secret>> keys;
+             for (const auto& pair : secrets) keys.push_back(secret_of(pair));
+             Founding founding{std::move(name),  std::move(ranks), layout,          epoch, control, spin,
+                               std::move(owned), std::move(keys),  copy_of(news_fd)};
+             return unlocked([&] { return std::make_unique<Group>(std::move(founding), peers); });
            }),
            py::kw_only(), py::arg("name"), py::arg("peers"), py::arg("ranks"), py::arg("epoch"), py::arg("layout"),
-           py::arg("control"), py::arg("spin"), py::arg("links"), py::arg("news_fd"))
+           py::arg("control"), py::arg("spin"), py::arg("links"), py::arg("news_fd"), py::arg("secrets") = py::tuple())
       .def_property_readonly("layout", [](const Group& group) -> const Layout& { return group.founded.host().layout(); })
       .def("run",
            [](Group& group, const PreparedCall& prepared, double timeout_s, uint64_t number) {
@@ -487,7 +506,14 @@ If it has completed without an error, out holds the result.)")
       .def("sendrecv", &send_and_receive)
       .def("start_send", &start_message<true>)
       .def("start_recv", &start_message<false>)
-      .def("add_link", [](Group& group, bool sends, int peer, int fd) { group.communicator->add_link(sends, peer, fd); })
+      .def(
+          "add_link",
+          [](Group& group, bool sends, int peer, int fd, const std::optional<SecretPair>& pair) {
+            Descriptor owned(fd);
+            const std::optional<Secret> secret = secret_of(pair);
+            unlocked([&] { group.communicator->add_link(sends, peer, owned.release(), secret); });
+          },
+          py::arg("sends"), py::arg("peer"), py::arg("fd"), py::arg("secret") = py::none())
       .def("expect_incoming", [](Group& group, int peer) { group.communicator->expect_incoming(peer); })
       .def("check", [](const Group& group, int peer) { group.communicator->check_peer(peer); })
       .def("abort", [](Group& group, const Error& verdict) { unlocked([&] { group.communicator->abort({verdict, true}); }); })

@@ -124,7 +124,9 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   std::vector<Matched> run(std::span<const Message> messages, const Deadline& deadline);
   // Starts one message and returns. The mailbox's thread then waits for the message to complete.
   std::shared_ptr<Work> start(const Message& message, const Deadline& deadline);
-  void add_link(bool sends, int peer, int fd);
+  // Adds the link for messages to a peer (if `sends` is true) or from a peer. If the link has a secret, waits for at most
+  // handshake_s, until the peer has called add_link(), too.
+  void add_link(bool sends, int peer, int fd, const std::optional<Secret>& secret = {});
   // Tells the communicator that a link from the peer is being set up. From then on, a recv considers the peer gone only when that
   // link has ended, even if left() has been called for the peer or the peer's process has exited.
   void expect_incoming(int peer);

@@ -21,11 +21,17 @@ std::unique_ptr<HostBackend> carriers_of(Founding& founding, const Peers& peers,
   const Layout& layout = founding.layout;
   if (ranks.size() != static_cast<size_t>(layout.size) || links.size() != (layout.mesh ? ranks.size() : 0))
     throw Error("ValueError", "group: hosts and links must have one entry for each rank");
+  std::vector<std::optional<Secret>>& secrets = founding.secrets;
+  if (secrets.empty()) secrets.resize(links.size());
+  if (secrets.size() != links.size()) throw Error("ValueError", "group: secrets must have one entry for each link, or be empty");
   std::unique_ptr<Mesh> mesh;
   if (layout.mesh) {
     std::vector<std::optional<Stream>> streams(ranks.size());
+    std::vector<Stream*> all;
     for (size_t peer = 0; peer < ranks.size(); peer++)
-      if (links[peer].get() >= 0) streams[peer].emplace(links[peer].release(), peers.names.at(ranks[peer]));
+      if (links[peer].get() >= 0)
+        all.push_back(&streams[peer].emplace(links[peer].release(), peers.names.at(ranks[peer]), secrets[peer]));
+    shake_hands(all, Deadline(handshake_s));
     mesh = std::make_unique<Mesh>(ranks, layout.rank, founding.epoch, std::move(streams), std::move(recorded));
   }
   std::unique_ptr<Arena> arena;

@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #include "comm/communicator.h"
 #include "comm/peers.h"
 #include "comm/recorder.h"
+#include "net/stream.h"
 
 namespace mscomm {
 
@@ -30,6 +32,8 @@ struct Founding {
   // If the group has a mesh, one socket for each rank of the group, connected to that rank; -1 for this rank itself. Founded
   // takes ownership of the sockets.
   std::vector<Descriptor> links{};
+  // Empty, or one entry for each link: if it has a secret, the link is encrypted.
+  std::vector<std::optional<Secret>> secrets{};
   // An eventfd, or -1. The core writes to it when a started call, a started message or a call on the device has failed, when
   // Communicator::stuck() has a number, and when there are notices for the user. A Python thread reads the eventfd. So no core
   // thread has to call into Python: such a call might never return while the process is exiting.

@@ -159,9 +159,12 @@ bool Communicator::expects(int peer) const {
   return expected_[peer];
 }
 
-void Communicator::add_link(bool sends, int peer, int fd) {
+void Communicator::add_link(bool sends, int peer, int fd, const std::optional<Secret>& secret) {
   if (!sends) expect_incoming(peer);
-  mailbox_.add_link(sends, peer, Stream(fd, name_of(peer)));
+  Stream stream(fd, name_of(peer), secret);
+  Stream* const one = &stream;
+  shake_hands({&one, 1}, Deadline(handshake_s));
+  mailbox_.add_link(sends, peer, std::move(stream));
 }
 
 void Communicator::expect_incoming(int peer) {

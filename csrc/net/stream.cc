@@ -11,13 +11,17 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <utility>
 
 #include "base/error.h"
+#include "net/tls.h"
 
 namespace mscomm {
 
 namespace {
 constexpr int unsent_bytes = 128 << 10;
+
+constexpr int longest_poll_ms = 50;  // so that deadlines are noticed
 
 constexpr std::chrono::seconds ask_every{1}, same_wait{3};
 
@@ -30,7 +34,8 @@ int option(int fd, int level, int name) {
 }
 }  // namespace
 
-Stream::Stream(int fd, std::string peer) : fd_(fd), peer_(std::move(peer)) {
+Stream::Stream(int fd, std::string peer, const std::optional<Secret>& secret)
+    : fd_(fd), peer_(std::move(peer)), tls_(secret ? std::make_unique<Tls>(fd, *secret) : nullptr) {
   const int flags = fcntl(fd, F_GETFL);
   if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0) throw system_error("fcntl of the link to " + peer_, errno);
   // With this option, most unsent data stays in this process rather than in the kernel. So a rank that sends to several peers can
@@ -38,7 +43,12 @@ Stream::Stream(int fd, std::string peer) : fd_(fd), peer_(std::move(peer)) {
   setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent_bytes, sizeof unsent_bytes);
 }
 
+Stream::Stream(Stream&&) noexcept = default;
+Stream::~Stream() = default;
+
 size_t Stream::send(const void* data, size_t bytes) {
+  if (tls_) [[unlikely]]
+    return tls_->send(data, bytes);
   const ssize_t moved = ::send(fd(), data, bytes, MSG_NOSIGNAL);
   if (moved >= 0) return moved;
   if (later(errno)) return 0;
@@ -46,6 +56,12 @@ size_t Stream::send(const void* data, size_t bytes) {
 }
 
 size_t Stream::receive(void* data, size_t bytes) {
+  if (tls_) [[unlikely]]
+    return tls_->receive(data, bytes);
+  return receive_plain(data, bytes);
+}
+
+inline size_t Stream::receive_plain(void* data, size_t bytes) {
   const ssize_t moved = ::recv(fd(), data, bytes, 0);
   if (moved > 0) return moved;
   if (moved == 0) throw Broken{"closed by the other side"};
@@ -53,7 +69,12 @@ size_t Stream::receive(void* data, size_t bytes) {
   throw Broken{std::strerror(errno)};
 }
 
+bool Stream::pending_in_tls() const { return tls_->pending(); }
+
+bool Stream::shaking_hands() const { return tls_ && !tls_->established(); }
+
 bool Stream::waits_for_reader() const {
+  if (shaking_hands()) return true;
   int unacknowledged = 0, unsent = 0;
   // unacknowledged - unsent is the number of bytes on the wire. Query `unacknowledged` first. In this order, bytes that are sent
   // or acknowledged between the two queries can only make the difference too large. So the difference is never zero while bytes
@@ -87,15 +108,22 @@ void Stream::check_silence() {
 // Waits until the peer's kernel has received all bytes that were sent, so that closing the socket loses none of them. Returns
 // earlier if the link ends or the deadline passes. The caller must have called close_for_writing().
 void Stream::deliver(const Deadline& deadline) {
-  // On a Unix socket, sent data is already in the receiver's queue, so there is nothing to wait for. The loop below would wait
-  // for the receiving process, because on a Unix socket the kernel counts data as unsent until the receiver has read it.
-  if (option(fd(), SOL_SOCKET, SO_DOMAIN) == AF_UNIX) return;
+  const bool local = option(fd(), SOL_SOCKET, SO_DOMAIN) == AF_UNIX;
   // If we closed the socket while it held unread bytes from the peer, the kernel would drop any bytes of ours that it has not
   // delivered yet. So read until the peer's kernel has all of our data.
   char scrap[4096];
   try {
     for (int unsent = 1; unsent > 0 && !deadline.passed();) {
-      while (receive(scrap, sizeof scrap) > 0) {
+      const bool closed = !tls_ || close_for_writing();
+      // On a Unix socket, sent data is already in the receiver's queue, so there is nothing to wait for. We would wait for the
+      // receiving process, because on a Unix socket the kernel counts data as unsent until the receiver has read it.
+      if (closed && local) return;
+      while (receive_plain(scrap, sizeof scrap) > 0) {
+      }
+      if (!closed) {
+        pollfd both{fd(), POLLIN | POLLOUT, 0};
+        poll(&both, 1, longest_poll_ms);
+        continue;
       }
       if (ioctl(fd(), SIOCOUTQ, &unsent) < 0 || unsent == 0) break;
       pollfd one{fd(), POLLIN, 0};
@@ -106,19 +134,54 @@ void Stream::deliver(const Deadline& deadline) {
   }
 }
 
+void shake_hands(std::span<Stream* const> streams, const Deadline& deadline) {
+  while (!deadline.passed()) {
+    Poll links;
+    bool waits = false;
+    for (Stream* stream : streams) try {
+        if (!stream->tls_ || stream->tls_->shake_hands()) continue;
+        links.add(*stream, true, false);
+        waits = true;
+      } catch (const Stream::Broken&) {
+        // The next send() or receive() reports this.
+      }
+    if (!waits) return;
+    links.wait(longest_poll_ms);
+  }
+}
+
 void deliver_all(std::vector<std::optional<Stream>> streams, double timeout_s) {
   const Deadline deadline(timeout_s);
-  for (const auto& stream : streams)
+  for (auto& stream : streams)
     if (stream) stream->close_for_writing();
   for (auto& stream : streams)
     if (stream) stream->deliver(deadline);
 }
 
-void Stream::close_for_writing() const { ::shutdown(fd(), SHUT_WR); }
+bool Stream::close_for_writing() {
+  try {
+    if (tls_ && !tls_->close()) return false;
+  } catch (const Broken&) {
+    // The link has ended, so nothing more can be sent.
+  }
+  ::shutdown(fd(), SHUT_WR);
+  return true;
+}
 
 void Stream::shut_down() const { ::shutdown(fd(), SHUT_RDWR); }
 
+void Stream::abandon() {
+  fd_.close();
+  (void)tls_.release();
+}
+
 size_t Poll::add(const Stream& stream, bool receives, bool sends) {
+  if (stream.shaking_hands()) {
+    shaking_.push_back(polled_.size());
+    // Before the handshake is complete, even a sender has to wait for the peer's bytes.
+    receives = true;
+    sends = !stream.tls_->flushed();
+  }
   if (receives && stream.pending()) pending_.push_back(polled_.size());
   polled_.push_back({stream.fd(), static_cast<short>((receives ? POLLIN : 0) | (sends ? POLLOUT : 0)), 0});
   return polled_.size() - 1;
@@ -132,6 +195,8 @@ size_t Poll::add(int fd) {
 int Poll::wait(int ms) {
   const int ready = poll(polled_.data(), polled_.size(), pending_.empty() ? ms : 0);
   for (const size_t entry : pending_) polled_[entry].revents |= POLLIN;
+  for (const size_t entry : shaking_)
+    if (polled_[entry].revents) polled_[entry].revents |= POLLIN;
   return pending_.empty() ? ready : std::max(ready, static_cast<int>(pending_.size()));
 }
 

@@ -1,11 +1,16 @@
 // A Stream moves bytes over one connected, authenticated, non-blocking socket. All other code moves bytes only with the functions
-// of Stream, and waits for them only with Poll. So TLS can be added as a second kind of Stream.
+// of Stream, and waits for them only with Poll. So other code need not know whether a Stream encrypts its bytes (see tls.h).
 #pragma once
 
 #include <poll.h>
 
+#include <array>
 #include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -14,15 +19,29 @@
 
 namespace mscomm {
 
+class Tls;
+
+// The key of an encrypted link. Each copy is wiped when it is destroyed.
+struct Secret {
+  std::array<uint8_t, 32> key{};
+  bool connects = false;  // whether this end begins the handshake; on the other end, this must be the opposite
+  ~Secret() { explicit_bzero(key.data(), key.size()); }
+};
+
 class Stream {
  public:
-  // Takes ownership of the descriptor. peer: the peer's name for error messages, such as "rank 3 (10.0.0.7:41022)".
-  Stream(int fd, std::string peer);
+  // Takes ownership of the descriptor. peer: the peer's name for error messages, such as "rank 3 (10.0.0.7:41022)". secret: if
+  // given, the link is encrypted, and the peer must have the same key. Throws Error with the kind BackendUnavailable if the link
+  // must be encrypted and OpenSSL 3 cannot be opened.
+  Stream(int fd, std::string peer, const std::optional<Secret>& secret = {});
+  Stream(Stream&&) noexcept;
+  ~Stream();
 
   const std::string& peer() const { return peer_; }
 
   // send() and receive() move as many bytes as possible without waiting. They return the number of bytes moved, which may be 0.
-  // They throw Broken if the link has ended.
+  // They throw Broken if the link has ended. On an encrypted link, bytes that send() has not accepted may already be encrypted.
+  // So the next send() must begin with the same bytes.
   size_t send(const void* data, size_t bytes);
   size_t receive(void* data, size_t bytes);
   // send_more() and receive_more() send or receive the rest of a value, as far as possible without waiting. `done` is the number
@@ -39,10 +58,10 @@ class Stream {
     done += moved;
     return moved > 0;
   }
-  // Returns whether receive() has bytes to return that the descriptor does not announce. Poll asks this.
-  bool pending() const { return false; }
+  // Returns whether receive() may have bytes to return that the descriptor does not announce. Poll asks this.
+  bool pending() const { return tls_ && pending_in_tls(); }
   // Returns whether the kernel holds unsent bytes although no bytes are on the wire. This means that the peer is not reading.
-  // Always true on a Unix socket, which has no wire.
+  // Always true on a Unix socket, which has no wire, and while the peer has not completed the handshake of an encrypted link.
   bool waits_for_reader() const;
   // Throws Broken if sent data is waiting to be acknowledged, but the peer's host has acknowledged nothing for as long as the
   // socket's keepalive allows. The kernel does not detect this itself: it applies keepalive only while no sent data is waiting,
@@ -50,10 +69,13 @@ class Stream {
   // limit for sent data, because this limit would also end the link to a healthy peer that is not reading. A rank that is waiting
   // for the peer may call check_silence() often, because check_silence() queries the kernel at most once a second.
   void check_silence();
-  // Tells the peer that nothing more will come. The peer can still send.
-  void close_for_writing() const;
+  // Tells the peer that nothing more will come. The peer can still send. Returns false if the kernel does not accept all
+  // encrypted bytes yet; call it again then.
+  bool close_for_writing();
   // Ends the link in both directions, so that both sides notice. Wakes up any thread that is polling the socket.
   void shut_down() const;
+  // Closes the descriptor in a forked child. Takes no lock, and frees nothing that a thread of the parent may have been using.
+  void abandon();
 
   struct Broken {
     std::string why;
@@ -62,11 +84,16 @@ class Stream {
  private:
   friend class Poll;
   friend void deliver_all(std::vector<std::optional<Stream>> streams, double timeout_s);
+  friend void shake_hands(std::span<Stream* const> streams, const Deadline& deadline);
   void deliver(const Deadline& deadline);
   int fd() const { return fd_.get(); }
+  size_t receive_plain(void* data, size_t bytes);
+  bool pending_in_tls() const;
+  bool shaking_hands() const;
 
   Descriptor fd_;
   std::string peer_;
+  std::unique_ptr<Tls> tls_;  // nullptr if the link is not encrypted
   // For check_silence(): when it last queried the kernel, and the time from which the silence of the peer's host is measured.
   Clock::time_point asked_{}, heard_{};
 };
@@ -87,7 +114,16 @@ class Poll {
  private:
   std::vector<pollfd> polled_;
   std::vector<size_t> pending_;  // the entries of the streams that have bytes to return without waiting
+  // The entries of the streams whose handshake is not complete. Whatever such a stream waits for, receive() must be called then.
+  std::vector<size_t> shaking_;
 };
+
+// How long a new group, or a new link for messages, waits for its handshakes: as long as the hello does.
+inline constexpr double handshake_s = 5;
+// Completes the handshakes of the encrypted streams, waiting until the deadline at most. A handshake that is not complete then
+// continues in send() and receive(), which also report its failure. Without shake_hands(), the first send would wait until the
+// peer's program waits for this link, and a program that relies on the kernel's buffers would hang.
+void shake_hands(std::span<Stream* const> streams, const Deadline& deadline);
 
 // Waits for at most timeout_s until the peers' kernels have received all bytes that were sent, and then closes the streams. Drops
 // all bytes that arrive from the peers in the meantime.

@@ -270,8 +270,10 @@ void Mailbox::stop_thread() {
 }
 
 void Mailbox::close_descriptors() {
-  for (Outgoing& link : outgoing_) link.stream.reset();
-  for (Incoming& link : incoming_) link.stream.reset();
+  for (Outgoing& link : outgoing_)
+    if (link.stream) link.stream->abandon();
+  for (Incoming& link : incoming_)
+    if (link.stream) link.stream->abandon();
   wake_fd_.close();
   // Leak the child's copies of these objects. The thread does not exist in the child, and the destructors of the condition
   // variables would wait for threads of the parent.

@@ -275,7 +275,8 @@ void Mesh::close(double timeout_s) {
 }
 
 void Mesh::close_descriptors() {
-  for (Link& link : links_) link.stream.reset();
+  for (Link& link : links_)
+    if (link.stream) link.stream->abandon();
 }
 
 }  // namespace mscomm

@@ -166,6 +166,9 @@ class Vendor:
     def make_id(self, runtime: Runtime, device: int, /) -> bytes:
         """Create the id of a new group. One rank calls this for its device, and sends the id to the other ranks."""
 
+def tls_version() -> str:
+    """Open OpenSSL, and return its version as text. Raise BackendUnavailable if OpenSSL 3 cannot be opened."""
+
 def open_nccl(places: Sequence[tuple[str, str, str]], /) -> Vendor:
     """Open NCCL at the first place where it can be opened. A place is (name, path, kind).
 
@@ -337,12 +340,18 @@ class Group:
         spin: bool,
         links: Sequence[int],
         news_fd: int,
+        secrets: Sequence[tuple[bytes, bool] | None] = (),
     ) -> None:
         """ranks: the group's ranks, as ranks of the job. layout: the core copies it. control: if layout.arena, the
         offset of the control memory in the heap of the lowest rank on this host. links: if layout.mesh, a socket for
         each rank of the group, and -1 for this rank; otherwise empty. The core takes ownership of the sockets. news_fd:
         an eventfd, or -1. The core writes to it when an asynchronous call, an asynchronous message or a call on the
         device has failed. The core also writes to it when stuck() or notices() would return something new.
+
+        secrets: empty, or one entry for each link. An entry is None, or the link's key of 32 bytes and whether this
+        rank begins the TLS handshake, which the peer then must not do. Such a link is encrypted. The constructor waits
+        for at most 5 s until the handshakes are complete; later, they continue in calls. Raises ValueError if a key has
+        another length, and BackendUnavailable if OpenSSL 3 cannot be opened.
         """
 
     @property
@@ -511,10 +520,11 @@ class Group:
     def start_recv(
         self, peer: int, tag: int, dtype: int, out: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
     ) -> Work: ...
-    def add_link(self, sends: bool, peer: int, fd: int, /) -> None:
+    def add_link(self, sends: bool, peer: int, fd: int, secret: tuple[bytes, bool] | None = None) -> None:
         """Add the link for messages to the peer (if `sends` is True), or for messages from the peer.
 
-        fd is a connected socket, of which the core takes ownership.
+        fd is a connected socket, of which the core takes ownership. secret: as in `secrets` of the constructor; with
+        it, this function waits for at most 5 s until the peer has called add_link, too.
         """
 
     def expect_incoming(self, peer: int, /) -> None:
