@@ -134,7 +134,7 @@ class Job:
             stream = greeted(self.listener.getsockname())
         else:
             sock = self.ends[rank]
-            assert sock.recv(48) == self.hub.credentials == ADMISSION[CONTROL] + self.hub.run
+            assert sock.recv(48) == self.hub.admission == ADMISSION[CONTROL] + self.hub.run
             stream = ByteStream(sock)
             stream.secret = ADMISSION[CONTROL]
         member = Member(Frames(stream), key=ADMISSION[CONTROL], rank=rank, node_id=node_id)

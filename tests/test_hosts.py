@@ -33,12 +33,10 @@ from mscomm.cluster.assemble import Epoch
 mine = set()
 connect = Epoch._connect
 def spy(*args):
-    fds = connect(*args)
-    for fd in fds:
-        if fd >= 0:
-            with socket.socket(fileno=os.dup(fd)) as link:
-                mine.update(link.getsockname()[:1] if link.family != socket.AF_UNIX else ())
-    return fds
+    streams = connect(*args)
+    for link in (stream.sock for stream in streams if stream):
+        mine.update(link.getsockname()[:1] if link.family != socket.AF_UNIX else ())
+    return streams
 Epoch._connect = spy
 mscomm.init()
 total = mscomm.all_reduce(np.ones(1000, np.float32))

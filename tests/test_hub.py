@@ -24,6 +24,7 @@ from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames, encode
 from mscomm.cluster.hello import CONTROL
 from mscomm.cluster.member import Member
+from mscomm.cluster.protection import Protection
 
 
 def test_members_join_learn_of_each_other_and_leave():
@@ -187,7 +188,7 @@ def test_needing_a_rank_whose_process_ended_well_is_still_an_error():
 def test_a_member_that_does_not_read_does_not_stop_the_hub():
     with Job(3) as job:
         lazy = job.ends[2]
-        assert lazy.recv(48) == job.hub.credentials
+        assert lazy.recv(48) == job.hub.admission
         lazy.sendall(encode({"t": "join", "rank": 2, "node_id": None, "facts": {"pad": "x" * 60000}}, 1 << 16))
         lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         others = [job.member(rank) for rank in (0, 1)]
@@ -360,16 +361,16 @@ class Spawned(Exception):
 def test_the_hub_that_rank_0_starts_waits_as_long_as_the_user_said(seconds, monkeypatch):
     limits = []
 
-    def spawn(listener, size, key, topo_timeout_s, named):
+    def spawn(listener, size, key, topo_timeout_s, named, credentials):
         limits.append(topo_timeout_s)
         raise Spawned
 
     monkeypatch.setattr(hub_process, "spawn", spawn)
     place, deadline = rendezvous.Seat(0, 2, 0, one_host=True), Deadline(seconds)
     with pytest.raises(Spawned):
-        kvs._open("mpirun", place, {}, deadline, False)
+        kvs._open("mpirun", place, {}, deadline, Protection())
     with pytest.raises(Spawned):
-        rendezvous._host("srun", place, rendezvous.Spot("a job"), {}, deadline, False, "")
+        rendezvous._host("srun", place, rendezvous.Spot("a job"), {}, deadline, Protection(), "")
     assert len(limits) == 2 and all(7000 < limit <= seconds for limit in limits)
 
 

@@ -21,6 +21,7 @@ from mscomm import errors
 from mscomm.bootstrap import find, launcher, ms_cluster
 from mscomm.cluster import security
 from mscomm.cluster.hello import CONTROL
+from mscomm.cluster.protection import Protection
 
 
 def test_without_a_launcher_it_is_a_job_of_one():
@@ -34,12 +35,12 @@ def test_the_own_launchers_link_is_taken_over_once(monkeypatch):
         ours.send(KEY + RUN)
         env = dict(zip(launcher.VARIABLES, ("1", "4", "1", "4", str(theirs.detach())), strict=True))
         assert find(env) is launcher
-        invitation = launcher.accept(env, soon(), False)
+        invitation = launcher.accept(env, soon(), Protection())
         with contextlib.closing(invitation.stream) as stream:
             assert (*invitation.seat[:3], invitation.key, stream.secret) == (1, 4, 1, KEY, KEY)
             assert stream.sock.get_inheritable() is False
         with pytest.raises(errors.BackendUnavailable, match="can join its job only once"):
-            launcher.accept(env, soon(), False)
+            launcher.accept(env, soon(), Protection())
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_a_launcher_that_cannot_be_reached_is_an_error_and_no_job_of_one(change,
         names = {"file": str(file.fileno()), "tcp": str(tcp.fileno())}
         env["MSCOMM_CONTROL_FD"] = names.get(env["MSCOMM_CONTROL_FD"], env["MSCOMM_CONTROL_FD"])
         with pytest.raises(errors.BackendUnavailable, match=text):
-            find(env).accept(env, soon(), False)
+            find(env).accept(env, soon(), Protection())
 
 
 MS = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": "8117"}
@@ -80,20 +81,20 @@ MS = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1"
 )
 def test_each_ms_variable_is_checked(change, text):
     with pytest.raises(ValueError, match=text):
-        ms_cluster.accept({**MS, **change}, soon(), False)
+        ms_cluster.accept({**MS, **change}, soon(), Protection())
 
 
 def test_a_worker_without_a_scheduler_says_where_it_looked(port):
     env = {**MS, "MS_SCHED_PORT": str(port), "MS_TOPO_TIMEOUT": "0.3"}
     with pytest.raises(errors.BackendUnavailable, match=f"no scheduler at 127.0.0.1:{port}.*refused"):
-        ms_cluster.accept(env, soon(), False)
+        ms_cluster.accept(env, soon(), Protection())
 
 
 def test_a_taken_port_is_named_with_what_to_do(tmpdir_env):
     with listening() as taken:
         env = {**MS, "MS_ROLE": "MS_SCHED", "MS_SCHED_PORT": str(taken.getsockname()[1])}
         with pytest.raises(errors.BackendUnavailable, match=r"the port is taken.*another MS_SCHED_PORT"):
-            ms_cluster.serve(env)
+            ms_cluster.serve(env, Protection())
 
 
 def test_the_second_scheduler_at_a_port_leaves_the_key_of_the_first(tmpdir_env, monkeypatch, port):
@@ -108,14 +109,14 @@ def test_the_second_scheduler_at_a_port_leaves_the_key_of_the_first(tmpdir_env, 
         monkeypatch.setattr("tempfile.tempdir", str(tmpdir_env))
         answer = write_key(*args)
         with pytest.raises(errors.BackendUnavailable, match="the port is taken"):
-            ms_cluster.serve(env)
+            ms_cluster.serve(env, Protection())
         assert Path(answer[1].path).exists()
         raise Served
 
     write_key = security.scheduler_key
     monkeypatch.setattr(security, "scheduler_key", second)
     with pytest.raises(Served):
-        ms_cluster.serve(env)
+        ms_cluster.serve(env, Protection())
 
 
 WORKER = """
@@ -124,14 +125,20 @@ from mscomm.bootstrap import ms_cluster
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.member import Member
-way = ms_cluster.accept(os.environ, Deadline(20), False)
+from mscomm.cluster.protection import Protection
+way = ms_cluster.accept(os.environ, Deadline(20), Protection())
 member = Member(Frames(way.stream), key=way.key, node_id=way.node_id, hub=way.where)
 welcome = member.join({"size": way.seat.size}, Deadline(20))
 member.ready(Deadline(20))
 print(welcome.rank, welcome.size, flush=True)
 member.leave(0)
 """
-SCHEDULER = "import os; from mscomm.bootstrap import ms_cluster; ms_cluster.accept(os.environ, None, False)"
+SCHEDULER = """
+import os
+from mscomm.bootstrap import ms_cluster
+from mscomm.cluster.protection import Protection
+ms_cluster.accept(os.environ, None, Protection())
+"""
 
 
 def test_workers_may_start_before_the_scheduler_and_the_key_file_goes_at_the_end(tmpdir_env, port):

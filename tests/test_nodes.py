@@ -19,6 +19,7 @@ from mscomm.cluster import waiting
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.hello import LAUNCHER
+from mscomm.cluster.protection import Protection
 from mscomm.launching.parts import OtherNode
 
 MSCOMM = [sys.executable, "-m", "mscomm"]
@@ -138,7 +139,7 @@ def test_node_0_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("left", [1, 0])
 def test_a_link_to_node_0_that_fails_is_a_failure_only_while_ranks_are_left(left: int) -> None:
     ours, theirs = socket.socketpair()
-    node = OtherNode(4, range(2, 4), HERE, "", "node-0", 1, False, 5.0)
+    node = OtherNode(4, range(2, 4), HERE, "", "node-0", 1, Protection(), 5.0)
     node._link, node._where = Frames(ByteStream(ours), 1 << 16), "node-0:1"
     theirs.close()
     for rank in range(2, 4 - left):

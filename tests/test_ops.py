@@ -335,10 +335,10 @@ def test_a_wrong_option_is_refused_and_nothing_is_set(fresh_context, option, mes
 
 def test_only_an_explicit_false_permits_plain_links(fresh_context):
     context.set_ps_context(client_password="123456")
-    assert not context.plain_links_permitted()
+    assert not context.protection().permit_plain
     context.reset_ps_context()
     context.set_ps_context(enable_ssl=False)
-    assert context.plain_links_permitted()
+    assert context.protection().permit_plain
 
 
 # -- MindSpore's compiler ----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from sessions import mscomm_run
 
 from mscomm.bootstrap import kvs, rendezvous, torchrun
 from mscomm.cluster import links
+from mscomm.cluster.protection import Protection
 
 # Each rank counts as a separate host, so the ranks are linked by TCP. Each rank prints the ports at which it listens.
 BODY = """
@@ -77,7 +78,7 @@ def test_hubs_that_rank_0_starts_listen_at_these_ports(monkeypatch: pytest.Monke
     torch = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "203.0.113.7", **env}
     spots = []
     monkeypatch.setattr(torchrun, "meet", lambda launcher, place, spot, *rest: spots.append(spot))
-    torchrun.accept(torch, soon(), False)
+    torchrun.accept(torch, soon(), Protection())
     assert set(spots[0].ports) <= set(allowed)
 
 

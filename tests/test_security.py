@@ -10,6 +10,7 @@ from control import KEY, key_file
 
 from mscomm import errors
 from mscomm.cluster import security
+from mscomm.cluster.protection import Protection
 
 
 def test_a_key_is_32_bytes_or_64_hex_digits_or_more_bytes(tmp_path):
@@ -48,14 +49,14 @@ def test_a_key_file_of_somebody_else_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_loopback_scheduler_shares_its_key_in_a_private_file(tmpdir_env):
-    key, file = security.scheduler_key({}, "127.0.0.1", 8117, False)
+    key, file = security.scheduler_key({}, "127.0.0.1", 8117, Protection())
     assert Path(file.path).stat().st_mode & 0o777 == 0o600
     assert Path(file.path).parent.stat().st_mode & 0o777 == 0o700
-    assert security.job_key({}, "127.0.0.1", 8117, False) == key
+    assert security.job_key({}, "127.0.0.1", 8117, Protection()) == key
     file.remove()
     assert not Path(file.path).exists()
     with pytest.raises(errors.AuthenticationError, match=r"the scheduler at 127.0.0.1:8117"):
-        security.job_key({}, "127.0.0.1", 8117, False)
+        security.job_key({}, "127.0.0.1", 8117, Protection())
 
 
 def test_a_prepared_folder_is_not_trusted(tmpdir_env):
@@ -63,27 +64,27 @@ def test_a_prepared_folder_is_not_trusted(tmpdir_env):
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(errors.AuthenticationError, match="chmod 700"):
-        security.scheduler_key({}, "127.0.0.1", 8117, False)
+        security.scheduler_key({}, "127.0.0.1", 8117, Protection())
     folder.rmdir()
     folder.symlink_to(tmpdir_env)
     with pytest.raises(errors.AuthenticationError, match="symbolic link"):
-        security.scheduler_key({}, "127.0.0.1", 8117, False)
+        security.scheduler_key({}, "127.0.0.1", 8117, Protection())
 
 
 def test_a_later_schedulers_key_is_not_removed(tmpdir_env):
-    _, first = security.scheduler_key({}, "127.0.0.1", 8117, False)
-    key, _ = security.scheduler_key({}, "127.0.0.1", 8117, False)
+    _, first = security.scheduler_key({}, "127.0.0.1", 8117, Protection())
+    key, _ = security.scheduler_key({}, "127.0.0.1", 8117, Protection())
     first.remove()
-    assert security.job_key({}, "127.0.0.1", 8117, False) == key
+    assert security.job_key({}, "127.0.0.1", 8117, Protection()) == key
 
 
 def test_off_loopback_a_job_needs_a_key_or_permission(capfd, tmp_path):
     for ask in (security.job_key, security.scheduler_key):
         with pytest.raises(errors.AuthenticationError, match=r"MSCOMM_JOB_KEY_FILE=(.|\n)*enable_ssl=False"):
-            ask({}, "10.0.0.7", 8117, False)
+            ask({}, "10.0.0.7", 8117, Protection())
     assert capfd.readouterr().err == ""
-    key = security.job_key({}, "10.0.0.7", 8117, True)
+    key = security.job_key({}, "10.0.0.7", 8117, Protection(permit_plain=True))
     assert "anybody who can reach 10.0.0.7:8117 can join" in capfd.readouterr().err
-    assert security.scheduler_key({}, "10.0.0.7", 8117, True) == (key, None)
+    assert security.scheduler_key({}, "10.0.0.7", 8117, Protection(permit_plain=True)) == (key, None)
     env = {"MSCOMM_JOB_KEY_FILE": key_file(tmp_path / "key")}
-    assert security.job_key(env, "10.0.0.7", 8117, False) == KEY
+    assert security.job_key(env, "10.0.0.7", 8117, Protection()) == KEY

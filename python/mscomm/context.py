@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mscomm import environment, notices
+from mscomm.cluster.protection import Protection
 
 if TYPE_CHECKING:
     from mscomm.cluster.credentials import Credentials
@@ -144,22 +145,13 @@ def reset_ps_context() -> None:
     _ps, _ps_is_read, _credentials = _PsContext(), False, None
 
 
-def plain_links_permitted() -> bool:
-    """Return whether the user has called set_ps_context(enable_ssl=False)."""
-    credentials()  # init() must not make plain links if the user asks for TLS
-    return _ps.enable_ssl is False
-
-
-def credentials() -> Credentials | None:
-    """Return the certificates and keys of this process, or None if the job does not use TLS.
+def protection() -> Protection:
+    """Return how the user wants the job's links to be protected.
 
     The code that joins a job calls this. Afterwards, set_ps_context refuses to change something. Raise what
     mscomm.cluster.credentials.configured() raises.
     """
-    found = _find_credentials()
-    if found is not None:
-        raise NotImplementedError("TLS is not in this release; use MSCOMM_JOB_KEY_FILE, without MSCOMM_SSL_CONFIG_FILE")
-    return found
+    return Protection(_find_credentials(), permit_plain=_ps.enable_ssl is False)
 
 
 def _find_credentials() -> Credentials | None:

@@ -27,7 +27,7 @@ from mscomm.cluster.deadline import Deadline, join_timeout_s, seconds_of
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.hello import UNKNOWN_RANK, package_version
 from mscomm.cluster.member import Member, Welcome
-from mscomm.context import given, plain_links_permitted
+from mscomm.context import given, protection
 from mscomm.errors import Aborted, Error, PeerLost
 from mscomm.group import Group, NonMember, printable
 
@@ -276,7 +276,7 @@ def init(
         job = Job(assemble.alone(asked), asked, algo, timeout_s)
         job.found(job.world, deadline)
     else:
-        invitation = launcher.accept(os.environ, deadline, plain_links_permitted())
+        invitation = launcher.accept(os.environ, deadline, protection())
         device = invitation.device if asked.device is None else asked.device
         # The launcher's local rank is not valid if MSCOMM_HOST_ID defines the hosts.
         local_rank = None if environment.read("MSCOMM_HOST_ID", os.environ) else invitation.seat.local_rank

@@ -16,6 +16,7 @@ from mscomm.bootstrap.invitation import Invitation, Launcher, Seat
 from mscomm.bootstrap.rendezvous import Spot, meet
 from mscomm.cluster.assemble import host_id
 from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.protection import Protection
 
 _TCP = re.compile(r"tcp://(?:\[(?P<v6>[^]/]+)\]|(?P<host>[^]/:[]+)):(?P<port>\d{1,5})/?")
 _PUBLISHED_BYTES = 256
@@ -63,9 +64,9 @@ class _Tcp:
         self._place = Seat(rank, size, None, one_host=False)
         self._spot = Spot("init_method", host, (port,))
 
-    def accept(self, env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+    def accept(self, env: Mapping[str, str], deadline: Deadline, protection: Protection) -> Invitation:
         advice = "init() on rank 0 must run on the host of that address, with the same init_method and world_size"
-        return meet(self.NAME, self._place, self._spot, env, deadline, permit_plain, advice)
+        return meet(self.NAME, self._place, self._spot, env, deadline, protection, advice)
 
 
 class _Communicator:
@@ -79,7 +80,7 @@ class _Communicator:
     def __init__(self, comm: Any) -> None:
         self._comm = comm
 
-    def accept(self, env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+    def accept(self, env: Mapping[str, str], deadline: Deadline, protection: Protection) -> Invitation:
         rank, size = int(self._comm.rank), int(self._comm.size)
         mine = hashlib.sha256(host_id().encode()).digest()
         everybody = bytearray(size * len(mine))
@@ -90,7 +91,7 @@ class _Communicator:
             publish=lambda text, deadline: self._bcast(text.encode("ascii")),
             fetch=lambda deadline: self._bcast(b"").decode("ascii", errors="replace"),
         )
-        return kvs.join(self.NAME, place, store, env, deadline, permit_plain)
+        return kvs.join(self.NAME, place, store, env, deadline, protection)
 
     def _bcast(self, text: bytes) -> bytes:
         buffer = bytearray(text.ljust(_PUBLISHED_BYTES, b"\0"))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.protection import Protection
 
 if TYPE_CHECKING:
     import subprocess
@@ -57,10 +58,10 @@ class Launcher(Protocol):
 
     NAME: str
 
-    def accept(self, env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+    def accept(self, env: Mapping[str, str], deadline: Deadline, protection: Protection) -> Invitation:
         """Connect to the job. If no connection succeeds, raise an Error that says what was tried.
 
-        permit_plain: whether the user permits a job without a key on ports that other hosts can reach.
+        protection: how the user wants the links to be protected.
         """
 
 

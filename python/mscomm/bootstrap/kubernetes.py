@@ -16,6 +16,7 @@ from mscomm.bootstrap.invitation import Invitation, Seat, turn
 from mscomm.bootstrap.rendezvous import Spot, meet, number, port_range, ports_after
 from mscomm.bootstrap.torchrun import DEFAULT_PORT
 from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.protection import Protection
 from mscomm.errors import BackendUnavailable
 
 NAME = "Kubernetes indexed job"
@@ -26,7 +27,7 @@ def detect(env: Mapping[str, str]) -> bool:
     return "JOB_COMPLETION_INDEX" in env
 
 
-def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -> Invitation:
     if not env.get("WORLD_SIZE"):
         raise BackendUnavailable(
             f"{NAME}: JOB_COMPLETION_INDEX={env['JOB_COMPLETION_INDEX']} is set, and WORLD_SIZE is not: Kubernetes "
@@ -43,7 +44,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
         f" MASTER_ADDR to pod 0's name. Its {port_range(ports)} must be open to the other pods"
     )
     seat, spot = Seat(rank, size, 0, one_host=size == 1), Spot(f"kubernetes {host} {port} {turn(NAME)}", host, ports)
-    return meet(NAME, seat, spot, env, deadline, permit_plain, advice)
+    return meet(NAME, seat, spot, env, deadline, protection, advice)
 
 
 def pod_0(name: str, index: int) -> str:

@@ -19,6 +19,7 @@ from mscomm.bootstrap.invitation import Invitation, Seat
 from mscomm.cluster import hub_process, interfaces, links, security
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import CONTROL
+from mscomm.cluster.protection import Protection
 from mscomm.errors import BackendUnavailable, on_failure
 
 INSTEAD = "Start the ranks with `mscomm run -n N script.py`, which needs no other launcher."
@@ -67,11 +68,11 @@ def _first(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
 
 
 def join(
-    launcher: str, seat: Seat, store: Store, env: Mapping[str, str], deadline: Deadline, permit_plain: bool
+    launcher: str, seat: Seat, store: Store, env: Mapping[str, str], deadline: Deadline, protection: Protection
 ) -> Invitation:
     """Connect to this job's hub, which rank 0 starts."""
     if seat.rank == 0:
-        return _host(launcher, seat, store, env, deadline, permit_plain)
+        return _host(launcher, seat, store, env, deadline, protection)
     published = store.fetch(deadline)
     if published == _FAILED:
         raise BackendUnavailable(f"{launcher}: rank 0 could not open the job; its own error says why")
@@ -81,46 +82,50 @@ def join(
             f"{launcher}: rank 0 published {published[:12]!r}..., no address. Do all ranks run the same mscomm?"
         )
     if fields["key"]:
-        return _connect(launcher, seat, f"\0{fields['name']}", bytes.fromhex(fields["key"]), env, deadline)
+        return _connect(launcher, seat, f"\0{fields['name']}", bytes.fromhex(fields["key"]), env, deadline, protection)
     try:
         host = interfaces.dial_address(fields["host"], env=env)
     except ValueError as error:
         raise BackendUnavailable(f"{launcher}: rank 0 published {fields['host']!r}, which is not an address") from error
     port = int(fields["port"])
-    return _connect(launcher, seat, (host, port), security.job_key(env, host, port, permit_plain), env, deadline)
+    key = security.job_key(env, host, port, protection)
+    return _connect(launcher, seat, (host, port), key, env, deadline, protection)
 
 
 def _host(
-    launcher: str, seat: Seat, store: Store, env: Mapping[str, str], deadline: Deadline, permit_plain: bool
+    launcher: str, seat: Seat, store: Store, env: Mapping[str, str], deadline: Deadline, protection: Protection
 ) -> Invitation:
     """Do rank 0's part of join(): start the hub, publish its address, and connect to it.
 
     The other ranks may connect before the hub process runs. Their connections then wait in the listener's backlog.
     """
     try:
-        process, address, key, text = _open(launcher, seat, env, deadline, permit_plain)
+        process, address, key, text = _open(launcher, seat, env, deadline, protection)
     except Exception:
         store.publish(_FAILED, deadline)  # otherwise, the other ranks would wait for an address until the deadline
         raise
     with on_failure(hub_process.end, process):
         store.publish(text, deadline)
-        return _connect(launcher, seat, address, key, env, deadline, process)
+        return _connect(launcher, seat, address, key, env, deadline, protection, process)
 
 
 def _open(
-    launcher: str, seat: Seat, env: Mapping[str, str], deadline: Deadline, permit_plain: bool
+    launcher: str, seat: Seat, env: Mapping[str, str], deadline: Deadline, protection: Protection
 ) -> tuple[subprocess.Popen[bytes], links.Address, bytes, str]:
     """Start a hub. Return its process, its address, the job's key, and the text to publish."""
     with _listen(launcher, seat, env) as listener:
         address = links.address_of(listener)
         if isinstance(address, tuple):
             host, port = address
-            key = security.job_key(env, host, port, permit_plain)
+            key = security.job_key(env, host, port, protection)
             text = f"mscomm1,tcp,{host.partition('%')[0]},{port}"
         else:
             key = security.new_key()
             text = f"mscomm1,unix,{os.fsdecode(address)[1:]},{key.hex()}"
-        return hub_process.spawn(listener, seat.size, key, deadline.rest(), links.job_of(env)), address, key, text
+        process = hub_process.spawn(
+            listener, seat.size, key, deadline.rest(), links.job_of(env), protection.credentials
+        )
+        return process, address, key, text
 
 
 def _listen(launcher: str, seat: Seat, env: Mapping[str, str]) -> socket.socket:
@@ -140,12 +145,14 @@ def _connect(
     key: bytes,
     env: Mapping[str, str],
     deadline: Deadline,
+    protection: Protection,
     process: subprocess.Popen[bytes] | None = None,
 ) -> Invitation:
     where = interfaces.endpoint(*address) if isinstance(address, tuple) else "a unix socket of this host"
     admission = security.admission_key(key, CONTROL)
     try:
-        stream = links.open_link(address, admission, CONTROL, links.newcomer(env, seat.rank), deadline)
+        mine = links.newcomer(env, seat.rank)
+        stream = links.open_link(address, admission, CONTROL, mine, deadline, protection.credentials)
     except OSError as error:
         raise BackendUnavailable(
             f"{launcher}: rank {seat.rank} cannot reach the hub that rank 0 started at {where}: {error}. "

@@ -18,6 +18,7 @@ from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import UNKNOWN_RUN
 from mscomm.cluster.links import newcomer, require_same_user
+from mscomm.cluster.protection import Protection
 from mscomm.cluster.security import KEY_BYTES
 from mscomm.errors import BackendUnavailable, on_failure
 
@@ -33,8 +34,8 @@ def detect(env: Mapping[str, str]) -> bool:
     return "MSCOMM_CONTROL_FD" in env or "MSCOMM_WORLD_SIZE" in env
 
 
-def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-    """Read the credentials from the inherited descriptor. In a job on several hosts, also connect to the hub."""
+def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -> Invitation:
+    """Read the admission from the inherited descriptor. In a job on several hosts, also connect to the hub."""
     inherited = KEY_FD if SCHED in env else CONTROL_FD
     rank, size, local_rank, local_size, fd = (_number(env, name) for name in (*VARIABLES[:4], inherited))
     if fd in _taken:
@@ -49,17 +50,17 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     _taken.add(fd)
     stream = ByteStream(sock)
     with on_failure(stream.close):
-        credentials = _read(stream, KEY_BYTES + len(UNKNOWN_RUN), inherited, deadline)
-    key, run = credentials[:KEY_BYTES], credentials[KEY_BYTES:]
+        admission = _read(stream, KEY_BYTES + len(UNKNOWN_RUN), inherited, deadline)
+    key, run = admission[:KEY_BYTES], admission[KEY_BYTES:]
     seat = Seat(rank, size, local_rank, one_host=inherited == CONTROL_FD)
     if seat.one_host:
         stream.secret = key
         return Invitation(NAME, seat, stream, key, "the launcher (mscomm run)")
     stream.close()
-    return _connect(env[SCHED], key, run, seat, deadline)
+    return _connect(env[SCHED], key, run, seat, deadline, protection)
 
 
-def _connect(sched: str, key: bytes, run: bytes, seat: Seat, deadline: Deadline) -> Invitation:
+def _connect(sched: str, key: bytes, run: bytes, seat: Seat, deadline: Deadline, protection: Protection) -> Invitation:
     host, _, port = sched.rpartition(":")
     if not (host and port.isdecimal()):
         raise BackendUnavailable(f"mscomm run: {SCHED}={sched!r}, expected address:port; leave it to the launcher")
@@ -70,6 +71,7 @@ def _connect(sched: str, key: bytes, run: bytes, seat: Seat, deadline: Deadline)
         newcomer(os.environ, seat.rank, run),
         f"mscomm run: rank {seat.rank} finds no launcher of node 0 at {sched}",
         "Has it ended, or does a firewall lie between the hosts?",
+        credentials=protection.credentials,
     )
     return Invitation(NAME, seat, stream, key, f"the launcher of node 0 (mscomm run) at {sched}")
 

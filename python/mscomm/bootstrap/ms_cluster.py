@@ -25,6 +25,7 @@ from mscomm.cluster import interfaces, links, security
 from mscomm.cluster.deadline import Deadline, join_timeout_s
 from mscomm.cluster.hello import CONTROL, UNKNOWN_RANK
 from mscomm.cluster.hub import Hub
+from mscomm.cluster.protection import Protection
 from mscomm.errors import BackendUnavailable
 
 NAME = "MS_* cluster"
@@ -47,11 +48,11 @@ def detect(env: Mapping[str, str]) -> bool:
     return "MS_ROLE" in env
 
 
-def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -> Invitation:
     """In a worker, connect to the scheduler. In the scheduler, serve the job and then exit, without returning."""
     role = env["MS_ROLE"]
     if role == "MS_SCHED":
-        serve(env, permit_plain=permit_plain)
+        serve(env, protection)
     if role != "MS_WORKER":
         raise ValueError(
             f"MS_ROLE={role!r}: expected MS_WORKER or MS_SCHED"
@@ -65,11 +66,12 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     stream, key = rendezvous.reach(
         [(settings.host, settings.port)],
         deadline,
-        lambda address: security.admission_key(security.job_key(env, address[0], address[1], permit_plain), CONTROL),
+        lambda address: security.admission_key(security.job_key(env, address[0], address[1], protection), CONTROL),
         links.newcomer(env),
         f"no scheduler at {interfaces.endpoint(settings.host, settings.port)} (MS_SCHED_HOST, MS_SCHED_PORT)",
         "Start one with MS_ROLE=MS_SCHED and the same variables, or with `mscomm sched`",
         source=settings.worker_ip,
+        credentials=protection.credentials,
     )
     seat = Seat(UNKNOWN_RANK, settings.size, None, one_host=False)
     return Invitation(NAME, seat, stream, key, where, node_id=settings.node_id)
@@ -110,7 +112,7 @@ def _required(env: Mapping[str, str], name: str, expected: str) -> Any:
 # -- the scheduler
 
 
-def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
+def serve(env: Mapping[str, str], protection: Protection) -> NoReturn:
     """Serve as the scheduler until the job has ended. Then exit with status 0, or 1 if the job failed.
 
     If the scheduler cannot start, for example because a variable is invalid or a port is taken, raise an exception.
@@ -119,17 +121,17 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
     links.raise_descriptor_limit()
     with ExitStack() as stack:
         claim = stack.enter_context(socket.socket(socket.AF_UNIX))
-        with _listening(settings, env, permit_plain):
+        with _listening(settings, env, protection):
             listener = stack.enter_context(rendezvous.bind(settings.host, settings.port))
             host, port = listener.getsockname()[:2]
             # Several schedulers can bind the port until one of them listens, and each of them would replace the key
             # file. So also bind an abstract unix name, which only one process can bind. Like the port, the name belongs
             # to the network namespace. The kernel frees the name when the process ends.
             claim.bind(f"\0mscomm-sched-{host}-{port}")
-        key, file = security.scheduler_key(env, host, port, permit_plain)
+        key, file = security.scheduler_key(env, host, port, protection)
         if file:
             stack.callback(file.remove)
-        with _listening(settings, env, permit_plain):
+        with _listening(settings, env, protection):
             # The key file is written already, so a worker that can connect can also read the key.
             listener.listen(socket.SOMAXCONN)
         hub = Hub(
@@ -140,6 +142,7 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
             restarts=settings.recovery,
             named=links.job_of(env),
             log=_log,
+            credentials=protection.credentials,
         )
         hub.listen(listener)
         _stop_on_sigterm(hub.stop)
@@ -149,26 +152,28 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
 
 
 @contextlib.contextmanager
-def _listening(settings: Settings, env: Mapping[str, str], permit_plain: bool) -> Iterator[None]:
+def _listening(settings: Settings, env: Mapping[str, str], protection: Protection) -> Iterator[None]:
     """Turn an OSError into a BackendUnavailable that says why we cannot listen at MS_SCHED_HOST:MS_SCHED_PORT."""
     try:
         yield
     except socket.gaierror as error:
         raise BackendUnavailable(f"{_where(settings)}: the name cannot be resolved ({error.strerror})") from error
     except OSError as error:
-        why = _why_not(settings, error, env, permit_plain)
+        why = _why_not(settings, error, env, protection)
         raise BackendUnavailable(f"cannot listen at {_where(settings)}: {why}") from error
 
 
-def _why_not(settings: Settings, error: OSError, env: Mapping[str, str], permit_plain: bool) -> str:
+def _why_not(settings: Settings, error: OSError, env: Mapping[str, str], protection: Protection) -> str:
     taken = ""
     if error.errno == errno.EADDRINUSE:
         # Use the key of the address in MS_SCHED_HOST, not the key of the address that we connect to. If MS_SCHED_HOST
         # is a wildcard address such as 0.0.0.0, we connect to a loopback address, which can have another key.
         host = str(socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][4][0])
-        taken = rendezvous.contend(
-            host, settings.port, lambda _: security.job_key(env, host, settings.port, permit_plain), env
-        )
+
+        def key(_: object) -> bytes:
+            return security.job_key(env, host, settings.port, protection)
+
+        taken = rendezvous.contend(host, settings.port, key, env, protection.credentials)
     return {
         errno.EADDRINUSE: f"the port is taken{taken}, perhaps by the scheduler of another job"
         + ("" if taken else f" (see: ss -ltnp 'sport = :{settings.port}')")

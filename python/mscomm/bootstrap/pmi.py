@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from mscomm.bootstrap import kvs
 from mscomm.bootstrap.invitation import Invitation, turn
 from mscomm.cluster.deadline import Deadline, wait
+from mscomm.cluster.protection import Protection
 from mscomm.errors import BackendUnavailable, CollectiveTimeout
 
 NAME = "PMI"
@@ -46,11 +47,11 @@ def detect(env: Mapping[str, str]) -> bool:
     return "PMI_FD" in env or "PMI_PORT" in env or ("PMI_RANK" in env and "PMI_SIZE" in env)
 
 
-def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -> Invitation:
     """Connect to the hub that rank 0 starts. Before that, all ranks wait for each other in one PMI barrier."""
     with _process_manager(env, deadline) as (fd, full_env):
         seat = kvs.place(full_env, _NAMES, NAME)
-        return kvs.join(NAME, seat, _store(fd, seat.size, deadline), env, deadline, permit_plain)
+        return kvs.join(NAME, seat, _store(fd, seat.size, deadline), env, deadline, protection)
 
 
 def _store(fd: int, size: int, deadline: Deadline) -> kvs.Store:

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from mscomm.bootstrap import kvs
 from mscomm.bootstrap.invitation import Invitation, turn
 from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.protection import Protection
 from mscomm.errors import BackendUnavailable, CollectiveTimeout
 
 NAME = "PMIx"
@@ -42,7 +43,7 @@ def detect(env: Mapping[str, str]) -> bool:
     return "PMIX_RANK" in env or "OMPI_COMM_WORLD_RANK" in env
 
 
-def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -> Invitation:
     """Connect to the hub that rank 0 starts. Each of the other ranks waits for rank 0 only."""
     seat = kvs.place(env, _NAMES, NAME)
     if "PMIX_NAMESPACE" not in env:
@@ -54,7 +55,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
         publish=lambda text, deadline: _run_helper(env, "put", key, text, deadline),
         fetch=lambda deadline: _run_helper(env, "get", key, "", deadline),
     )
-    return kvs.join(NAME, seat, store, env, deadline, permit_plain)
+    return kvs.join(NAME, seat, store, env, deadline, protection)
 
 
 def _run_helper(env: Mapping[str, str], what: str, key: str, text: str, deadline: Deadline) -> str:

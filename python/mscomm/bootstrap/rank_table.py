@@ -15,6 +15,7 @@ from mscomm.bootstrap.invitation import Invitation, Seat, turn
 from mscomm.bootstrap.rank_table_file import Table, load
 from mscomm.bootstrap.rendezvous import Spot, meet, meeting_ports, port_range
 from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.protection import Protection
 
 NAME = "rank table"
 PLACE = (("RANK_ID",), ("RANK_SIZE",))
@@ -31,7 +32,7 @@ def detect(env: Mapping[str, str]) -> bool:
     return bool(_path(env)[1]) or (bool(_text(env, "RANK_ID")) and _text(env, "RANK_SIZE") not in ("", "1"))
 
 
-def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -> Invitation:
     table, rank = read(env)
     servers = [seat.server for seat in table.seats]
     ports = meeting_ports(table.digest, env)
@@ -41,7 +42,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     )
     seat = Seat(rank, len(servers), servers[:rank].count(servers[rank]), one_host=len(table.servers) == 1)
     spot = Spot(f"rank table {table.digest} {turn(NAME)}", servers[0], ports)
-    invitation = meet(NAME, seat, spot, env, deadline, permit_plain, advice)
+    invitation = meet(NAME, seat, spot, env, deadline, protection, advice)
     return replace(invitation, device=table.seats[rank].device)
 
 

@@ -26,10 +26,13 @@ from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.hello import CONTROL, LAUNCHER, Busy, Identity, NotMscomm
+from mscomm.cluster.protection import Protection
 from mscomm.errors import AuthenticationError, BackendUnavailable, Error, on_failure
 
 if TYPE_CHECKING:
     import psutil
+
+    from mscomm.cluster.credentials import Credentials
 
 _RETRY_S = (0.02, 0.2)  # the first pause and the longest pause between attempts to connect
 _ATTEMPT_S = 5.0  # the time limit of one attempt if there are several addresses; a firewall can make an attempt hang
@@ -51,22 +54,29 @@ class Spot(NamedTuple):
 
 
 def meet(
-    launcher: str, seat: Seat, spot: Spot, env: Mapping[str, str], deadline: Deadline, permit_plain: bool, advice: str
+    launcher: str,
+    seat: Seat,
+    spot: Spot,
+    env: Mapping[str, str],
+    deadline: Deadline,
+    protection: Protection,
+    advice: str,
 ) -> Invitation:
     """Connect to this job's hub, which rank 0 starts. `advice`: what the user should check, for the error message."""
     if seat.one_host and (job_id := environment.read("MSCOMM_JOB_ID", env)):
         spot = spot._replace(job=f"{spot.job} {job_id}")  # jobs with different ids then use different sockets
     if seat.rank == 0:
-        return _host(launcher, seat, spot, env, deadline, permit_plain, advice)
+        return _host(launcher, seat, spot, env, deadline, protection, advice)
     targets = [_unix_name(spot.job)] if seat.one_host else [(spot.host, port) for port in spot.ports]
     where = _where(seat, spot)
     stream, key = reach(
         targets,
         deadline,
-        lambda address: security.admission_key(_key(spot, address, env, permit_plain), CONTROL),
+        lambda address: security.admission_key(_key(spot, address, env, protection), CONTROL),
         links.newcomer(env, seat.rank),
         f"{launcher}: rank {seat.rank} finds no hub of rank 0 at {where}",
         advice,
+        credentials=protection.credentials,
     )
     return Invitation(launcher, seat, stream, key, f"the hub that rank 0 started at {where}")
 
@@ -124,6 +134,7 @@ def reach(
     *,
     purpose: int = CONTROL,
     source: str | None = None,
+    credentials: Credentials | None = None,
 ) -> tuple[ByteStream, bytes]:
     """Try the targets in turn, until one accepts our connection and our hello. Return the stream and the admission key.
 
@@ -147,7 +158,7 @@ def reach(
                 continue
             try:
                 key = key_at(sock.getpeername())
-                return links.greet(sock, key, purpose, mine, deadline), key
+                return links.greet(sock, key, purpose, mine, deadline, credentials), key
             except (Error, OSError) as error:
                 sock.close()
                 silent = isinstance(error, NotMscomm) and isinstance(error.__cause__, ConnectionError)
@@ -201,7 +212,13 @@ def _summary(problems: Mapping[links.Address, str]) -> str:
 
 
 def _host(
-    launcher: str, seat: Seat, spot: Spot, env: Mapping[str, str], deadline: Deadline, permit_plain: bool, advice: str
+    launcher: str,
+    seat: Seat,
+    spot: Spot,
+    env: Mapping[str, str],
+    deadline: Deadline,
+    protection: Protection,
+    advice: str,
 ) -> Invitation:
     """Do rank 0's part of meet(): start the hub, and connect to it.
 
@@ -210,7 +227,7 @@ def _host(
     until = deadline.within(_LAST_JOB_S)
     while True:
         try:
-            listener, key = _open(seat, spot, env, permit_plain)
+            listener, key = _open(seat, spot, env, protection)
             break
         except AuthenticationError:
             raise
@@ -218,7 +235,7 @@ def _host(
             if error.errno != errno.EADDRINUSE or until.passed:
                 taken = ""
                 if error.errno == errno.EADDRINUSE and not seat.one_host and len(spot.ports) == 1:
-                    taken = _contend_at(spot, env, permit_plain)
+                    taken = _contend_at(spot, env, protection)
                 what = {
                     errno.EADDRINUSE: f"taken{taken}, perhaps by another job",
                     errno.EADDRNOTAVAIL: "this host, where rank 0 runs, does not have that address",
@@ -229,26 +246,27 @@ def _host(
         time.sleep(_RETRY_S[1])
     with listener:
         address = links.address_of(listener)
-        process = hub_process.spawn(listener, seat.size, key, deadline.rest(), links.job_of(env))
+        credentials = protection.credentials
+        process = hub_process.spawn(listener, seat.size, key, deadline.rest(), links.job_of(env), credentials)
     with on_failure(hub_process.end, process):
         admission = security.admission_key(key, CONTROL)
-        stream = links.open_link(address, admission, CONTROL, links.newcomer(env, seat.rank), deadline)
+        stream = links.open_link(address, admission, CONTROL, links.newcomer(env, seat.rank), deadline, credentials)
     where = interfaces.endpoint(*address) if isinstance(address, tuple) else _where(seat, spot)
     return Invitation(launcher, seat, stream, admission, f"the hub that rank 0 started at {where}", hub=process)
 
 
-def _contend_at(spot: Spot, env: Mapping[str, str], permit_plain: bool) -> str:
+def _contend_at(spot: Spot, env: Mapping[str, str], protection: Protection) -> str:
     host, port = _resolve(spot.host, spot.ports[0])[1][:2]
-    return contend(host, port, lambda _: _key(spot, (host, port), env, permit_plain), env)
+    return contend(host, port, lambda _: _key(spot, (host, port), env, protection), env, protection.credentials)
 
 
-def _open(seat: Seat, spot: Spot, env: Mapping[str, str], permit_plain: bool) -> tuple[socket.socket, bytes]:
+def _open(seat: Seat, spot: Spot, env: Mapping[str, str], protection: Protection) -> tuple[socket.socket, bytes]:
     """Return a socket that listens at the first free port of the spot, and the job's key."""
     for port in (0,) if seat.one_host else spot.ports:
         with contextlib.ExitStack() as failing:
             try:
                 listener = failing.enter_context(_bind(seat, spot, port, env))
-                key = _key(spot, links.address_of(listener), env, permit_plain, new=True)
+                key = _key(spot, links.address_of(listener), env, protection, new=True)
                 # The key file is written already, so a rank that can connect can also read the key.
                 listener.listen(seat.size + 64)
                 failing.pop_all()
@@ -303,7 +321,9 @@ def is_loopback_name(host: str) -> bool:
 # -- two jobs at one address
 
 
-def contend(host: str, port: int, key: Callable[[Any], bytes], env: Mapping[str, str]) -> str:
+def contend(
+    host: str, port: int, key: Callable[[Any], bytes], env: Mapping[str, str], credentials: Credentials | None
+) -> str:
     """Find out which process has taken our hub's address. If it is another hub, tell it that our job wants the address.
 
     Return text about that process, for error messages. The other hub must know about our job, because ranks of both
@@ -324,7 +344,8 @@ def contend(host: str, port: int, key: Callable[[Any], bytes], env: Mapping[str,
         def admission(address: Any) -> bytes:
             return security.admission_key(key(address), LAUNCHER)
 
-        stream, _ = reach([(host, port)], deadline, admission, links.newcomer(env), "", "", purpose=LAUNCHER)
+        mine = links.newcomer(env)
+        stream, _ = reach([(host, port)], deadline, admission, mine, "", "", purpose=LAUNCHER, credentials=credentials)
         with contextlib.closing(stream):
             Frames(stream).send(words, deadline)
     return _holder(host, port)
@@ -353,7 +374,7 @@ def _words_of(process: psutil.Process) -> str:
 # -- the key of the job
 
 
-def _key(spot: Spot, address: Any, env: Mapping[str, str], permit_plain: bool, *, new: bool = False) -> bytes:
+def _key(spot: Spot, address: Any, env: Mapping[str, str], protection: Protection, *, new: bool = False) -> bytes:
     """Return the key of the job. It comes from the user's key file, or else from a file that rank 0 writes.
 
     A key file must be readable by all ranks and by nobody else. If no such file is possible, and the user permits a job
@@ -364,7 +385,7 @@ def _key(spot: Spot, address: Any, env: Mapping[str, str], permit_plain: bool, *
     if users := environment.read("MSCOMM_JOB_KEY_FILE", env):
         key = security.read_key(users)
     elif not path:
-        key = security.job_key(env, address[0], address[1], permit_plain)
+        key = security.job_key(env, address[0], address[1], protection)
     elif new:
         file = security.KeyFile(path)
         atexit.register(_remove, file, os.getpid())

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from mscomm.bootstrap.invitation import Invitation, Seat, turn
 from mscomm.bootstrap.rendezvous import Spot, meet, meeting_ports, number, port_range
 from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.protection import Protection
 from mscomm.errors import BackendUnavailable
 
 NAME = "Slurm"
@@ -35,7 +36,7 @@ def detect(env: Mapping[str, str]) -> bool:
     )
 
 
-def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -> Invitation:
     tasks = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     size = number(NAME, env, tasks, 1)
     rank = number(NAME, env, "SLURM_PROCID", 0, size - 1)
@@ -52,7 +53,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
         f"{port_range(ports)}"
     )
     place = Seat(rank, size, local_rank, one_host=len(nodes) == 1)
-    return meet(NAME, place, spot, env, deadline, permit_plain, advice)
+    return meet(NAME, place, spot, env, deadline, protection, advice)
 
 
 def hosts(text: str) -> list[str]:

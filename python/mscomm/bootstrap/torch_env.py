@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from mscomm.bootstrap import torchrun
 from mscomm.bootstrap.invitation import Invitation
 from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.protection import Protection
 
 NAME = "RANK and WORLD_SIZE"
 PLACE = (("RANK",), ("WORLD_SIZE",))
@@ -16,5 +17,5 @@ def detect(env: Mapping[str, str]) -> bool:
     return all(name in env for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
 
 
-def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-    return torchrun.join(NAME, env, deadline, permit_plain)
+def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -> Invitation:
+    return torchrun.join(NAME, env, deadline, protection)

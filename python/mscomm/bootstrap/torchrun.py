@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from mscomm.bootstrap.invitation import Invitation, Seat, turn
 from mscomm.bootstrap.rendezvous import Spot, is_loopback_name, meet, number, port_range, ports_after
 from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.protection import Protection
 
 NAME = "torchrun"
 PLACE = (("RANK",), ("WORLD_SIZE",))
@@ -22,11 +23,11 @@ def detect(env: Mapping[str, str]) -> bool:
     return "TORCHELASTIC_RUN_ID" in env
 
 
-def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-    return join(NAME, env, deadline, permit_plain)
+def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -> Invitation:
+    return join(NAME, env, deadline, protection)
 
 
-def join(launcher: str, env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+def join(launcher: str, env: Mapping[str, str], deadline: Deadline, protection: Protection) -> Invitation:
     size = number(launcher, env, "WORLD_SIZE", 1)
     rank = number(launcher, env, "RANK", 0, size - 1)
     local_rank = number(launcher, env, "LOCAL_RANK", 0, size - 1) if "LOCAL_RANK" in env else None
@@ -45,4 +46,4 @@ def join(launcher: str, env: Mapping[str, str], deadline: Deadline, permit_plain
     if one_host:
         advice = "Has rank 0 ended, or does it never call init()?"
     seat, spot = Seat(rank, size, local_rank, one_host), Spot(f"torch {host} {port} {life}", host, ports)
-    return meet(launcher, seat, spot, env, deadline, permit_plain, advice)
+    return meet(launcher, seat, spot, env, deadline, protection, advice)

@@ -29,6 +29,7 @@ from mscomm import environment
 from mscomm.bootstrap import rendezvous
 from mscomm.bootstrap.rendezvous import is_loopback_name
 from mscomm.cluster import links, security
+from mscomm.cluster.protection import Protection
 from mscomm.errors import BackendUnavailable, Error
 from mscomm.launching.output import Output, Stream
 from mscomm.launching.parts import Node0, Say
@@ -142,12 +143,14 @@ class Hosts(Node0):
         hosts: Sequence[Share],
         own: int,
         port: int | None,
+        protection: Protection,
         topo_timeout_s: float,
         restarts: bool,
         task: Mapping[str, Any],
     ) -> None:
         """task: the script, and the options that are the same on every host."""
-        super().__init__(1, hosts[-1].ranks.stop, hosts[own].address, port or 0, False, topo_timeout_s, restarts, "")
+        size, here = hosts[-1].ranks.stop, (hosts[own].address, port or 0)
+        super().__init__(1, size, *here, protection, topo_timeout_s, restarts, "")
         self.first = hosts[own].ranks.start
         self._layout = "--hosts"
         self._others = {f"host {host.name}": host.ranks for host in hosts if host is not hosts[own]}

@@ -151,12 +151,17 @@ def command(
         read("MSCOMM_TRACEBACK", os.environ)  # report a wrong value now, before Launch reads it
     except ValueError as error:
         raise click.ClickException(str(error)) from error
+    from mscomm.cluster.protection import of_command
     from mscomm.errors import Error
     from mscomm.launching.parts import Node0, OtherNode, Part, WholeJob, layout
     from mscomm.launching.processes import Launch
 
     _open_standard_streams()
-    size, where = nodes.number * local, (nodes.host, nodes.port, permit_plain, topo_timeout_s)
+    try:
+        protection = of_command(os.environ, permit_plain, "mscomm run --permit-plain ...")
+    except (Error, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    size, where = nodes.number * local, (nodes.host, nodes.port, protection, topo_timeout_s)
     part: Part
     if len(shares) > 1:
         from mscomm.cli.remote import Hosts, handed_over
@@ -164,7 +169,7 @@ def command(
         task = {"script": script, "args": args, "module": module, "max_restarts": max_restarts}
         task |= {"cwd": str(Path.cwd()), "env": handed_over(os.environ)}
         task |= {"log_dir": str(log_dir.absolute()) if log_dir else ""}
-        part = Hosts(shares, own, master_port, topo_timeout_s, max_restarts > 0, task)
+        part = Hosts(shares, own, master_port, protection, topo_timeout_s, max_restarts > 0, task)
     elif nodes.number == 1:
         part = WholeJob(size, topo_timeout_s, max_restarts > 0)
     elif nodes.rank == 0:

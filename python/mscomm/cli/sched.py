@@ -7,6 +7,7 @@ import os
 import click
 
 from mscomm.bootstrap import ms_cluster
+from mscomm.cluster.protection import of_command
 from mscomm.errors import Error
 
 
@@ -19,6 +20,6 @@ def command(permit_plain: bool) -> None:
     running. The other workers call mscomm.rejoin().
     """
     try:
-        ms_cluster.serve(os.environ, permit_plain=permit_plain)
+        ms_cluster.serve(os.environ, of_command(os.environ, permit_plain, "mscomm sched --permit-plain"))
     except (Error, ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error

@@ -16,6 +16,7 @@ import msgpack
 
 from mscomm.cli import run
 from mscomm.cli.remote import LENGTH, MOST_BYTES
+from mscomm.cluster.protection import of_command
 from mscomm.errors import Error
 from mscomm.launching.parts import OtherNode
 from mscomm.launching.processes import Launch
@@ -37,10 +38,10 @@ def main() -> None:
 def _run(task: Mapping[str, Any]) -> int:
     os.environ.update(task["env"])
     ranks = range(task["first"], task["end"])
-    where = task["host"], task["port"], False, task["timeout"]
-    part = OtherNode(task["size"], ranks, task["name"], "--hosts", *where, key=task["key"])
     log_dir = Path(task["log_dir"]) if task["log_dir"] else None
     try:
+        where = task["host"], task["port"], of_command(os.environ, False, ""), task["timeout"]
+        part = OtherNode(task["size"], ranks, task["name"], "--hosts", *where, key=task["key"])
         try:
             os.chdir(task["cwd"])
             line, env = run.prepare(task["script"], tuple(task["args"]), task["module"], len(ranks), log_dir)
@@ -50,7 +51,7 @@ def _run(task: Mapping[str, Any]) -> int:
                 part.open(stack, lambda text: None, lambda text: None)
                 raise
         return Launch(line, len(ranks), env, part, log_dir, task["max_restarts"]).run()
-    except (Error, OSError) as error:
+    except (Error, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
 
 

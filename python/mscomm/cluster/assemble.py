@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from mscomm import _core, accelerators, environment, log
 from mscomm.accelerators import Accelerator
 from mscomm.cluster import interfaces, links, plan
+from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.cpus import can_spin, cpu_quota, cpus_of
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import DATA, HUB, MEMORY, MESSAGES, Identity, grouped, package_version
@@ -151,6 +152,7 @@ class Epoch:
         self.number = welcome.epoch
         self.facts = welcome.facts
         self.key = welcome.key
+        self.tls = welcome.tls  # whether TLS protects the links between hosts
         self._identity = Identity(version=package_version(), rank=welcome.rank, epoch=welcome.epoch, run=welcome.run)
         self.hosts = plan.hosts(welcome.facts)
         self.names = [f"rank {i} (pid {fact['pid']} on host {fact['hostname']})" for i, fact in enumerate(self.facts)]
@@ -231,7 +233,7 @@ class Epoch:
                     self.member.check(group)  # a group of one rank has no meeting that could report an abort of the job
                 all_came()
                 spin = can_spin([self.facts[rank] for rank in self.neighbours])
-                fds = self._connect(group, ranks, listening, told, deadline) if layout.mesh else []
+                streams = self._connect(group, ranks, listening, told, deadline) if layout.mesh else []
                 with _system_calls(self.rank, f"group {name}"):
                     core = _core.Group(
                         name=name,
@@ -241,8 +243,9 @@ class Epoch:
                         layout=layout,
                         control=told[min(at_home)]["control"] if layout.arena else 0,
                         spin=spin,
-                        links=fds,
+                        links=[stream.sock.detach() if stream else -1 for stream in streams],
                         news_fd=self.member.news_fd if self.member else -1,
+                        secrets=[self.secret(stream, place < me) for place, stream in enumerate(streams)],
                     )
             if device:
                 check: Callable[[], object] = functools.partial(self.member.check, group) if self.member else dict
@@ -296,32 +299,29 @@ class Epoch:
         listening: list[socket.socket],
         told: dict[int, dict[str, Any]],
         deadline: Deadline,
-    ) -> list[int]:
-        """Connect to all ranks. Return the authenticated descriptors in the order of `ranks`, with -1 for this rank.
+    ) -> list[ByteStream | None]:
+        """Connect to all ranks. Return the authenticated streams in the order of `ranks`, with None for this rank.
 
         In each pair of ranks, the rank that is later in `ranks` connects to the earlier one. They use a unix socket if
         both are on the same host.
         """
         assert self.member
         member = self.member
-        fds = [-1] * len(ranks)
+        streams: list[ByteStream | None] = [None] * len(ranks)
         me = ranks.index(self.rank)
-        with on_failure(links.close_all, fds):
+        with on_failure(_close, streams):
             for place in range(me):
-                fds[place] = self.call(group, ranks[place], told[ranks[place]]["data"], DATA, deadline)
+                streams[place] = self.call(group, ranks[place], told[ranks[place]]["data"], DATA, deadline)
             mine = self.identity(group)
             came = links.accept_all(
                 listening, ranks[me + 1 :], self.key, DATA, mine, deadline, check=lambda: member.check(group)
             )
             for rank, stream in came.items():
-                fds[ranks.index(rank)] = stream.sock.detach()
-        return fds
+                streams[ranks.index(rank)] = stream
+        return streams
 
-    def call(self, group: str, rank: int, addresses: list[Any], purpose: int, deadline: Deadline) -> int:
-        """Connect to `rank`, at the first address in the list that this rank can use, for a link of the group.
-
-        Return the descriptor.
-        """
+    def call(self, group: str, rank: int, addresses: list[Any], purpose: int, deadline: Deadline) -> ByteStream:
+        """Connect to `rank`, at the first address in the list that this rank can use, for a link of the group."""
         at_home = self.hosts[rank] == self.hosts[self.rank]
         valid = [one for one in addresses if links.is_address(one)]
         address = next((one for one in valid if isinstance(one, (str, bytes)) == at_home), None)
@@ -335,11 +335,20 @@ class Epoch:
             address = interfaces.dial_address(host, self.member.address()), port
             where = f" at {interfaces.endpoint(*address)}"
         with _reaching(rank, where):
-            stream = links.open_link(address, self.key, purpose, self.identity(group, rank), deadline)
-        return stream.sock.detach()
+            return links.open_link(address, self.key, purpose, self.identity(group, rank), deadline)
 
-    def invite(self, group: str, rank: int, deadline: Deadline, check: Callable[[], None]) -> int:
-        """Ask `rank` to connect to this rank, whatever the program of `rank` is doing. Return the descriptor.
+    def secret(self, stream: ByteStream | None, connects: bool) -> tuple[bytes, bool] | None:
+        """Return the key of a link's TLS and whether this rank begins its handshake; None for a link without TLS.
+
+        The key is the secret of the link's hello, so it belongs to this connection alone. Links within a host have no
+        TLS.
+        """
+        if not self.tls or stream is None or stream.sock.family == socket.AF_UNIX:
+            return None
+        return stream.secret, connects
+
+    def invite(self, group: str, rank: int, deadline: Deadline, check: Callable[[], None]) -> ByteStream:
+        """Ask `rank` to connect to this rank, whatever the program of `rank` is doing. Return the stream.
 
         The connection carries the group's messages from this rank to `rank`. check: a function that is called at least
         every 100 ms. If it raises an error, the wait ends with this error.
@@ -349,7 +358,7 @@ class Epoch:
             self.member.dial(group, rank, [links.address_of(listener)], deadline)
             mine = self.identity(group)
             came = links.accept_all([listener], [rank], self.key, MESSAGES, mine, deadline, check=check)
-        return came[rank].sock.detach()
+        return came[rank]
 
 
 def share(
@@ -427,7 +436,8 @@ def alone(asked: Asked) -> Epoch:
     """Return the epoch of a job of one rank."""
     here = {"host": "", "hostname": socket.gethostname(), "pid": os.getpid(), "cpus": [0], "quota": 1.0}
     facts: list[dict[str, Any]] = [here | accelerators.facts(*asked, os.environ)]
-    epoch = Epoch(None, Welcome(0, 1, b"", 0, b"", facts), [""] * len(_core.collectives))
+    welcome = Welcome(rank=0, size=1, run=b"", epoch=0, tls=False, key=b"", facts=facts)
+    epoch = Epoch(None, welcome, [""] * len(_core.collectives))
     epoch.peers = _core.Peers(rank=0, names=epoch.names, hosts=[0], pidfds=[-1], heap=None, heap_fds=[])
     epoch.choose(asked.backend)
     return epoch
@@ -488,6 +498,11 @@ def _pidfds(epoch: Epoch) -> list[int]:
                     raise
                 return fds
     return fds
+
+
+def _close(streams: list[ByteStream | None]) -> None:
+    for stream in filter(None, streams):
+        stream.close()
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mscomm import environment, log
-from mscomm.cluster.security import read_private
+from mscomm.cluster.private_files import read_private
 from mscomm.cluster.tls import TlsStream
 from mscomm.errors import AuthenticationError, BackendUnavailable
 
@@ -150,6 +150,7 @@ class Credentials:
         self.config = read_config(config_path)
         self._passwords = {role: bytearray(text.encode()) for role, text in (passwords or {}).items() if text}
         self._warn = warn
+        self._for_hub = b""
         self._contexts: dict[str, ssl.SSLContext] = {}
         self._lock = threading.Lock()  # a context is made only once, because this wipes its password
 
@@ -167,6 +168,19 @@ class Credentials:
     def client(self) -> ssl.SSLContext:
         """Return the context of a worker's end of a link. It has client_cert_path."""
         return self._context(WORKER)
+
+    def for_hub(self) -> bytes:
+        """Return what in_hub() needs in the hub process that this process starts. Raise what server() raises."""
+        password = self._passwords.get(SCHEDULER, b"").decode()
+        self.server()  # raises the error of a wrong file or password here, where the user sees it
+        if not self._for_hub:
+            self._for_hub = json.dumps([os.path.abspath(self.config_path), password]).encode()
+        return self._for_hub
+
+    @classmethod
+    def in_hub(cls, passed: bytes) -> Credentials:
+        path, password = json.loads(passed)
+        return cls(path, {SCHEDULER: password}, lambda text: None)  # the process that starts the hub warns
 
     def check_peer(self, stream: TlsStream, role: str, job: str) -> None:
         """Raise AuthenticationError if the certificate at the other end is not for this role or job.

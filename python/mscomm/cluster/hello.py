@@ -74,6 +74,12 @@ class Busy(Error):
     """The other end had too many hellos in progress. Try again."""
 
 
+_OF_TLS = {  # the beginnings of TLS records
+    b"\x16\x03": "it uses TLS, and this process does not; set enable_ssl and config.json in every process or in none",
+    b"\x15\x03": "it expects TLS; call set_ps_context(enable_ssl=True, config_file_path=...) in this process too",
+}
+
+
 # A script yields the bytes to send now and the number of bytes to read next; 0 bytes to read means the hello is over.
 _Script = Generator[tuple[bytes, int], bytes, None]
 
@@ -133,7 +139,8 @@ class Hello:
         to_send, self._to_send = self._to_send, b""
         self._held += received
         if not self.heard and self._held[: len(MAGIC)] != MAGIC[: len(self._held)]:
-            raise NotMscomm(f"it sent {self._held[:16]!r}, which does not begin a hello")
+            of_tls = f": {_OF_TLS[self._held[:2]]}" if self._held[:2] in _OF_TLS else ""
+            raise NotMscomm(f"it sent {self._held[:16]!r}, which does not begin a hello{of_tls}")
         if len(self._held) < self._size or self.done:
             return to_send
         self.heard = True

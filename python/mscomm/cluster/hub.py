@@ -15,7 +15,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mscomm.cluster import security
 from mscomm.cluster.bytestream import ByteStream
@@ -31,6 +31,9 @@ from mscomm.cluster.roster import Link, Roster
 from mscomm.cluster.switchboard import Switchboard
 from mscomm.cluster.waiting import WaitNotices
 from mscomm.errors import Aborted, CollectiveTimeout, Error, PeerLost, make
+
+if TYPE_CHECKING:
+    from mscomm.cluster.credentials import Credentials
 
 _LEAVERS_EVERY_S = 0.05
 _CONTESTED_S = 5.0  # if two jobs use one port: how long the hub keeps telling processes why they cannot join
@@ -65,7 +68,8 @@ class Hub:
     which every hello must contain (links.job_of). `log`: a function that writes a short line to the log; it must not
     raise an error.
 
-    `nodes` and `layout`: see Launchers. `tell`: a function that writes a line for a user who is waiting.
+    `nodes` and `layout`: see Launchers. `tell`: a function that writes a line for a user who is waiting. `credentials`:
+    with them, TLS protects all links of the job over TCP.
     """
 
     def __init__(
@@ -82,7 +86,9 @@ class Hub:
         nodes: Mapping[str, range] | None = None,
         layout: str = "",
         tell: Callable[[str], None] = lambda text: None,
+        credentials: Credentials | None = None,
     ) -> None:
+        self._uses_tls = credentials is not None
         self._roster = Roster(size, ranks_known)
         self._all = list(range(size))
         self._admissions = {purpose: security.admission_key(key, purpose) for purpose in (CONTROL, LAUNCHER)}
@@ -132,7 +138,14 @@ class Hub:
         )
         self._waiting = WaitNotices(self._roster, self._launchers, tell)
         self._door = Door(
-            self._selector, self._admissions, mine, range(size), self._enter, self._log, self._turned_away
+            self._selector,
+            self._admissions,
+            mine,
+            range(size),
+            self._enter,
+            self._log,
+            self._turned_away,
+            credentials=credentials,
         )
         # Requests from other threads. A thread appends a function and sends a byte. The byte wakes the hub's thread,
         # which calls the function.
@@ -151,17 +164,17 @@ class Hub:
     def adopt(self, sock: socket.socket, rank: int) -> None:
         """Take over our end of a socket pair. The rank inherits the other end. Any thread may call this.
 
-        Such a link does not begin with a hello, but with the rank's credentials, which the hub sends.
+        Such a link does not begin with a hello, but with the rank's admission, which the hub sends.
         """
         require_same_user(sock)
         self._order(lambda: self._adopt(ByteStream(sock), rank))
 
     def _adopt(self, stream: ByteStream, rank: int) -> None:
         stream.secret = self._admissions[CONTROL]
-        self._board.write(self._board.add(Link(stream, rank, adopted=True)), self.credentials)
+        self._board.write(self._board.add(Link(stream, rank, adopted=True)), self.admission)
 
     @property
-    def credentials(self) -> bytes:
+    def admission(self) -> bytes:
         """What a rank reads from the descriptor that it inherits: its admission key, and the id of this start."""
         return self._admissions[CONTROL] + self.run
 
@@ -697,6 +710,7 @@ class Hub:
         self._welcomed = True
         self._waiting.end()
         shared = {"t": "welcome", "size": self._roster.size, "run": self.run, "epoch": self._epoch}
+        shared["tls"] = self._uses_tls
         session = security.new_key()
         for link in self._roster:
             link.waits, link.welcomed = False, True

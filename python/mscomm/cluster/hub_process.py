@@ -10,12 +10,17 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgpack
 
 from mscomm.cluster.hello import UNKNOWN_JOB
 from mscomm.cluster.hub import Hub
 from mscomm.cluster.links import raise_descriptor_limit
+from mscomm.cluster.security import KEY_BYTES
+
+if TYPE_CHECKING:
+    from mscomm.cluster.credentials import Credentials
 
 _spawned: list[subprocess.Popen[bytes]] = []  # hubs that this process started; spawn() reaps hubs that have ended
 
@@ -28,13 +33,18 @@ class _Detached(subprocess.Popen[bytes]):
 
 
 def spawn(
-    listener: socket.socket, size: int, key: bytes, topo_timeout_s: float, named: bytes = UNKNOWN_JOB
+    listener: socket.socket,
+    size: int,
+    key: bytes,
+    topo_timeout_s: float,
+    named: bytes = UNKNOWN_JOB,
+    credentials: Credentials | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a hub that serves the listener. Rank 0 calls this. The hub process exits by itself when the job has ended.
 
-    The key is passed through a pipe, so it is neither in argv nor in the environment. The caller need not wait for the
-    process, because the next spawn() reaps it. The hub process inherits none of our standard streams. If it held them
-    open, a launcher that reads them would wait until the hub ends.
+    The secrets are passed through a pipe, so they are neither in argv nor in the environment. The caller need not wait
+    for the process, because the next spawn() reaps it. The hub process inherits none of our standard streams. If it
+    held them open, a launcher that reads them would wait until the hub ends. Raise what Credentials.server() raises.
     """
     # The folders in which this process found mscomm and msgpack.
     folders = [str(Path(__file__).absolute().parents[2]), str(Path(str(msgpack.__file__)).absolute().parents[1])]
@@ -44,7 +54,8 @@ def spawn(
         reader, writer = os.pipe()
         stack.callback(os.close, reader)
         stack.callback(os.close, writer)
-        os.write(writer, key)  # this cannot block, because an empty pipe has room for 32 bytes
+        # This cannot block, because an empty pipe has room for 4096 bytes.
+        os.write(writer, key + (credentials.for_hub() if credentials else b""))
         passed = [listener.fileno(), reader]
         with contextlib.suppress(OSError, AttributeError):  # the kernel, Python or a sandbox may not offer pidfds
             passed.append(os.pidfd_open(os.getpid()))
@@ -79,7 +90,12 @@ def main(fds: str, size: str, topo_timeout_s: str, named: str) -> None:
     listener_fd, key_fd, *starter = map(int, fds.split(","))
     raise_descriptor_limit()
     with open(key_fd, "rb") as pipe:
-        key = pipe.read(32)
+        key, passed = pipe.read(KEY_BYTES), pipe.read()
+    credentials = None
+    if passed:
+        from mscomm.cluster.credentials import Credentials
+
+        credentials = Credentials.in_hub(passed)
     with socket.socket(fileno=listener_fd) as listener:
         listener.set_inheritable(False)
         hub = Hub(
@@ -88,6 +104,7 @@ def main(fds: str, size: str, topo_timeout_s: str, named: str) -> None:
             topo_timeout_s=float(topo_timeout_s),
             ranks_known=True,
             named=bytes.fromhex(named),
+            credentials=credentials,
         )
         hub.listen(listener)
         for pidfd in starter:

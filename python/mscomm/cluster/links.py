@@ -17,10 +17,11 @@ import select
 import selectors
 import socket
 import struct
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from mscomm import environment
 from mscomm.cluster.bytestream import ByteStream
@@ -38,6 +39,9 @@ from mscomm.cluster.hello import (
     package_version,
 )
 from mscomm.errors import AuthenticationError, CollectiveTimeout, Error, on_failure
+
+if TYPE_CHECKING:
+    from mscomm.cluster.credentials import Credentials
 
 # ("host", port), or the name of an abstract unix socket: b"\0..." or "\0..."
 Address: TypeAlias = "tuple[str, int] | str | bytes"
@@ -156,11 +160,19 @@ def newcomer(env: Mapping[str, str], rank: int = UNKNOWN_RANK, run: bytes = UNKN
     return Identity(job_of(env), package_version(), rank, run=run)
 
 
-def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadline: Deadline) -> ByteStream:
+def greet(
+    sock: socket.socket,
+    key: bytes,
+    purpose: int,
+    mine: Identity,
+    deadline: Deadline,
+    credentials: Credentials | None = None,
+) -> ByteStream:
     """Run the connecting side of the hello. Return the stream, with its `secret` and `run`.
 
-    Errors name the address. Raise Busy if the other end says that this process should try again. The caller must close
-    the socket on an error.
+    credentials: with them, TLS protects a link over TCP. Errors name the address. Raise Busy if the other end says that
+    this process should try again, and AuthenticationError if it has another key, or a certificate that does not fit.
+    The caller must close the socket on an error.
     """
     # Only a hub on TCP must answer soon: it accepts at once, so a silent listener is not a hub. A hub on a unix socket
     # may still be starting, which can take a while on a busy host. A rank may be busy for long before it accepts.
@@ -170,7 +182,7 @@ def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadlin
     where = f"what listens at {_name(sock)}"
     expected = f"mscomm {'scheduler' if purpose in OF_THE_HUB else 'rank'}"
     hello = Hello.connector(key, purpose, mine)
-    stream = ByteStream(sock)
+    stream = _stream(sock, credentials, server_side=False)
     try:
         stream.send_all(hello.feed(b""), deadline)
         while not hello.done:
@@ -179,6 +191,7 @@ def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadlin
             if received == b"":
                 raise ConnectionResetError("it closed the connection")
             stream.send_all(hello.feed(received or b""), deadline)
+        _check_certificate(stream, credentials, "scheduler")
         if purpose not in OF_THE_HUB:
             _limit_silence(sock, False)
     except NotMscomm as error:
@@ -195,12 +208,21 @@ def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadlin
             f"{where} is not an {expected}, or it is stopped: it said nothing for {deadline.seconds:g} s"
         ) from error
     except OSError as error:
+        if _is_of_tls(error):
+            raise AuthenticationError(f"{where} and this process do not fit together: {error}") from error
         raise NotMscomm(f"{where} is not an {expected}, or it just ended: {error} during the hello") from error
     stream.secret, stream.run = hello.secret, hello.peer.run
     return stream
 
 
-def open_link(address: Address, key: bytes, purpose: int, mine: Identity, deadline: Deadline) -> ByteStream:
+def open_link(
+    address: Address,
+    key: bytes,
+    purpose: int,
+    mine: Identity,
+    deadline: Deadline,
+    credentials: Credentials | None = None,
+) -> ByteStream:
     """Connect to the address, and run the hello. If the other end is too busy, try again until the deadline.
 
     Raise what connect() and greet() raise.
@@ -208,7 +230,7 @@ def open_link(address: Address, key: bytes, purpose: int, mine: Identity, deadli
     while True:
         sock = connect(address, deadline)
         try:
-            return greet(sock, key, purpose, mine, deadline)
+            return greet(sock, key, purpose, mine, deadline, credentials)
         except Busy:
             sock.close()
             if deadline.passed:
@@ -217,6 +239,29 @@ def open_link(address: Address, key: bytes, purpose: int, mine: Identity, deadli
         except BaseException:
             sock.close()
             raise
+
+
+def _stream(sock: socket.socket, credentials: Credentials | None, server_side: bool) -> ByteStream:
+    """Return the stream for a connected socket: with TLS if there are credentials, but not on a unix socket."""
+    if credentials is None or not _is_tcp(sock):
+        return ByteStream(sock)
+    from mscomm.cluster.tls import TlsStream  # slow to import: ssl
+
+    return TlsStream(sock, credentials.server() if server_side else credentials.client(), server_side)
+
+
+def _check_certificate(stream: ByteStream, credentials: Credentials | None, role: str) -> None:
+    """Raise AuthenticationError if the other end's certificate is for another role or another job."""
+    if credentials is not None and _is_tcp(stream.sock):
+        from mscomm.cluster.tls import TlsStream
+
+        assert isinstance(stream, TlsStream)
+        credentials.check_peer(stream, role, environment.read("MSCOMM_JOB_ID", os.environ) or "")
+
+
+def _is_of_tls(error: OSError) -> bool:
+    ssl = sys.modules.get("ssl")  # slow to import; if it is not imported, no stream uses TLS
+    return ssl is not None and isinstance(error, ssl.SSLError)
 
 
 def _name(sock: socket.socket) -> str:
@@ -292,8 +337,9 @@ class Door:
 
     `keys`: the key for each purpose that is served. `enter(stream, peer, purpose)` is called for each connection whose
     hello succeeds. `turned_away(address, why, unproven)` is called for each connection that is dropped during its
-    hello. unproven: whether the peer speaks mscomm's protocol but has a different key. A connection is dropped if it
-    sends garbage, has the wrong key, or is too slow.
+    hello. unproven: whether the peer speaks mscomm's protocol but has a different key or no valid certificate. A
+    connection is dropped if it sends garbage, has the wrong key, or is too slow. With `credentials`, TLS protects the
+    connections over TCP.
 
     At most 64 hellos, or twice the number of `ranks` if that is more, can be in progress at the same time. If another
     connection arrives, the oldest connection of the host that has the most is told to try again, and dropped. So a
@@ -312,8 +358,10 @@ class Door:
         log: Callable[[str], None] | None = None,
         turned_away: Callable[[str, str, bool], None] | None = None,
         on_shortage: Callable[[OSError], None] | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         self._selector = selector
+        self._credentials = credentials
         self._new_hello: Callable[[], Hello] = lambda: Hello.acceptor(keys, mine, ranks)
         self._ranks = ranks
         self._room = max(_HALF_OPEN, 2 * len(ranks))
@@ -395,13 +443,23 @@ class Door:
         if len(self._half_open) >= self._room:
             self._put_off(f"more than {self._room} connections are in their hello")
         source = _name(sock).rpartition(":")[0]
-        newcomer = _Newcomer(ByteStream(sock), self._new_hello(), source, time.monotonic() + HELLO_S)
+        stream = _stream(sock, self._credentials, server_side=True)
+        newcomer = _Newcomer(stream, self._new_hello(), source, time.monotonic() + HELLO_S)
         self._half_open[sock] = newcomer
-        self._selector.register(sock, newcomer.stream.events(sending=False), lambda: self._read(newcomer))
+        self._selector.register(sock, stream.events(sending=False), lambda: self._turn(newcomer))
+
+    def _turn(self, newcomer: _Newcomer) -> None:
+        stream = newcomer.stream
+        while stream.sock in self._half_open:  # it may have been dropped earlier in this iteration of the loop
+            self._read(newcomer)
+            if not stream.pending:
+                break
+        if stream.sock in self._half_open:
+            key = self._selector.get_key(stream.sock)
+            if key.events != (events := stream.events(sending=False)):
+                self._selector.modify(stream.sock, events, key.data)
 
     def _read(self, newcomer: _Newcomer) -> None:
-        if newcomer.stream.sock not in self._half_open:  # it was dropped earlier in this iteration of the loop
-            return
         stream, hello, _, _ = newcomer
         try:
             received = stream.receive(hello.needs)
@@ -414,8 +472,11 @@ class Door:
             if answer and stream.send(answer) != len(answer):
                 self._drop(newcomer, "it does not read")
                 return
+            if hello.done and not hello.refusal:
+                _check_certificate(stream, self._credentials, "worker")
         except (Error, OSError) as error:
-            self._drop(newcomer, str(error), type(error).__name__)
+            kind = AuthenticationError if isinstance(error, OSError) and _is_of_tls(error) else type(error)
+            self._drop(newcomer, _text(error), kind.__name__)
             return
         if hello.refusal:
             self._drop(newcomer, str(hello.refusal), type(hello.refusal).__name__)
@@ -446,6 +507,10 @@ class Door:
         self._complaints.add(kind or why, f"dropped a connection from {name}: {why}")
         self._forget(newcomer).close()
         self._turned_away(name, why, kind == AuthenticationError.__name__)
+
+
+def _text(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
 class _Complaints:

@@ -40,13 +40,15 @@ _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOW
 class Welcome(NamedTuple):
     """What the hub tells a rank when all ranks have joined.
 
-    run: the id of this start of the job. key: the session key of the epoch. facts[r]: the facts of rank r.
+    run: the id of this start of the job. tls: whether TLS protects the links between hosts. key: the session key of the
+    epoch. facts[r]: the facts of rank r.
     """
 
     rank: int
     size: int
     run: bytes
     epoch: int
+    tls: bool
     key: bytes
     facts: list[dict[str, Any]]
 
@@ -467,7 +469,7 @@ class Member:
         if kind == "facts":
             self._facts = frame["facts"]
         elif kind == "welcome":
-            names = ("rank", "size", "run", "epoch")
+            names = ("rank", "size", "run", "epoch", "tls")
             key = security.sealed(frame["key"], self._stream.secret, frame["epoch"])
             self._welcome = Welcome(key=key, facts=self._facts, **{name: frame[name] for name in names})
             self._departed.clear()

@@ -40,8 +40,9 @@ class MessageLinks:
             try:
                 core.check(peer)
                 if peer not in self.linked:
-                    fd = self._epoch.invite(self._group, rank, deadline, lambda: core.check(peer))
-                    core.add_link(True, peer, fd)
+                    stream = self._epoch.invite(self._group, rank, deadline, lambda: core.check(peer))
+                    secret = self._epoch.secret(stream, False)
+                    core.add_link(True, peer, stream.sock.detach(), secret)
                     self.linked.add(peer)
             finally:
                 self._dialling[peer].release()
@@ -74,8 +75,8 @@ class MessageLinks:
     def _answer(self, peer: int, addresses: Any) -> None:
         rank = self._ranks[peer]
         try:
-            fd = self._epoch.call(self._group, rank, addresses, MESSAGES, Deadline(_ANSWER_S))
-            self._core.add_link(False, peer, fd)
+            stream = self._epoch.call(self._group, rank, addresses, MESSAGES, Deadline(_ANSWER_S))
+            self._core.add_link(False, peer, stream.sock.detach(), self._epoch.secret(stream, True))
         except (RuntimeError, OSError) as error:  # Error is a RuntimeError; an OSError is a shortage in this process
             symptom = self._no_link(rank, error)
             # _no_link() breaks the group, except if this rank has already left it. Then there is nothing to report.

@@ -21,11 +21,11 @@ from collections.abc import Iterator, Mapping
 from mscomm import environment, log
 from mscomm.cluster import interfaces
 from mscomm.cluster.hello import CONTROL
+from mscomm.cluster.private_files import read_private, refused
+from mscomm.cluster.protection import Protection
 from mscomm.errors import AuthenticationError
 
 KEY_BYTES = 32
-PERMITS = "mscomm.set_ps_context(enable_ssl=False)   # before init()"  # how a program permits a job without a key
-_FILE_LIMIT_BYTES = 4096
 _DIFFERENT_BYTES = 16  # 32 random bytes practically never have fewer different values
 
 
@@ -57,25 +57,21 @@ def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
-def scheduler_key(
-    env: Mapping[str, str], host: str, port: int, permit_plain: bool, permits: str = PERMITS
-) -> tuple[bytes, KeyFile | None]:
+def scheduler_key(env: Mapping[str, str], host: str, port: int, protection: Protection) -> tuple[bytes, KeyFile | None]:
     """Return the key of a scheduler at the numeric address, and the key file if this function has written one.
 
-    The caller must remove the key file when the job has ended. permits: how the user sets permit_plain.
+    The caller must remove the key file when the job has ended.
     """
     if path := environment.read("MSCOMM_JOB_KEY_FILE", env):
         return read_key(path), None
     if is_loopback(host):
         file = KeyFile(key_path(_sched_name(host, port)))
         return file.key, file
-    return _plain_key(host, port, permit_plain, permits), None
+    return _open_key(host, port, protection), None
 
 
-def job_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool, permits: str = PERMITS) -> bytes:
+def job_key(env: Mapping[str, str], host: str, port: int, protection: Protection) -> bytes:
     """Return the job key, in a process that connects to the scheduler at the numeric address.
-
-    permits: as in scheduler_key().
 
     Call this after connecting. The key file then exists, because the scheduler writes it before it listens.
     """
@@ -85,7 +81,7 @@ def job_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool, pe
         return read_key(
             key_path(_sched_name(host, port)), f"the scheduler at {host}:{port} (same user, same TMPDIR) writes it"
         )
-    return _plain_key(host, port, permit_plain, permits)
+    return _open_key(host, port, protection)
 
 
 def read_key(path: str, origin: str = "") -> bytes:
@@ -97,7 +93,7 @@ def read_key(path: str, origin: str = "") -> bytes:
     make = f"make one with: (umask 077; head -c 32 /dev/urandom > {path})"
 
     def refuse(what: str) -> AuthenticationError:
-        return _refused("key file", path, what, make, origin)
+        return refused("key file", path, what, make, origin)
 
     content = read_private("key file", path, "" if origin else make, origin)
     text = content.strip()
@@ -112,57 +108,27 @@ def read_key(path: str, origin: str = "") -> bytes:
     return content if len(content) == KEY_BYTES else hashlib.sha256(content).digest()
 
 
-def read_private(kind: str, path: str, make: str, origin: str = "") -> bytes:
-    """Return the first 4 KiB of a file that only the current user may have permission to read.
-
-    kind: what the file is, for messages. make: the advice for a user who has no such file. origin: who writes it.
-    Raise AuthenticationError for any other file.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise _refused(kind, path, "there is no such file", make, origin) from None
-    except OSError as error:
-        advice = (
-            "name the file itself, not a symbolic link" if os.path.islink(path) else "it must be readable for this user"
-        )
-        raise _refused(kind, path, f"cannot open it: {error.strerror}", advice, origin) from error
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise _refused(kind, path, "it is not a regular file", make, origin)
-        if status.st_uid != os.getuid():
-            whose = f"it belongs to uid {status.st_uid}, this process runs as {os.getuid()}"
-            raise _refused(kind, path, whose, "use one of your own", origin)
-        if status.st_mode & 0o077:
-            mode = f"its mode {stat.S_IMODE(status.st_mode):04o} lets others in"
-            raise _refused(kind, path, mode, f"run: chmod 600 {path}", origin)
-        return os.read(fd, _FILE_LIMIT_BYTES)
-    finally:
-        os.close(fd)
-
-
-def _refused(kind: str, path: str, what: str, advice: str, origin: str) -> AuthenticationError:
-    return AuthenticationError(f"{kind} {path}: {what}; {advice}{f' ({origin})' if origin else ''}")
-
-
 _TEXT = bytes(range(32, 127)) + b"\t\n\r"
 
 
-def _plain_key(host: str, port: int, permit_plain: bool, permits: str) -> bytes:
-    """Return a key that everybody can compute, if the user allows the job to have no key. Otherwise raise an error."""
+def _open_key(host: str, port: int, protection: Protection) -> bytes:
+    """Return a key that everybody can compute, for a job without a key file.
+
+    Raise AuthenticationError unless certificates decide who can join, or the user permits everybody to join.
+    """
     where = interfaces.endpoint(host, port)
-    if not permit_plain:
-        raise AuthenticationError(
-            f"{where} can be reached from other machines and the job has no key. Either give it one everywhere:\n"
-            "    export MSCOMM_JOB_KEY_FILE=/path/to/key   # (umask 077; head -c 32 /dev/urandom > /path/to/key)\n"
-            "or allow anybody who can reach the port to join:\n"
-            f"    {permits}"
+    if not protection.credentials:
+        if not protection.permit_plain:
+            raise AuthenticationError(
+                f"{where} can be reached from other machines and the job has no key. Either give it one everywhere:\n"
+                "    export MSCOMM_JOB_KEY_FILE=/path/to/key   # (umask 077; head -c 32 /dev/urandom > /path/to/key)\n"
+                "or allow anybody who can reach the port to join:\n"
+                f"    {protection.permits}"
+            )
+        log.warn(
+            f"this job has no key: anybody who can reach {where} can join it. "
+            "MSCOMM_JOB_KEY_FILE=/path/to/key gives it one."
         )
-    log.warn(
-        f"this job has no key: anybody who can reach {where} can join it. "
-        "MSCOMM_JOB_KEY_FILE=/path/to/key gives it one."
-    )
     # Hash only the port. The scheduler and the workers may know the host by different names or addresses.
     return hashlib.sha256(f"mscomm, open to all: {port}".encode()).digest()
 

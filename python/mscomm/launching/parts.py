@@ -24,6 +24,7 @@ from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frame, Frames
 from mscomm.cluster.hello import CONTROL, LAUNCHER
 from mscomm.cluster.hub import Hub
+from mscomm.cluster.protection import Protection
 from mscomm.errors import BackendUnavailable, Error, PeerLost, of_fields
 from mscomm.launching.output import Output, Stream
 
@@ -158,7 +159,7 @@ class Node0(_WithHub):
     each: int
     host: str
     port: int
-    permit_plain: bool
+    protection: Protection
     topo_timeout_s: float
     restarts: bool
     announcement: str
@@ -170,7 +171,7 @@ class Node0(_WithHub):
             f"node {node}": range(node * self.each, (node + 1) * self.each) for node in range(1, self.nodes)
         }
         self._layout = layout(self.nodes, self.each)
-        self._pairs: list[socket.socket] = []  # our ends of the socket pairs from which the ranks read credentials
+        self._pairs: list[socket.socket] = []  # our ends of the socket pairs from which the ranks read their admission
         self._local: set[int] = set()  # the ranks of this host
         self._job_began: bool | None = None  # whether a local rank called init(); None until all local ranks have ended
 
@@ -183,8 +184,9 @@ class Node0(_WithHub):
                 taken = rendezvous.contend(
                     self.host,
                     self.port,
-                    lambda address: security.job_key(os.environ, address[0], address[1], self.permit_plain),
+                    lambda address: security.job_key(os.environ, address[0], address[1], self.protection),
                     os.environ,
+                    self.protection.credentials,
                 )
             raise BackendUnavailable(
                 f"node 0 cannot listen at --master-addr, --master-port {name}: {rendezvous.words(error)}{taken}. "
@@ -192,7 +194,7 @@ class Node0(_WithHub):
                 ", on every node"
             ) from error
         host, port = listener.getsockname()[:2]
-        self._key, file = security.scheduler_key(os.environ, host, port, self.permit_plain, _PERMITS)
+        self._key, file = security.scheduler_key(os.environ, host, port, self.protection)
         if file:
             stack.callback(file.remove)
         listener.listen(socket.SOMAXCONN)  # not earlier: the key file must exist before a node can connect
@@ -202,6 +204,7 @@ class Node0(_WithHub):
     def _serve_at(self, listener: socket.socket, log: Say, tell: Say) -> None:
         self._where = interfaces.endpoint(*listener.getsockname()[:2])
         words = {"nodes": self._others, "layout": self._layout, "tell": tell}
+        words["credentials"] = self.protection.credentials
         self._hub = _hub(self.size, self._key, self.topo_timeout_s, self.restarts, log, **words)
         self._hub.listen(listener)
         self._until = float("inf")
@@ -209,7 +212,7 @@ class Node0(_WithHub):
         self._heard_at = float("inf")
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
-        ours, theirs, variables = _credentials_link(self._hub.credentials, self._where)
+        ours, theirs, variables = _admission_link(self._hub.admission, self._where)
         self._pairs.append(ours)
         self._local.add(rank)
         return theirs, variables
@@ -243,7 +246,7 @@ class OtherNode(Part):
     layout: str  # what layout() returns
     host: str
     port: int
-    permit_plain: bool
+    protection: Protection
     topo_timeout_s: float
     key: bytes = b""  # the job's key, if it is known yet
 
@@ -296,7 +299,7 @@ class OtherNode(Part):
         def admission(address: Any) -> bytes:
             nonlocal key
             if not key:
-                key = security.job_key(os.environ, address[0], address[1], self.permit_plain, _PERMITS)
+                key = security.job_key(os.environ, address[0], address[1], self.protection)
             return security.admission_key(key, LAUNCHER)
 
         stream, _ = rendezvous.reach(
@@ -307,13 +310,14 @@ class OtherNode(Part):
             f"no node 0 at {interfaces.endpoint(self.host, self.port)} (--master-addr, --master-port)",
             "Start `mscomm run --node-rank 0` with the same options on the host that has this address",
             purpose=LAUNCHER,
+            credentials=self.protection.credentials,
         )
         self._where = interfaces.endpoint(*stream.sock.getpeername()[:2])
-        self._credentials = security.admission_key(key, CONTROL) + stream.run  # what each rank of this node reads
+        self._admission = security.admission_key(key, CONTROL) + stream.run  # what each rank of this node reads
         self._link = Frames(stream)
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
-        ours, theirs, variables = _credentials_link(self._credentials, self._where)
+        ours, theirs, variables = _admission_link(self._admission, self._where)
         ours.close()
         return theirs, variables
 
@@ -391,7 +395,6 @@ class OtherNode(Part):
 _TELL_S = 2.0  # how long node 0 may take to read our message
 _GIVE_UP_S = 5.0  # how long a launcher that failed tries to reach node 0
 _HEAR_S = 7.0  # how long the ranks on other hosts may take to learn about a failure, report, and end
-_PERMITS = "mscomm run --permit-plain ..."  # how the user permits a job without a key
 
 
 def layout(nodes: int, each: int) -> str:
@@ -421,24 +424,24 @@ def _serve(hub: Hub, stack: ExitStack) -> threading.Thread:
     return thread
 
 
-def _credentials_link(credentials: bytes, where: str) -> tuple[socket.socket, socket.socket, dict[str, str]]:
-    """Create a socket pair from which a rank reads its credentials.
+def _admission_link(admission: bytes, where: str) -> tuple[socket.socket, socket.socket, dict[str, str]]:
+    """Create a socket pair from which a rank reads its admission (see Hub.admission).
 
     Return both ends, ours first, and the rank's variables.
     """
     ours, theirs = socket.socketpair()
-    ours.sendall(credentials)
+    ours.sendall(admission)
     return ours, theirs, {launcher.SCHED: where, launcher.KEY_FD: str(theirs.fileno())}
 
 
 def _was_read(ours: socket.socket) -> bool:
-    """Return whether the rank at the other end read its credentials. Call this when the rank has ended.
+    """Return whether the rank at the other end read its admission. Call this when the rank has ended.
 
-    If the rank did not read them, the kernel reports a reset of the connection.
+    If the rank did not read it, the kernel reports a reset of the connection.
     """
     try:
         return ours.recv(1, socket.MSG_DONTWAIT) == b""
     except ConnectionResetError:
         return False
-    except BlockingIOError:  # a child of the rank holds the descriptor: assume that they were read
+    except BlockingIOError:  # a child of the rank holds the descriptor: assume that the rank read it
         return True
