@@ -9,10 +9,13 @@ import socket
 import ssl
 import threading
 
+import control
 import pytest
-from certificates import CLIENT, SERVER, Authority, write_config, write_p12
-from control import Waits, soon
+from certificates import CLIENT, SERVER, Authority, write_config, write_pem
+from control import WORLD, Waits, eventually, soon
 
+from mscomm import errors
+from mscomm.cluster import hub
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.credentials import SCHEDULER, WORKER, Credentials
 from mscomm.cluster.deadline import Deadline
@@ -292,20 +295,8 @@ def outcome(*ends):
     return [str(error) for error in errors]
 
 
-def role_mixed(folder):
-    """Contexts of which the client has a certificate for servers. Credentials would refuse it when it is loaded."""
-    authority = Authority()
-    made = credentials(folder, authority)
-    key, certificate = authority.issue("wrong", SERVER)
-    path = folder / "wrong.p12"
-    write_p12(path, key, certificate)
-    return made, loaded(made.client(), folder, key, certificate)
-
-
 def loaded(context, folder, key, certificate):
     """Replace the context's own certificate, without the checks of Credentials."""
-    from certificates import write_pem
-
     context.load_cert_chain(write_pem(folder / "own.pem", key, certificate, password=""))
     return context
 
@@ -328,6 +319,20 @@ def test_a_server_refuses_a_client(tmp_path, case):
     server, client = outcome(*connected(made.server(), loaded(made.client(), tmp_path, *own)))
     assert server.startswith("TLS: ") and by_server in server and "\n" not in server
     assert client.startswith("TLS: ") and by_client in client and "\n" not in client
+
+
+def test_a_sender_learns_why_the_other_end_has_closed(tmp_path):
+    made = credentials(tmp_path, AUTHORITY)
+    own = AUTHORITY.issue("c", CLIENT, (-3, -1))
+    server, client = connected(made.server(), loaded(made.client(), tmp_path, *own))
+    assert (server.receive(1), client.receive(1)) == (None, None)
+    assert (server.receive(1), client.receive(1), client.shaken) == (None, None, True)
+    with pytest.raises(ssl.SSLError):
+        server.receive(1)
+    server.close()
+    with pytest.raises(ssl.SSLError, match="refuses this process's certificate: it has expired"):
+        client.send(b"x")  # without more ado, this would be a BrokenPipeError
+    client.close()
 
 
 def test_a_client_refuses_a_server_of_another_ca(tmp_path):
@@ -455,3 +460,22 @@ def test_a_certificate_that_names_a_job_is_for_that_job_and_role(tmp_path, uri, 
         made.check_peer(ours, WORKER, job)
     ours.close()
     theirs.close()
+
+
+# -- a job
+
+
+def test_a_job_runs_over_tls(monkeypatch, good):
+    monkeypatch.setattr(hub, "ByteStream", lambda sock: TlsStream(sock, good[0], True))
+    monkeypatch.setattr(control, "ByteStream", lambda sock: TlsStream(sock, good[1], False))
+    with control.Job(3, tcp=True) as job:
+        members = job.joined()
+        met = Waits(members[0][0].meet, "k", "barrier", [0, 1], {"x": 0}, soon())
+        facts = [{"x": 0}, {"x": "y" * 50000}]
+        assert members[1][0].meet("k", "barrier", [0, 1], facts[1], soon()).facts == facts
+        assert met.ended().result.facts == facts
+        members[2][0].leave(4)
+        eventually(lambda: members[0][1].departed == [2])
+        members[1][0].report(errors.Aborted("rank 1: ValueError: no data", [1]))
+        symptom = errors.PeerLost("the link to rank 1 ended", [1])
+        assert str(members[0][0].settle(WORLD, symptom, 1)) == "rank 1: ValueError: no data"
