@@ -23,7 +23,7 @@ CORE_SEES = {layer: set(CORE_LAYERS[: place + 1]) for place, layer in enumerate(
 
 # The modules and folders of the package, from the lowest layer up. `mscomm` is the package's own __init__.
 PYTHON_LAYERS = (
-    *("_core", "version", "errors", "environment", "tracebacks", "log", "dtype", "common"),
+    *("_core", "version", "errors", "environment", "tracebacks", "log", "writing", "dtype", "common"),
     *("arrays", "registry", "packing", "accelerators", "cluster", "bootstrap", "notices", "context", "exits"),
     *("launching", "group", "arguments", "job", "subgroups", "collectives", "messages", "objects"),
     *("communication", "ops", "dataset", "train", "mscomm", "bench", "cli", "__main__"),

@@ -225,6 +225,42 @@ def test_a_scheduler_needs_nobody_who_reads_its_log(tmpdir_env, closed, port):
     assert scheduler.wait(10) == 0
 
 
+def full_pipe():
+    """Return a pipe that has no room. Its reading end first yields 4096 zeros."""
+    reader, writer = os.pipe()
+    os.write(writer, bytes(fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)))
+    return reader, writer
+
+
+def test_a_job_runs_and_ends_although_nobody_takes_the_log_of_its_scheduler(tmpdir_env, port):
+    env = {**os.environ, **MS, "MS_SCHED_PORT": str(port)}
+    reader, writer = full_pipe()
+    scheduler = subprocess.Popen([sys.executable, "-c", SCHEDULER], env={**env, "MS_ROLE": "MS_SCHED"}, stdout=writer)
+    os.close(writer)
+    workers = [subprocess.Popen([sys.executable, "-c", WORKER], env=env, stdout=subprocess.PIPE) for _ in range(2)]
+    outputs = sorted(worker.communicate(timeout=30)[0] for worker in workers)
+    assert outputs == [b"0 2\n", b"1 2\n"]
+    assert scheduler.wait(10) == 0
+    os.close(reader)
+
+
+def test_sigterm_ends_a_scheduler_whose_log_nobody_takes(tmpdir_env, port):
+    env = {**os.environ, **MS, "MS_SCHED_PORT": str(port)}
+    command = [sys.executable, "-c", WORKER.replace("member.leave(0)", "member._reader.join(30); member.close()")]
+    reader, writer = full_pipe()
+    scheduler = subprocess.Popen([sys.executable, "-c", SCHEDULER], env={**env, "MS_ROLE": "MS_SCHED"}, stdout=writer)
+    os.close(writer)
+    workers = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE) for _ in range(2)]
+    for worker in workers:
+        assert worker.stdout.readline()
+    scheduler.terminate()
+    assert scheduler.wait(10) == 1
+    for worker in workers:
+        worker.communicate(timeout=30)
+    assert not list(tmpdir_env.glob("mscomm-*/*"))
+    os.close(reader)
+
+
 def test_a_scheduler_whose_job_fails_ends_with_1(tmpdir_env, port):
     env = {**os.environ, **MS, "MS_ROLE": "MS_SCHED", "MS_SCHED_PORT": str(port), "MS_TOPO_TIMEOUT": "0.2"}
     done = subprocess.run(

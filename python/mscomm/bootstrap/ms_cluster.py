@@ -27,9 +27,11 @@ from mscomm.cluster.hello import CONTROL, UNKNOWN_RANK
 from mscomm.cluster.hub import Hub
 from mscomm.cluster.protection import Protection
 from mscomm.errors import BackendUnavailable
+from mscomm.writing import LogLines
 
 NAME = "MS_* cluster"
 PLACE = ((), ("MS_WORKER_NUM",))  # no variable gives the rank: the scheduler assigns it
+_LAST_LINES_S = 1.0  # how long the scheduler waits at its end for the reader of its log
 
 
 class Settings(NamedTuple):
@@ -120,6 +122,9 @@ def serve(env: Mapping[str, str], protection: Protection) -> NoReturn:
     settings = read(env)
     links.raise_descriptor_limit()
     with ExitStack() as stack:
+        # The hub's thread must not wait for a reader, who may not read at all.
+        log = LogLines(sys.stdout, "mscomm scheduler: ")
+        stack.callback(log.close, _LAST_LINES_S)
         claim = stack.enter_context(socket.socket(socket.AF_UNIX))
         with _listening(settings, env, protection):
             listener = stack.enter_context(rendezvous.bind(settings.host, settings.port))
@@ -141,14 +146,14 @@ def serve(env: Mapping[str, str], protection: Protection) -> NoReturn:
             ranks_known=False,
             restarts=settings.recovery,
             named=links.job_of(env),
-            log=_log,
+            log=log.add,
             credentials=protection.credentials,
         )
         hub.listen(listener)
         _stop_on_sigterm(hub.stop)
-        _log(f"waiting at {interfaces.endpoint(host, port)} for {settings.size} workers")
+        log.add(f"waiting at {interfaces.endpoint(host, port)} for {settings.size} workers")
         outcome = hub.serve()
-    _leave(0 if outcome.ok else 1)
+    _leave(0 if outcome.ok else 1, flushes=log.flush(0) == 0)
 
 
 @contextlib.contextmanager
@@ -187,21 +192,19 @@ def _where(settings: Settings) -> str:
     return f"MS_SCHED_HOST={settings.host}, MS_SCHED_PORT={settings.port}"
 
 
-def _log(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # if nobody reads our output any more, the job must still continue
-        print(f"mscomm scheduler: {text}", flush=True)
-
-
 def _stop_on_sigterm(stop: Callable[[], None]) -> None:
     """Make SIGTERM stop the hub, so that the scheduler removes its key file before it ends."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: stop())
 
 
-def _leave(status: int) -> NoReturn:
-    """End the process, like sys.exit(). Do not raise SystemExit, which under pytest would only fail a test."""
+def _leave(status: int, flushes: bool) -> NoReturn:
+    """End the process, like sys.exit(). Do not raise SystemExit, which under pytest would only fail a test.
+
+    flushes: whether to write what the program has printed; this never ends if nobody reads our output.
+    """
     atexit._run_exitfuncs()
-    for stream in filter(None, (sys.stdout, sys.stderr)):
+    for stream in filter(None, (sys.stdout, sys.stderr) if flushes else ()):
         with contextlib.suppress(OSError, ValueError):  # in case nobody reads the stream any more
             stream.flush()
     os._exit(status)

@@ -31,9 +31,10 @@ from mscomm.bootstrap.rendezvous import is_loopback_name
 from mscomm.cluster import links, security
 from mscomm.cluster.protection import Protection
 from mscomm.errors import BackendUnavailable, Error
-from mscomm.launching.output import Output, Stream
+from mscomm.launching.output import Stream
 from mscomm.launching.parts import Node0, Say
 from mscomm.launching.processes import DRAIN_S
+from mscomm.writing import Output
 
 # Variables with one of these prefixes are passed from this host to the ranks on the other hosts.
 HANDED_OVER = ("MSCOMM_", "MS_", "OMP_", "NCCL_", "HCCL_", "GLOO_", "PYTHON")

@@ -343,7 +343,7 @@ def _for_the_others(nodes: Nodes, local: int, rest: list[str]) -> str:
     key = os.environ.get("MSCOMM_JOB_KEY_FILE")
     line = f"MSCOMM_JOB_KEY_FILE={shlex.quote(key)} " if key else ""
     where = "on the other host" if nodes.number == 2 else f"on the other hosts, K = 1 to {nodes.number - 1}"
-    return f"mscomm run: {where}:\n    {line}{shlex.join(words)}"
+    return f"{where}:\n    {line}{shlex.join(words)}"
 
 
 def command_line(script: str, args: tuple[str, ...], module: bool) -> list[str]:

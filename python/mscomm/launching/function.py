@@ -19,10 +19,10 @@ from mscomm import tracebacks
 from mscomm.cluster.deadline import join_timeout_s, seconds_of
 from mscomm.errors import CollectiveTimeout, Error, PeerLost
 from mscomm.launching.ending import End
-from mscomm.launching.output import Output, TextOutput
 from mscomm.launching.parts import WholeJob
 from mscomm.launching.processes import PIPE_CLOSED, Launch
 from mscomm.launching.tracebacks import PYTHONS_STATUS, numbers
+from mscomm.writing import Output, TextOutput
 
 # The program of a rank. It first sets sys.path to the value in the launching process, to find the same mscomm.
 _SERVE = """

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +25,8 @@ from mscomm.cluster.hello import CONTROL, LAUNCHER
 from mscomm.cluster.hub import Hub
 from mscomm.cluster.protection import Protection
 from mscomm.errors import BackendUnavailable, Error, PeerLost, of_fields
-from mscomm.launching.output import Output, Stream
+from mscomm.launching.output import Stream
+from mscomm.writing import Output
 
 LOOK_S = 0.2  # how often a launcher checks what no event reports, such as failures on other hosts
 
@@ -153,7 +153,7 @@ class WholeJob(_WithHub):
 
 @dataclass(eq=False)
 class Node0(_WithHub):
-    """Serves the hub at host:port for the ranks of all nodes, and prints the announcement when it listens."""
+    """Serves the hub at host:port for the ranks of all nodes, and tells the user the announcement when it listens."""
 
     nodes: int
     each: int
@@ -199,7 +199,7 @@ class Node0(_WithHub):
             stack.callback(file.remove)
         listener.listen(socket.SOMAXCONN)  # not earlier: the key file must exist before a node can connect
         self._serve_at(listener, log, tell)
-        print(self.announcement, file=sys.stderr, flush=True)
+        tell(self.announcement)
 
     def _serve_at(self, listener: socket.socket, log: Say, tell: Say) -> None:
         self._where = interfaces.endpoint(*listener.getsockname()[:2])

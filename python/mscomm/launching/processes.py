@@ -22,9 +22,10 @@ from mscomm.errors import Error
 from mscomm.launching import ending
 from mscomm.launching.breakpoints import HOOK
 from mscomm.launching.ending import End
-from mscomm.launching.output import Log, Output, Stream, Streams
+from mscomm.launching.output import Log, Stream, Streams
 from mscomm.launching.parts import LOOK_S, OtherNode, Part
 from mscomm.launching.tracebacks import PYTHONS_STATUS, LastWords, Tracebacks
+from mscomm.writing import Output
 
 REPORT_S = 5.0  # after the first failure, the other ranks have this long to report before SIGTERM
 TERM_S = 2.0  # the time from SIGTERM to SIGKILL

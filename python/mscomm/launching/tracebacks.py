@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from mscomm.launching.output import Output
 from mscomm.tracebacks import innermost
+from mscomm.writing import Output
 
 # How long to hold lines if no rank has failed. If the program continues, its output must not be delayed for long.
 HOLD_S = 1.0

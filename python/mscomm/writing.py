@@ -1,0 +1,151 @@
+"""Writes to our own stdout and stderr in a thread, so that no other thread waits for the reader of the output."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import select
+import threading
+from collections.abc import Callable
+from typing import TextIO
+
+_FULL_BYTES = 1 << 20  # an output with this many unwritten bytes counts as full
+_PIECE_BYTES = 16 << 10
+
+
+class Output:
+    """Our own stdout or stderr. Its writing thread calls `wake` when there is room again, or if the reader is gone."""
+
+    def __init__(self, fd: int, wake: Callable[[], None]) -> None:
+        self._fd = fd
+        self._wake = wake
+        self._closed = False
+        # Protects the unwritten bytes. The writing thread and flush() wait on it until these bytes change.
+        self._news = threading.Condition()
+        self._unwritten = bytearray()
+        self.broken = False  # whether nobody reads this output any more
+        self._thread = threading.Thread(target=self._serve, name="mscomm-output", daemon=True)
+        self._thread.start()
+
+    @property
+    def full(self) -> bool:
+        return len(self._unwritten) >= _FULL_BYTES
+
+    def write(self, data: bytes) -> None:
+        """Queue the data, and return at once."""
+        with self._news:
+            if not self.broken:
+                self._unwritten += data
+                self._news.notify_all()
+
+    def flush(self, stalled_s: float) -> int:
+        """Wait until all is written, or nothing was written for `stalled_s` seconds. Return how many bytes are left."""
+        with self._news:
+            while self._unwritten and self._news.wait(stalled_s):
+                continue
+            return len(self._unwritten)
+
+    def close(self, within_s: float) -> bool:
+        """Let the thread end when it has written everything. Return whether it has ended within `within_s` seconds."""
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
+
+    def _write(self, piece: bytes) -> int:
+        """Write some or all of the piece. Return how many bytes were written."""
+        return os.write(self._fd, piece)
+
+    def _serve(self) -> None:
+        while not self.broken:
+            with self._news:
+                self._news.wait_for(lambda: self._unwritten or self._closed)
+                piece = bytes(self._unwritten[:_PIECE_BYTES])
+                if not piece:
+                    return
+            try:
+                written = self._write(piece)
+            except BlockingIOError:  # another process made the descriptor non-blocking
+                _await_room(self._fd)
+                continue
+            except OSError:  # the reader, or the terminal, is gone
+                self.broken, written = True, len(self._unwritten)
+            with self._news:
+                was_full = self.full
+                del self._unwritten[:written]
+                self._news.notify_all()
+            if self.broken or (was_full and not self.full):
+                self._wake()
+
+
+class TextOutput(Output):
+    """Writes to sys.stdout or sys.stderr, which may have no descriptor in a notebook or a test.
+
+    If `stream` is None, as sys.stdout can be, the output is dropped.
+    """
+
+    def __init__(self, stream: TextIO | None, wake: Callable[[], None]) -> None:
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        super().__init__(-1, wake)
+
+    def _write(self, piece: bytes) -> int:
+        if self._stream is not None:
+            text = self._decoder.decode(piece)
+            try:
+                try:
+                    self._stream.write(text)
+                except UnicodeEncodeError as error:  # the encoding of the stream lacks a character
+                    self._stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+                self._stream.flush()
+            except Exception as error:  # the stream is closed, or is not a stream
+                raise BrokenPipeError from error
+        return len(piece)
+
+
+class LogLines(TextOutput):
+    """Writes the lines of a log to sys.stdout or sys.stderr. While the output is full, lines are dropped and counted.
+
+    head: the text at the beginning of each line.
+    """
+
+    def __init__(self, stream: TextIO | None, head: str) -> None:
+        self._head = head
+        self._dropped = 0
+        super().__init__(stream, self._tell_dropped)
+
+    def add(self, text: str) -> None:
+        """Queue a line, and return at once. Any thread may call this."""
+        with self._news:
+            if self.full:
+                self._dropped += 1
+            else:
+                self._tell_dropped()
+                self._queue(text)
+
+    def _queue(self, text: str) -> None:
+        self.write(f"{self._head}{text}\n".encode("utf-8", "backslashreplace"))
+
+    def _tell_dropped(self) -> None:
+        with self._news:
+            dropped, self._dropped = self._dropped, 0
+            if dropped:
+                self._queue(f"{dropped} lines are missing here, because nobody read this output")
+
+    def _write(self, piece: bytes) -> int:
+        try:
+            fd = -1 if self._stream is None else self._stream.fileno()
+        except (OSError, ValueError):  # the stream is closed, or has no descriptor
+            fd = -1
+        if fd >= 0:
+            # Wait before the write, not inside it, because a write holds the stream's lock, which flush() also takes.
+            _await_room(fd)
+            piece = piece[: select.PIPE_BUF]  # a pipe that has room takes this many bytes without blocking
+        return super()._write(piece)
+
+
+def _await_room(fd: int) -> None:
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    poll.poll()
