@@ -12,6 +12,7 @@ import os
 import re
 import resource
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from certificates import CLIENT, PASSWORD, SERVER, Authority, write_config, write_pem
 from control import VERSION, eventually, soon
 from hosts import Host, Hosts
 
@@ -29,6 +31,7 @@ from mscomm.cluster import links, security
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.hello import CONTROL, DATA, LAUNCHER, Hello, Identity, named
+from mscomm.cluster.tls import TlsStream
 from mscomm.errors import on_failure
 
 PORT = 8117
@@ -51,11 +54,61 @@ print("steps", steps, flush=True)
 """
 
 
-class Victim:
-    """A job that is attacked. `attacker` is the host of the attacker, or None if all are on this host."""
+class Certificates:
+    """The certificates of a job, and some that must be refused."""
 
-    def __init__(self, folder: Path, hosts: Hosts | None, port: int) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.authority = Authority()
+        self.revoked = self.authority.issue("revoked", CLIENT)
+        self.authority.revoke(folder / "crl.pem", self.revoked[1])
+        self.config = write_config(folder, self.authority, crl_path="crl.pem")
+        for side in ("server", "client"):
+            file = folder / f"{side}.password"
+            file.touch(0o600)
+            file.write_text(PASSWORD)
+
+    def variables(self) -> dict[str, str]:
+        files = {side: str(self.folder / f"{side}.password") for side in ("server", "client")}
+        return {
+            "MSCOMM_SSL_CONFIG_FILE": self.config,
+            "MSCOMM_SSL_SERVER_PASSWORD_FILE": files["server"],
+            "MSCOMM_SSL_CLIENT_PASSWORD_FILE": files["client"],
+        }
+
+    def context(self, kind: str) -> ssl.SSLContext:
+        """Return the attacker's context: it trusts the CA of the job, and has a certificate of this kind."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        self.authority.write(self.folder / "ca.pem")
+        context.load_verify_locations(self.folder / "ca.pem")
+        certificates = {
+            "wrong CA": lambda: Authority().issue("client", CLIENT),
+            "self-signed": lambda: (lambda ca: (ca.key, ca.certificate))(Authority("myself")),
+            "expired": lambda: self.authority.issue("client", CLIENT, days=(-20, -10)),
+            "not yet valid": lambda: self.authority.issue("client", CLIENT, days=(10, 20)),
+            "revoked": lambda: self.revoked,
+            "wrong role": lambda: self.authority.issue("client", SERVER),
+            "wrong job": lambda: self.authority.issue("client", CLIENT, uri="mscomm://another/worker"),
+            "old protocol": lambda: self.authority.issue("client", CLIENT),
+        }
+        if kind in certificates:
+            context.load_cert_chain(write_pem(self.folder / "attacker.pem", *certificates[kind](), password=""))
+        if kind == "old protocol":
+            context.maximum_version = ssl.TLSVersion.TLSv1_2
+        return context
+
+
+class Victim:
+    """A job that is attacked, and the attacker. They are on this host or on three hosts, of which the attacker has the
+    last. tls: the certificates of the job, if it uses TLS.
+    """
+
+    worker = WORKER
+
+    def __init__(self, folder: Path, hosts: Hosts | None, port: int, tls: Certificates | None = None) -> None:
         self.hosts = hosts
+        self.tls = tls
         self.over = folder / "over"
         self.key = os.urandom(32)
         file = folder / "job.key"
@@ -68,6 +121,7 @@ class Victim:
             "MS_WORKER_NUM": "2",
             "MSCOMM_JOB_KEY_FILE": str(file),
             "OMP_NUM_THREADS": "1",
+            **(tls.variables() if tls else {}),
         }
         self.log: list[str] = []
         self.workers: list[subprocess.Popen[str]] = []
@@ -99,7 +153,7 @@ class Victim:
     def work(self) -> None:
         """Start one more worker."""
         number = len(self.workers)
-        script = ["-c", WORKER, str(self.over)]
+        script = ["-c", self.worker, str(self.over)]
         self.workers.append(self.start(number, script, MS_ROLE="MS_WORKER", MS_NODE_ID=str(number)))
 
     def logged(self, text: str) -> list[str]:
@@ -129,10 +183,23 @@ class Victim:
 
 
 @pytest.fixture(params=["loopback", "namespaces"])
-def victim(request: pytest.FixtureRequest, tmp_path: Path, port: int) -> Iterator[Victim]:
+def place(request: pytest.FixtureRequest, tmp_path: Path, port: int) -> Iterator[tuple[Path, Hosts | None, int]]:
+    """Yield the first arguments of Victim()."""
     with contextlib.ExitStack() as stack:
         hosts = stack.enter_context(Hosts(3, tmp_path)) if request.param == "namespaces" else None
-        yield stack.enter_context(Victim(tmp_path, hosts, PORT if hosts else port))
+        yield tmp_path, hosts, PORT if hosts else port
+
+
+@pytest.fixture
+def victim(place: tuple[Path, Hosts | None, int]) -> Iterator[Victim]:
+    with Victim(*place) as victim:
+        yield victim
+
+
+@pytest.fixture
+def tls_victim(place: tuple[Path, Hosts | None, int]) -> Iterator[Victim]:
+    with Victim(*place, Certificates(place[0])) as victim:
+        yield victim
 
 
 def from_host(host: Host | None, attack: Callable[[], None]) -> None:
@@ -392,3 +459,101 @@ def test_a_scheduler_with_64_descriptors_survives_a_flood(victim: Victim) -> Non
     from_host(attacker, flood)
     victim.logged("cannot accept a connection: .*Too many open files")
     victim.finish()
+
+
+# -- TLS. The attacker has the job key in each of these tests.
+
+
+@pytest.mark.parametrize(
+    ("kind", "refusal"),
+    [
+        ("none", "the other end has sent no certificate"),
+        ("wrong CA", "the other end's certificate has a wrong signature"),
+        ("self-signed", "the other end's certificate is not signed by the CA in ca_cert_path"),
+        ("expired", "the other end's certificate has expired"),
+        ("not yet valid", "the other end's certificate is not valid yet"),
+        ("revoked", "the other end's certificate is revoked"),
+        ("wrong role", "the other end's certificate is not for its role"),
+        ("wrong job", "the other end's certificate is for mscomm://another/worker"),
+        ("old protocol", "no cipher suite or TLS version in common"),
+    ],
+)
+def test_a_certificate_that_does_not_fit_is_refused(tls_victim: Victim, kind: str, refusal: str) -> None:
+    assert tls_victim.tls
+    context = tls_victim.tls.context(kind)
+
+    def attack() -> None:
+        stream = TlsStream(dial(tls_victim), context, server_side=False)
+        hello = Hello.connector(security.admission_key(tls_victim.key, CONTROL), CONTROL, Identity(version=VERSION))
+        with contextlib.closing(stream), pytest.raises((OSError, errors.Error)):
+            stream.send_all(hello.feed(b""), soon())
+            while True:
+                stream.await_bytes(soon())
+                received = stream.receive(hello.needs)
+                if received == b"":
+                    raise ConnectionResetError
+                stream.send_all(hello.feed(received or b""), soon())
+                assert not hello.done or kind == "wrong job"  # which is checked last
+                if hello.done:
+                    stream.await_bytes(soon())
+                    assert stream.receive(1) == b""
+                    raise ConnectionResetError
+
+    attacked(tls_victim, attack, refusal)
+
+
+def test_plain_bytes_to_a_tls_port_are_refused(tls_victim: Victim) -> None:
+    def attack() -> None:
+        with pytest.raises(errors.Error, match=r"it expects TLS|just ended"):
+            greet(tls_victim)
+
+    attacked(tls_victim, attack, "the other end sent bytes that are not TLS")
+
+
+# The worker with rank 1 reaches the other worker through a relay, which changes one byte of the data.
+RELAYED = (
+    """
+import os, socket, threading
+from mscomm.cluster import links
+
+def relay(source, sink, changes):
+    count = 0
+    while piece := source.recv(1 << 16):
+        if changes and count <= 100_000 < count + len(piece):
+            at = 100_000 - count
+            piece = piece[:at] + bytes([piece[at] ^ 0x40]) + piece[at + 1:]
+        count += len(piece)
+        sink.sendall(piece)
+    sink.shutdown(socket.SHUT_WR)
+
+def connect(address, deadline, **options):
+    if not isinstance(address, tuple) or address[1] == int(os.environ["MS_SCHED_PORT"]):
+        return plain(address, deadline, **options)
+    target = plain(address, deadline, **options)
+    target.setblocking(True)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = plain(listener.getsockname(), deadline)
+        theirs, _ = listener.accept()
+    for source, sink, changes in ((theirs, target, True), (target, theirs, False)):
+        threading.Thread(target=relay, args=(source, sink, changes), daemon=True).start()
+    return ours
+
+plain, links.connect = links.connect, connect
+"""
+    + WORKER
+)
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_relay_that_alters_a_payload_is_noticed_with_tls(
+    place: tuple[Path, Hosts | None, int], tls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without TLS, a rank gets a wrong sum: only the assertion in the script notices it."""
+    monkeypatch.setattr(Victim, "worker", RELAYED)
+    with Victim(*place, Certificates(place[0]) if tls else None) as victim:
+        victim.work()
+        texts = [worker.communicate(timeout=60)[1] for worker in victim.workers]
+        assert all(worker.returncode for worker in victim.workers)
+        assert any("AssertionError" in text for text in texts) != tls
+        if tls:
+            assert all("TLS: cannot decrypt" in text for text in texts), texts
