@@ -84,8 +84,9 @@ def test_both_limits_of_the_days_are_accepted(tmp_path, days):
 
 def test_the_sample_of_the_tutorial_works_with_one_warning(tmp_path):
     told = []
-    found = made(tmp_path, cipher_list=SAMPLE, warn=told).server()
-    assert len(told) == 1
+    both = made(tmp_path, cipher_list=SAMPLE, warn=told)
+    found = both.server()
+    assert both.client() and len(told) == 1
     assert told[0].endswith("cipher_list has names that OpenSSL does not know: ECDHE-R, SA-AES128-GCM-SHA256")
     names = {suite["name"] for suite in found.get_ciphers() if suite["protocol"] == "TLSv1.2"}
     assert "ECDHE-ECDSA-AES128-GCM-SHA256" in names and names < set(SAMPLE.split(":"))

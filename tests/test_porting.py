@@ -82,6 +82,7 @@ def run_rows(codes: list[str], result: Path) -> None:
             "f": len,
         }
         mine = partners[code] if code in partners and (code in PAIRS) != (rank == 0) else code
+        mscomm.reset_ps_context()  # set_ps_context must be called before init()
         try:  # the rows are programs, and the test has to run them
             exec(compile(mine, f"row {mine!r}", "exec"), names)  # noqa: S102
             ended[code] = ""

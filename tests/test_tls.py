@@ -15,7 +15,7 @@ from certificates import CLIENT, SERVER, Authority, write_config, write_pem
 from control import WORLD, Waits, eventually, soon
 
 from mscomm import errors
-from mscomm.cluster import hub
+from mscomm.cluster import hub, tls
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.credentials import SCHEDULER, WORKER, Credentials
 from mscomm.cluster.deadline import Deadline
@@ -151,6 +151,23 @@ def test_a_handshake_that_nobody_answers_ends_at_the_deadline(good):
         theirs.send_all(b"x", Deadline(0.2))
     with pytest.raises(TimeoutError, match="handshake"):
         theirs.await_bytes(Deadline(0.2))
+    ours.close()
+    theirs.close()
+
+
+def test_a_sender_notices_that_another_thread_has_ended_the_handshake(good, monkeypatch):
+    ours, theirs = connected(*good)
+    real = tls.wait
+
+    def end_the_handshake_first(sock, events, deadline):
+        monkeypatch.setattr(tls, "wait", real)
+        while not (ours.shaken and theirs.shaken):
+            assert (ours.receive(1), theirs.receive(1)) == (None, None)
+        real(sock, events, deadline)  # the descriptor has nothing more to announce
+
+    monkeypatch.setattr(tls, "wait", end_the_handshake_first)
+    ours.send_all(b"abc", soon())
+    assert theirs.receive(10) == b"abc"
     ours.close()
     theirs.close()
 

@@ -216,18 +216,18 @@ class Credentials:
         context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_TICKET
         if role == SCHEDULER:
             context.num_tickets = 0
-        suites = self._suites()
-        context.minimum_version = ssl.TLSVersion.TLSv1_2 if suites else ssl.TLSVersion.TLSv1_3
-        if suites:
-            context.set_ciphers("@SECLEVEL=2:" + ":".join(suites))
+        context.minimum_version = ssl.TLSVersion.TLSv1_2 if self._suites else ssl.TLSVersion.TLSv1_3
+        if self._suites:
+            context.set_ciphers("@SECLEVEL=2:" + ":".join(self._suites))
         authorities = self._authorities()
         revoked = self._revocation_list(authorities)
         self._load_own(context, role, authorities, revoked)
         self._trust(context, authorities, revoked)
         return context
 
+    @functools.cached_property
     def _suites(self) -> list[str]:
-        """Return the suites of TLS 1.2 in cipher_list. TLS 1.3 has suites of its own, which are always permitted."""
+        """The suites of TLS 1.2 in cipher_list. TLS 1.3 has suites of its own, which are always permitted."""
         wanted = [name for name in self.config.cipher_list.replace(" ", ":").split(":") if name]
         known = {suite["name"]: suite for suite in _known_suites()}
         if unknown := [name for name in wanted if name not in known]:
