@@ -5,6 +5,10 @@ functions that this process has registered (registry.py), and unpickles only if 
 that msgpack lacks is written as an array whose first item is an empty extension. The type number of the extension says
 what the other items are. Before the reader allocates memory for a container of n items, it checks that enough bytes are
 left for n items.
+
+An object can take up to 100 times as much memory as its bytes, because an empty container is one byte. There is no
+lower limit. It would refuse objects that programs do send, such as a long list of mostly empty lists (50 times). It
+would not protect a rank either, because the sender can send more bytes.
 """
 
 from __future__ import annotations
