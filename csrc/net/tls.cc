@@ -19,7 +19,7 @@ constexpr size_t record_bytes = 16 << 10;  // the largest plaintext of a TLS rec
 // calls; a batch of 128 KiB is as long as a peer's turn (see mesh.cc).
 constexpr size_t batch_bytes = 8 * record_bytes;
 // A record is at most 22 bytes longer than its plaintext. The outbox also has room for a handshake or a goodbye.
-constexpr size_t outbox_bytes = batch_bytes + (8 << 10), inbox_bytes = 256 << 10;
+constexpr size_t outbox_bytes = batch_bytes + (8 << 10), inbox_bytes = 64 << 10;
 // After this many records, the sender changes its key. RFC 8446, section 5.5, allows 2^24.5 records with one key.
 constexpr size_t records_per_key = 1 << 16;
 
