@@ -42,7 +42,7 @@ def told(uuids: str = "AB", version: str = "2.28.9", shares: str = "", device: i
     """Return what a rank reports about nccl. `uuids` has one letter for each device of the rank."""
     found = {"version": version, "path": "/lib/libnccl.so.2", "runtime": "CUDA 13.0", "shares": shares}
     found["devices"] = [[f"GPU-{letter}", "H100"] for letter in uuids]
-    return {"device": device, "local_rank": None, "accelerators": {"nccl": found}, **more}
+    return {"device": device, "local_rank": None, "plain_device": 0, "accelerators": {"nccl": found}, **more}
 
 
 def test_where_nobody_asked_for_it_a_line_says_why_it_is_missing() -> None:
@@ -55,11 +55,26 @@ def without(why: str) -> Any:
     return {
         "device": None,
         "local_rank": None,
+        "plain_device": 0,
         "accelerators": {"nccl": {"missing": why}, "hccl": {"missing": "no CANN"}},
     }
 
 
 # -- which backend and devices the ranks choose, from what all ranks report
+
+
+def test_devices_whose_traffic_is_plain_need_permission_in_a_job_with_tls() -> None:
+    facts = [told("A"), told("B"), told("C")]
+    with pytest.raises(mscomm.BackendUnavailable, match="nccl cannot use TLS across hosts: its traffic is plain"):
+        accelerators.choose("nccl", facts, [0, 0, 1], NAMES, tls=True)
+    chosen = accelerators.choose("auto", [fact | without("")["accelerators"] for fact in facts], [0, 0, 1], NAMES, True)
+    assert chosen.backend == "cpu" and "MSCOMM_ALLOW_PLAIN_DEVICE=1 on every rank" in chosen.reason
+    facts[:2] = [fact | {"plain_device": 1} for fact in facts[:2]]
+    with pytest.raises(mscomm.BackendUnavailable):
+        accelerators.choose("nccl", facts, [0, 0, 1], NAMES, tls=True)
+    facts[2]["plain_device"] = 1
+    assert accelerators.choose("nccl", facts, [0, 0, 1], NAMES, tls=True).backend == "nccl"
+    assert accelerators.choose("nccl", [told("A"), told("B")], [0, 0], NAMES, tls=True).backend == "nccl"
 
 
 def test_each_rank_takes_the_device_of_its_place_on_its_host() -> None:

@@ -381,24 +381,24 @@ def test_the_settings_make_credentials_once(ps_context, tmp_path):
     path = write_config(tmp_path, AUTHORITY)
     context.set_ps_context(config_file_path=path, server_password=PASSWORD)
     context.set_ps_context(enable_ssl=True, client_password=PASSWORD)
-    found = context._find_credentials()
-    assert found.server() and found.client() and context._find_credentials() is found
+    found = context.protection().credentials
+    assert found.server() and found.client() and context.protection().credentials is found
     assert PASSWORD not in str(context._ps)
 
 
 def test_a_variable_turns_tls_on_and_an_explicit_false_turns_it_off(ps_context, tmp_path, monkeypatch):
     monkeypatch.setenv("MSCOMM_SSL_CONFIG_FILE", write_config(tmp_path, AUTHORITY))
     monkeypatch.setenv("MSCOMM_SSL_SERVER_PASSWORD", PASSWORD)
-    assert context._find_credentials().server()
+    assert context.protection().credentials.server()
     assert "MSCOMM_SSL_SERVER_PASSWORD" not in os.environ
     context.reset_ps_context()
     context.set_ps_context(enable_ssl=False)
-    assert context._find_credentials() is None and context.plain_links_permitted()
+    assert context.protection().credentials is None and context.protection().permit_plain
 
 
 def test_settings_cannot_change_after_they_have_been_read(ps_context):
     context.set_ps_context(enable_ssl=False)
-    assert context.credentials() is None
+    assert context.protection().credentials is None
     context.set_ps_context(enable_ssl=False)  # changes nothing
     with pytest.raises(RuntimeError, match="set them before init"):
         context.set_ps_context(client_password="x")
@@ -409,19 +409,12 @@ def test_settings_cannot_change_after_they_have_been_read(ps_context):
 def test_settings_that_failed_can_be_corrected(ps_context, tmp_path):
     context.set_ps_context(enable_ssl=True, config_file_path=tmp_path / "absent.json")
     with pytest.raises(ValueError, match=r"absent\.json"):
-        context._find_credentials()
+        context.protection()
     context.set_ps_context(config_file_path=write_config(tmp_path, AUTHORITY))
-    assert context._find_credentials()
+    assert context.protection().credentials
 
 
 def test_a_config_file_without_enable_ssl_is_told(ps_context, capfd):
     context.set_ps_context(config_file_path="config.json")
-    assert context.credentials() is None
+    assert context.protection().credentials is None
     assert "config_file_path has no effect without enable_ssl=True" in capfd.readouterr().err
-
-
-def test_a_job_that_asks_for_tls_does_not_get_plain_links(ps_context, tmp_path):
-    context.set_ps_context(enable_ssl=True, config_file_path=write_config(tmp_path, AUTHORITY))
-    for function in (context.credentials, context.plain_links_permitted):
-        with pytest.raises(NotImplementedError, match="TLS is not in this release"):
-            function()

@@ -17,6 +17,7 @@ import pytest
 from test_run import alive, appears, ends
 
 from mscomm.cli import remote
+from mscomm.cluster.protection import Protection
 
 MSCOMM = [sys.executable, "-m", "mscomm"]
 TWO = "127.0.0.1:2,127.0.0.2:2"
@@ -229,7 +230,7 @@ def test_a_signal_for_the_launcher_ends_the_ranks_of_other_hosts(start, tmp_path
 def test_hosts_that_do_not_answer_are_given_up_together(monkeypatch):
     monkeypatch.setattr(remote, "_ENDS_S", 2.0)
     shares = remote.shares([(f"127.0.0.{last}", 1) for last in range(1, 8)], None)
-    hosts = remote.Hosts(shares, 0, None, 10, False, {})
+    hosts = remote.Hosts(shares, 0, None, Protection(), 10, False, {})
     hosts._agents = [remote._Agent(["bash", "-c", "exec sleep 1000"], share, {}) for share in shares[1:]]
     begun = time.monotonic()
     hosts._close()

@@ -47,7 +47,7 @@ print("rank", rank, "of", size, flush=True)
 
 
 class Capture:
-    """Records every byte on the bridge that joins the hosts."""
+    """Records every byte that the first host sends or receives."""
 
     def __init__(self, hosts: Hosts) -> None:
         words = ["ip", "netns", "exec", hosts._switch, sys.executable, "-c", SNIFFER]
@@ -75,7 +75,7 @@ SNIFFER = """
 import select, socket, sys
 sniffer = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
 sniffer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 20)
-sniffer.bind(("bridge0", 0))
+sniffer.bind(("port0-0", 0))
 sys.stdout.buffer.write(b"ready")
 sys.stdout.flush()
 while not select.select([sys.stdin], [], [], 0)[0]:
@@ -133,14 +133,11 @@ mscomm.init("gloo")
     for number, worker in enumerate(workers):
         code, out, err = finished(worker)
         assert (code, out) == (0, f"rank {number} of 4\n"), err
-        assert err.count("names that OpenSSL does not know: ECDHE-R, SA-AES128-GCM-SHA256") == (number == 0) or True
     code, out, err = finished(scheduler)
     assert code == 0 and "all 4 workers have left" in out, err
     seen = capture.stop()
     assert len(seen) > 1_000_000
-    assert MARKER not in seen
-    assert b"MSCM" not in seen[:0] + b""
-    assert PASSWORD.encode() * 2 not in seen
+    assert MARKER not in seen and PASSWORD.encode() not in seen
 
 
 def test_without_tls_the_capture_shows_the_arrays(two: Hosts, tmp_path: Path) -> None:
@@ -168,7 +165,7 @@ def test_mscomm_run_on_two_nodes(two: Hosts, certs: Path) -> None:
     for node in nodes:
         code, out, err = finished(node)
         assert code == 0, err
-        lines += out.splitlines()
+        lines += [re.sub(r"^\[\d\] ", "", line) for line in out.splitlines()]
     assert sorted(lines) == [f"rank {rank} of 4" for rank in range(4)]
 
 

@@ -231,6 +231,14 @@ VARIABLES = (
         ("cluster.credentials",),
     ),
     Variable(
+        "MSCOMM_ALLOW_PLAIN_DEVICE",
+        "1: a job with TLS may use NCCL or HCCL across hosts, whose traffic is not encrypted. It must be set on every"
+        " rank.",
+        ("accelerators",),
+        default=0,
+        parse=_switch,
+    ),
+    Variable(
         "MSCOMM_JOB_ID",
         "A name for the job. Must be the same in all processes of the job. The job refuses a process that has a"
         " different name or none. So two jobs that use the same port by mistake stay separate.",

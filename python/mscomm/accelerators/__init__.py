@@ -17,7 +17,7 @@ import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
-from mscomm import _core
+from mscomm import _core, environment
 from mscomm.errors import BackendUnavailable, Error, Mismatch
 
 NAMES = ("nccl", "hccl")  # if init() gets no backend name, it tries them in this order
@@ -71,7 +71,8 @@ def facts(asked: str, device: int | None, local_rank: int | None, env: Mapping[s
         except Error as error:
             # All ranks get this text, so keep it short unless the user asked for this backend by name.
             found[name] = {"missing": str(error).partition(". Tried: ")[0] if asked == "auto" else str(error)}
-    return {"device": device, "local_rank": local_rank, "accelerators": found}
+    plain = environment.read("MSCOMM_ALLOW_PLAIN_DEVICE", env)
+    return {"device": device, "local_rank": local_rank, "plain_device": plain, "accelerators": found}
 
 
 def set_up(name: str, interface: str | None, env: MutableMapping[str, str]) -> dict[str, str]:
@@ -95,29 +96,37 @@ def shares_devices(name: str, env: Mapping[str, str]) -> str:
     return str(module.shares_devices(env))
 
 
-def choose(asked: str, everyone: Sequence[Facts], hosts: Sequence[int], names: Sequence[str]) -> Chosen:
+def choose(
+    asked: str, everyone: Sequence[Facts], hosts: Sequence[int], names: Sequence[str], tls: bool = False
+) -> Chosen:
     """Choose the backend and the devices of a job whose ranks all asked for the backend `asked`.
 
-    names: the ranks' names in error messages. If the ranks asked for a backend by name and cannot use it, choose()
-    raises BackendUnavailable (a library or a device is missing, or two ranks would share a device) or Mismatch (the
-    ranks have different versions of the library).
+    names: the ranks' names in error messages. tls: whether the links between hosts must be encrypted. If the ranks
+    asked for a backend by name and cannot use it, choose() raises BackendUnavailable (a library or a device is missing,
+    two ranks would share a device, or the device's traffic must be encrypted) or Mismatch (the ranks have different
+    versions of the library).
     """
     none = [-1] * len(everyone)
     if asked == CPU:
         return Chosen(CPU, none, "asked for")
     if asked != "auto":
-        return Chosen(asked, _devices(asked, everyone, hosts, names), "asked for")
+        return Chosen(asked, _devices(asked, everyone, hosts, names, tls), "asked for")
     reasons = []
     for name in NAMES:
         try:
-            return Chosen(name, _devices(name, everyone, hosts, names), "every rank has a device of its own")
+            return Chosen(name, _devices(name, everyone, hosts, names, tls), "every rank has a device of its own")
         except Error as error:
             reasons.append(str(error))
     return Chosen(CPU, none, "; ".join(reasons))
 
 
-def _devices(name: str, everyone: Sequence[Facts], hosts: Sequence[int], names: Sequence[str]) -> list[int]:
+def _devices(name: str, everyone: Sequence[Facts], hosts: Sequence[int], names: Sequence[str], tls: bool) -> list[int]:
     """Return the number of each rank's device. Raise the same errors as choose()."""
+    if tls and len(set(hosts)) > 1 and not all(fact["plain_device"] for fact in everyone):
+        raise BackendUnavailable(
+            f"{name} cannot use TLS across hosts: its traffic is plain. If the network between the devices is trusted, "
+            "set MSCOMM_ALLOW_PLAIN_DEVICE=1 on every rank"
+        )
     told = [fact["accelerators"][name] for fact in everyone]
     missing = {rank: fact["missing"] for rank, fact in enumerate(told) if "missing" in fact}
     if missing:

@@ -168,7 +168,7 @@ class Epoch:
 
     def choose(self, asked: str) -> None:
         """Choose the backend from all ranks' facts, and set up this rank's accelerator for it."""
-        chosen = accelerators.choose(asked, self.facts, self.hosts, self.names)
+        chosen = accelerators.choose(asked, self.facts, self.hosts, self.names, self.tls)
         if self.rank == 0 and (asked == "auto" or chosen.backend != accelerators.CPU):
             log.info(f"backend {chosen.backend}: {chosen.reason}")
         if chosen.backend == accelerators.CPU:

@@ -360,6 +360,8 @@ class Door:
         on_shortage: Callable[[OSError], None] | None = None,
         credentials: Credentials | None = None,
     ) -> None:
+        if credentials:
+            credentials.server()  # raises the error of a wrong file or password now
         self._selector = selector
         self._credentials = credentials
         self._new_hello: Callable[[], Hello] = lambda: Hello.acceptor(keys, mine, ranks)

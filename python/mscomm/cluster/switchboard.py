@@ -91,6 +91,8 @@ class Switchboard(Generic[L]):
             self._read(line)
         while line.open and line.stream.pending:
             self._read(line)
+        if line.open:
+            self._watch(line)
 
     def _read(self, line: L) -> bool:
         """Read once and handle the frames. Return False if there was nothing to read or the line has ended."""
@@ -126,6 +128,10 @@ class Switchboard(Generic[L]):
                     line.unsent.popleft()
         except OSError:
             line.unsent.clear()  # _read() ends the line, but first reads the other end's final frames
+        self._watch(line)
+
+    def _watch(self, line: L) -> None:
+        """Wait for what the stream needs now."""
         key = self._selector.get_key(line.stream)
         events = line.stream.events(sending=bool(line.unsent))
         if key.events != events:
