@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import PASSWORD, write_config
 from devices import variables
 from sessions import MSCOMM, clean_environment, invoke, run
 
@@ -264,3 +265,28 @@ def test_a_host_without_a_way_out_uses_loopback(monkeypatch: pytest.MonkeyPatch)
 def test_a_package_that_is_not_there_says_what_it_would_be_for() -> None:
     assert doctor.optional("no-such-package", "dreams").value == "not installed; needed only for dreams"
     assert doctor.version("no_such_package").fault
+
+
+def protected(**variables: str) -> dict[str, tuple[str, bool]]:
+    return {finding.what: (finding.value, finding.fault) for finding in doctor.protection(variables)}
+
+
+def test_what_protects_a_job_is_said(tmp_path: Path) -> None:
+    assert protected()["several hosts"][0].startswith("refused, except `mscomm run --hosts`")
+    key = tmp_path / "key"
+    key.touch(0o600)
+    found = protected(MSCOMM_JOB_KEY_FILE=str(key))
+    assert found["job key"][1] and "holds 0 bytes" in found["job key"][0]
+    assert found["several hosts"][0] == "fails, see above"
+    key.write_bytes(bytes(range(32)))
+    assert "what they send is not encrypted" in protected(MSCOMM_JOB_KEY_FILE=str(key))["several hosts"][0]
+
+
+def test_the_certificates_that_a_job_would_use_are_read(tmp_path: Path) -> None:
+    variables = {"MSCOMM_SSL_CONFIG_FILE": write_config(tmp_path), "MSCOMM_SSL_CLIENT_PASSWORD": PASSWORD}
+    found = protected(**variables)
+    assert found["certificates"] == (f"{variables['MSCOMM_SSL_CONFIG_FILE']}: usable as a worker", False)
+    assert "all TCP connections are encrypted" in found["several hosts"][0]
+    found = protected(MSCOMM_SSL_CONFIG_FILE=variables["MSCOMM_SSL_CONFIG_FILE"])
+    assert found["certificates"][1] and found["several hosts"][0] == "fails, see above"
+    assert PASSWORD not in str(found)

@@ -124,6 +124,7 @@ def sections(ranks: int, env: Mapping[str, str], verbose: bool = False) -> dict[
         "Launchers": lambda: launchers(ranks, env),
         "Environment": lambda: given(env),
         "Network": lambda: network(env),
+        "Security": lambda: protection(env),
         "Memory": lambda: memory(env),
         "Self-test": self_test,
     }
@@ -324,6 +325,69 @@ def route_to(host: str) -> str:
     with socket.socket(family, kind) as sock:
         sock.connect(target)
         return str(sock.getsockname()[0])
+
+
+def protection(env: Mapping[str, str]) -> Iterator[Finding]:
+    """Return what protects a job that is started with these variables."""
+    yield Finding("one host", "sockets and memory that only this user can open; needs no settings")
+    key, tls = job_key(env), list(certificates(env))
+    yield key
+    yield from tls
+    if not environment.read("MSCOMM_JOB_KEY_FILE", env) and not environment.read("MSCOMM_SSL_CONFIG_FILE", env):
+        said = "refused, except `mscomm run --hosts`; set MSCOMM_JOB_KEY_FILE or MSCOMM_SSL_CONFIG_FILE"
+    elif key.fault or any(finding.fault for finding in tls):
+        said = "fails, see above"
+    elif environment.read("MSCOMM_SSL_CONFIG_FILE", env):
+        said = "only processes with a certificate join, and all TCP connections are encrypted"
+    else:
+        said = "only processes with the key join; what they send is not encrypted"
+    yield Finding("several hosts", said)
+
+
+def job_key(env: Mapping[str, str]) -> Finding:
+    from mscomm.cluster.security import read_key
+
+    path = environment.read("MSCOMM_JOB_KEY_FILE", env)
+    if not path:
+        return Finding("job key", "none")
+    try:
+        read_key(path)
+    except Error as error:
+        return Finding("job key", str(error), fault=True)
+    return Finding("job key", f"{path}, which only this user can read")
+
+
+def certificates(env: Mapping[str, str]) -> Iterator[Finding]:
+    """Return what is usable for TLS. It is a fault if neither the scheduler's nor a worker's certificate is."""
+    if not core().fault:
+        from mscomm import _core
+
+        try:
+            yield Finding("OpenSSL", f"{_core.tls_version()}, for TLS between ranks")
+        except Error as error:
+            yield Finding("OpenSSL", str(error), fault=bool(environment.read("MSCOMM_SSL_CONFIG_FILE", env)))
+    if not environment.read("MSCOMM_SSL_CONFIG_FILE", env):
+        yield Finding("certificates", "none")
+        return
+    from mscomm.cluster.credentials import configured
+
+    warnings: list[str] = []
+    faults = {}
+    try:
+        found = configured(dict(env), warn=warnings.append)
+        assert found
+        for role, make in {"scheduler": found.server, "worker": found.client}.items():
+            try:
+                make()
+            except (Error, ValueError) as error:
+                faults[role] = str(error)
+        for role in ("scheduler", "worker"):
+            usable = f"{found.config_path}: usable as a {role}"
+            yield Finding("certificates", faults.get(role, usable), fault=len(faults) == 2)
+    except (Error, ValueError) as error:
+        yield Finding("certificates", str(error), fault=True)
+    for text in dict.fromkeys(warnings):
+        yield Finding("certificates", text)
 
 
 def memory(env: Mapping[str, str]) -> Iterator[Finding]:
