@@ -75,6 +75,22 @@ std::optional<Secret> secret_of(const std::optional<SecretPair>& pair) {
   return secret;
 }
 
+// Raises Python's OSError, with the errno if a system call failed.
+[[noreturn]] void raise_os_error(const Stream::Broken& broken) {
+  const py::object error = py::reinterpret_borrow<py::object>(broken.closed ? PyExc_ConnectionResetError : PyExc_OSError);
+  PyErr_SetObject(error.ptr(), error(broken.error, broken.why).ptr());
+  throw py::error_already_set();
+}
+
+template <typename Function>
+auto as_os_error(const Function& function) {
+  try {
+    return function();
+  } catch (const Stream::Broken& broken) {
+    raise_os_error(broken);
+  }
+}
+
 // The source (a rank of the group) and the tag of a message.
 using Received = std::pair<int, int64_t>;
 
@@ -359,6 +375,30 @@ PYBIND11_MODULE(_core, module) {
   });
   module.def("describe_dlpack", &describe_dlpack);
   module.def("tls_version", [] { return unlocked(tls_version); });
+  // Its functions hold the GIL, so that one thread can receive while another sends.
+  py::class_<Tls>(module, "Tls")
+      .def(py::init([](int fd, const SecretPair& pair) { return std::make_unique<Tls>(fd, *secret_of(pair)); }))
+      .def("shake_hands", [](Tls& tls) { return as_os_error([&] { return tls.shake_hands(); }); })
+      .def("send",
+           [](Tls& tls, const py::buffer& data) {
+             const py::buffer_info bytes = data.request();
+             return as_os_error([&] { return tls.send(bytes.ptr, static_cast<size_t>(bytes.size * bytes.itemsize)); });
+           })
+      .def("receive",
+           [](Tls& tls, size_t most) -> std::optional<py::bytes> {
+             std::string bytes(std::min(most, size_t{256} << 10), '\0');
+             try {
+               bytes.resize(tls.receive(bytes.data(), bytes.size()));
+             } catch (const Stream::Broken& broken) {
+               if (broken.closed) return py::bytes();
+               raise_os_error(broken);
+             }
+             if (bytes.empty()) return {};
+             return py::bytes(bytes);
+           })
+      .def_property_readonly("pending", &Tls::pending)
+      .def_property_readonly("flushed", &Tls::flushed)
+      .def("close", [](Tls& tls) { return as_os_error([&] { return tls.close(); }); });
   module.def("open_acl", [](const Places& places, std::vector<std::string> visible) {
     return std::shared_ptr(open_acl(candidates_of(places), std::move(visible)));
   });

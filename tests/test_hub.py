@@ -361,7 +361,7 @@ class Spawned(Exception):
 def test_the_hub_that_rank_0_starts_waits_as_long_as_the_user_said(seconds, monkeypatch):
     limits = []
 
-    def spawn(listener, size, key, topo_timeout_s, named, credentials):
+    def spawn(listener, size, key, topo_timeout_s, named, protection):
         limits.append(topo_timeout_s)
         raise Spawned
 

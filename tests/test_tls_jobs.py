@@ -140,18 +140,33 @@ mscomm.init("gloo")
     assert MARKER not in seen and PASSWORD.encode() not in seen
 
 
-def test_without_tls_the_capture_shows_the_arrays(two: Hosts, tmp_path: Path) -> None:
-    """The capture of the test above can find what it looks for."""
+@pytest.mark.parametrize("plain", ["scheduler", "worker", "no OpenSSL", ""])
+def test_a_job_with_a_key_is_encrypted_unless_somebody_wants_or_can_only_have_plain_links(
+    two: Hosts, tmp_path: Path, plain: str
+) -> None:
     env = {"MS_WORKER_NUM": "2", "MS_SCHED_HOST": two[0].address, "MS_SCHED_PORT": "8118"}
     env["MSCOMM_JOB_KEY_FILE"] = new_key(tmp_path / "job.key")
     capture = Capture(two)
-    script = [sys.executable, "-c", f"import mscomm\nmscomm.init()\n{BODY}"]
+    wants = {"scheduler": "'MS_SCHED'", "worker": "'MS_WORKER'"}.get(plain, "''")
+    lacks = "key_stream.lacking = links.lacking = lambda: 'no OpenSSL'" if plain == "no OpenSSL" else ""
+    code = f"""
+import os, mscomm
+from mscomm.cluster import key_stream, links
+if os.environ["MS_ROLE"] == {wants}:
+    mscomm.set_ps_context(enable_ssl=False)
+if os.environ["MS_ROLE"] == "MS_WORKER":
+    {lacks or "pass"}
+mscomm.init()
+{BODY}"""
+    script = [sys.executable, "-c", code]
     scheduler = two[0].start(script, {**env, "MS_ROLE": "MS_SCHED"})
     for worker in [host.start(script, {**env, "MS_ROLE": "MS_WORKER"}) for host in two]:
         assert finished(worker)[0] == 0
-    assert finished(scheduler)[0] == 0
+    code, out, _ = finished(scheduler)
     seen = capture.stop()
-    assert MARKER in seen
+    assert code == 0
+    assert (MARKER in seen) == bool(plain)
+    assert ("links between hosts are not encrypted" in out) == bool(plain)
     assert Path(env["MSCOMM_JOB_KEY_FILE"]).read_bytes() not in seen
 
 

@@ -52,7 +52,7 @@ size_t Stream::send(const void* data, size_t bytes) {
   const ssize_t moved = ::send(fd(), data, bytes, MSG_NOSIGNAL);
   if (moved >= 0) return moved;
   if (later(errno)) return 0;
-  throw Broken{std::strerror(errno)};
+  throw Broken{std::strerror(errno), errno};
 }
 
 size_t Stream::receive(void* data, size_t bytes) {
@@ -64,9 +64,9 @@ size_t Stream::receive(void* data, size_t bytes) {
 inline size_t Stream::receive_plain(void* data, size_t bytes) {
   const ssize_t moved = ::recv(fd(), data, bytes, 0);
   if (moved > 0) return moved;
-  if (moved == 0) throw Broken{"closed by the other side"};
+  if (moved == 0) throw Broken{"closed by the other side", 0, true};
   if (later(errno)) return 0;
-  throw Broken{std::strerror(errno)};
+  throw Broken{std::strerror(errno), errno};
 }
 
 bool Stream::pending_in_tls() const { return tls_->pending(); }

@@ -79,6 +79,8 @@ class Stream {
 
   struct Broken {
     std::string why;
+    int error = 0;        // errno, if a system call failed
+    bool closed = false;  // whether the other side has closed the link
   };
 
  private:

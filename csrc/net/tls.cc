@@ -300,7 +300,7 @@ size_t Tls::receive(void* data, size_t bytes) {
       if (moved > 0 || !fill()) return moved;
     } else if (error == SSL_ERROR_ZERO_RETURN) {
       if (moved > 0) return moved;  // OpenSSL will say so again
-      throw Stream::Broken{"closed by the other side"};
+      throw Stream::Broken{"closed by the other side", 0, true};
     } else {
       const Stream::Broken broken = fail("cannot decrypt");
       if (moved > 0) return moved;  // these bytes were good; the next call throws
@@ -329,7 +329,7 @@ bool Tls::flush() {
     const ssize_t moved = ::send(fd_, outbox_.get() + outbox_begin_, outbox_end_ - outbox_begin_, MSG_NOSIGNAL);
     if (moved >= 0) outbox_begin_ += static_cast<size_t>(moved);
     else if (errno == EAGAIN || errno == EWOULDBLOCK) return false;
-    else if (errno != EINTR) throw Stream::Broken{std::strerror(errno)};
+    else if (errno != EINTR) throw Stream::Broken{std::strerror(errno), errno};
   }
   outbox_begin_ = outbox_end_ = 0;
   return true;
@@ -343,10 +343,10 @@ bool Tls::flush() {
 bool Tls::fill() {
   const ssize_t moved = ::recv(fd_, inbox_.get(), inbox_bytes, 0);
   if (moved == 0)
-    throw Stream::Broken{established_ ? "closed by the other side" : "closed by the other side in the TLS handshake"};
+    throw Stream::Broken{established_ ? "closed by the other side" : "closed by the other side in the TLS handshake", 0, true};
   if (moved < 0) {
     if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) return false;
-    throw Stream::Broken{std::strerror(errno)};
+    throw Stream::Broken{std::strerror(errno), errno};
   }
   inbox_begin_ = 0;
   inbox_end_ = static_cast<size_t>(moved);

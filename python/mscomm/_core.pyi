@@ -169,6 +169,38 @@ class Vendor:
 def tls_version() -> str:
     """Open OpenSSL, and return its version as text. Raise BackendUnavailable if OpenSSL 3 cannot be opened."""
 
+class Tls:
+    """One end of a TLS 1.3 connection over a non-blocking socket, with a key that both ends have.
+
+    No function waits. Those that move bytes raise OSError if the link has ended or the other end's bytes are wrong.
+    """
+
+    def __init__(self, fd: int, secret: tuple[bytes, bool], /) -> None:
+        """fd: the socket, which the caller owns. secret: the key of 32 bytes, and whether this end connects.
+
+        Raise BackendUnavailable if OpenSSL 3 cannot be opened.
+        """
+
+    def shake_hands(self) -> bool:
+        """Move the handshake on. Return whether it is complete."""
+
+    def send(self, data: bytes | memoryview, /) -> int:
+        """Return how many bytes the kernel has accepted. The next call must begin with the other bytes."""
+
+    def receive(self, most: int, /) -> bytes | None:
+        """Return at most `most` bytes; None if no bytes have arrived, and b"" if the other end has closed."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether receive() may have something to return that the socket does not announce."""
+
+    @property
+    def flushed(self) -> bool:
+        """Whether the kernel has accepted all encrypted bytes."""
+
+    def close(self) -> bool:
+        """Tell the other end that nothing more will come. Return whether the kernel has accepted this."""
+
 def open_nccl(places: Sequence[tuple[str, str, str]], /) -> Vendor:
     """Open NCCL at the first place where it can be opened. A place is (name, path, kind).
 

@@ -122,9 +122,7 @@ def _open(
         else:
             key = security.new_key()
             text = f"mscomm1,unix,{os.fsdecode(address)[1:]},{key.hex()}"
-        process = hub_process.spawn(
-            listener, seat.size, key, deadline.rest(), links.job_of(env), protection.credentials
-        )
+        process = hub_process.spawn(listener, seat.size, key, deadline.rest(), links.job_of(env), protection)
         return process, address, key, text
 
 
@@ -152,7 +150,7 @@ def _connect(
     admission = security.admission_key(key, CONTROL)
     try:
         mine = links.newcomer(env, seat.rank)
-        stream = links.open_link(address, admission, CONTROL, mine, deadline, protection.credentials)
+        stream = links.open_link(address, admission, CONTROL, mine, deadline, protection)
     except OSError as error:
         raise BackendUnavailable(
             f"{launcher}: rank {seat.rank} cannot reach the hub that rank 0 started at {where}: {error}. "

@@ -71,7 +71,7 @@ def _connect(sched: str, key: bytes, run: bytes, seat: Seat, deadline: Deadline,
         newcomer(os.environ, seat.rank, run),
         f"mscomm run: rank {seat.rank} finds no launcher of node 0 at {sched}",
         "Has it ended, or does a firewall lie between the hosts?",
-        credentials=protection.credentials,
+        protection=protection,
     )
     return Invitation(NAME, seat, stream, key, f"the launcher of node 0 (mscomm run) at {sched}")
 

@@ -73,7 +73,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -
         f"no scheduler at {interfaces.endpoint(settings.host, settings.port)} (MS_SCHED_HOST, MS_SCHED_PORT)",
         "Start one with MS_ROLE=MS_SCHED and the same variables, or with `mscomm sched`",
         source=settings.worker_ip,
-        credentials=protection.credentials,
+        protection=protection,
     )
     seat = Seat(UNKNOWN_RANK, settings.size, None, one_host=False)
     return Invitation(NAME, seat, stream, key, where, node_id=settings.node_id)
@@ -147,7 +147,7 @@ def serve(env: Mapping[str, str], protection: Protection) -> NoReturn:
             restarts=settings.recovery,
             named=links.job_of(env),
             log=log.add,
-            credentials=protection.credentials,
+            protection=protection,
         )
         hub.listen(listener)
         _stop_on_sigterm(hub.stop)
@@ -178,7 +178,7 @@ def _why_not(settings: Settings, error: OSError, env: Mapping[str, str], protect
         def key(_: object) -> bytes:
             return security.job_key(env, host, settings.port, protection)
 
-        taken = rendezvous.contend(host, settings.port, key, env, protection.credentials)
+        taken = rendezvous.contend(host, settings.port, key, env, protection)
     return {
         errno.EADDRINUSE: f"the port is taken{taken}, perhaps by the scheduler of another job"
         + ("" if taken else f" (see: ss -ltnp 'sport = :{settings.port}')")

@@ -32,8 +32,6 @@ from mscomm.errors import AuthenticationError, BackendUnavailable, Error, on_fai
 if TYPE_CHECKING:
     import psutil
 
-    from mscomm.cluster.credentials import Credentials
-
 _RETRY_S = (0.02, 0.2)  # the first pause and the longest pause between attempts to connect
 _ATTEMPT_S = 5.0  # the time limit of one attempt if there are several addresses; a firewall can make an attempt hang
 _SAYS_WAITING_AFTER_S = 10.0
@@ -76,7 +74,7 @@ def meet(
         links.newcomer(env, seat.rank),
         f"{launcher}: rank {seat.rank} finds no hub of rank 0 at {where}",
         advice,
-        credentials=protection.credentials,
+        protection=protection,
     )
     return Invitation(launcher, seat, stream, key, f"the hub that rank 0 started at {where}")
 
@@ -134,7 +132,7 @@ def reach(
     *,
     purpose: int = CONTROL,
     source: str | None = None,
-    credentials: Credentials | None = None,
+    protection: Protection | None = None,
 ) -> tuple[ByteStream, bytes]:
     """Try the targets in turn, until one accepts our connection and our hello. Return the stream and the admission key.
 
@@ -158,7 +156,7 @@ def reach(
                 continue
             try:
                 key = key_at(sock.getpeername())
-                return links.greet(sock, key, purpose, mine, deadline, credentials), key
+                return links.greet(sock, key, purpose, mine, deadline, protection), key
             except (Error, OSError) as error:
                 sock.close()
                 silent = isinstance(error, NotMscomm) and isinstance(error.__cause__, ConnectionError)
@@ -246,18 +244,17 @@ def _host(
         time.sleep(_RETRY_S[1])
     with listener:
         address = links.address_of(listener)
-        credentials = protection.credentials
-        process = hub_process.spawn(listener, seat.size, key, deadline.rest(), links.job_of(env), credentials)
+        process = hub_process.spawn(listener, seat.size, key, deadline.rest(), links.job_of(env), protection)
     with on_failure(hub_process.end, process):
         admission = security.admission_key(key, CONTROL)
-        stream = links.open_link(address, admission, CONTROL, links.newcomer(env, seat.rank), deadline, credentials)
+        stream = links.open_link(address, admission, CONTROL, links.newcomer(env, seat.rank), deadline, protection)
     where = interfaces.endpoint(*address) if isinstance(address, tuple) else _where(seat, spot)
     return Invitation(launcher, seat, stream, admission, f"the hub that rank 0 started at {where}", hub=process)
 
 
 def _contend_at(spot: Spot, env: Mapping[str, str], protection: Protection) -> str:
     host, port = _resolve(spot.host, spot.ports[0])[1][:2]
-    return contend(host, port, lambda _: _key(spot, (host, port), env, protection), env, protection.credentials)
+    return contend(host, port, lambda _: _key(spot, (host, port), env, protection), env, protection)
 
 
 def _open(seat: Seat, spot: Spot, env: Mapping[str, str], protection: Protection) -> tuple[socket.socket, bytes]:
@@ -321,9 +318,7 @@ def is_loopback_name(host: str) -> bool:
 # -- two jobs at one address
 
 
-def contend(
-    host: str, port: int, key: Callable[[Any], bytes], env: Mapping[str, str], credentials: Credentials | None
-) -> str:
+def contend(host: str, port: int, key: Callable[[Any], bytes], env: Mapping[str, str], protection: Protection) -> str:
     """Find out which process has taken our hub's address. If it is another hub, tell it that our job wants the address.
 
     Return text about that process, for error messages. The other hub must know about our job, because ranks of both
@@ -345,7 +340,7 @@ def contend(
             return security.admission_key(key(address), LAUNCHER)
 
         mine = links.newcomer(env)
-        stream, _ = reach([(host, port)], deadline, admission, mine, "", "", purpose=LAUNCHER, credentials=credentials)
+        stream, _ = reach([(host, port)], deadline, admission, mine, "", "", purpose=LAUNCHER, protection=protection)
         with contextlib.closing(stream):
             Frames(stream).send(words, deadline)
     return _holder(host, port)

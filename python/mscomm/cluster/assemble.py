@@ -152,7 +152,7 @@ class Epoch:
         self.number = welcome.epoch
         self.facts = welcome.facts
         self.key = welcome.key
-        self.tls = welcome.tls  # whether TLS protects the links between hosts
+        self.tls = welcome.tls
         self._identity = Identity(version=package_version(), rank=welcome.rank, epoch=welcome.epoch, run=welcome.run)
         self.hosts = plan.hosts(welcome.facts)
         self.names = [f"rank {i} (pid {fact['pid']} on host {fact['hostname']})" for i, fact in enumerate(self.facts)]
@@ -168,7 +168,7 @@ class Epoch:
 
     def choose(self, asked: str) -> None:
         """Choose the backend from all ranks' facts, and set up this rank's accelerator for it."""
-        chosen = accelerators.choose(asked, self.facts, self.hosts, self.names, self.tls)
+        chosen = accelerators.choose(asked, self.facts, self.hosts, self.names, self.tls == "certificates")
         if self.rank == 0 and (asked == "auto" or chosen.backend != accelerators.CPU):
             log.info(f"backend {chosen.backend}: {chosen.reason}")
         if chosen.backend == accelerators.CPU:
@@ -436,7 +436,7 @@ def alone(asked: Asked) -> Epoch:
     """Return the epoch of a job of one rank."""
     here = {"host": "", "hostname": socket.gethostname(), "pid": os.getpid(), "cpus": [0], "quota": 1.0}
     facts: list[dict[str, Any]] = [here | accelerators.facts(*asked, os.environ)]
-    welcome = Welcome(rank=0, size=1, run=b"", epoch=0, tls=False, key=b"", facts=facts)
+    welcome = Welcome(rank=0, size=1, run=b"", epoch=0, tls="", key=b"", facts=facts)
     epoch = Epoch(None, welcome, [""] * len(_core.collectives))
     epoch.peers = _core.Peers(rank=0, names=epoch.names, hosts=[0], pidfds=[-1], heap=None, heap_fds=[])
     epoch.choose(asked.backend)

@@ -22,11 +22,18 @@ class ByteStream:
     that only the two ends know. run: the id of the hub's start of the job. The hello sets these two.
     """
 
+    encrypted = False
+
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self.sock = sock
         self.secret = b""
         self.run = b""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the other end is on this host for sure: a unix socket."""
+        return self.sock.family == socket.AF_UNIX
 
     def fileno(self) -> int:
         """Return the descriptor for a selector or poll object: -1 after close()."""
@@ -81,7 +88,7 @@ class ByteStream:
 
     def unacknowledged(self) -> bool:
         """Return whether the other host has not acknowledged all data that was sent. Always False on a unix socket."""
-        if self.sock.family == socket.AF_UNIX:
+        if self.is_local:
             return False
         try:
             return any(fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))

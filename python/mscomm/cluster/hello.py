@@ -24,10 +24,10 @@ HELLO_S = 5.0  # an acceptor abandons a hello that takes longer; so does a conne
 
 _OPENING = struct.Struct("<4sHBB32s")  # message 1: magic, wire version, purpose, 0, nonce
 _ANSWER = struct.Struct("<4sHBB32s16s16x")  # message 2: magic, wire version, status, 0, nonce, run
-_IDENTITY = struct.Struct("<16s16s16s16siiI4x")  # message 3: the fields of Identity
+_IDENTITY = struct.Struct("<16s16s16s16siiII")  # message 3: the fields of Identity, and whether TLS follows
 _VERDICT = struct.Struct("<B7x")  # message 4: verdict
 _PROOF_BYTES = 32
-_GO_ON, _OTHER_WIRE = 0, 1
+_GO_ON, _OTHER_WIRE, _TLS = range(3)  # _TLS: continue, and then use TLS if you can
 _WELCOME, _JOB, _VERSION, _RANK, _EPOCH, _RUN, _LINK, _BUSY, _KEY = range(9)
 
 UNKNOWN_JOB = UNKNOWN_RUN = NO_GROUP = bytes(16)
@@ -102,24 +102,25 @@ class Hello:
         self.purpose = 0  # for an acceptor: the purpose that the peer sent
         self.refusal: Error | None = None
         self.secret = b""
+        self.tls = False  # whether both ends use TLS after the hello, with `secret` as the key
         self.heard = False  # whether a whole message has arrived; if so, the other end speaks this protocol
         self._script = script(self)
         self._to_send, self._size = next(self._script)
         self._held = b""
 
     @classmethod
-    def connector(cls, key: bytes, purpose: int, mine: Identity) -> Hello:
-        """Return the hello of the connecting end. `mine`: what this end says about itself."""
-        return cls(lambda hello: _connector(hello, key, purpose, mine))
+    def connector(cls, key: bytes, purpose: int, mine: Identity, tls: bool = False) -> Hello:
+        """Return the hello of the connecting end. mine: what this end says of itself. tls: whether it can use TLS."""
+        return cls(lambda hello: _connector(hello, key, purpose, mine, tls))
 
     @classmethod
-    def acceptor(cls, keys: Mapping[int, bytes], mine: Identity, ranks: Container[int]) -> Hello:
-        """Return the hello of the accepting end. `keys`: the key for each purpose that is served.
+    def acceptor(cls, keys: Mapping[int, bytes], mine: Identity, ranks: Container[int], tls: bool = False) -> Hello:
+        """Return the hello of the accepting end. `keys`: the key for each purpose. tls: whether this end wants TLS.
 
         The peer must send the same job, run, version, epoch and group as in `mine`, the rank of `mine` as `to`, and one
         of `ranks` as its own rank. On a link to the hub, the peer may send UNKNOWN_RANK and UNKNOWN_RUN.
         """
-        return cls(lambda hello: _acceptor(hello, keys, mine, ranks))
+        return cls(lambda hello: _acceptor(hello, keys, mine, ranks, tls))
 
     def put_off(self) -> bytes:
         """Return the bytes that tell a connecting peer to try again, for an acceptor that abandons this hello."""
@@ -153,7 +154,7 @@ def _answer(status: int, run: bytes) -> bytes:
     return _ANSWER.pack(MAGIC, WIRE, status, 0, os.urandom(32), run)
 
 
-def _connector(hello: Hello, key: bytes, purpose: int, mine: Identity) -> _Script:
+def _connector(hello: Hello, key: bytes, purpose: int, mine: Identity, tls: bool) -> _Script:
     first = _OPENING.pack(MAGIC, WIRE, purpose, 0, os.urandom(32))
     second = yield first, _ANSWER.size
     _, wire, status, _, _, run = _ANSWER.unpack(second)
@@ -161,9 +162,9 @@ def _connector(hello: Hello, key: bytes, purpose: int, mine: Identity) -> _Scrip
         raise Error(f"it speaks wire version {wire}, this mscomm speaks {WIRE}: install the same mscomm everywhere")
     if status == _BUSY:
         raise Busy(_BUSY_TEXT)
-    identity = _IDENTITY.pack(
-        mine.job, mine.run, mine.group, mine.version.encode("ascii")[:16], mine.rank, mine.to, mine.epoch
-    )
+    hello.tls = tls and status == _TLS
+    version = mine.version.encode("ascii")[:16]
+    identity = _IDENTITY.pack(mine.job, mine.run, mine.group, version, mine.rank, mine.to, mine.epoch, hello.tls)
     third = _signed(identity, key, b"connector", first, second)
     fourth = yield third, _VERDICT.size + _PROOF_BYTES
     (verdict,) = _VERDICT.unpack(_body(fourth))
@@ -181,7 +182,7 @@ def _connector(hello: Hello, key: bytes, purpose: int, mine: Identity) -> _Scrip
     yield b"", 0
 
 
-def _acceptor(hello: Hello, keys: Mapping[int, bytes], mine: Identity, ranks: Container[int]) -> _Script:
+def _acceptor(hello: Hello, keys: Mapping[int, bytes], mine: Identity, ranks: Container[int], tls: bool) -> _Script:
     first = yield b"", _OPENING.size
     _, wire, asked, _, _ = _OPENING.unpack(first)
     if wire != WIRE:
@@ -191,13 +192,14 @@ def _acceptor(hello: Hello, keys: Mapping[int, bytes], mine: Identity, ranks: Co
     if asked not in keys:
         raise Error(f"a connection for purpose {asked} came where only purpose {', '.join(map(str, keys))} is served")
     key, hello.purpose = keys[asked], asked
-    second = _answer(_GO_ON, mine.run)
+    second = _answer(_TLS if tls else _GO_ON, mine.run)
     third = yield second, _IDENTITY.size + _PROOF_BYTES
     if not _proven(third, key, b"connector", first, second):
         hello.refusal = AuthenticationError("a connection could not prove that it knows the key of this job")
         yield _VERDICT.pack(_KEY) + bytes(_PROOF_BYTES), 0
         return
-    job, run, group, version, rank, to, epoch = _IDENTITY.unpack(_body(third))
+    job, run, group, version, rank, to, epoch, uses_tls = _IDENTITY.unpack(_body(third))
+    hello.tls = tls and bool(uses_tls)
     hello.peer = Identity(job, version.rstrip(b"\0").decode("ascii", "replace"), rank, epoch, run, to, group)
     verdict = _judge(hello.peer, mine, ranks, stranger_allowed=asked in OF_THE_HUB)
     if verdict != _WELCOME:

@@ -33,7 +33,7 @@ from mscomm.cluster.waiting import WaitNotices
 from mscomm.errors import Aborted, CollectiveTimeout, Error, PeerLost, make
 
 if TYPE_CHECKING:
-    from mscomm.cluster.credentials import Credentials
+    from mscomm.cluster.protection import Protection
 
 _LEAVERS_EVERY_S = 0.05
 _CONTESTED_S = 5.0  # if two jobs use one port: how long the hub keeps telling processes why they cannot join
@@ -68,8 +68,8 @@ class Hub:
     which every hello must contain (links.job_of). `log`: a function that writes a short line to the log; it must not
     raise an error.
 
-    `nodes` and `layout`: see Launchers. `tell`: a function that writes a line for a user who is waiting. `credentials`:
-    with them, TLS protects all links of the job over TCP.
+    `nodes` and `layout`: see Launchers. `tell`: a function that writes a line for a user who is waiting. `protection`:
+    how the user wants the links to be protected.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class Hub:
         nodes: Mapping[str, range] | None = None,
         layout: str = "",
         tell: Callable[[str], None] = lambda text: None,
-        credentials: Credentials | None = None,
+        protection: Protection | None = None,
     ) -> None:
-        self._uses_tls = credentials is not None
+        self._certified = protection is not None and protection.credentials is not None
         self._roster = Roster(size, ranks_known)
         self._all = list(range(size))
         self._admissions = {purpose: security.admission_key(key, purpose) for purpose in (CONTROL, LAUNCHER)}
@@ -145,7 +145,7 @@ class Hub:
             self._enter,
             self._log,
             self._turned_away,
-            credentials=credentials,
+            protection=protection,
         )
         # Requests from other threads. A thread appends a function and sends a byte. The byte wakes the hub's thread,
         # which calls the function.
@@ -710,13 +710,21 @@ class Hub:
         self._welcomed = True
         self._waiting.end()
         shared = {"t": "welcome", "size": self._roster.size, "run": self.run, "epoch": self._epoch}
-        shared["tls"] = self._uses_tls
+        shared["tls"] = self._tls()
         session = security.new_key()
         for link in self._roster:
             link.waits, link.welcomed = False, True
             self._board.write(link, facts)
             key = security.sealed(session, link.stream.secret, self._epoch)
             self._send(link, {**shared, "rank": link.rank, "key": key})
+
+    def _tls(self) -> str:
+        """Return what the links between ranks use: "certificates", "key", or "" if they are not encrypted."""
+        open_to_all = [str(link) for link in self._roster if not (link.stream.encrypted or link.stream.is_local)]
+        if open_to_all:
+            self._log(f"links between hosts are not encrypted: {open_to_all[0]} has a plain link to the scheduler")
+            return ""
+        return "certificates" if self._certified else "key"
 
     def _begin_epoch(self) -> None:
         """Begin a new epoch if every rank is waiting for it: survivors after "rejoin", restarted ranks after "join"."""

@@ -10,17 +10,14 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgpack
 
 from mscomm.cluster.hello import UNKNOWN_JOB
 from mscomm.cluster.hub import Hub
 from mscomm.cluster.links import raise_descriptor_limit
+from mscomm.cluster.protection import Protection
 from mscomm.cluster.security import KEY_BYTES
-
-if TYPE_CHECKING:
-    from mscomm.cluster.credentials import Credentials
 
 _spawned: list[subprocess.Popen[bytes]] = []  # hubs that this process started; spawn() reaps hubs that have ended
 
@@ -38,13 +35,13 @@ def spawn(
     key: bytes,
     topo_timeout_s: float,
     named: bytes = UNKNOWN_JOB,
-    credentials: Credentials | None = None,
+    protection: Protection | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a hub that serves the listener. Rank 0 calls this. The hub process exits by itself when the job has ended.
 
     The secrets are passed through a pipe, so they are neither in argv nor in the environment. The caller need not wait
     for the process, because the next spawn() reaps it. The hub process inherits none of our standard streams. If it
-    held them open, a launcher that reads them would wait until the hub ends. Raise what Credentials.server() raises.
+    held them open, a launcher that reads them would wait until the hub ends. Raise what Protection.for_hub() raises.
     """
     # The folders in which this process found mscomm and msgpack.
     folders = [str(Path(__file__).absolute().parents[2]), str(Path(str(msgpack.__file__)).absolute().parents[1])]
@@ -55,7 +52,7 @@ def spawn(
         stack.callback(os.close, reader)
         stack.callback(os.close, writer)
         # This cannot block, because an empty pipe has room for 4096 bytes.
-        os.write(writer, key + (credentials.for_hub() if credentials else b""))
+        os.write(writer, key + (protection or Protection(permit_plain=True)).for_hub())
         passed = [listener.fileno(), reader]
         with contextlib.suppress(OSError, AttributeError):  # the kernel, Python or a sandbox may not offer pidfds
             passed.append(os.pidfd_open(os.getpid()))
@@ -91,11 +88,6 @@ def main(fds: str, size: str, topo_timeout_s: str, named: str) -> None:
     raise_descriptor_limit()
     with open(key_fd, "rb") as pipe:
         key, passed = pipe.read(KEY_BYTES), pipe.read()
-    credentials = None
-    if passed:
-        from mscomm.cluster.credentials import Credentials
-
-        credentials = Credentials.in_hub(passed)
     with socket.socket(fileno=listener_fd) as listener:
         listener.set_inheritable(False)
         hub = Hub(
@@ -104,7 +96,7 @@ def main(fds: str, size: str, topo_timeout_s: str, named: str) -> None:
             topo_timeout_s=float(topo_timeout_s),
             ranks_known=True,
             named=bytes.fromhex(named),
-            credentials=credentials,
+            protection=Protection.in_hub(passed),
         )
         hub.listen(listener)
         for pidfd in starter:

@@ -38,10 +38,13 @@ from mscomm.cluster.hello import (
     named,
     package_version,
 )
+from mscomm.cluster.key_stream import KeyStream, lacking
+from mscomm.cluster.security import is_loopback
 from mscomm.errors import AuthenticationError, CollectiveTimeout, Error, on_failure
 
 if TYPE_CHECKING:
     from mscomm.cluster.credentials import Credentials
+    from mscomm.cluster.protection import Protection
 
 # ("host", port), or the name of an abstract unix socket: b"\0..." or "\0..."
 Address: TypeAlias = "tuple[str, int] | str | bytes"
@@ -166,13 +169,13 @@ def greet(
     purpose: int,
     mine: Identity,
     deadline: Deadline,
-    credentials: Credentials | None = None,
+    protection: Protection | None = None,
 ) -> ByteStream:
     """Run the connecting side of the hello. Return the stream, with its `secret` and `run`.
 
-    credentials: with them, TLS protects a link over TCP. Errors name the address. Raise Busy if the other end says that
-    this process should try again, and AuthenticationError if it has another key, or a certificate that does not fit.
-    The caller must close the socket on an error.
+    protection: for a link to the hub, how the user wants the link to be protected. Errors name the address. Raise Busy
+    if the other end says that this process should try again, and AuthenticationError if it has another key, or a
+    certificate that does not fit. The caller must close the socket on an error.
     """
     # Only a hub on TCP must answer soon: it accepts at once, so a silent listener is not a hub. A hub on a unix socket
     # may still be starting, which can take a while on a busy host. A rank may be busy for long before it accepts.
@@ -181,7 +184,9 @@ def greet(
     _limit_silence(sock)
     where = f"what listens at {_name(sock)}"
     expected = f"mscomm {'scheduler' if purpose in OF_THE_HUB else 'rank'}"
-    hello = Hello.connector(key, purpose, mine)
+    credentials = protection.credentials if protection else None
+    can = protection is not None and protection.uses_keys and _is_tcp(sock) and not lacking()
+    hello = Hello.connector(key, purpose, mine, can)
     stream = _stream(sock, credentials, server_side=False)
     try:
         stream.send_all(hello.feed(b""), deadline)
@@ -192,6 +197,10 @@ def greet(
                 raise ConnectionResetError("it closed the connection")
             stream.send_all(hello.feed(received or b""), deadline)
         _check_certificate(stream, credentials, "scheduler")
+        stream.secret, stream.run = hello.secret, hello.peer.run
+        if hello.tls:
+            stream = KeyStream(stream, connects=True)
+            stream.complete(deadline)
         if purpose not in OF_THE_HUB:
             _limit_silence(sock, False)
     except NotMscomm as error:
@@ -211,7 +220,6 @@ def greet(
         if _is_of_tls(error):
             raise AuthenticationError(f"{where} and this process do not fit together: {error}") from error
         raise NotMscomm(f"{where} is not an {expected}, or it just ended: {error} during the hello") from error
-    stream.secret, stream.run = hello.secret, hello.peer.run
     return stream
 
 
@@ -221,7 +229,7 @@ def open_link(
     purpose: int,
     mine: Identity,
     deadline: Deadline,
-    credentials: Credentials | None = None,
+    protection: Protection | None = None,
 ) -> ByteStream:
     """Connect to the address, and run the hello. If the other end is too busy, try again until the deadline.
 
@@ -230,7 +238,7 @@ def open_link(
     while True:
         sock = connect(address, deadline)
         try:
-            return greet(sock, key, purpose, mine, deadline, credentials)
+            return greet(sock, key, purpose, mine, deadline, protection)
         except Busy:
             sock.close()
             if deadline.passed:
@@ -248,6 +256,10 @@ def _stream(sock: socket.socket, credentials: Credentials | None, server_side: b
     from mscomm.cluster.tls import TlsStream  # slow to import: ssl
 
     return TlsStream(sock, credentials.server() if server_side else credentials.client(), server_side)
+
+
+def _is_between_hosts(sock: socket.socket) -> bool:
+    return _is_tcp(sock) and not is_loopback(sock.getsockname()[0])
 
 
 def _check_certificate(stream: ByteStream, credentials: Credentials | None, role: str) -> None:
@@ -338,8 +350,8 @@ class Door:
     `keys`: the key for each purpose that is served. `enter(stream, peer, purpose)` is called for each connection whose
     hello succeeds. `turned_away(address, why, unproven)` is called for each connection that is dropped during its
     hello. unproven: whether the peer speaks mscomm's protocol but has a different key or no valid certificate. A
-    connection is dropped if it sends garbage, has the wrong key, or is too slow. With `credentials`, TLS protects the
-    connections over TCP.
+    connection is dropped if it sends garbage, has the wrong key, or is too slow. `protection`: for a hub, how the user
+    wants the links to be protected.
 
     At most 64 hellos, or twice the number of `ranks` if that is more, can be in progress at the same time. If another
     connection arrives, the oldest connection of the host that has the most is told to try again, and dropped. So a
@@ -358,13 +370,14 @@ class Door:
         log: Callable[[str], None] | None = None,
         turned_away: Callable[[str, str, bool], None] | None = None,
         on_shortage: Callable[[OSError], None] | None = None,
-        credentials: Credentials | None = None,
+        protection: Protection | None = None,
     ) -> None:
-        if credentials:
-            credentials.server()  # raises the error of a wrong file or password now
         self._selector = selector
-        self._credentials = credentials
-        self._new_hello: Callable[[], Hello] = lambda: Hello.acceptor(keys, mine, ranks)
+        self._credentials = protection.credentials if protection else None
+        if self._credentials:
+            self._credentials.server()  # raises the error of a wrong file or password now
+        self._uses_keys = protection is not None and protection.uses_keys
+        self._new_hello: Callable[[bool], Hello] = lambda tls: Hello.acceptor(keys, mine, ranks, tls)
         self._ranks = ranks
         self._room = max(_HALF_OPEN, 2 * len(ranks))
         self._enter = enter
@@ -446,24 +459,30 @@ class Door:
             self._put_off(f"more than {self._room} connections are in their hello")
         source = _name(sock).rpartition(":")[0]
         stream = _stream(sock, self._credentials, server_side=True)
-        newcomer = _Newcomer(stream, self._new_hello(), source, time.monotonic() + HELLO_S)
+        tls = self._uses_keys and _is_between_hosts(sock) and not lacking()
+        newcomer = _Newcomer(stream, self._new_hello(tls), source, time.monotonic() + HELLO_S)
         self._half_open[sock] = newcomer
         self._selector.register(sock, stream.events(sending=False), lambda: self._turn(newcomer))
 
     def _turn(self, newcomer: _Newcomer) -> None:
-        stream = newcomer.stream
-        while stream.sock in self._half_open:  # it may have been dropped earlier in this iteration of the loop
+        sock = newcomer.stream.sock
+        while sock in self._half_open:  # it may have been dropped earlier in this iteration of the loop
+            newcomer = self._half_open[sock]
             self._read(newcomer)
-            if not stream.pending:
+            if not newcomer.stream.pending:
                 break
-        if stream.sock in self._half_open:
-            key = self._selector.get_key(stream.sock)
-            if key.events != (events := stream.events(sending=False)):
-                self._selector.modify(stream.sock, events, key.data)
+        if sock in self._half_open:
+            key = self._selector.get_key(sock)
+            if key.events != (events := self._half_open[sock].stream.events(sending=False)):
+                self._selector.modify(sock, events, key.data)
 
     def _read(self, newcomer: _Newcomer) -> None:
         stream, hello, _, _ = newcomer
         try:
+            if isinstance(stream, KeyStream):  # the hello is done, and the handshake is in progress
+                if stream.shake_hands():
+                    self._let_in(newcomer)
+                return
             received = stream.receive(hello.needs)
             if received is None:
                 return
@@ -483,10 +502,16 @@ class Door:
         if hello.refusal:
             self._drop(newcomer, str(hello.refusal), type(hello.refusal).__name__)
         elif hello.done:
-            if hello.purpose in OF_THE_HUB:
-                _limit_silence(stream.sock)
             stream.secret = hello.secret
-            self._enter(self._forget(newcomer), hello.peer, hello.purpose)
+            if hello.tls:
+                self._half_open[stream.sock] = newcomer._replace(stream=KeyStream(stream, connects=False))
+            else:
+                self._let_in(newcomer)
+
+    def _let_in(self, newcomer: _Newcomer) -> None:
+        if newcomer.hello.purpose in OF_THE_HUB:
+            _limit_silence(newcomer.stream.sock)
+        self._enter(self._forget(newcomer), newcomer.hello.peer, newcomer.hello.purpose)
 
     def _forget(self, newcomer: _Newcomer) -> ByteStream:
         del self._half_open[newcomer.stream.sock]

@@ -40,15 +40,15 @@ _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOW
 class Welcome(NamedTuple):
     """What the hub tells a rank when all ranks have joined.
 
-    run: the id of this start of the job. tls: whether TLS protects the links between hosts. key: the session key of the
-    epoch. facts[r]: the facts of rank r.
+    run: the id of this start of the job. tls: what encrypts the links between hosts: "certificates", "key", or "" if
+    they are plain. key: the session key of the epoch. facts[r]: the facts of rank r.
     """
 
     rank: int
     size: int
     run: bytes
     epoch: int
-    tls: bool
+    tls: str
     key: bytes
     facts: list[dict[str, Any]]
 

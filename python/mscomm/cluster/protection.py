@@ -23,6 +23,23 @@ class Protection(NamedTuple):
     permit_plain: bool = False
     permits: str = "mscomm.set_ps_context(enable_ssl=False)   # before init()"
 
+    @property
+    def uses_keys(self) -> bool:
+        """Whether links between hosts use TLS with the keys of their hellos, if both ends can."""
+        return not (self.credentials or self.permit_plain)
+
+    def for_hub(self) -> bytes:
+        """Return what in_hub() needs in the hub process. Raise what Credentials.for_hub() raises."""
+        return self.credentials.for_hub() if self.credentials else b"plain" if self.permit_plain else b""
+
+    @classmethod
+    def in_hub(cls, passed: bytes) -> Protection:
+        if passed in (b"", b"plain"):
+            return cls(permit_plain=passed == b"plain")
+        from mscomm.cluster.credentials import Credentials  # slow to import: ssl
+
+        return cls(Credentials.in_hub(passed))
+
 
 def of_command(env: Mapping[str, str], permit_plain: bool, permits: str) -> Protection:
     """Return the protection for a command, whose option --permit-plain is `permit_plain`. permits: see Protection.

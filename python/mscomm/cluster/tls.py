@@ -38,6 +38,8 @@ class TlsStream(ByteStream):
     ConnectionResetError, as they do if the process at the other end of a plain link was killed.
     """
 
+    encrypted = True
+
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, server_side: bool) -> None:
         super().__init__(sock)
         # The lock protects everything below: an SSLObject is not thread-safe. No thread waits while it holds the lock.

@@ -186,7 +186,7 @@ class Node0(_WithHub):
                     self.port,
                     lambda address: security.job_key(os.environ, address[0], address[1], self.protection),
                     os.environ,
-                    self.protection.credentials,
+                    self.protection,
                 )
             raise BackendUnavailable(
                 f"node 0 cannot listen at --master-addr, --master-port {name}: {rendezvous.words(error)}{taken}. "
@@ -204,7 +204,7 @@ class Node0(_WithHub):
     def _serve_at(self, listener: socket.socket, log: Say, tell: Say) -> None:
         self._where = interfaces.endpoint(*listener.getsockname()[:2])
         words = {"nodes": self._others, "layout": self._layout, "tell": tell}
-        words["credentials"] = self.protection.credentials
+        words["protection"] = self.protection
         self._hub = _hub(self.size, self._key, self.topo_timeout_s, self.restarts, log, **words)
         self._hub.listen(listener)
         self._until = float("inf")
@@ -310,7 +310,7 @@ class OtherNode(Part):
             f"no node 0 at {interfaces.endpoint(self.host, self.port)} (--master-addr, --master-port)",
             "Start `mscomm run --node-rank 0` with the same options on the host that has this address",
             purpose=LAUNCHER,
-            credentials=self.protection.credentials,
+            protection=self.protection,
         )
         self._where = interfaces.endpoint(*stream.sock.getpeername()[:2])
         self._admission = security.admission_key(key, CONTROL) + stream.run  # what each rank of this node reads
