@@ -279,7 +279,7 @@ def test_what_protects_a_job_is_said(tmp_path: Path) -> None:
     assert found["job key"][1] and "holds 0 bytes" in found["job key"][0]
     assert found["several hosts"][0] == "fails, see above"
     key.write_bytes(bytes(range(32)))
-    assert "what they send is not encrypted" in protected(MSCOMM_JOB_KEY_FILE=str(key))["several hosts"][0]
+    assert "only processes with the key join" in protected(MSCOMM_JOB_KEY_FILE=str(key))["several hosts"][0]
 
 
 def test_the_certificates_that_a_job_would_use_are_read(tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ def protection(env: Mapping[str, str]) -> Iterator[Finding]:
     elif environment.read("MSCOMM_SSL_CONFIG_FILE", env):
         said = "only processes with a certificate join, and all TCP connections are encrypted"
     else:
-        said = "only processes with the key join; what they send is not encrypted"
+        said = "only processes with the key join, and all TCP connections are encrypted where OpenSSL 3 is"
     yield Finding("several hosts", said)
 
 
