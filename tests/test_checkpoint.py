@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -83,6 +84,15 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert calls == [
         *(f"sync {partial} of {size}", f"{partial} becomes {tmp_path / 'file'}", f"sync {tmp_path} of {folder}"),
     ]
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F8_E8M0"])
+def test_a_dtype_that_numpy_lacks_is_told(tmp_path, dtype):
+    path = tmp_path / "file"
+    header = json.dumps({"x": {"dtype": dtype, "shape": [0], "data_offsets": [0, 0]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match=f"file: 'x' has dtype {dtype}, which NumPy lacks"):
+        tensorfile.read(path)
 
 
 def test_a_file_that_ends_early_anywhere_is_told(tmp_path):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
 
 import numpy as np
 import pytest
-from control import WORLD, Communicator, Job, eventually, soon, undialled
+from control import KEY, WORLD, Communicator, Job, eventually, soon, undialled
 from ranks import ranks
 
 import mscomm
 from mscomm import errors
+from mscomm.cluster.bytestream import ByteStream
+from mscomm.cluster.frames import Frames
+from mscomm.cluster.member import Member
 from mscomm.job import resolve
 
 
@@ -63,6 +67,24 @@ def test_a_hub_that_is_gone_aborts_the_members():
         eventually(lambda: members[0][1].aborts)
         assert (members[0][1].aborts[0].kind, members[0][1].aborts[0].ranks) == ("Aborted", ())
         assert "the scheduler is gone" in str(members[0][1].aborts[0])
+
+
+@pytest.mark.parametrize(
+    ("frame", "wrong"),
+    [
+        ({"t": "go", "epoch": "0"}, "'go' needs 'epoch' as int, not '0'"),
+        ({"t": "go", "epoch": float("inf")}, "'go' needs 'epoch' as int, not inf"),
+        ({"t": "left", "group": WORLD, "ranks": 1}, "'left' needs 'ranks' as list, not 1"),
+    ],
+)
+def test_a_frame_with_a_wrong_field_ends_the_link(frame, wrong):
+    ours, hub = socket.socketpair()
+    member = Member(Frames(ByteStream(ours)), key=KEY, rank=0)
+    with hub:
+        Frames(ByteStream(hub)).send(frame, soon())
+        with pytest.raises(errors.Aborted, match=f"the link to it failed: .*{wrong}"):
+            member.join({}, soon())
+        member.close()
 
 
 def test_a_verdict_before_attach_is_kept():

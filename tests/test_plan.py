@@ -18,6 +18,10 @@ def test_numbers_that_make_no_job_are_refused(ids):
         plan.assign_ranks([plan.Arrival(i, "h") for i in ids])
 
 
+def test_an_id_of_thousands_of_digits_is_only_a_name():
+    assert plan.assign_ranks([plan.Arrival(i, "h") for i in ("9" * 5000, "1")]) == [1, 0]
+
+
 def test_hosts_are_contiguous_and_ids_sort_as_people_count():
     members = [("worker_10", "b"), (None, "a"), ("worker_2", "b"), (None, "a"), ("worker_1", "a")]
     assert plan.assign_ranks([plan.Arrival(*member) for member in members]) == [1, 3, 0, 4, 2]

@@ -12,6 +12,7 @@ import pytest
 from control import soon
 from sessions import mscomm_run
 
+from mscomm import errors
 from mscomm.bootstrap import kvs, rendezvous, torchrun
 from mscomm.cluster import links
 from mscomm.cluster.protection import Protection
@@ -87,3 +88,10 @@ def test_looking_for_a_port_leaves_the_programs_random_numbers_alone(port: int) 
     before = random.getstate()
     links.listen("127.0.0.1", 1, {"MSCOMM_PORTS": f"{low}-{low + 30}"}).close()
     assert random.getstate() == before  # otherwise ranks with the same seed would draw different numbers from here on
+
+
+@pytest.mark.parametrize("port", [0, 65536, 99999])
+def test_a_published_port_that_does_not_exist_is_no_address(port):
+    store = kvs.Store(lambda text, deadline: None, lambda deadline: f"mscomm1,tcp,127.0.0.1,{port}")
+    with pytest.raises(errors.BackendUnavailable, match="no address"):
+        kvs.join("mpirun", rendezvous.Seat(1, 2, 0, one_host=False), store, {}, soon(), False)

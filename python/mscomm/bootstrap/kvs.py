@@ -77,7 +77,7 @@ def join(
     if published == _FAILED:
         raise BackendUnavailable(f"{launcher}: rank 0 could not open the job; its own error says why")
     fields = _PUBLISHED.fullmatch(published)
-    if not fields:
+    if not fields or int(fields["port"] or 1) not in range(1, 1 << 16):
         raise BackendUnavailable(
             f"{launcher}: rank 0 published {published[:12]!r}..., no address. Do all ranks run the same mscomm?"
         )

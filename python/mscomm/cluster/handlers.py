@@ -27,10 +27,11 @@ def handlers(of: type) -> Handlers:
 
 def _handler(method: Callable[..., None]) -> Callable[[Any, Any, Frame], None]:
     _, *fields, _ = get_type_hints(method).items()  # without the link, and without the type of the result
-    return lambda owner, link, frame: method(owner, link, **{name: _field(frame, name, kind) for name, kind in fields})
+    return lambda owner, link, frame: method(owner, link, **{name: field(frame, name, kind) for name, kind in fields})
 
 
-def _field(frame: Frame, name: str, kind: Any) -> Any:
+def field(frame: Frame, name: str, kind: Any) -> Any:
+    """Return the value of a field of the frame. Raise Error if it is missing or has another type."""
     value = frame.get(name)
     kind = get_origin(kind) or kind
     if not isinstance(value, kind):

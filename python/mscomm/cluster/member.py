@@ -24,6 +24,7 @@ from mscomm import _core, log
 from mscomm.cluster import security
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import JOIN, READY, Frame, Frames
+from mscomm.cluster.handlers import field
 from mscomm.cluster.interfaces import listen_address
 from mscomm.cluster.links import node_timeout_s
 from mscomm.cluster.plan import world_id
@@ -35,6 +36,22 @@ _CALL_CHARACTERS = 1000
 _NUMBERS = 500  # a bye holds the final call number of at most this many groups; for further groups, the hub assumes 0
 # The errors that a link reports if the host at the other end, or the network to it, is down.
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
+
+# The types of the fields in the frames from the hub.
+_ERROR = {"kind": str, "text": str, "ranks": list, "waiting_for": list}
+_FIELDS: Mapping[str, Mapping[str, type]] = {
+    "refused": {"why": str},
+    "verdict": {"group": str, **_ERROR},
+    "where": {"group": str, "number": int},
+    "left": {"group": str, "ranks": list},
+    "dial": {"group": str, "from": int},
+    "facts": {"facts": list},
+    "welcome": {"rank": int, "size": int, "run": bytes, "epoch": int, "key": bytes},
+    "go": {"epoch": int},
+    "met": {"key": str, "ranks": list, "facts": list},
+    "unmet": {"key": str, **_ERROR},
+    "missing": {"key": str, "ranks": list, "text": str, "tells": bool},
+}
 
 
 class Welcome(NamedTuple):
@@ -422,6 +439,8 @@ class Member:
 
     def _hear(self, frame: Frame) -> None:
         kind = frame["t"]
+        for name, type_ in _FIELDS.get(kind, {}).items():
+            field(frame, name, type_)
         if kind == "refused":
             self._fail(Error(frame["why"]))
         elif kind == "verdict":

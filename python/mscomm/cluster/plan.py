@@ -50,7 +50,8 @@ def assign_ranks(members: Sequence[Arrival]) -> list[int]:
 
 
 def is_number(node_id: str) -> bool:
-    return node_id.isascii() and node_id.isdecimal()
+    """Return whether the id is a number that can be a rank. int() refuses a number with thousands of digits."""
+    return node_id.isascii() and node_id.isdecimal() and len(node_id) < 20
 
 
 def _natural(text: str) -> list[tuple[int, int, str]]:

@@ -64,15 +64,27 @@ def _to_disk(path: Path, flags: int) -> None:
 def read(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
     """Return the arrays and the metadata of a file. The arrays are new and writable.
 
-    Raise ValueError if the file is truncated, damaged, or not a safetensors file. Earlier versions of mscomm and other
-    programs write files without a checksum. Such files are not checked for damage.
+    Raise ValueError if the file is truncated, damaged, or not a safetensors file, or if it holds a dtype that NumPy
+    lacks. Earlier versions of mscomm and other programs write files without a checksum. Such files are not checked for
+    damage.
     """
     with _opened(path) as file:
-        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        arrays = {name: _array(path, file, name) for name in file.keys()}  # noqa: SIM118
         metadata, checksum = _checked_metadata(path, file)
     if checksum is not None and checksum != _of_arrays(arrays):
         raise ValueError(_damaged(path))
     return arrays, metadata
+
+
+def _array(path: Path, file: Any, name: str) -> Array:
+    try:
+        array: Array = file.get_tensor(name)
+    except AttributeError as error:  # safetensors has looked the dtype up in NumPy
+        dtype = file.get_slice(name).get_dtype()
+        raise ValueError(
+            f"{path}: {name!r} has dtype {dtype}, which NumPy lacks; convert it with the program that wrote the file"
+        ) from error
+    return array
 
 
 def read_metadata(path: Path) -> dict[str, str]:
