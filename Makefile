@@ -2,6 +2,7 @@
 # make test   runs all checks of a change, in under 15 minutes on 2 cores
 # make test-all   runs the long tests, too, in under 40 minutes
 # make test-gpu   runs what needs a GPU, with a PYTHON that has CuPy and PyTorch; fetches nothing, logs to build/gpu.log
+# make fuzz   fuzzes every parser that sees bytes from outside, for SECONDS (600) in all; `make test` does so for 40 s
 # make wheel  builds the source distribution and the wheel, in dist, and tries the wheel in a fresh environment
 PYTHON ?= python3
 VENV := .venv
@@ -14,11 +15,13 @@ RELEASE := build/release
 # The value of pytest's option -m, which selects tests. If it is empty, pytest uses the -m in pyproject.toml, which
 # leaves out the tests that are marked `long` or `huge`.
 MARKS :=
+# How long the fuzz targets run, in all.
+SECONDS := 600
 SOURCES := $(shell find csrc src python -type f -not -name '*.pyc') CMakeLists.txt pyproject.toml
 # Without these options, Open MPI's mpirun refuses to run as root, and to start more ranks than there are cores.
 MPIRUN := $(BIN)/mpirun $(if $(filter 0,$(shell id -u)),--allow-run-as-root) --oversubscribe
 
-.PHONY: help demo test test-all test-core core-address core-thread test-python test-mindspore test-gpu lint format wheel clean
+.PHONY: help demo test test-all test-core core-address core-thread fuzz core-fuzzer test-python test-mindspore test-gpu lint format wheel clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -29,21 +32,22 @@ demo: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/mscomm run -n 4 examples/distributed_training_quickstart/net.py
 	@echo "--- make demo: done. Next: . $(BIN)/activate; mscomm doctor"
 
-test: lint test-core test-python
+test test-all: SECONDS := 40
+test: lint test-core fuzz test-python
 
 test-all: MARKS := not huge
-test-all: lint test-core $(VENV)/.frameworks test-python test-mindspore
+test-all: lint test-core fuzz $(VENV)/.frameworks test-python test-mindspore
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check python tests bench examples
 	$(BIN)/ruff format --check python tests bench examples
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $$(find csrc src tests/core -name '*.cc' -o -name '*.h')
+	$(BIN)/clang-format --dry-run --Werror $$(find csrc src tests/core tests/fuzz -name '*.cc' -o -name '*.h')
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix python tests bench examples
 	$(BIN)/ruff format python tests bench examples
-	$(BIN)/clang-format -i $$(find csrc src tests/core -name '*.cc' -o -name '*.h')
+	$(BIN)/clang-format -i $$(find csrc src tests/core tests/fuzz -name '*.cc' -o -name '*.h')
 
 # Runs the core's own tests under AddressSanitizer with UBSan and under ThreadSanitizer, and compiles each header alone.
 test-core: $(VENV)/.dev
@@ -55,6 +59,20 @@ core-address core-thread: core-%:
 	  -DMSCOMM_TESTS=ON -DMSCOMM_SANITIZE=$* -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null
 	$(BIN)/ninja -C build/core-$* --quiet
 	$(BIN)/ctest --test-dir build/core-$* --output-on-failure
+
+# Each target keeps its corpus, its log and the inputs on which it failed in build/fuzz.
+fuzz: $(VENV)/.dev core-fuzzer
+	$(BIN)/python tests/fuzz/run.py $(SECONDS)
+
+# Builds the core's fuzz targets. They need Clang and its libFuzzer.
+core-fuzzer: $(VENV)/.dev
+	@mkdir -p build/core-fuzzer
+	@if printf 'extern "C" int LLVMFuzzerTestOneInput(const char*, unsigned long) { return 0; }' | \
+	  clang++ -fsanitize=fuzzer,address -x c++ -o build/core-fuzzer/probe - 2>/dev/null; then \
+	  $(BIN)/cmake -S . -B build/core-fuzzer -G Ninja -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" -DMSCOMM_PYTHON=OFF \
+	    -DMSCOMM_SANITIZE=fuzzer -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null && \
+	  $(BIN)/ninja -C build/core-fuzzer --quiet fuzz_targets; \
+	else echo "fuzz: the core's targets are skipped: no clang++ with libFuzzer (Debian: clang libclang-rt-14-dev)"; fi
 
 # Runs three tests at once even on two cores, because many tests only wait for a timeout.
 test-python: $(VENV)/.dev $(MPICH)/.installed

@@ -1,0 +1,42 @@
+"""Python objects that another rank has sent (packing.py)."""
+
+import datetime
+import decimal
+
+from fuzzing import instrumented, mutated_script, run
+
+with instrumented():
+    import numpy as np
+
+    from mscomm import packing
+    from mscomm.errors import Error
+
+
+def fuzz(data: bytes) -> None:
+    try:
+        packing.unpack(data)
+    except Error:
+        return
+
+
+def seeds():
+    values = (
+        [None, True, -1, 1 << 70, 1.5, 2j, "text", b"bytes", (1, 2), {1, 2}, frozenset({"a"}), {"a": [{}], (1,): 2}],
+        *(np.zeros((2, 3), dtype) for dtype in ("f4", "i8", "?", "c16", "U3", "S5", "M8[ns]", "m8[3D]", ">u2")),
+        np.zeros((0, 5)),
+        np.float32(1.5),
+        np.datetime64("2026-01-01"),
+        datetime.datetime(2026, 1, 1),
+        decimal.Decimal("1.5"),
+        slice(1, 2),
+        range(3),
+    )
+    for value in values:
+        try:
+            yield packing.pack(value)
+        except TypeError:
+            yield packing.pack(value, allow_pickle=True)
+
+
+if __name__ == "__main__":
+    run(fuzz, seeds(), mutated_script)
