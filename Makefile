@@ -2,7 +2,7 @@
 # make test   runs all checks of a change, in under 15 minutes on 2 cores
 # make test-all   runs the long tests, too, in under 40 minutes
 # make test-gpu   runs what needs a GPU, with a PYTHON that has CuPy and PyTorch; fetches nothing, logs to build/gpu.log
-# make fuzz   fuzzes every parser that sees bytes from outside, for SECONDS (600) in all; `make test` does so for 40 s
+# make fuzz   fuzzes every parser that sees bytes from outside, for SECONDS (600) in all; `make test` does so for 30 s
 # make wheel  builds the source distribution and the wheel, in dist, and tries the wheel in a fresh environment
 PYTHON ?= python3
 VENV := .venv
@@ -32,7 +32,7 @@ demo: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/mscomm run -n 4 examples/distributed_training_quickstart/net.py
 	@echo "--- make demo: done. Next: . $(BIN)/activate; mscomm doctor"
 
-test test-all: SECONDS := 40
+test test-all: SECONDS := 30
 test: lint test-core fuzz test-python
 
 test-all: MARKS := not huge

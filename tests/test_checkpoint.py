@@ -95,6 +95,20 @@ def test_a_dtype_that_numpy_lacks_is_told(tmp_path, dtype):
         tensorfile.read(path)
 
 
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_process_that_has_not_imported_ml_dtypes_reads_bfloat16(tmp_path, installed):
+    path = tmp_path / "file"
+    tensorfile.write(path, {"x": np.ones(2, ml_dtypes.bfloat16)}, {})
+    program = "import sys, mscomm\nassert 'ml_dtypes' not in sys.modules\n"
+    program += "" if installed else "sys.modules['ml_dtypes'] = None\n"
+    program += f"print(mscomm.load_checkpoint({str(path)!r})['x'])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    if installed:
+        assert done.stdout == "[1 1]\n", done.stderr
+    else:
+        assert "ValueError" in done.stderr and "has dtype BF16, which NumPy lacks; install ml-dtypes" in done.stderr
+
+
 def test_a_file_that_ends_early_anywhere_is_told(tmp_path):
     path = tmp_path / "file"
     tensorfile.write(path, {"x": np.arange(5.0)}, {"who": "me"})

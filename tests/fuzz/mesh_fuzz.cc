@@ -56,10 +56,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   links[1].emplace(peer.link());
   const auto recorded = [](uint64_t number) { return number == first_call - 1 ? std::optional(call(number)) : std::nullopt; };
   Mesh mesh({0, 1}, 0, epoch, std::move(links), recorded);
-  const bool closes = input.up_to(1), sends = input.up_to(1);
-  speak(peer, input);
-  if (closes) peer.close_for_writing();
-  fuzz::ShortWatch watch;
+  const bool sends = input.up_to(1);
+  for (int early = input.up_to(7); early > 0; early--) speak(peer, input);
+  fuzz::TalkingWatch watch(input, [&] { speak(peer, input); });
   const Wait wait{watch, Deadline(60)};
   std::vector<char> out(piece_bytes), in(piece_bytes);
   try {

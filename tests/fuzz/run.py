@@ -62,7 +62,7 @@ def main(seconds: str, *names: str) -> int:
     found = {name: command for name, command in targets().items() if not names or name in names}
     if not found:
         return 0
-    each = max(1, int(seconds) * AT_ONCE // len(found))
+    each = max(1, int(seconds) * min(AT_ONCE, len(found)) // len(found))
     with ThreadPoolExecutor(AT_ONCE) as pool:
         good = list(pool.map(lambda one: fuzz(*one, each), found.items()))
     return 0 if all(good) else 1

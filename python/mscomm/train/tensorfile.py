@@ -79,11 +79,10 @@ def read(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
 def _array(path: Path, file: Any, name: str) -> Array:
     try:
         array: Array = file.get_tensor(name)
-    except AttributeError as error:  # safetensors has looked the dtype up in NumPy
+    except (AttributeError, TypeError) as error:  # safetensors has looked the dtype up in NumPy
         dtype = file.get_slice(name).get_dtype()
-        raise ValueError(
-            f"{path}: {name!r} has dtype {dtype}, which NumPy lacks; convert it with the program that wrote the file"
-        ) from error
+        advice = "install ml-dtypes" if dtype == "BF16" else "convert it with the program that wrote the file"
+        raise ValueError(f"{path}: {name!r} has dtype {dtype}, which NumPy lacks; {advice}") from error
     return array
 
 
@@ -150,4 +149,6 @@ def _package() -> Any:
         raise ImportError(
             "checkpoints are safetensors files; install the package: pip install 'mscomm[train]'"
         ) from error
+    with contextlib.suppress(ImportError):
+        import ml_dtypes  # noqa: F401  from then on, NumPy knows bfloat16
     return safetensors
