@@ -19,6 +19,7 @@ from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.member import Member
 from mscomm.job import resolve
+from mscomm.launching.parts import OtherNode
 
 
 def test_settle_returns_the_first_cause_with_the_symptom_behind_it():
@@ -85,6 +86,18 @@ def test_a_frame_with_a_wrong_field_ends_the_link(frame, wrong):
         with pytest.raises(errors.Aborted, match=f"the link to it failed: .*{wrong}"):
             member.join({}, soon())
         member.close()
+
+
+@pytest.mark.parametrize("wrong", [{"over": 1}, {"over": {"kind": 1}}, {"goes_on": None}])
+def test_a_launcher_ends_its_link_after_a_frame_with_a_wrong_field(wrong):
+    node = OtherNode(4, range(2, 4), "node2", "-n 2", "10.0.0.1", 4000, False, 60.0)
+    ours, hub = socket.socketpair()
+    node._link, node._where = Frames(ByteStream(ours)), "10.0.0.1:4000"
+    with hub:
+        state = {"t": "state", "over": None, "goes_on": False, "only_stopped": False}
+        Frames(ByteStream(hub)).send({**state, **wrong}, soon())
+        over = node.over()
+    assert isinstance(over, errors.PeerLost) and "the link to the launcher of node 0 failed: 'state' needs" in str(over)
 
 
 def test_a_verdict_before_attach_is_kept():

@@ -12,6 +12,7 @@ from mscomm.errors import Error
 _LEVELS = 16  # how deeply the lists and maps of a frame may be nested
 
 Handlers = Mapping[str, Callable[[Any, Any, Frame], None]]
+ERROR: Mapping[str, type] = {"kind": str, "text": str, "ranks": list, "waiting_for": list}  # Error.fields()
 
 
 def handlers(of: type) -> Handlers:
@@ -26,11 +27,17 @@ def handlers(of: type) -> Handlers:
 
 
 def _handler(method: Callable[..., None]) -> Callable[[Any, Any, Frame], None]:
-    _, *fields, _ = get_type_hints(method).items()  # without the link, and without the type of the result
-    return lambda owner, link, frame: method(owner, link, **{name: field(frame, name, kind) for name, kind in fields})
+    _, *types, _ = get_type_hints(method).items()  # without the link, and without the type of the result
+    return lambda owner, link, frame: method(owner, link, **{name: field_of(frame, name, kind) for name, kind in types})
 
 
-def field(frame: Frame, name: str, kind: Any) -> Any:
+def check(frame: Frame, types: Mapping[str, type]) -> None:
+    """Raise Error if one of these fields of the frame is missing or has another type."""
+    for name, kind in types.items():
+        field_of(frame, name, kind)
+
+
+def field_of(frame: Frame, name: str, kind: Any) -> Any:
     """Return the value of a field of the frame. Raise Error if it is missing or has another type."""
     value = frame.get(name)
     kind = get_origin(kind) or kind

@@ -24,7 +24,7 @@ from mscomm import _core, log
 from mscomm.cluster import security
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import JOIN, READY, Frame, Frames
-from mscomm.cluster.handlers import field
+from mscomm.cluster.handlers import ERROR, check
 from mscomm.cluster.interfaces import listen_address
 from mscomm.cluster.links import node_timeout_s
 from mscomm.cluster.plan import world_id
@@ -38,10 +38,9 @@ _NUMBERS = 500  # a bye holds the final call number of at most this many groups;
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 # The types of the fields in the frames from the hub.
-_ERROR = {"kind": str, "text": str, "ranks": list, "waiting_for": list}
 _FIELDS: Mapping[str, Mapping[str, type]] = {
     "refused": {"why": str},
-    "verdict": {"group": str, **_ERROR},
+    "verdict": {"group": str, **ERROR},
     "where": {"group": str, "number": int},
     "left": {"group": str, "ranks": list},
     "dial": {"group": str, "from": int},
@@ -49,7 +48,7 @@ _FIELDS: Mapping[str, Mapping[str, type]] = {
     "welcome": {"rank": int, "size": int, "run": bytes, "epoch": int, "key": bytes},
     "go": {"epoch": int},
     "met": {"key": str, "ranks": list, "facts": list},
-    "unmet": {"key": str, **_ERROR},
+    "unmet": {"key": str, **ERROR},
     "missing": {"key": str, "ranks": list, "text": str, "tells": bool},
 }
 
@@ -439,8 +438,7 @@ class Member:
 
     def _hear(self, frame: Frame) -> None:
         kind = frame["t"]
-        for name, type_ in _FIELDS.get(kind, {}).items():
-            field(frame, name, type_)
+        check(frame, _FIELDS.get(kind, {}))
         if kind == "refused":
             self._fail(Error(frame["why"]))
         elif kind == "verdict":

@@ -21,6 +21,7 @@ from mscomm.bootstrap import launcher, rendezvous
 from mscomm.cluster import interfaces, links, security
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frame, Frames
+from mscomm.cluster.handlers import ERROR, check, field_of
 from mscomm.cluster.hello import CONTROL, LAUNCHER
 from mscomm.cluster.hub import Hub
 from mscomm.cluster.protection import Protection
@@ -270,7 +271,7 @@ class OtherNode(Part):
         if state is None:
             raise Error(f"the job at {self._where} has ended already")
         if state["t"] == "refused":
-            raise Error(f"the job at {self._where} refuses {self.name}: {state['why']}")
+            raise Error(f"the job at {self._where} refuses {self.name}: {field_of(state, 'why', str)}")
         self._hear(state)
         if self._over:
             raise Error(f"the job at {self._where} has failed already: {self._over}")
@@ -363,7 +364,11 @@ class OtherNode(Part):
 
     def _hear(self, frame: Frame) -> None:
         if frame["t"] == "state":
-            self._over = self._over or (of_fields(frame["over"]) if frame["over"] else None)
+            check(frame, {"goes_on": bool, "only_stopped": bool})
+            if frame.get("over") is not None:
+                over = field_of(frame, "over", dict)
+                check({**over, "t": "state"}, ERROR)
+                self._over = self._over or of_fields(over)
             self._goes_on, self._only_stopped = frame["goes_on"], frame["only_stopped"]
         elif frame["t"] == "end":
             self._leave()
