@@ -18,6 +18,7 @@ from mscomm import errors
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.member import Member
+from mscomm.cluster.protection import Protection
 from mscomm.job import resolve
 from mscomm.launching.parts import OtherNode
 
@@ -90,7 +91,7 @@ def test_a_frame_with_a_wrong_field_ends_the_link(frame, wrong):
 
 @pytest.mark.parametrize("wrong", [{"over": 1}, {"over": {"kind": 1}}, {"goes_on": None}])
 def test_a_launcher_ends_its_link_after_a_frame_with_a_wrong_field(wrong):
-    node = OtherNode(4, range(2, 4), "node2", "-n 2", "10.0.0.1", 4000, False, 60.0)
+    node = OtherNode(4, range(2, 4), "node2", "-n 2", "10.0.0.1", 4000, Protection(), 60.0)
     ours, hub = socket.socketpair()
     node._link, node._where = Frames(ByteStream(ours)), "10.0.0.1:4000"
     with hub:

@@ -18,9 +18,9 @@ def fuzz(data: bytes) -> None:
     flags = options[0] if options else 0
     purpose = PURPOSES[flags >> 3 & 1]
     if flags & CONNECTOR:
-        end, label = Hello.connector(KEY, purpose, MINE), b"verdict"
+        end, label = Hello.connector(KEY, purpose, MINE, True), b"verdict"
     else:
-        end, label = Hello.acceptor(dict.fromkeys(PURPOSES, KEY), MINE, range(4)), b"connector"
+        end, label = Hello.acceptor(dict.fromkeys(PURPOSES, KEY), MINE, range(4), True), b"connector"
     transcript = [sent] if (sent := end.feed(b"")) else []
     try:
         while data and not end.done:
@@ -51,7 +51,7 @@ def _first(purpose: int) -> bytes:
 
 
 def _identity() -> bytes:
-    return hello._IDENTITY.pack(MINE.job, MINE.run, MINE.group, MINE.version.encode(), 1, MINE.rank, 0)
+    return hello._IDENTITY.pack(MINE.job, MINE.run, MINE.group, MINE.version.encode(), 1, MINE.rank, 0, 1)
 
 
 if __name__ == "__main__":

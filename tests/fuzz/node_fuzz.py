@@ -8,13 +8,14 @@ from fuzzing import frame, instrumented, mutated_script, run, script
 with instrumented():
     from mscomm.cluster.bytestream import ByteStream
     from mscomm.cluster.frames import Frames
+    from mscomm.cluster.protection import Protection
     from mscomm.errors import Error
     from mscomm.launching.parts import OtherNode
 
 
 def fuzz(data: bytes) -> None:
     frames = read if isinstance(read := script(data), list) else [data]
-    node = OtherNode(4, range(2, 4), "node2", "-n 2", "10.0.0.1", 4000, False, 60.0)
+    node = OtherNode(4, range(2, 4), "node2", "-n 2", "10.0.0.1", 4000, Protection(), 60.0)
     ours, hub = socket.socketpair()
     node._link, node._where = Frames(ByteStream(ours)), "10.0.0.1:4000"
     with ours, hub:

@@ -71,6 +71,11 @@ def read_config(path: str) -> Config:
         raise ValueError(f"{path}: {error.strerror}; `mscomm certs make` writes such a file") from error
     if len(text) > _CONFIG_BYTES:
         raise ValueError(f"{path}: has more than {_CONFIG_BYTES >> 10} KiB, so it is not the settings of TLS")
+    return parse_config(text, path)
+
+
+def parse_config(text: bytes, path: str) -> Config:
+    """Return the settings in the text of the file `path`. Raise ValueError, which names the file, if they are invalid."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:

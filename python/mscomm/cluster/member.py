@@ -45,7 +45,7 @@ _FIELDS: Mapping[str, Mapping[str, type]] = {
     "left": {"group": str, "ranks": list},
     "dial": {"group": str, "from": int},
     "facts": {"facts": list},
-    "welcome": {"rank": int, "size": int, "run": bytes, "epoch": int, "key": bytes},
+    "welcome": {"rank": int, "size": int, "run": bytes, "epoch": int, "tls": str, "key": bytes},
     "go": {"epoch": int},
     "met": {"key": str, "ranks": list, "facts": list},
     "unmet": {"key": str, **ERROR},
