@@ -15,7 +15,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from control import ADMISSION, KEY, WORLD, Communicator, Job, eventually, greeted, raised, soon, undialled
+from control import ADMISSION, KEY, WORLD, Communicator, Job, Waits, eventually, greeted, raised, soon, undialled
 
 from mscomm import errors
 from mscomm.bootstrap import kvs, rendezvous
@@ -324,6 +324,19 @@ def test_a_rank_that_gives_up_before_it_joins_is_told_to_the_others():
         member.close()
         with pytest.raises(errors.PeerLost, match="rank 1 gave up before it joined: ValueError: device 9 does not"):
             job.member(0).join({}, soon())
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_process_without_a_seat_cannot_give_up_for_a_rank_that_is_there(known):
+    with Job(2, tcp=True, ranks_known=known) as job:
+        members = job.joined(None if known else ["0", "1"])
+        stray = Member(Frames(greeted(job.listener.getsockname(), rank=1)), key=b"", rank=1)
+        stray.give_up(ValueError("started twice"))
+        stray.close()
+        eventually(lambda: any("gave up before it joined: ValueError: started twice" in line for line in job.log))
+        met = Waits(members[0][0].meet, "k", "barrier", [0, 1], {}, soon())
+        assert members[1][0].meet("k", "barrier", [0, 1], {}, soon()).ranks == [0, 1]
+        assert met.ended().result.ranks == [0, 1]
 
 
 def test_many_that_leave_at_once_are_told_in_a_few_frames(monkeypatch):

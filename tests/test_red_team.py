@@ -504,10 +504,20 @@ def test_a_certificate_that_does_not_fit_is_refused(tls_victim: Victim, kind: st
 
 def test_plain_bytes_to_a_tls_port_are_refused(tls_victim: Victim) -> None:
     def attack() -> None:
-        with pytest.raises(errors.Error, match=r"it expects TLS|just ended"):
+        with pytest.raises(errors.Error, match=r"it expects TLS; call set_ps_context\(enable_ssl=True"):
             greet(tls_victim)
 
     attacked(tls_victim, attack, "the other end sent bytes that are not TLS")
+
+
+def test_a_worker_with_tls_says_that_the_scheduler_may_not_use_it(victim: Victim) -> None:
+    certificates = Certificates(victim.over.parent)
+    env = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": "7", **certificates.variables()}
+    worker = victim.start(1, ["-c", WORKER, str(victim.over)], **env)
+    assert "This process uses TLS (MSCOMM_SSL_CONFIG_FILE); does the other one?" in worker.communicate(timeout=60)[1]
+    assert worker.returncode == 1
+    victim.work()
+    victim.finish()
 
 
 # The worker with rank 1 reaches the other worker through a relay, which changes one byte of the data.

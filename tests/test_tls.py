@@ -496,3 +496,23 @@ def test_a_job_runs_over_tls(monkeypatch, good):
         members[1][0].report(errors.Aborted("rank 1: ValueError: no data", [1]))
         symptom = errors.PeerLost("the link to rank 1 ended", [1])
         assert str(members[0][0].settle(WORLD, symptom, 1)) == "rank 1: ValueError: no data"
+
+
+def test_a_peer_that_sends_records_without_data_does_not_keep_the_receiver(monkeypatch):
+    """For example key updates. The receiver serves other links, too."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        stream = TlsStream(ours, context, server_side=False)
+        monkeypatch.setattr(stream, "_shaken", True)
+        monkeypatch.setattr(ByteStream, "receive", lambda self, most: b"a record without data")
+
+        class Empty:
+            pending = staticmethod(lambda: 0)
+
+            def read(self, most):
+                raise ssl.SSLWantReadError
+
+        monkeypatch.setattr(stream, "_tls", Empty())
+        assert stream.receive(100) is None

@@ -91,8 +91,9 @@ def set_ps_context(
 ) -> None:
     """Set how the job's links are protected. Call this before init(), with the same enable_ssl in every process.
 
-    * enable_ssl: if True, TLS protects the links to the scheduler. If False, the job may have no job key, even if other
-      hosts can reach its ports. Without enable_ssl, the job uses TLS if MSCOMM_SSL_CONFIG_FILE is set.
+    * enable_ssl: if True, TLS with certificates protects the job. If False, the links of the job are plain, and it may
+      have no job key, even if other hosts can reach its ports. Without enable_ssl, the job uses certificates if
+      MSCOMM_SSL_CONFIG_FILE is set. Otherwise, TLS with the job's key protects links between hosts.
     * config_file_path: config.json, which says where the certificates are. Default: MSCOMM_SSL_CONFIG_FILE.
     * server_password, client_password: the passwords of the scheduler's and the workers' private keys. Default: the
       variables MSCOMM_SSL_SERVER_PASSWORD and MSCOMM_SSL_CLIENT_PASSWORD, or the files that the variables with _FILE at
@@ -113,6 +114,8 @@ def set_ps_context(
     path = None if config_file_path is None else os.fsdecode(config_file_path)
     given = (enable_ssl, path, client_password, server_password)
     changed = _PsContext._make(old if new is None else new for old, new in zip(_ps, given, strict=True))
+    if _credentials is not None:  # the passwords have been used, and are no longer kept
+        changed = changed._replace(client_password="", server_password="")
     if changed == _ps:
         return
     if _ps_is_read:

@@ -25,7 +25,7 @@ from mscomm.cluster import hub_process, interfaces, links, security
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames
-from mscomm.cluster.hello import CONTROL, LAUNCHER, Busy, Identity, NotMscomm
+from mscomm.cluster.hello import CONTROL, LAUNCHER, Busy, Cut, Identity, NotMscomm
 from mscomm.cluster.protection import Protection
 from mscomm.errors import AuthenticationError, BackendUnavailable, Error, on_failure
 
@@ -142,9 +142,11 @@ def reach(
     the message "<absent> within 3 s: <problems>. <advice>".
 
     If there is only one target, raise an Error from `key_at` or from the hello at once, except if the listener was too
-    busy, or closed the connection without an answer. If it closes, retry until this has happened _SILENCES times.
+    busy, or closed the connection without an answer. If it closes, retry until this has happened _SILENCES times, or
+    for links.CUT_S in a TLS handshake.
     """
     started, pause_s, said, silences = time.monotonic(), _RETRY_S[0], False, 0
+    cut_until: Deadline | None = None
     heard: dict[links.Address, str] = {}  # for each target, why the most recent hello failed
     while True:
         problems = {}
@@ -162,6 +164,9 @@ def reach(
                 silent = isinstance(error, NotMscomm) and isinstance(error.__cause__, ConnectionError)
                 silences += silent
                 again = isinstance(error, Busy) or (silent and silences < _SILENCES)
+                if isinstance(error, Cut):
+                    cut_until = cut_until or deadline.within(links.CUT_S)
+                    again = not cut_until.passed
                 if isinstance(error, Error) and len(targets) == 1 and not again:
                     raise
                 problems[target] = heard[target] = str(error)

@@ -29,7 +29,7 @@ from mscomm import environment
 from mscomm.bootstrap import rendezvous
 from mscomm.bootstrap.rendezvous import is_loopback_name
 from mscomm.cluster import links, security
-from mscomm.cluster.protection import Protection
+from mscomm.cluster.protection import OF_SCHEDULER, Protection
 from mscomm.errors import BackendUnavailable, Error
 from mscomm.launching.output import Stream
 from mscomm.launching.parts import Node0, Say
@@ -328,4 +328,5 @@ class _Passed(Stream):
 
 def handed_over(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of `env`, this host's environment, that are passed to the ranks on the other hosts."""
-    return {name: text for name, text in env.items() if name.startswith(HANDED_OVER) and name not in _OF_ONE_HOST}
+    kept = (*_OF_ONE_HOST, *OF_SCHEDULER)
+    return {name: text for name, text in env.items() if name.startswith(HANDED_OVER) and name not in kept}

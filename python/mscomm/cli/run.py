@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 
 from mscomm.cluster.deadline import join_timeout_s
+from mscomm.cluster.protection import OF_SCHEDULER, of_command
 from mscomm.environment import read
 
 if TYPE_CHECKING:
@@ -151,7 +152,6 @@ def command(
         read("MSCOMM_TRACEBACK", os.environ)  # report a wrong value now, before Launch reads it
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    from mscomm.cluster.protection import of_command
     from mscomm.errors import Error
     from mscomm.launching.parts import Node0, OtherNode, Part, WholeJob, layout
     from mscomm.launching.processes import Launch
@@ -194,7 +194,7 @@ def command(
         raise
     try:
         status = Launch(line, local, env, part, log_dir, max_restarts, stdin_rank).run()
-    except (Error, OSError) as error:
+    except (Error, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     sys.exit(status)
 
@@ -340,8 +340,9 @@ def _for_the_others(nodes: Nodes, local: int, rest: list[str]) -> str:
     others = "1" if nodes.number == 2 else "K"
     words = ["mscomm", "run", "--nnodes", str(nodes.number), "--node-rank", others, "--master-addr", nodes.host]
     words += ["--master-port", str(nodes.port), "-n", str(local), *rest]
-    key = os.environ.get("MSCOMM_JOB_KEY_FILE")
-    line = f"MSCOMM_JOB_KEY_FILE={shlex.quote(key)} " if key else ""
+    names = ("MSCOMM_JOB_KEY_FILE", "MSCOMM_SSL_CONFIG_FILE", "MSCOMM_SSL_CLIENT_PASSWORD_FILE")
+    given = {name: os.environ[name] for name in names if os.environ.get(name)}
+    line = "".join(f"{name}={shlex.quote(path)} " for name, path in given.items())
     where = "on the other host" if nodes.number == 2 else f"on the other hosts, K = 1 to {nodes.number - 1}"
     return f"{where}:\n    {line}{shlex.join(words)}"
 
@@ -371,6 +372,8 @@ def environment(size: int, log_dir: Path | None) -> dict[str, str]:
         env["OMP_NUM_THREADS"] = str(max(1, cpus // size))
         threads = env["OMP_NUM_THREADS"]
         click.echo(f"mscomm run: OMP_NUM_THREADS={threads} for each rank ({cpus} CPUs, {size} ranks)", err=True)
+    for name in OF_SCHEDULER:  # the scheduler is in this process
+        env.pop(name, None)
     env.setdefault("PYTHONUNBUFFERED", "1")  # show each line when it is printed, and lose no line if the rank is killed
     if log_dir:
         env.setdefault("MSCOMM_RECORD", str(log_dir.absolute()))

@@ -170,7 +170,8 @@ class Epoch:
         """Choose the backend from all ranks' facts, and set up this rank's accelerator for it."""
         chosen = accelerators.choose(asked, self.facts, self.hosts, self.names, self.tls == "certificates")
         if self.rank == 0 and (asked == "auto" or chosen.backend != accelerators.CPU):
-            log.info(f"backend {chosen.backend}: {chosen.reason}")
+            say = log.warn if "MSCOMM_ALLOW_PLAIN_DEVICE" in chosen.reason else log.info
+            say(f"backend {chosen.backend}: {chosen.reason}")
         if chosen.backend == accelerators.CPU:
             return
         opened = accelerators.opened(chosen.backend)

@@ -70,6 +70,9 @@ class ByteStream:
         """Return the selector events to wait for: to receive and, if `sending`, also to send."""
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if sending else 0)
 
+    def answer_without_tls(self) -> None:
+        """For a stream with TLS: if the other end does not use TLS, tell it that it must."""
+
     # -- waiting
 
     def send_all(self, data: bytes, deadline: Deadline) -> None:

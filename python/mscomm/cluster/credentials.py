@@ -75,7 +75,7 @@ def read_config(path: str) -> Config:
 
 
 def parse_config(text: bytes, path: str) -> Config:
-    """Return the settings in the text of the file `path`. Raise ValueError, which names the file, if they are invalid."""
+    """Return the settings in the text of the file `path`. Raise ValueError, which names it, if they are invalid."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -114,16 +114,12 @@ def configured(
     if not path:
         return None
     passwords = passwords or {}
-    found = {role: passwords.get(role) or _password(env, _ROLES[role]) for role in _ROLES}
-    made = Credentials(path, found, warn)
+    found = {role: passwords.get(role) or env.get(_ROLES[role].password, "") for role in _ROLES}
+    files = {role: environment.read(_ROLES[role].password_file, env) or "" for role in _ROLES}
+    made = Credentials(path, found, warn, files)
     for role in _ROLES.values():
         env.pop(role.password, None)
     return made
-
-
-def _password(env: Mapping[str, str], role: _Role) -> str:
-    file = environment.read(role.password_file, env)
-    return env.get(role.password) or (read_password(file) if file else "")
 
 
 def read_password(path: str) -> str:
@@ -142,18 +138,24 @@ class Credentials:
     """What this process needs for TLS. The files are read when server() or client() needs them.
 
     config_path: config.json, see read_config(). passwords: the passwords of the keys, by role; a key without a password
-    needs none. warn: called with a line about a certificate that will soon expire or ciphers that do not exist.
+    needs none. password_files: files for the roles that have none in `passwords`; a process reads only the file of its
+    own role. warn: called with a line about a certificate that will soon expire or ciphers that do not exist.
 
     Raise ValueError if config.json is not valid, and BackendUnavailable without the package `cryptography`.
     """
 
     def __init__(
-        self, config_path: str, passwords: Passwords | None = None, warn: Callable[[str], None] = log.warn
+        self,
+        config_path: str,
+        passwords: Passwords | None = None,
+        warn: Callable[[str], None] = log.warn,
+        password_files: Passwords | None = None,
     ) -> None:
         require_cryptography()
         self.config_path = config_path
         self.config = read_config(config_path)
         self._passwords = {role: bytearray(text.encode()) for role, text in (passwords or {}).items() if text}
+        self._password_files = password_files or {}
         self._warn = warn
         self._for_hub = b""
         self._contexts: dict[str, ssl.SSLContext] = {}
@@ -176,6 +178,7 @@ class Credentials:
 
     def for_hub(self) -> bytes:
         """Return what in_hub() needs in the hub process that this process starts. Raise what server() raises."""
+        self._read_password(SCHEDULER)
         password = self._passwords.get(SCHEDULER, b"").decode()
         self.server()  # raises the error of a wrong file or password here, where the user sees it
         if not self._for_hub:
@@ -206,9 +209,15 @@ class Credentials:
     def _context(self, role: str) -> ssl.SSLContext:
         with self._lock:
             if role not in self._contexts:
+                self._read_password(role)
                 self._contexts[role] = self._make(role)
                 self._wipe(role)
             return self._contexts[role]
+
+    def _read_password(self, role: str) -> None:
+        file = self._password_files.get(role)
+        if file and role not in self._passwords:
+            self._passwords[role] = bytearray(read_password(file).encode())
 
     def _wipe(self, role: str) -> None:
         password = self._passwords.pop(role, bytearray())
@@ -218,6 +227,7 @@ class Credentials:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if role == SCHEDULER else ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the CA may itself be signed by another one
         context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_TICKET
         if role == SCHEDULER:
             context.num_tickets = 0
@@ -302,6 +312,13 @@ class Credentials:
             raise AuthenticationError(f"{path}: the private key does not belong to the certificate {_name(own)}")
         _require_valid(path, own)
         _require_usage(path, own, role)
+        job = environment.read("MSCOMM_JOB_ID", os.environ) or ""
+        bound = [uri for uri in _uris(own) if uri.startswith("mscomm://")]
+        if bound and job_uri(job, role) not in bound:
+            here = f"MSCOMM_JOB_ID={job}" if job else "no MSCOMM_JOB_ID"
+            raise AuthenticationError(
+                f"{path}: {_name(own)} is for {bound[0]:.200}, not for a {role} of this job ({here})"
+            )
         if not _leads_to(chain, authorities):
             raise AuthenticationError(f"{path}: {_name(own)} is not signed by the CA in {self.config.ca_cert_path}")
         if revoked is not None and revoked.get_revoked_certificate_by_serial_number(own.serial_number):
@@ -322,6 +339,10 @@ class Credentials:
         with _reading(path, f"is neither PKCS#12 nor PEM, or the {side} password is wrong or missing"):
             content = _content(path)
             if b"-----BEGIN" in content:
+                if b"ENCRYPTED" not in content and os.stat(path).st_mode & 0o077:
+                    raise AuthenticationError(
+                        f"{path}: the private key has no password, and others can read it; run: chmod 600 {path}"
+                    )
                 key = serialization.load_pem_private_key(content, password)
                 return key, x509.load_pem_x509_certificates(content)
             found_key, own, others = pkcs12.load_key_and_certificates(content, password)
@@ -429,6 +450,16 @@ def _require_usage(path: str, certificate: Certificate, role: str) -> None:
     if getattr(ExtendedKeyUsageOID, _ROLES[role].usage) not in permitted:
         lacks = f"extendedKeyUsage has no {_ROLES[role].side}Auth"
         raise AuthenticationError(f"{path}: {_name(certificate)} is not for a {role}: {lacks}")
+
+
+def _uris(certificate: Certificate) -> list[str]:
+    from cryptography import x509
+
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return names.get_values_for_type(x509.UniformResourceIdentifier)
 
 
 def _leads_to(chain: list[Certificate], authorities: list[Certificate]) -> bool:

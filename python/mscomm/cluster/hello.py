@@ -74,6 +74,10 @@ class Busy(Error):
     """The other end had too many hellos in progress. Try again."""
 
 
+class Cut(NotMscomm):
+    """The connection ended in its TLS handshake: the other end does not use TLS, or was busy. Try again for a while."""
+
+
 _OF_TLS = {  # the beginnings of TLS records
     b"\x16\x03": "it uses TLS, and this process does not; set enable_ssl and config.json in every process or in none",
     b"\x15\x03": "it expects TLS; call set_ps_context(enable_ssl=True, config_file_path=...) in this process too",

@@ -467,7 +467,8 @@ class Hub:
         if purpose == LAUNCHER:
             self._launchers.add(stream)
             return
-        self._board.add(Link(stream, peer.rank if peer.rank >= 0 else None, adopted=False))
+        known = self._roster.ranks_known and peer.rank != UNKNOWN_RANK
+        self._board.add(Link(stream, peer.rank if known else None, adopted=False))
 
     def _turned_away(self, address: str, why: str, unproven: bool) -> None:
         self._waiting.turned_away(address, why, unproven and not self._welcomed)
@@ -665,7 +666,7 @@ class Hub:
         """A rank ends before it has joined."""
         if link.joined:
             raise Error("'give up' is not allowed after join")
-        if link.rank is None:
+        if link.rank is None or self._roster.at(link.rank) is not None:  # a stranger, or a second process of a rank
             self._log(f"a process gave up before it joined: {why}")
         else:
             self._lost(link.rank, f"rank {link.rank}", f"gave up before it joined: {why}")
@@ -720,9 +721,11 @@ class Hub:
 
     def _tls(self) -> str:
         """Return what the links between ranks use: "certificates", "key", or "" if they are not encrypted."""
-        open_to_all = [str(link) for link in self._roster if not (link.stream.encrypted or link.stream.is_local)]
-        if open_to_all:
-            self._log(f"links between hosts are not encrypted: {open_to_all[0]} has a plain link to the scheduler")
+        over_tcp = [link for link in self._roster if not link.stream.is_local]
+        plain = [str(link) for link in over_tcp if not link.stream.encrypted]
+        if plain and any(link.stream.encrypted for link in over_tcp):
+            self._log(f"links between hosts are not encrypted, because {plain[0]} has a plain link to the scheduler")
+        if plain or not over_tcp:
             return ""
         return "certificates" if self._certified else "key"
 
@@ -790,7 +793,7 @@ class Hub:
                 self._roster.forget(link)
             return
         if not len(self._roster):
-            self._absent[number] = how
+            self._absent.setdefault(number, how)
             return
         self._log(f"{name} {how}")
         self._meetings.lost(number)

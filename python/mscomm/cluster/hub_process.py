@@ -51,8 +51,7 @@ def spawn(
         reader, writer = os.pipe()
         stack.callback(os.close, reader)
         stack.callback(os.close, writer)
-        # This cannot block, because an empty pipe has room for 4096 bytes.
-        os.write(writer, key + (protection or Protection(permit_plain=True)).for_hub())
+        secrets = key + (protection or Protection(permit_plain=True)).for_hub()
         passed = [listener.fileno(), reader]
         with contextlib.suppress(OSError, AttributeError):  # the kernel, Python or a sandbox may not offer pidfds
             passed.append(os.pidfd_open(os.getpid()))
@@ -72,6 +71,8 @@ def spawn(
             pass_fds=fds,
             start_new_session=True,  # a signal to the ranks' process group must not kill the hub
         )
+        with open(writer, "wb", closefd=False) as pipe:
+            pipe.write(secrets)  # after the start: the process reads, so the pipe may be smaller than the secrets
     _spawned.append(process)
     return process
 

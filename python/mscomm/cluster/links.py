@@ -32,6 +32,7 @@ from mscomm.cluster.hello import (
     UNKNOWN_RANK,
     UNKNOWN_RUN,
     Busy,
+    Cut,
     Hello,
     Identity,
     NotMscomm,
@@ -52,6 +53,7 @@ Address: TypeAlias = "tuple[str, int] | str | bytes"
 _HALF_OPEN = 64  # how many hellos may be in progress at once; in large jobs, twice the number of ranks
 _FDS_A_MESSAGE = 253  # the kernel's SCM_MAX_FD
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+CUT_S = 5.0  # how long to try again if connections end in the TLS handshake
 _COMPLAIN_EVERY_S = 10.0
 _PAUSE_S = 0.1  # how long to ignore a listener when descriptors or memory have run out
 _UCRED = struct.Struct("=iII")  # pid, uid, gid
@@ -219,7 +221,10 @@ def greet(
     except OSError as error:
         if _is_of_tls(error):
             raise AuthenticationError(f"{where} and this process do not fit together: {error}") from error
-        raise NotMscomm(f"{where} is not an {expected}, or it just ended: {error} during the hello") from error
+        ended = f"{where} is not an {expected}, or it just ended: {error}"
+        if credentials and stream.encrypted and not hello.heard:
+            raise Cut(f"{ended}. This process uses TLS (MSCOMM_SSL_CONFIG_FILE); does the other one?") from error
+        raise NotMscomm(f"{ended} during the hello") from error
     return stream
 
 
@@ -235,13 +240,14 @@ def open_link(
 
     Raise what connect() and greet() raise.
     """
+    cut_until = deadline.within(CUT_S)
     while True:
         sock = connect(address, deadline)
         try:
             return greet(sock, key, purpose, mine, deadline, protection)
-        except Busy:
+        except (Busy, Cut) as error:
             sock.close()
-            if deadline.passed:
+            if (cut_until if isinstance(error, Cut) else deadline).passed:
                 raise
             time.sleep(random.SystemRandom().uniform(0.01, 0.1))
         except BaseException:
@@ -497,6 +503,8 @@ class Door:
                 _check_certificate(stream, self._credentials, "worker")
         except (Error, OSError) as error:
             kind = AuthenticationError if isinstance(error, OSError) and _is_of_tls(error) else type(error)
+            if kind is AuthenticationError and self._credentials:
+                stream.answer_without_tls()
             self._drop(newcomer, _text(error), kind.__name__)
             return
         if hello.refusal:

@@ -10,6 +10,9 @@ from mscomm import environment
 if TYPE_CHECKING:
     from mscomm.cluster.credentials import Credentials
 
+# The variables that only a scheduler needs, and no rank.
+OF_SCHEDULER = ("MSCOMM_SSL_SERVER_PASSWORD", "MSCOMM_SSL_SERVER_PASSWORD_FILE")
+
 
 class Protection(NamedTuple):
     """How the user wants the links of a job to be protected.
@@ -44,11 +47,14 @@ class Protection(NamedTuple):
 def of_command(env: Mapping[str, str], permit_plain: bool, permits: str) -> Protection:
     """Return the protection for a command, whose option --permit-plain is `permit_plain`. permits: see Protection.
 
-    The passwords stay in `env`, because the command's ranks need them too. Raise what credentials.configured() raises.
+    The passwords stay in `env`, because the command's ranks need them too. Raise what credentials.configured() raises,
+    and ValueError if the user asks for both TLS and plain links.
     """
     credentials = None
     if environment.read("MSCOMM_SSL_CONFIG_FILE", env):
         from mscomm.cluster.credentials import configured  # slow to import: ssl
 
         credentials = configured(dict(env))
+        if permit_plain:
+            raise ValueError("--permit-plain: MSCOMM_SSL_CONFIG_FILE asks for TLS; leave out one of the two")
     return Protection(credentials, permit_plain, permits)

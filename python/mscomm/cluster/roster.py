@@ -49,7 +49,7 @@ class Roster:
         self.size = size
         self.address = ""  # the address where members join, as text for messages
         self.plural = "ranks" if ranks_known else "workers"
-        self._ranks_known = ranks_known
+        self.ranks_known = ranks_known
         self._members: list[Link] = []
         self._by_number: dict[int, Link] = {}  # by Link.number
         self._by_id: dict[str, Link] = {}  # by node id, for members that have one
@@ -78,7 +78,7 @@ class Roster:
 
     def _holder(self, link: Link, rank: Any) -> Link | None:
         """Return the member that already has the rank or the id that the newcomer claims; None if no member has it."""
-        if self._ranks_known:
+        if self.ranks_known:
             return self.at(rank)
         return self._by_id.get(link.node_id or "")
 
@@ -120,12 +120,12 @@ class Roster:
     def _objection(self, link: Link, rank: Any) -> str | None:
         size = link.facts.get("size", self.size)
         if size != self.size:
-            setting = "the number of ranks" if self._ranks_known else "MS_WORKER_NUM"
+            setting = "the number of ranks" if self.ranks_known else "MS_WORKER_NUM"
             return (
                 f"{setting} is {size} here and {self.size} at the scheduler: give both the same, or this job another "
                 "port if the scheduler is another job's"
             )
-        if self._ranks_known:
+        if self.ranks_known:
             if link.rank is not None and rank not in (None, link.rank):
                 return f"it is rank {link.rank} by its connection and wants to join as rank {rank}"
             rank = rank if link.rank is None else link.rank
@@ -173,7 +173,7 @@ class Roster:
 
     def _numbers(self) -> list[int]:
         """Return the ranks of the members, as far as they are known before ranks are assigned."""
-        if self._ranks_known:
+        if self.ranks_known:
             return [link.number for link in self._members]
         return [int(link.node_id) for link in self._members if link.node_id and is_number(link.node_id)]
 

@@ -20,6 +20,7 @@ from mscomm.cluster.deadline import Deadline, wait
 
 _RECORD_BYTES = 16 << 10  # the most that one TLS record carries
 _READ_BYTES = 64 << 10
+_PULLS = 4  # how often one call reads from the socket, which a peer could fill with records that hold no data
 _CLOSE_S = 2.0
 _LOOK_S = 0.05
 
@@ -53,6 +54,12 @@ class TlsStream(ByteStream):
         self._failure = ""  # the text of the error that ended TLS
         with self._errors(), contextlib.suppress(ssl.SSLWantReadError):
             self._tls.do_handshake()  # a client's first message is now in _leaving, so events() asks for writing
+
+    def answer_without_tls(self) -> None:
+        """If the other end does not use TLS, tell it that it must."""
+        if self._failure.endswith(_NOT_TLS):
+            with contextlib.suppress(OSError):
+                super().send(NEEDED)
 
     @property
     def shaken(self) -> bool:
@@ -99,7 +106,9 @@ class TlsStream(ByteStream):
 
     def _receive(self, most: int) -> bytes | None:
         self._offer()
-        while self._shake():
+        for _ in range(_PULLS):
+            if not self._shake():
+                break
             try:
                 return self._tls.read(most)
             except ssl.SSLZeroReturnError:  # only if we have ended TLS, too; otherwise read() returns b""
@@ -111,16 +120,17 @@ class TlsStream(ByteStream):
 
     def _shake(self) -> bool:
         """Continue the handshake. Return whether it is done."""
-        while not self._shaken:
+        for _ in range(0 if self._shaken else _PULLS):
             try:
                 self._tls.do_handshake()
                 self._shaken = True
                 self._offer()
+                break
             except ssl.SSLWantReadError:
                 self._offer()
                 if not self._pull():
-                    return False
-        return True
+                    break
+        return self._shaken
 
     def _pull(self) -> bool:
         """Pass encrypted bytes from the socket to OpenSSL, which has used all earlier ones. Return whether any came."""
@@ -274,6 +284,8 @@ _OF_PEER = {  # by OpenSSL's number of what is wrong with the other end's certif
     " clientAuth",
 }
 _NOT_TLS = "the other end sent bytes that are not TLS: it has no TLS settings, or it is another program"
+# An alert that tells a program without TLS, in the form of TLS, that it is needed here: fatal, protocol_version (70).
+NEEDED = b"\x15\x03\x03\x00\x02\x02\x46"
 _NO_COMMON = "the two ends have no cipher suite or TLS version in common; compare their cipher_list"
 _BY_REASON = {
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "the other end has sent no certificate",

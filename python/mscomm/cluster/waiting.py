@@ -50,8 +50,8 @@ class WaitNotices:
     def turned_away(self, address: str, why: str, unproven: bool) -> None:
         """Note a refused connection.
 
-        unproven: whether the peer has another key. If so, tell the user now instead of in look(), but at most once in
-        _UNPROVEN_EVERY_S.
+        unproven: whether the peer has another key, or a certificate that does not fit. If so, tell the user now instead
+        of in look(), but at most once in _UNPROVEN_EVERY_S.
         """
         self._turned_away = f"a connection from {address} was turned away: {why}"
         if not unproven:
@@ -59,9 +59,9 @@ class WaitNotices:
         self._unproven += 1
         if time.monotonic() >= self._unproven_at:
             self._tell(
-                f"a connection from {address} could not prove that it has the key of this job"
+                f"a connection from {address} was refused: {why}"
                 f"{f' ({self._unproven} such connections)' if self._unproven > 1 else ''}; give every host the same "
-                "file in MSCOMM_JOB_KEY_FILE"
+                "files in MSCOMM_JOB_KEY_FILE and MSCOMM_SSL_CONFIG_FILE"
             )
             self._unproven, self._unproven_at = 0, time.monotonic() + _UNPROVEN_EVERY_S
 
