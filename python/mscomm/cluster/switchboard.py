@@ -56,6 +56,8 @@ class Switchboard(Generic[L]):
     def add(self, line: L) -> L:
         self.lines.add(line)
         self._selector.register(line.stream, line.stream.events(sending=False), lambda: self._turn(line))
+        if line.stream.pending:  # the end of the hello was read together with what follows it
+            self._turn(line)
         return line
 
     def write(self, line: L, data: bytes) -> None:
