@@ -77,8 +77,9 @@ std::optional<Secret> secret_of(const std::optional<SecretPair>& pair) {
 
 // Raises Python's OSError, with the errno if a system call failed.
 [[noreturn]] void raise_os_error(const Stream::Broken& broken) {
-  const py::object error = py::reinterpret_borrow<py::object>(broken.closed ? PyExc_ConnectionResetError : PyExc_OSError);
-  PyErr_SetObject(error.ptr(), error(broken.error, broken.why).ptr());
+  const py::object kind = py::reinterpret_borrow<py::object>(broken.closed ? PyExc_ConnectionResetError : PyExc_OSError);
+  const py::object error = kind(broken.error, broken.why);
+  PyErr_SetObject(py::type::of(error).ptr(), error.ptr());  // for some values of errno, Python makes a subclass of OSError
   throw py::error_already_set();
 }
 

@@ -77,6 +77,7 @@ def write_p12(path, key, certificate, password=PASSWORD, between=()):
 def write_pem(path, key, certificate, password=PASSWORD):
     encryption = BestAvailableEncryption(password.encode()) if password else NoEncryption()
     pem = certificate.public_bytes(Encoding.PEM)
+    path.touch(0o600)
     path.write_bytes(pem + key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
     return str(path)
 

@@ -15,6 +15,7 @@ from certificates import CLIENT, SERVER, Authority, write_config, write_pem
 from control import WORLD, Waits, eventually, soon
 
 from mscomm import errors
+from mscomm.cluster import credentials as tls_credentials
 from mscomm.cluster import hub, tls
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.credentials import SCHEDULER, WORKER, Credentials
@@ -466,10 +467,15 @@ def test_tls_to_a_plain_port_is_named(good):
         ("mscomm://a/scheduler", "a", "is for mscomm://a/scheduler, not for a worker of this job"),
     ],
 )
-def test_a_certificate_that_names_a_job_is_for_that_job_and_role(tmp_path, uri, job, refused):
+def test_a_certificate_that_names_a_job_is_for_that_job_and_role(tmp_path, uri, job, refused, monkeypatch):
     made = credentials(tmp_path, AUTHORITY, None, AUTHORITY.issue("c", CLIENT, uri=uri))
+    monkeypatch.setenv("MSCOMM_JOB_ID", job)
+    if refused:  # first on the host that has the certificate, ...
+        with pytest.raises(AuthenticationError, match=refused):
+            made.client()
+        monkeypatch.setattr(tls_credentials, "_uris", lambda certificate: [])
     ours, theirs = connected(made.server(), made.client())
-    shake(ours, theirs)
+    shake(ours, theirs)  # ... then by the scheduler
     if refused:
         with pytest.raises(AuthenticationError, match=refused):
             made.check_peer(ours, WORKER, job)

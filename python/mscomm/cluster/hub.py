@@ -24,7 +24,7 @@ from mscomm.cluster.handlers import handlers
 from mscomm.cluster.hello import CONTROL, LAUNCHER, UNKNOWN_JOB, UNKNOWN_RANK, Identity, package_version
 from mscomm.cluster.judge import Judge, Progress
 from mscomm.cluster.launchers import Launchers, State
-from mscomm.cluster.links import Door, require_same_user
+from mscomm.cluster.links import Door, is_between_hosts, require_same_user
 from mscomm.cluster.meetings import Answer, Meetings, unmet
 from mscomm.cluster.plan import group_name, world_id
 from mscomm.cluster.roster import Link, Roster
@@ -723,7 +723,7 @@ class Hub:
         """Return what the links between ranks use: "certificates", "key", or "" if they are not encrypted."""
         over_tcp = [link for link in self._roster if not link.stream.is_local]
         plain = [str(link) for link in over_tcp if not link.stream.encrypted]
-        if plain and any(link.stream.encrypted for link in over_tcp):
+        if any(is_between_hosts(link.stream.sock) for link in over_tcp if not link.stream.encrypted):
             self._log(f"links between hosts are not encrypted, because {plain[0]} has a plain link to the scheduler")
         if plain or not over_tcp:
             return ""

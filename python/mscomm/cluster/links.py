@@ -264,7 +264,8 @@ def _stream(sock: socket.socket, credentials: Credentials | None, server_side: b
     return TlsStream(sock, credentials.server() if server_side else credentials.client(), server_side)
 
 
-def _is_between_hosts(sock: socket.socket) -> bool:
+def is_between_hosts(sock: socket.socket) -> bool:
+    """Return whether the other end of a connection may be on another host."""
     return _is_tcp(sock) and not is_loopback(sock.getsockname()[0])
 
 
@@ -465,7 +466,7 @@ class Door:
             self._put_off(f"more than {self._room} connections are in their hello")
         source = _name(sock).rpartition(":")[0]
         stream = _stream(sock, self._credentials, server_side=True)
-        tls = self._uses_keys and _is_between_hosts(sock) and not lacking()
+        tls = self._uses_keys and is_between_hosts(sock) and not lacking()
         newcomer = _Newcomer(stream, self._new_hello(tls), source, time.monotonic() + HELLO_S)
         self._half_open[sock] = newcomer
         self._selector.register(sock, stream.events(sending=False), lambda: self._turn(newcomer))
