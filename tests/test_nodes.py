@@ -108,7 +108,7 @@ def test_node_0_shows_what_is_wrong_with_the_other_node(nodes: Nodes, tmp_path: 
         why, theirs = f"{HERE} cannot start its ranks: cannot start {program}", f"cannot start {program}"
     node_1 = nodes.start(1, "-n", other["-n"], other["script"], MSCOMM_JOB_KEY_FILE=str(other["key"]))
     line = line_with(node_0, why)
-    assert wrong != "key" or "could not prove that it has the key of this job" in line
+    assert wrong != "key" or "could not prove that it knows the key of this job" in line
     _, err = node_1.communicate(timeout=30)
     assert node_1.returncode == 1 and theirs in err, err
     if wrong == "program":  # node 1 had already joined the job, so its failure ends the job

@@ -108,7 +108,8 @@ struct OpenSsl {
   Context *client = nullptr, *server = nullptr;
 
   explicit OpenSsl(Dynlib opened) : library(std::move(opened)) {
-    // Threads may still be in OpenSSL when the process exits, so nothing may be freed then.
+    // Threads may still be in OpenSSL when the process exits, so OpenSSL should free nothing then. This has no effect if Python's
+    // ssl module has used OpenSSL before. So release(), which runs at exit, ends all links first.
     init(OPENSSL_INIT_NO_ATEXIT, nullptr);
     boxes = need(bio_method(bio_index() | BIO_TYPE_SOURCE_SINK, "mscomm"));
     bio_set_write(boxes, &Tls::write);
