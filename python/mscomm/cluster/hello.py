@@ -75,7 +75,7 @@ class Busy(Error):
 
 
 class Cut(NotMscomm):
-    """The connection ended in its TLS handshake: the other end does not use TLS, or was busy. Try again for a while."""
+    """The connection ended in its TLS handshake: the other end was busy, or does not use TLS. Try again for a while."""
 
 
 _OF_TLS = {  # the beginnings of TLS records

@@ -224,6 +224,8 @@ def greet(
         ended = f"{where} is not an {expected}, or it just ended: {error}"
         if credentials and stream.encrypted and not hello.heard:
             raise Cut(f"{ended}. This process uses TLS (MSCOMM_SSL_CONFIG_FILE); does the other one?") from error
+        if hello.tls and hello.done:
+            raise Cut(f"{where} closed the connection in the TLS handshake: {error}") from error
         raise NotMscomm(f"{ended} during the hello") from error
     return stream
 
@@ -487,21 +489,27 @@ class Door:
         stream, hello, _, _ = newcomer
         try:
             if isinstance(stream, KeyStream):  # the hello is done, and the handshake is in progress
-                if stream.shake_hands():
-                    self._let_in(newcomer)
-                return
-            received = stream.receive(hello.needs)
-            if received is None:
-                return
-            if not received:
-                self._drop(newcomer, "it closed during the hello")
-                return
-            answer = hello.feed(received)
-            if answer and stream.send(answer) != len(answer):
-                self._drop(newcomer, "it does not read")
-                return
-            if hello.done and not hello.refusal:
-                _check_certificate(stream, self._credentials, "worker")
+                if not stream.shake_hands():
+                    return
+            else:
+                received = stream.receive(hello.needs)
+                if received is None:
+                    return
+                if not received:
+                    self._drop(newcomer, "it closed during the hello")
+                    return
+                answer = hello.feed(received)
+                if answer and stream.send(answer) != len(answer):
+                    self._drop(newcomer, "it does not read")
+                    return
+                if not hello.done:
+                    return
+                if not hello.refusal:
+                    _check_certificate(stream, self._credentials, "worker")
+                    stream.secret = hello.secret
+                    if hello.tls:
+                        self._half_open[stream.sock] = newcomer._replace(stream=KeyStream(stream, connects=False))
+                        return
         except (Error, OSError) as error:
             kind = AuthenticationError if isinstance(error, OSError) and _is_of_tls(error) else type(error)
             if kind is AuthenticationError and self._credentials:
@@ -510,17 +518,10 @@ class Door:
             return
         if hello.refusal:
             self._drop(newcomer, str(hello.refusal), type(hello.refusal).__name__)
-        elif hello.done:
-            stream.secret = hello.secret
-            if hello.tls:
-                self._half_open[stream.sock] = newcomer._replace(stream=KeyStream(stream, connects=False))
-            else:
-                self._let_in(newcomer)
-
-    def _let_in(self, newcomer: _Newcomer) -> None:
-        if newcomer.hello.purpose in OF_THE_HUB:
-            _limit_silence(newcomer.stream.sock)
-        self._enter(self._forget(newcomer), newcomer.hello.peer, newcomer.hello.purpose)
+            return
+        if hello.purpose in OF_THE_HUB:
+            _limit_silence(stream.sock)
+        self._enter(self._forget(newcomer), hello.peer, hello.purpose)
 
     def _forget(self, newcomer: _Newcomer) -> ByteStream:
         del self._half_open[newcomer.stream.sock]
