@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import re
 import resource
@@ -21,12 +22,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from certificates import CLIENT, PASSWORD, SERVER, Authority, write_config, write_pem
 from control import VERSION, eventually, soon
 from hosts import Host, Hosts
 
-from mscomm import errors
+from mscomm import errors, packing, train
 from mscomm.cluster import links, security
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.frames import Frames
@@ -124,6 +126,8 @@ class Victim:
             **(tls.variables() if tls else {}),
         }
         self.log: list[str] = []
+        self.reads = threading.Event()  # while this is set, somebody reads the scheduler's log
+        self.reads.set()
         self.workers: list[subprocess.Popen[str]] = []
 
     def start(self, host: int, words: list[str], **env: str) -> subprocess.Popen[str]:
@@ -148,7 +152,9 @@ class Victim:
 
     def _read(self) -> None:
         assert self.scheduler.stdout
-        self.log.extend(iter(self.scheduler.stdout.readline, ""))
+        while line := self.scheduler.stdout.readline():
+            self.log.append(line)
+            self.reads.wait()
 
     def work(self) -> None:
         """Start one more worker."""
@@ -176,6 +182,7 @@ class Victim:
         assert "the job ended well" in self.log[-1]
 
     def __exit__(self, *_: object) -> None:
+        self.reads.set()
         for process in (self.scheduler, *self.workers):
             process.kill()
             process.communicate()
@@ -459,6 +466,98 @@ def test_a_scheduler_with_64_descriptors_survives_a_flood(victim: Victim) -> Non
     from_host(attacker, flood)
     victim.logged("cannot accept a connection: .*Too many open files")
     victim.finish()
+
+
+# Another local user fills the backlogs of the job's unix sockets, which have no file that could protect them.
+FLOOD = """
+import os, socket, sys, time
+os.setuid(65534)
+print("flooding", flush=True)
+held = []
+while True:
+    with open("/proc/net/unix") as table:
+        names = {line.split()[-1] for line in table if "@mscomm-" in line}
+    for name in names:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.setblocking(False)
+        try:
+            sock.connect(chr(0) + name[1:])
+            held.append(sock)
+        except OSError:
+            sock.close()
+    del held[:-2000]
+    time.sleep(0.001)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_another_user_who_fills_the_backlog_of_unix_sockets_stops_nobody(tmp_path: Path, port: int) -> None:
+    over = tmp_path / "over"
+    torch = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env = {**os.environ, **torch, "TORCHELASTIC_RUN_ID": tmp_path.name, "OMP_NUM_THREADS": "1"}
+
+    def start(rank: int) -> subprocess.Popen[str]:
+        words = [sys.executable, "-c", WORKER, str(over)]
+        mine = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return subprocess.Popen(words, env=mine, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    with subprocess.Popen([sys.executable, "-c", FLOOD], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as flood:
+        try:
+            assert flood.stdout and flood.stdout.readline() == b"flooding\n"
+            ranks = [start(0)]
+            time.sleep(1)
+            ranks.append(start(1))
+            over.touch()
+            for rank in ranks:
+                out, err = rank.communicate(timeout=60)
+                assert rank.returncode == 0 and out.startswith("steps"), err
+            assert flood.poll() is None
+        finally:
+            flood.kill()
+
+
+def test_a_scheduler_whose_log_nobody_reads_goes_on(victim: Victim) -> None:
+    """Its pipe is full, and extra workers make it log more."""
+    assert victim.scheduler.stdout
+    fcntl.fcntl(victim.scheduler.stdout, fcntl.F_SETPIPE_SZ, 4096)
+    victim.reads.clear()
+
+    def fill() -> None:
+        for number in range(100):
+            stream = greet(victim)
+            Frames(stream).send({"t": "join", "rank": None, "node_id": "0", "facts": {}}, soon())
+            assert "0" in str(said(stream)[0]["why"]), number
+
+    from_host(victim.hosts[2] if victim.hosts else None, fill)
+    victim.work()
+    victim.over.touch()
+    for worker in victim.workers:
+        assert worker.wait(60) == 0, worker.communicate()
+    assert victim.scheduler.wait(30) == 0
+    victim.reads.set()
+
+
+# -- what a rank reads
+
+
+def test_a_poisoned_checkpoint_is_an_error(tmp_path: Path) -> None:
+    train.save_checkpoint({"w": np.zeros((3, 4), np.float32)}, tmp_path / "good.ckpt")
+    good = (tmp_path / "good.ckpt").read_bytes()
+    poisoned = tmp_path / "poisoned.ckpt"
+    for place in range(0, len(good), 3):
+        for byte in (0, 0x7F, 0xFF):
+            poisoned.write_bytes(good[:place] + bytes([byte]) + good[place + 1 :])
+            with contextlib.suppress(errors.Error, ValueError):
+                weights = train.load_checkpoint(poisoned)
+                assert all(isinstance(array, np.ndarray) for array in weights.values())
+
+
+def test_a_poisoned_object_is_an_error() -> None:
+    good = packing.pack({"a": [1, 2.5, "x", np.arange(4), {3, 4}], ("k",): None})
+    for place in range(len(good)):
+        for byte in (0, 0x7F, 0x91, 0xC7, 0xDD, 0xFF):
+            with contextlib.suppress(errors.Error, ValueError, TypeError):
+                packing.unpack(good[:place] + bytes([byte]) + good[place + 1 :])
 
 
 # -- TLS. The attacker has the job key in each of these tests.
