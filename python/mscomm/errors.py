@@ -59,7 +59,7 @@ class BackendUnavailable(Error):
 
 
 class AuthenticationError(Error, PermissionError):
-    """A peer could not prove that it knows the job's key."""
+    """A peer could not prove that it belongs to the job: it has another key, or its certificate does not fit."""
 
 
 class Aborted(Error):
