@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <utility>
 
 #include "base/dynlib.h"
@@ -152,11 +153,24 @@ struct OpenSsl {
 
 namespace {
 
+// The places where OpenSSL may be. A process must not load two builds of it. So the first choice is the one that Python's ssl
+// module has loaded or will load: an installation such as Conda's has its own in the folder lib beside the interpreter's bin.
+std::vector<Candidate> places() {
+  const char* const name = "libssl.so.3";
+  std::error_code error;
+  const auto program = std::filesystem::read_symlink("/proc/self/exe", error);
+  const auto beside = program.parent_path().parent_path() / "lib" / name;
+  std::vector<Candidate> found{{"already loaded", name, Candidate::Kind::loaded}};
+  if (!error && std::filesystem::exists(beside, error)) found.push_back({"the interpreter's installation", beside.string()});
+  found.push_back({"the loader's path", name});
+  return found;
+}
+
 // Opened once, and never freed: see OPENSSL_INIT_NO_ATEXIT.
 const OpenSsl& openssl() {
   static const OpenSsl* const opened = [] {
     try {
-      return new OpenSsl(Dynlib("OpenSSL 3", {{"the loader's path", "libssl.so.3"}}));
+      return new OpenSsl(Dynlib("OpenSSL 3", places()));
     } catch (const Error& error) {
       if (error.kind != "BackendUnavailable") throw;
       throw Error(error.kind, std::string("TLS: ") + error.what() +
