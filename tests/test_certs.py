@@ -101,8 +101,11 @@ def test_a_folder_that_cannot_be_made_is_named():
     assert "deep/certs: No such file or directory" in make("--dir", "deep/certs", code=1)
 
 
-def test_certificates_may_be_for_one_job():
+def test_certificates_may_be_for_one_job(monkeypatch):
     make("--job", "night run")
+    with pytest.raises(AuthenticationError, match="not for a scheduler of this job"):
+        configured(variables("certs")).server()
+    monkeypatch.setenv("MSCOMM_JOB_ID", "night run")
     found = configured(variables("certs"))
     exchanged(found, "night run")
     with pytest.raises(AuthenticationError, match="not for a worker of this job"):

@@ -169,6 +169,7 @@ class Vendor:
 def tls_version() -> str:
     """Open OpenSSL, and return its version as text. Raise BackendUnavailable if OpenSSL 3 cannot be opened."""
 
+@final
 class Tls:
     """One end of a TLS 1.3 connection over a non-blocking socket, with a key that both ends have.
 
