@@ -185,8 +185,9 @@ class Victim:
         self.reads.set()
         for process in (self.scheduler, *self.workers):
             process.kill()
+        self._reader.join(10)  # before communicate(), which would read from the same pipe
+        for process in (self.scheduler, *self.workers):
             process.communicate()
-        self._reader.join(10)
 
 
 @pytest.fixture(params=["loopback", "namespaces"])
