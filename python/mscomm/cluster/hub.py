@@ -722,9 +722,9 @@ class Hub:
     def _tls(self) -> str:
         """Return what the links between ranks use: "certificates", "key", or "" if they are not encrypted."""
         over_tcp = [link for link in self._roster if not link.stream.is_local]
-        plain = [str(link) for link in over_tcp if not link.stream.encrypted]
-        if any(is_between_hosts(link.stream.sock) for link in over_tcp if not link.stream.encrypted):
-            self._log(f"links between hosts are not encrypted, because {plain[0]} has a plain link to the scheduler")
+        plain = [link for link in over_tcp if not link.stream.encrypted]
+        if exposed := [link for link in plain if is_between_hosts(link.stream.sock)]:
+            self._log(f"links between hosts are not encrypted, because {exposed[0]} has a plain link to the scheduler")
         if plain or not over_tcp:
             return ""
         return "certificates" if self._certified else "key"
@@ -779,8 +779,12 @@ class Hub:
     def _ended(self, link: Link, how: str) -> None:
         """A control link has ended."""
         link.waits = False
-        if link.left or not (link.joined or link.adopted):
-            return  # a hello alone changes nothing
+        if link.left:
+            return
+        if not (link.joined or link.adopted):  # a hello alone changes nothing
+            if how:
+                self._log(f"a process that had not joined {how}")
+            return
         if not link.joined and any(other.rank == link.rank for other in self._roster):
             return  # the rank has joined over another link
         how = how or ("ended without release" if link.joined else "ended before it joined")
