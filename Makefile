@@ -1,5 +1,5 @@
 # make demo   installs the package in a virtual environment; runs eight ranks under mpirun, and a training on four ranks
-# make test   runs all checks of a change, in under 15 minutes on 2 cores
+# make test   runs all checks of a change, in under 20 minutes on 2 cores
 # make test-all   runs the long tests, too, in under 40 minutes
 # make test-gpu   runs what needs a GPU, with a PYTHON that has CuPy and PyTorch; fetches nothing, logs to build/gpu.log
 # make fuzz   fuzzes every parser that sees bytes from outside, for SECONDS (600) in all; `make test` does so for 30 s
