@@ -94,31 +94,37 @@ def test_a_pass_in_threads_goes_on_at_any_batch_with_the_same_bits(folder, four_
 
 
 class Busy:
-    """A function that records how many threads call it at once, and the order in which it gets the rows."""
+    """A function that records how many threads call it at once, and the order in which it gets the rows.
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
+    wanted: a call waits until so many threads have been in the function at the same time, but at most 10 s.
+    """
+
+    def __init__(self, wanted: int) -> None:
+        self.news = threading.Condition()
+        self.wanted = wanted
         self.inside = self.most = 0
         self.order: list[int] = []
 
     def __call__(self, x: Any) -> Any:
-        with self.lock:
+        with self.news:
             self.inside += 1
             self.most = max(self.most, self.inside)
             self.order.append(int(x))
-        time.sleep(0.002)
-        with self.lock:
+            self.news.notify_all()
+            self.news.wait_for(lambda: self.most >= self.wanted, 10)
+        time.sleep(0.002)  # time for another thread to come in too, where that would be wrong
+        with self.news:
             self.inside -= 1
         return x
 
 
 def test_a_function_of_the_program_is_called_by_so_many_threads_as_its_step_allows(four_cpus):
-    busy, alone = Busy(), Busy()
+    busy, alone = Busy(wanted=2), Busy(wanted=1)
     data = ordered(40).map(alone).map(busy, num_parallel_workers=4)
     assert given_by(data) == list(range(40))
-    assert busy.most > 1  # at least two threads were in `busy` at the same time
+    assert busy.most > 1
     assert alone.most == 1 and alone.order == list(range(40))  # no two threads were in `alone` at the same time
-    alone = Busy()
+    alone = Busy(wanted=1)
     assert given_by(ordered(24).map(alone).batch(2).batch(3, num_parallel_workers=4)) == [
         [[i, i + 1] for i in range(begin, begin + 6, 2)] for begin in range(0, 24, 6)
     ]
@@ -127,7 +133,7 @@ def test_a_function_of_the_program_is_called_by_so_many_threads_as_its_step_allo
 
 def test_a_source_is_read_by_one_thread_unless_it_allows_more(four_cpus):
     for number, most in ((None, 1), (1, 1), (3, 3)):
-        busy = Busy()
+        busy = Busy(wanted=most)
 
         class Source:
             def __getitem__(self, index: int, busy: Busy = busy) -> Any:
@@ -138,7 +144,7 @@ def test_a_source_is_read_by_one_thread_unless_it_allows_more(four_cpus):
 
         data = ds.GeneratorDataset(Source(), "x", shuffle=False, num_parallel_workers=number)
         assert given_by(data.map(np.negative, num_parallel_workers=4)) == [-i for i in range(40)]
-        assert busy.most <= most and (most > 1 or busy.order == list(range(40)))
+        assert busy.most == most and (most > 1 or busy.order == list(range(40)))
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
