@@ -443,7 +443,15 @@ Shape part_of(const Calls& calls, Function function, const Shape& shape) {
 
 Op checked_op(Function function, py::handle given) {
   if (!given) given = Py_None;
-  // The names are literals, so they end with a NUL.
+  static const auto& interned = *new auto([] {
+    std::array<PyObject*, ops.size()> names;
+    // The names are literals, so they end with a NUL.
+    std::ranges::transform(ops, names.begin(), [](std::string_view op) { return PyUnicode_InternFromString(op.data()); });
+    return names;
+  }());
+  // A name in a program's text is interned, too. So it is the same object, and need not be compared letter by letter.
+  if (const auto same = std::ranges::find(interned, given.ptr()); same != interned.end())
+    return static_cast<Op>(same - interned.begin());
   const auto is_given = [&](std::string_view op) { return PyUnicode_CompareWithASCIIString(given.ptr(), op.data()) == 0; };
   const auto found = PyUnicode_Check(given.ptr()) ? std::ranges::find_if(ops, is_given) : ops.end();
   if (found == ops.end()) {

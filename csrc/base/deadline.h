@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdio>
+#include <optional>
 #include <string>
 
 namespace mscomm {
@@ -26,12 +27,21 @@ class Deadline {
       : start_(Clock::now() - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(spent_s))),
         timeout_s_(timeout_s) {}
 
-  bool passed() const { return seconds_since(start_) >= timeout_s_; }
+  // Returns a deadline whose time begins with the first call of passed() or start(), so that a call that need not wait does not
+  // read the clock. Only one thread may use it.
+  static Deadline from_first_look(double timeout_s) { return {std::nullopt, timeout_s}; }
+
+  bool passed() const { return seconds_since(start()) >= timeout_s_; }
   double timeout_s() const { return timeout_s_; }
-  Clock::time_point start() const { return start_; }
+  Clock::time_point start() const {
+    if (!start_) start_ = Clock::now();
+    return *start_;
+  }
 
  private:
-  Clock::time_point start_;
+  Deadline(std::nullopt_t, double timeout_s) : timeout_s_(timeout_s) {}
+
+  mutable std::optional<Clock::time_point> start_;
   double timeout_s_;
 };
 

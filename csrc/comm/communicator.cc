@@ -151,9 +151,8 @@ VendorBackend& Communicator::device() const {
 void Communicator::run(Call call, double timeout_s) {
   check(call);
   check_no_handler();
-  const Deadline deadline(timeout_s);
   Caller inside(*this, &call.signature);
-  execute(call, deadline, inside.its_turn());
+  execute(call, Deadline::from_first_look(timeout_s), inside.its_turn());
   inside.ended();
 }
 
@@ -274,7 +273,7 @@ void Communicator::work() {
 void Communicator::execute(const Call& call, const Deadline& deadline, bool its_turn) {
   try {
     if (!its_turn) queue_for(call.signature, deadline);
-    recorder_.begin(call.signature, its_turn ? deadline.start() : Clock::now());
+    recorder_.begin(call.signature);
     next_notice_s_ = first_notice_s;
     backend_of(call).run(call, {*this, deadline});
     // This process may have been stopped during the call, for example by SIGSTOP. In that case, its peers may have given up on
@@ -283,7 +282,7 @@ void Communicator::execute(const Call& call, const Deadline& deadline, bool its_
   } catch (...) {
     fail(&call, "");
   }
-  if (!call.stream) recorder_.end(call.signature.number, Record::State::done);
+  if (!call.stream) recorder_.done(call.signature.number);
 }
 
 void Communicator::queue_for(const Signature& call, const Deadline& deadline) {
@@ -381,8 +380,8 @@ Where Communicator::where() const {
   const auto last = recorder_.last();
   if (!last) return {0, false, "has made no call yet" + in_messages()};
   static constexpr const char* words[] = {"is in ", "has ended ", "gave up in "};
-  return {last->signature.number, last->state != Record::State::done,
-          words[static_cast<int>(last->state)] + last->signature.text() + in_messages()};
+  const auto& [signature, state] = *last;
+  return {signature.number, state != Record::State::done, words[static_cast<int>(state)] + signature.text() + in_messages()};
 }
 
 std::optional<Failure> Communicator::failure() const {
@@ -510,7 +509,7 @@ Error Communicator::differing(const Differs& differs) const {
 
 std::string Communicator::current() const {
   const auto last = recorder_.last();
-  return last ? brief(last->signature) : "the first call";
+  return last ? brief(last->first) : "the first call";
 }
 
 std::string Communicator::named(const std::vector<int>& ranks) const {

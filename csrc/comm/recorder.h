@@ -3,12 +3,14 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "base/call.h"
-#include "base/deadline.h"
+#include "base/ticks.h"
 
 namespace mscomm {
 
@@ -24,17 +26,28 @@ double day_of_clock_zero();
 
 class Recorder {
  public:
-  void begin(const Signature& signature, Clock::time_point now);
+  void begin(const Signature& signature);
   void end(uint64_t number, Record::State state);
+  // Does the same as end(number, done), without a lock. Only the thread that has begun the call may call done(), and only before
+  // any later call begins.
+  void done(uint64_t number);
   std::optional<Signature> find(uint64_t number) const;
-  std::optional<Record> last() const;
+  // Returns the newest call and its state.
+  std::optional<std::pair<Signature, Record::State>> last() const;
   // Returns the records of calls with a number above `after`, oldest first.
   std::vector<Record> all(uint64_t after = 0) const;
 
  private:
+  struct Entry {
+    Signature signature;
+    std::atomic<Record::State> state{Record::State::inside};
+    uint64_t began = 0;  // ticks(); the same holds for `ended`
+    std::atomic<uint64_t> ended{0};
+  };
   static constexpr size_t kept = 1024;
-  mutable std::mutex mutex_;  // protects everything below
-  std::array<Record, kept> ring_{};
+  const Moment created_;
+  mutable std::mutex mutex_;  // protects everything below, except that done() changes `state` and `ended` without it
+  std::array<Entry, kept> ring_{};
   uint64_t newest_ = 0;  // the number of the newest call, or 0 if there is none
 };
 

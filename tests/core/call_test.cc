@@ -1,13 +1,16 @@
 // Tests that check() refuses every size, count, root and operation that could make an algorithm fail, and that copy() is
-// right for all distances between its two addresses.
+// right for all distances between its two addresses. Also tests the records of calls.
 #include <algorithm>
+#include <chrono>
 #include <climits>
 #include <cstring>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "check.h"
 #include "collective_cases.h"
+#include "comm/recorder.h"
 #include "thread_group.h"
 
 using namespace mscomm;
@@ -241,6 +244,32 @@ void copies_are_right_at_all_distances(bool slow) {
   slow_movsb = here;
 }
 
+void records_have_the_times_of_calls() {
+  Recorder recorder;
+  const auto pause = [] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); };
+  const auto record = [&](uint64_t number, bool by_caller) {
+    Signature signature;
+    signature.number = number;
+    recorder.begin(signature);
+    pause();
+    by_caller ? recorder.done(number) : recorder.end(number, Record::State::failed);
+    pause();
+  };
+  const auto before = Clock::now();
+  record(1, true);
+  record(2, false);
+  const auto after = Clock::now();
+  const std::vector<Record> records = recorder.all();
+  CHECK(records.size() == 2 && records[0].state == Record::State::done && records[1].state == Record::State::failed);
+  constexpr std::chrono::milliseconds error{1};  // how far the two clocks may lie apart
+  auto earliest = before - error;
+  for (const Record& one : records) {
+    CHECK(one.began >= earliest && one.ended >= one.began + std::chrono::milliseconds(20) - error);
+    earliest = one.ended + std::chrono::milliseconds(20) - error;
+  }
+  CHECK(earliest <= after + error);
+}
+
 }  // namespace
 
 int main() {
@@ -252,6 +281,7 @@ int main() {
   operations_that_are_not_defined_are_refused();
   shapes_that_wrap_around_are_refused();
   fingerprints_tell_signatures_apart();
+  records_have_the_times_of_calls();
   for (const std::string algorithm : {"arena", "direct"}) on_threads(3, algorithm, false, a_refused_call_leaves_the_group_whole);
   return test::failed();
 }
