@@ -201,14 +201,11 @@ void clear(Group& group, py::array memory, uintptr_t stream) {
 
 std::vector<py::dict> calls(const Group& group, uint64_t after) {
   static constexpr const char* states[] = {"inside", "done", "failed"};
-  using Seconds = std::chrono::duration<double>;
-  const double zero_s = day_of_clock_zero();
   std::vector<py::dict> list;
   for (const Record& record : group.founded.recorder().all(after)) {
     list.push_back(py::dict(py::arg("number") = record.signature.number, py::arg("call") = record.signature.text(),
-                            py::arg("state") = states[static_cast<int>(record.state)],
-                            py::arg("began") = zero_s + Seconds(record.began.time_since_epoch()).count(),
-                            py::arg("took") = Seconds(record.ended - record.began).count()));
+                            py::arg("state") = states[static_cast<int>(record.state)], py::arg("began") = record.began_s,
+                            py::arg("took") = record.took_s));
   }
   return list;
 }

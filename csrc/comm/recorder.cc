@@ -5,6 +5,24 @@
 
 namespace mscomm {
 
+namespace {
+
+// Reads the counter of the CPU that counts at a constant rate on all cores. It is for records only: unlike Clock, it may jump if
+// a virtual machine moves to another host.
+uint64_t ticks() {
+#if defined(__x86_64__)
+  return __builtin_ia32_rdtsc();
+#elif defined(__aarch64__)
+  uint64_t now;
+  asm volatile("mrs %0, cntvct_el0" : "=r"(now));
+  return now;
+#else
+  return static_cast<uint64_t>(Clock::now().time_since_epoch().count());
+#endif
+}
+
+}  // namespace
+
 void Recorder::begin(const Signature& signature) {
   const uint64_t now = ticks();
   const std::lock_guard lock(mutex_);
@@ -17,12 +35,11 @@ void Recorder::begin(const Signature& signature) {
 }
 
 void Recorder::end(uint64_t number, Record::State state) {
-  const uint64_t now = ticks();
   const std::lock_guard lock(mutex_);
   Entry& entry = ring_[number % kept];
   if (entry.signature.number != number) return;
+  done(number);
   entry.state.store(state, std::memory_order_relaxed);
-  entry.ended.store(now, std::memory_order_relaxed);
 }
 
 void Recorder::done(uint64_t number) {
@@ -31,21 +48,18 @@ void Recorder::done(uint64_t number) {
   entry.state.store(Record::State::done, std::memory_order_relaxed);
 }
 
-double day_of_clock_zero() {
-  using Seconds = std::chrono::duration<double>;
-  Clock::duration least = Clock::duration::max();
-  double zero_s = 0;
-  // The thread may be preempted between reading the two clocks, but this is unlikely to happen three times in a row. So read both
-  // clocks three times, and use the readings with the shortest time between them.
+// The thread may be preempted between reading the clocks, but this is unlikely to happen three times in a row. So now() reads the
+// clocks three times, and returns the readings with the shortest time between them.
+Recorder::Moment Recorder::now() {
+  Moment best{};
+  uint64_t least = UINT64_MAX;
   for (int i = 0; i < 3; i++) {
-    const auto before = Clock::now();
-    const Seconds day = std::chrono::system_clock::now().time_since_epoch();
-    const auto between = Clock::now() - before;
-    if (between >= least) continue;
-    least = between;
-    zero_s = (day - Seconds(before.time_since_epoch())).count();
+    const uint64_t before = ticks();
+    const std::chrono::duration<double> day = std::chrono::system_clock::now().time_since_epoch();
+    const Moment moment{ticks(), Clock::now(), day.count()};
+    if (ticks() - before < least) least = ticks() - before, best = moment;
   }
-  return zero_s;
+  return best;
 }
 
 std::optional<Signature> Recorder::find(uint64_t number) const {
@@ -63,13 +77,19 @@ std::optional<std::pair<Signature, Record::State>> Recorder::last() const {
 
 std::vector<Record> Recorder::all(uint64_t after) const {
   const std::lock_guard lock(mutex_);
-  const Moment now;
-  const auto time = [&](uint64_t at) { return time_of(at, created_, now); };
+  const Moment last = now();
+  const auto difference = [](uint64_t later, uint64_t earlier) {
+    return static_cast<double>(static_cast<int64_t>(later - earlier));
+  };
+  const std::chrono::duration<double> age = last.clock - created_.clock;
+  const double tick_s = age.count() / difference(last.ticks, created_.ticks);
   std::vector<Record> records;
   const uint64_t oldest = newest_ > kept ? newest_ - kept + 1 : 1;
   for (uint64_t number = std::max(oldest, after + 1); number <= newest_; number++) {
     const Entry& entry = ring_[number % kept];
-    if (entry.signature.number == number) records.push_back({entry.signature, entry.state, time(entry.began), time(entry.ended)});
+    if (entry.signature.number == number)
+      records.push_back({entry.signature, entry.state, last.day_s - difference(last.ticks, entry.began) * tick_s,
+                         difference(entry.ended, entry.began) * tick_s});
   }
   return records;
 }

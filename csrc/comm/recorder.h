@@ -10,19 +10,16 @@
 #include <vector>
 
 #include "base/call.h"
-#include "base/ticks.h"
+#include "base/deadline.h"
 
 namespace mscomm {
 
 struct Record {
   enum class State : uint8_t { inside, done, failed };
   Signature signature;
-  State state = State::inside;
-  Clock::time_point began, ended;
+  State state;
+  double began_s, took_s;  // began_s: the time of day, in seconds since 1970-01-01 UTC
 };
-
-// Returns the time of day at which Clock was zero, in seconds since 1970-01-01 UTC.
-double day_of_clock_zero();
 
 class Recorder {
  public:
@@ -41,11 +38,20 @@ class Recorder {
   struct Entry {
     Signature signature;
     std::atomic<Record::State> state{Record::State::inside};
-    uint64_t began = 0;  // ticks(); the same holds for `ended`
+    // Readings of the CPU's time-stamp counter. Reading Clock would take three times as long.
+    uint64_t began = 0;
     std::atomic<uint64_t> ended{0};
   };
+  // One moment on all three clocks.
+  struct Moment {
+    uint64_t ticks;
+    Clock::time_point clock;
+    double day_s;
+  };
+  static Moment now();
+
   static constexpr size_t kept = 1024;
-  const Moment created_;
+  const Moment created_ = now();
   mutable std::mutex mutex_;  // protects everything below, except that done() changes `state` and `ended` without it
   std::array<Entry, kept> ring_{};
   uint64_t newest_ = 0;  // the number of the newest call, or 0 if there is none
