@@ -19,6 +19,7 @@
 #include "base/reduce.h"
 #include "device/acl.h"
 #include "device/cuda.h"
+#include "net/certificates.h"
 #include "net/tls.h"
 #include "src/calls.h"
 #include "src/dlpack.h"
@@ -373,6 +374,18 @@ PYBIND11_MODULE(_core, module) {
   });
   module.def("describe_dlpack", &describe_dlpack);
   module.def("tls_version", [] { return unlocked(tls_version); });
+  module.def(
+      "check_certificates",
+      [](const std::string& bundle, const std::string& password, const std::string& authorities,
+         const std::optional<std::string>& revoked, bool server, const std::string& uri,
+         const std::string& key_password) -> std::optional<py::tuple> {
+        const CertificateFiles files{bundle, password, authorities, revoked, server, uri};
+        const auto made = unlocked([&] { return check_certificates(files, key_password); });
+        if (!made) return {};
+        return py::make_tuple(py::bytes(made->own), py::bytes(made->trusted), made->expires);
+      },
+      py::kw_only(), py::arg("bundle"), py::arg("password"), py::arg("authorities"), py::arg("revoked"), py::arg("server"),
+      py::arg("uri"), py::arg("key_password"));
   // Its functions hold the GIL, so that one thread can receive while another sends.
   py::class_<Tls>(module, "Tls")
       .def(py::init([](int fd, const SecretPair& pair) { return std::make_unique<Tls>(fd, *secret_of(pair)); }))

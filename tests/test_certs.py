@@ -112,6 +112,14 @@ def test_certificates_may_be_for_one_job(monkeypatch):
         exchanged(found, "day")
 
 
+# Two keys in each file have this number of rounds, in DER: the one for the certificate and the one for the private key.
+@pytest.mark.parametrize(("words", "rounds"), [([], bytes.fromhex("02020800")), (["--ask"], bytes.fromhex("02024e20"))])
+def test_only_a_password_that_a_person_chose_has_a_slow_derivation(words, rounds):
+    make(*words, input="secret-7\nsecret-7\n")
+    for side in ("server", "client"):
+        assert Path(f"certs/{side}.p12").read_bytes().count(rounds) >= 2
+
+
 def test_the_password_may_come_from_a_file():
     with open("password", "w") as file:
         file.write("from a file\n")

@@ -322,8 +322,8 @@ def test_an_unsafe_password_file_is_refused(tmp_path, content, mode, said):
         credentials.read_password(str(path))
 
 
-def test_without_cryptography_the_error_says_what_to_install(tmp_path, monkeypatch):
-    path = write_config(tmp_path, AUTHORITY)
+def forget_cryptography(monkeypatch):
+    """From now on, behave as if the package were not installed."""
     real = builtins.__import__
 
     def without(name, *arguments, **options):
@@ -332,8 +332,55 @@ def test_without_cryptography_the_error_says_what_to_install(tmp_path, monkeypat
         return real(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(BackendUnavailable, match=re.escape("pip install 'mscomm[tls]'")):
-        Credentials(path)
+
+
+def test_good_certificates_in_the_usual_form_need_no_cryptography(tmp_path, monkeypatch):
+    AUTHORITY.revoke(tmp_path / "crl.pem")
+    found = made(tmp_path, AUTHORITY, crl_path="crl.pem")
+    forget_cryptography(monkeypatch)
+    assert found.server() and found.client().verify_flags & ssl.VERIFY_CRL_CHECK_LEAF
+
+
+def test_a_ca_that_another_one_has_signed_needs_no_cryptography(tmp_path, monkeypatch):
+    found = made(tmp_path, Authority("below", parent=AUTHORITY))
+    forget_cryptography(monkeypatch)
+    assert found.server()
+
+
+@pytest.mark.parametrize(
+    ("uri", "fits"),
+    [
+        ("mscomm://a/scheduler", True),
+        ("https://example.com", True),
+        ("mscomm://a/worker", False),
+        ("mscomm://b/scheduler", False),
+        ("mscomm://a/scheduler\0", False),
+    ],
+)
+def test_the_core_accepts_only_the_uri_of_this_job_and_role(tmp_path, monkeypatch, uri, fits):
+    monkeypatch.setenv("MSCOMM_JOB_ID", "a")
+    found = made(tmp_path, AUTHORITY, AUTHORITY.issue("s", SERVER, uri=uri))
+    forget_cryptography(monkeypatch)
+    assert found.server() if fits else raised(BackendUnavailable, found.server)
+
+
+@pytest.mark.parametrize(
+    "more", [b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", b"-----BEGIN X-----"]
+)
+def test_the_core_refuses_an_authority_file_that_it_cannot_read_to_the_end(tmp_path, monkeypatch, more):
+    found = made(tmp_path, AUTHORITY)
+    with open(tmp_path / "ca.crt", "ab") as file:
+        file.write(more)
+    forget_cryptography(monkeypatch)
+    assert raised(BackendUnavailable, found.server)
+
+
+def test_without_cryptography_the_error_says_what_to_install(tmp_path, monkeypatch):
+    path = write_config(tmp_path, AUTHORITY, AUTHORITY.issue("s", CLIENT))
+    forget_cryptography(monkeypatch)
+    said = str(raised(BackendUnavailable, Credentials(path, PASSWORDS).server))
+    assert f"needs the package cryptography to read the certificates of {path}, or to say what is wrong" in said
+    assert "pip install 'mscomm[tls]'" in said
 
 
 # -- set_ps_context

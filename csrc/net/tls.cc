@@ -8,7 +8,6 @@
 #include <filesystem>
 #include <utility>
 
-#include "base/dynlib.h"
 #include "base/error.h"
 
 namespace mscomm {
@@ -183,6 +182,8 @@ const OpenSsl& openssl() {
 }  // namespace
 
 std::string tls_version() { return openssl().version(OPENSSL_VERSION); }
+
+const Dynlib& openssl_library() { return openssl().library; }
 
 Tls::Tls(int fd, const Secret& secret) : fd_(fd), outbox_(new char[outbox_bytes]), inbox_(new char[inbox_bytes]) {
   const OpenSsl& lib = openssl();

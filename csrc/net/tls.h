@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "base/dynlib.h"
 #include "net/stream.h"
 
 struct bio_st;
@@ -69,5 +70,8 @@ class Tls {
 
 // Opens OpenSSL, and returns its version as text: "OpenSSL 3.0.19 27 Jan 2026". Throws BackendUnavailable if it cannot be opened.
 std::string tls_version();
+
+// The same library, for other functions of it. libssl needs libcrypto, so both of their functions are found.
+const Dynlib& openssl_library();
 
 }  // namespace mscomm

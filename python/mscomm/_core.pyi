@@ -169,6 +169,26 @@ class Vendor:
 def tls_version() -> str:
     """Open OpenSSL, and return its version as text. Raise BackendUnavailable if OpenSSL 3 cannot be opened."""
 
+def check_certificates(
+    *,
+    bundle: bytes,
+    password: bytes | bytearray,
+    authorities: bytes,
+    revoked: bytes | None,
+    server: bool,
+    uri: str,
+    key_password: bytes,
+) -> tuple[bytes, bytes, int] | None:
+    """Check the certificate in a PKCS#12 bundle, and return what ssl.SSLContext needs, or None if anything is wrong.
+
+    authorities, revoked (a revocation list, or None): in PEM form. server: whether the certificate must be for a
+    server, else for a client. uri: must be among the certificate's URIs that begin with mscomm://, if it has any.
+
+    The first result has, in PEM form, the private key, encrypted with key_password, and its certificates; the second
+    one the authorities and the revocation list. The third one is when the certificate expires, in seconds since 1970.
+    Raise BackendUnavailable if OpenSSL 3 cannot be opened.
+    """
+
 @final
 class Tls:
     """One end of a TLS 1.3 connection over a non-blocking socket, with a key that both ends have.

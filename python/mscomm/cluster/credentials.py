@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mscomm import environment, log
+from mscomm.cluster.key_stream import lacking
 from mscomm.cluster.private_files import read_private
 from mscomm.cluster.tls import TlsStream
 from mscomm.errors import AuthenticationError, BackendUnavailable
@@ -141,7 +142,7 @@ class Credentials:
     needs none. password_files: files for the roles that have none in `passwords`; a process reads only the file of its
     own role. warn: called with a line about a certificate that will soon expire or ciphers that do not exist.
 
-    Raise ValueError if config.json is not valid, and BackendUnavailable without the package `cryptography`.
+    Raise ValueError if config.json is not valid.
     """
 
     def __init__(
@@ -151,7 +152,6 @@ class Credentials:
         warn: Callable[[str], None] = log.warn,
         password_files: Passwords | None = None,
     ) -> None:
-        require_cryptography()
         self.config_path = config_path
         self.config = read_config(config_path)
         self._passwords = {role: bytearray(text.encode()) for role, text in (passwords or {}).items() if text}
@@ -168,7 +168,8 @@ class Credentials:
         """Return the context of the scheduler's end of a link. It has server_cert_path.
 
         Raise ValueError if config.json has no such file. Raise AuthenticationError if a file or its password is not
-        usable: its text names the file and says what is wrong. The same holds for client().
+        usable: its text names the file and says what is wrong. Raise BackendUnavailable if this needs the package
+        `cryptography`, and it is missing. The same holds for client().
         """
         return self._context(SCHEDULER)
 
@@ -234,17 +235,59 @@ class Credentials:
         context.minimum_version = ssl.TLSVersion.TLSv1_2 if self._suites else ssl.TLSVersion.TLSv1_3
         if self._suites:
             context.set_ciphers("@SECLEVEL=2:" + ":".join(self._suites))
-        authorities = self._authorities()
-        revoked = self._revocation_list(authorities)
-        self._load_own(context, role, authorities, revoked)
-        self._trust(context, authorities, revoked)
+        if not self._load_in_core(context, role):
+            require_cryptography(f"read the certificates of {self.config_path}, or to say what is wrong with them")
+            self._load(context, role)
         return context
+
+    def _load_in_core(self, context: ssl.SSLContext, role: str) -> bool:
+        """Check the files of the role, and give them to the context. Return False if the core does not accept them.
+
+        The core says no reason, and reads only the forms that `mscomm certs make` writes. In return, this process need
+        not import cryptography, which takes 35 ms of CPU time.
+        """
+        path = self._own_path(role)
+        authorities = _content(self.config.ca_cert_path)
+        revoked = _content(self.config.crl_path) if self.config.crl_path else None
+        bundle = _content(path)
+        if lacking():
+            return False
+        from mscomm import _core  # not imported before, like in key_stream.py
+
+        throw_away = secrets.token_hex(16).encode()
+        checked = _core.check_certificates(
+            bundle=bundle,
+            password=self._passwords.get(role, b""),
+            authorities=authorities,
+            revoked=revoked,
+            server=role == SCHEDULER,
+            uri=job_uri(_job(), role),
+            key_password=throw_away,
+        )
+        if checked is None:
+            return False
+        own, trusted, expires = checked
+        self._warn_of_end(path, datetime.datetime.fromtimestamp(expires, datetime.timezone.utc))
+        _give(context, own, throw_away, trusted, revoked is not None)
+        return True
+
+    def _own_path(self, role: str) -> str:
+        side = _ROLES[role].side
+        path = str(getattr(self.config, f"{side}_cert_path"))
+        if not path:
+            raise ValueError(f"{self.config_path}: {side}_cert_path is missing; it names the {role}'s certificate")
+        return path
+
+    def _warn_of_end(self, path: str, end: datetime.datetime) -> None:
+        left = (end - _now()).days
+        if left < self.config.cert_expire_warning_time_in_day:
+            self._warn(f"{path}: the certificate expires on {_date(end)}, in {left} days")
 
     @functools.cached_property
     def _suites(self) -> list[str]:
         """The suites of TLS 1.2 in cipher_list. TLS 1.3 has suites of its own, which are always permitted."""
         wanted = [name for name in self.config.cipher_list.replace(" ", ":").split(":") if name]
-        known = {suite["name"]: suite for suite in _known_suites()}
+        known = {suite["name"]: suite for suite in _known_suites()} if wanted else {}
         if unknown := [name for name in wanted if name not in known]:
             self._warn(f"{self.config_path}: cipher_list has names that OpenSSL does not know: {', '.join(unknown)}")
         # Suites that need no certificate (PSK), or one that nobody has (DSS), can never be chosen.
@@ -295,24 +338,18 @@ class Credentials:
             )
         return found
 
-    def _load_own(
-        self,
-        context: ssl.SSLContext,
-        role: str,
-        authorities: list[Certificate],
-        revoked: CertificateRevocationList | None,
-    ) -> None:
-        side = _ROLES[role].side
-        path = str(getattr(self.config, f"{side}_cert_path"))
-        if not path:
-            raise ValueError(f"{self.config_path}: {side}_cert_path is missing; it names the {role}'s certificate")
+    def _load(self, context: ssl.SSLContext, role: str) -> None:
+        """Do the same as _load_in_core(), for more forms of the files. Raise AuthenticationError if one is wrong."""
+        path = self._own_path(role)
+        authorities = self._authorities()
+        revoked = self._revocation_list(authorities)
         key, chain = self._bundle(path, role)
         own = chain[0]
         if _public_bytes(key.public_key()) != _public_bytes(own.public_key()):
             raise AuthenticationError(f"{path}: the private key does not belong to the certificate {_name(own)}")
         _require_valid(path, own)
         _require_usage(path, own, role)
-        job = environment.read("MSCOMM_JOB_ID", os.environ) or ""
+        job = _job()
         bound = [uri for uri in _uris(own) if uri.startswith("mscomm://")]
         if bound and job_uri(job, role) not in bound:
             here = f"MSCOMM_JOB_ID={job}" if job else "no MSCOMM_JOB_ID"
@@ -323,10 +360,10 @@ class Credentials:
             raise AuthenticationError(f"{path}: {_name(own)} is not signed by the CA in {self.config.ca_cert_path}")
         if revoked is not None and revoked.get_revoked_certificate_by_serial_number(own.serial_number):
             raise AuthenticationError(f"{path}: {_name(own)} is revoked, says {self.config.crl_path}")
-        left = (own.not_valid_after_utc - _now()).days
-        if left < self.config.cert_expire_warning_time_in_day:
-            self._warn(f"{path}: the certificate expires on {_date(own.not_valid_after_utc)}, in {left} days")
-        _load_chain(context, key, chain)
+        self._warn_of_end(path, own.not_valid_after_utc)
+        throw_away = secrets.token_hex(16).encode()
+        pem, trusted = _own_pem(key, chain, throw_away), _trusted_pem(authorities, revoked)
+        _give(context, pem, throw_away, trusted, revoked is not None)
 
     def _bundle(self, path: str, role: str) -> tuple[Any, list[Certificate]]:
         """Return the private key, its certificate, and the certificates between this one and the CA."""
@@ -350,32 +387,23 @@ class Credentials:
             raise AuthenticationError(f"{path}: holds no {'private key' if own else 'certificate'}")
         return found_key, [own, *others]
 
-    @staticmethod
-    def _trust(
-        context: ssl.SSLContext, authorities: list[Certificate], revoked: CertificateRevocationList | None
-    ) -> None:
-        from cryptography.hazmat.primitives.serialization import Encoding
-
-        pem = b"".join(authority.public_bytes(Encoding.PEM) for authority in authorities)
-        if revoked is not None:
-            pem += revoked.public_bytes(Encoding.PEM)
-            context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
-        with _in_memory(pem) as path:
-            context.load_verify_locations(path)
-
 
 def job_uri(job: str, role: str) -> str:
     """Return the URI in a certificate that only this role of this job may use."""
     return f"mscomm://{urllib.parse.quote(job, safe='')}/{role}"
 
 
-def require_cryptography() -> None:
-    """Raise BackendUnavailable if the package `cryptography` is missing."""
+def _job() -> str:
+    return environment.read("MSCOMM_JOB_ID", os.environ) or ""
+
+
+def require_cryptography(purpose: str) -> None:
+    """Raise BackendUnavailable if the package `cryptography` is missing. purpose: what it is needed for."""
     try:
         import cryptography.x509  # noqa: F401
     except ImportError as error:
         raise BackendUnavailable(
-            f"TLS needs the package cryptography ({error}); run: pip install 'mscomm[tls]'"
+            f"TLS needs the package cryptography to {purpose} ({error}); run: pip install 'mscomm[tls]'"
         ) from error
 
 
@@ -395,15 +423,16 @@ def _reading(path: str, what: str) -> Iterator[None]:
         yield
     except AuthenticationError:
         raise
-    except OSError as error:
-        raise AuthenticationError(f"{path}: {error.strerror}") from error
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise AuthenticationError(f"{path}: {what} ({error})") from error
 
 
 def _content(path: str) -> bytes:
-    with open(path, "rb") as file:
-        content = file.read(_FILE_BYTES + 1)
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_FILE_BYTES + 1)
+    except OSError as error:
+        raise AuthenticationError(f"{path}: {error.strerror}") from error
     if len(content) > _FILE_BYTES:
         raise AuthenticationError(f"{path}: has more than {_FILE_BYTES >> 20} MiB, so it holds no certificates")
     return content
@@ -491,15 +520,28 @@ def _public_bytes(key: Any) -> bytes:
     return bytes(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
 
 
-def _load_chain(context: ssl.SSLContext, key: Any, chain: list[Certificate]) -> None:
-    """Give the context the key and the chain. It only reads files: this one is in memory, and the key is encrypted."""
+def _own_pem(key: Any, chain: list[Certificate], password: bytes) -> bytes:
     from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
 
-    throw_away = secrets.token_hex(16).encode()
-    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(throw_away))
-    pem += b"".join(certificate.public_bytes(Encoding.PEM) for certificate in chain)
-    with _in_memory(pem) as path:
-        context.load_cert_chain(path, password=throw_away)
+    pem = bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(password)))
+    return pem + b"".join(certificate.public_bytes(Encoding.PEM) for certificate in chain)
+
+
+def _trusted_pem(authorities: list[Certificate], revoked: CertificateRevocationList | None) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    pem = b"".join(authority.public_bytes(Encoding.PEM) for authority in authorities)
+    return pem + (revoked.public_bytes(Encoding.PEM) if revoked is not None else b"")
+
+
+def _give(context: ssl.SSLContext, own: bytes, password: bytes, trusted: bytes, checks_revocation: bool) -> None:
+    """Give the context both texts in PEM form. It only reads files: these are in memory, and the key is encrypted."""
+    with _in_memory(own) as path:
+        context.load_cert_chain(path, password=password)
+    if checks_revocation:
+        context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
+    with _in_memory(trusted) as path:
+        context.load_verify_locations(path)
 
 
 @contextlib.contextmanager
