@@ -150,7 +150,7 @@ $(VENV)/.release: pyproject.toml | $(VENV)/.made
 $(MPICH)/.installed: $(WHEELS)/.built
 	test -d $(MPICH) || $(PYTHON) -m venv $(MPICH)
 	$(MPICH)/bin/pip install -q --force-reinstall --no-deps $(WHEELS)/*.whl
-	$(MPICH)/bin/pip install -q "$$(ls $(WHEELS)/*.whl)" "mpich>=4.3" "mpi4py>=4.1"
+	$(MPICH)/bin/pip install -q "$$(ls $(WHEELS)/*.whl)[tls]" "mpich>=4.3" "mpi4py>=4.1"
 	touch $@
 
 clean:

@@ -18,6 +18,7 @@ from sessions import MSCOMM, clean_environment, invoke, run
 
 import mscomm
 from mscomm import _core
+from mscomm.bootstrap import sealed_key
 from mscomm.cli import doctor
 
 OPENMPI = "mpirun (Open MPI) 5.0.11\n"
@@ -271,8 +272,12 @@ def protected(**variables: str) -> dict[str, tuple[str, bool]]:
     return {finding.what: (finding.value, finding.fault) for finding in doctor.protection(variables)}
 
 
-def test_what_protects_a_job_is_said(tmp_path: Path) -> None:
-    assert protected()["several hosts"][0].startswith("refused, except `mscomm run --hosts`")
+def test_what_protects_a_job_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert protected()["several hosts"][0].startswith(
+        "refused, except `mscomm run --hosts` and mpirun, which make a key;"
+    )
+    monkeypatch.setattr(sealed_key, "possible", lambda: False)
+    assert "`mscomm run --hosts`, or mpirun after pip install 'mscomm[tls]';" in protected()["several hosts"][0]
     key = tmp_path / "key"
     key.touch(0o600)
     found = protected(MSCOMM_JOB_KEY_FILE=str(key))

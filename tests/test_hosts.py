@@ -117,12 +117,6 @@ def test_mpirun_with_a_hostfile_variables_and_mca(two: Hosts, key: str, tmp_path
     assert_rows(done)
 
 
-def test_mpirun_over_hosts_without_a_key_is_refused_with_the_fix(two: Hosts) -> None:
-    done = mpirun(two, "-H", f"{two[0].address}:2,{two[1].address}:2", sys.executable, ALLGATHER)
-    assert done.returncode != 0
-    assert "export MSCOMM_JOB_KEY_FILE=" in done.stderr and "set_ps_context(enable_ssl=False)" in done.stderr
-
-
 def test_mpirun_uses_the_network_that_is_chosen(two_networks: Hosts, key: str) -> None:
     """There are two networks and no default route. Without MSCOMM_SOCKET_IFNAME, the job fails, and the error asks for
     this variable.

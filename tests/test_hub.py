@@ -381,7 +381,7 @@ def test_the_hub_that_rank_0_starts_waits_as_long_as_the_user_said(seconds, monk
     monkeypatch.setattr(hub_process, "spawn", spawn)
     place, deadline = rendezvous.Seat(0, 2, 0, one_host=True), Deadline(seconds)
     with pytest.raises(Spawned):
-        kvs._open("mpirun", place, {}, deadline, Protection())
+        kvs._open("mpirun", place, {}, deadline, Protection(), None, [])
     with pytest.raises(Spawned):
         rendezvous._host("srun", place, rendezvous.Spot("a job"), {}, deadline, Protection(), "")
     assert len(limits) == 2 and all(7000 < limit <= seconds for limit in limits)

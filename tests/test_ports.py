@@ -92,6 +92,9 @@ def test_looking_for_a_port_leaves_the_programs_random_numbers_alone(port: int) 
 
 @pytest.mark.parametrize("port", [0, 65536, 99999])
 def test_a_published_port_that_does_not_exist_is_no_address(port):
-    store = kvs.Store(lambda text, deadline: None, lambda deadline: f"mscomm1,tcp,127.0.0.1,{port}")
+    class Store:
+        def ask(self, text: str, deadline: object) -> str:
+            return f"mscomm1,tcp,127.0.0.1,{port}"
+
     with pytest.raises(errors.BackendUnavailable, match="no address"):
-        kvs.join("mpirun", rendezvous.Seat(1, 2, 0, one_host=False), store, {}, soon(), False)
+        kvs.join("mpirun", rendezvous.Seat(1, 2, 0, one_host=False), Store(), {}, soon(), Protection())

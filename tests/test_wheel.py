@@ -73,7 +73,7 @@ def test_the_compiled_files_are_there():
 
 def test_the_pmix_helper_can_be_executed():
     done = subprocess.run([HELPER], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (1, "usage: pmix_helper put|get KEY TIMEOUT_S LIBRARY...\n")
+    assert (done.returncode, done.stderr) == (1, "usage: pmix_helper SOCKET TIMEOUT_S LIBRARY...\n")
 
 
 @each_elf_file

@@ -1,15 +1,22 @@
-// Puts one string into the launcher's PMIx store, or gets one string from the store, and exits. The helper acts as the rank that
-// the environment variables name.
+// Puts texts into the launcher's PMIx store, and gets texts from it. The helper acts as the rank that the environment variables
+// name.
 //
-//     pmix_helper put KEY TIMEOUT_S LIBRARY...   reads the value from stdin, because it may hold a secret, and argv is public
-//     pmix_helper get KEY TIMEOUT_S LIBRARY...   waits for rank 0's value
+//     pmix_helper SOCKET TIMEOUT_S LIBRARY...
 //
-// The answer is one message on stdout, which must be a Unix socket. The message carries the socket of the connection
-// to the server. For get, it also carries the value.
+// The lines on stdin say what to do. They are not in argv, because argv is public, and a text may hold a secret:
+//
+//     put KEY TEXT         puts the text into the store
+//     get FIRST END KEY    waits for the texts of the ranks FIRST to END - 1, and writes each to stdout, as a line
+//
+// If a rank has put no text TIMEOUT_S after the start of the helper, its line is empty, and the later ranks have no line.
+// At the end of stdin, the helper exits. If rank 0 gets texts and then puts some, it needs one helper for both: when a helper
+// exits, some servers forget the gets of other ranks on this host that wait for this rank.
+//
+// SOCKET is the number of a Unix socket, to which the helper sends the socket of its connection to the server.
 //
 // The helper is a separate process, because PMIx_Init and PMIx_Finalize in the user's process would break an earlier or later
-// MPI_Init in that process. The helper needs no fence, because a get waits in the server until rank 0 has committed. So a rank
-// waits only for rank 0. The ABI below is that of PMIx 3 to 6.
+// MPI_Init in that process. The helper needs no fence, because a get waits in the server until the rank has committed its text.
+// So a rank waits only for the ranks whose texts it gets. The ABI below is that of PMIx 3 to 6.
 //
 // The user's process keeps the connection open after PMIx_Finalize. This avoids a race in the servers of PMIx 4.0 to 6.0: one
 // thread answers PMIx_Finalize, and another thread records later that the client has finalized. If the client closes its
@@ -18,7 +25,7 @@
 // answered the same rank's next PMIx_Init or PMIx_Finalize, which MPI or the next helper calls. By that time, the server has
 // recorded that this client has finalized.
 //
-// The exit status is 0 for success, 1 for an error (with a line on stderr), and TIMED_OUT if rank 0 did not put a value in time.
+// The exit status is 0 for success, and 1 for an error, with a line on stderr.
 
 #include <dlfcn.h>
 #include <signal.h>
@@ -26,7 +33,9 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -49,13 +58,15 @@ extern "C" __attribute__((visibility("default"))) int shutdown(int socket, int) 
 
 namespace {
 
-constexpr int TIMED_OUT = 75;  // the value of EX_TEMPFAIL in sysexits.h
-constexpr size_t VALUE_MAX = 1023;
+constexpr int TEXT_MAX = 1023;
 
 // Types, scopes, statuses and layouts from pmix_common.h. They have not changed since PMIx 3.
 constexpr uint16_t PMIX_STRING = 3, PMIX_INT = 6;
 constexpr uint8_t PMIX_GLOBAL = 3;
 constexpr int PMIX_ERR_TIMEOUT = -24, PMIX_ERR_NOT_FOUND = -46;
+
+using Clock = std::chrono::steady_clock;
+using Time = Clock::time_point;
 
 struct Process {
   char nspace[256];
@@ -88,9 +99,9 @@ struct Pmix {
   const char* (*error_string)(int);
 };
 
-[[noreturn]] void fail(const char* what, const char* why, int status = 1) {
+[[noreturn]] void fail(const char* what, const char* why) {
   fprintf(stderr, "%s: %s\n", what, why);
-  _exit(status);
+  _exit(1);
 }
 
 template <class Function>
@@ -116,62 +127,82 @@ Pmix open_first(char** libraries) {
   return pmix;
 }
 
-int put(const Pmix& pmix, const char* key) {
-  char text[VALUE_MAX + 1] = {};
-  size_t length = 0;
-  for (ssize_t n; length < VALUE_MAX && (n = read(STDIN_FILENO, text + length, VALUE_MAX - length)) > 0;) length += n;
+int put(const Pmix& pmix, const char* key, char* text) {
   Value value{PMIX_STRING, {text}};
-  const int status = pmix.put(PMIX_GLOBAL, key, &value);
-  return status ? status : pmix.commit();
+  return pmix.put(PMIX_GLOBAL, key, &value);
 }
 
-int get(const Pmix& pmix, const Process& me, const char* key, int timeout_s, char* text) {
-  Process rank0 = me;
-  rank0.rank = 0;
+int get(const Pmix& pmix, Process process, unsigned rank, const char* key, Time deadline, FILE* answers) {
+  process.rank = rank;
+  const auto left = std::chrono::ceil<std::chrono::seconds>(deadline - Clock::now()).count();
   Info timeout{"pmix.timeout", 0, {PMIX_INT, {}}};
-  timeout.value.integer = timeout_s;
+  timeout.value.integer = std::max(1, int(left));
   Value* value = nullptr;
-  if (const int status = pmix.get(&rank0, key, &timeout, 1, &value)) return status;
-  if (!value || value->type != PMIX_STRING || !value->string) return PMIX_ERR_NOT_FOUND;
-  strncpy(text, value->string, VALUE_MAX);
-  return 0;
+  int status = pmix.get(&process, key, &timeout, 1, &value);
+  if (status && Clock::now() >= deadline) status = PMIX_ERR_TIMEOUT;  // for a rank on another host, it is another error
+  if (!status && (!value || value->type != PMIX_STRING || !value->string)) return PMIX_ERR_NOT_FOUND;
+  if (!status || status == PMIX_ERR_TIMEOUT) fprintf(answers, "%.*s\n", TEXT_MAX, status ? "" : value->string);
+  fflush(answers);
+  return status;
 }
 
-void answer(int answers, char* text) {
-  // Send the terminating zero as well. Without it, the reader could not tell an empty message from the end of the connection.
-  iovec line{text, strlen(text) + 1};
+// Does what the lines on stdin say. Returns a status, and sets `what` to the function that returned it.
+int obey(const Pmix& pmix, const Process& me, Time deadline, FILE* answers, const char*& what) {
+  char line[2 * TEXT_MAX], key[64], text[TEXT_MAX + 1];
+  unsigned first = 0, end = 0;
+  bool committed = true;
+  while (fgets(line, sizeof line, stdin)) {
+    int status = 0;
+    if (sscanf(line, "put %63s %1023s", key, text) == 2) {
+      what = "PMIx_Put";
+      status = put(pmix, key, text);
+      committed = false;
+    } else if (sscanf(line, "get %u %u %63s", &first, &end, key) == 3) {
+      what = "PMIx_Commit";
+      if (!committed) status = pmix.commit();
+      committed = true;
+      if (!status) what = "PMIx_Get";
+      for (unsigned rank = first; rank < end && !status; ++rank) status = get(pmix, me, rank, key, deadline, answers);
+      if (status == PMIX_ERR_TIMEOUT) status = 0;
+    }
+    if (status) return status;
+  }
+  what = "PMIx_Commit";
+  return committed ? 0 : pmix.commit();
+}
+
+void hand_over_connection(int receiver) {
+  char byte = 0;
+  iovec content{&byte, 1};
   alignas(cmsghdr) char rights[CMSG_SPACE(sizeof connection)] = {};
   msghdr message{};
-  message.msg_iov = &line;
+  message.msg_iov = &content;
   message.msg_iovlen = 1;
-  if (connection >= 0) {
-    message.msg_control = rights;
-    message.msg_controllen = sizeof rights;
-    cmsghdr* header = CMSG_FIRSTHDR(&message);
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof connection);
-    memcpy(CMSG_DATA(header), &connection, sizeof connection);
-  }
-  if (sendmsg(answers, &message, 0) < 0) fail("the answer to stdout", strerror(errno));
+  message.msg_control = rights;
+  message.msg_controllen = sizeof rights;
+  cmsghdr* header = CMSG_FIRSTHDR(&message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(sizeof connection);
+  memcpy(CMSG_DATA(header), &connection, sizeof connection);
+  if (sendmsg(receiver, &message, 0) < 0) fail("the socket for the connection", strerror(errno));
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc < 5) fail("usage", "pmix_helper put|get KEY TIMEOUT_S LIBRARY...");
-  prctl(PR_SET_PDEATHSIG, SIGKILL);        // do not outlive the rank
-  const int answers = dup(STDOUT_FILENO);  // the answer goes there; what libraries print to stdout goes to stderr
-  dup2(STDERR_FILENO, STDOUT_FILENO);
-  const bool puts = strcmp(argv[1], "put") == 0;
-  const Pmix pmix = open_first(argv + 4);
+  if (argc < 4) fail("usage", "pmix_helper SOCKET TIMEOUT_S LIBRARY...");
+  prctl(PR_SET_PDEATHSIG, SIGKILL);  // do not outlive the rank
+  const Time deadline = Clock::now() + std::chrono::seconds(atoi(argv[2]));
+  FILE* const answers = fdopen(dup(STDOUT_FILENO), "w");
+  dup2(STDERR_FILENO, STDOUT_FILENO);  // what libraries print to stdout goes to stderr
+  const Pmix pmix = open_first(argv + 3);
   Process me{};
   if (const int status = pmix.init(&me, nullptr, 0)) fail("PMIx_Init", pmix.error_string(status));
-  char text[VALUE_MAX + 1] = {};
-  const int status = puts ? put(pmix, argv[2]) : get(pmix, me, argv[2], atoi(argv[3]), text);
+  const char* what = "";
+  const int status = obey(pmix, me, deadline, answers, what);
   pmix.finalize(nullptr, 0);  // without this, the launcher reports the job as failed
-  answer(answers, text);
-  if (status == PMIX_ERR_TIMEOUT) fail("PMIx_Get", "rank 0 has published nothing", TIMED_OUT);
-  if (status) fail(puts ? "PMIx_Put" : "PMIx_Get", pmix.error_string(status));
+  if (connection >= 0) hand_over_connection(atoi(argv[1]));
+  if (status) fail(what, pmix.error_string(status));
   _exit(0);  // skips libpmix's exit handlers, which have nothing left to do
 }

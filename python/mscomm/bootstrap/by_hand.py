@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from mscomm.bootstrap import kvs
 from mscomm.bootstrap.invitation import Invitation, Launcher, Seat
@@ -19,7 +19,7 @@ from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.protection import Protection
 
 _TCP = re.compile(r"tcp://(?:\[(?P<v6>[^]/]+)\]|(?P<host>[^]/:[]+)):(?P<port>\d{1,5})/?")
-_PUBLISHED_BYTES = 256
+_TEXT_BYTES = 256  # no text is longer
 
 
 def launcher(init_method: Any, rank: int | None, world_size: int | None) -> Launcher | None:
@@ -70,9 +70,9 @@ class _Tcp:
 
 
 class _Communicator:
-    """Rank 0 sends the hub's address to the other ranks with Bcast.
+    """The ranks pass each other texts with Allgather and Bcast.
 
-    Bcast has no timeout, so init() hangs unless all ranks of the communicator call it.
+    Both have no timeout, so init() hangs unless all ranks of the communicator call it.
     """
 
     NAME = "MPI communicator"
@@ -83,17 +83,39 @@ class _Communicator:
     def accept(self, env: Mapping[str, str], deadline: Deadline, protection: Protection) -> Invitation:
         rank, size = int(self._comm.rank), int(self._comm.size)
         mine = hashlib.sha256(host_id().encode()).digest()
-        everybody = bytearray(size * len(mine))
-        self._comm.Allgather(bytearray(mine), everybody)
-        hosts = [bytes(everybody[at : at + len(mine)]) for at in range(0, len(everybody), len(mine))]
+        hosts = _all_gather(self._comm, mine)
         place = Seat(rank, size, hosts[:rank].count(mine), one_host=len(set(hosts)) == 1)
-        store = kvs.Store(
-            publish=lambda text, deadline: self._bcast(text.encode("ascii")),
-            fetch=lambda deadline: self._bcast(b"").decode("ascii", errors="replace"),
-        )
-        return kvs.join(self.NAME, place, store, env, deadline, protection)
+        return kvs.join(self.NAME, place, _Store(self._comm, place), env, deadline, protection)
 
-    def _bcast(self, text: bytes) -> bytes:
-        buffer = bytearray(text.ljust(_PUBLISHED_BYTES, b"\0"))
-        self._comm.Bcast(buffer, root=0)
-        return bytes(buffer).rstrip(b"\0")
+
+class _Store(NamedTuple):
+    comm: Any
+    seat: Seat
+
+    def ask(self, text: str, deadline: Deadline) -> str:
+        if text:
+            _all_gather(self.comm, _padded(text))
+        count, mine = (1, 0) if self.seat.one_host else (self.seat.size, self.seat.rank)
+        answers = bytearray(count * _TEXT_BYTES)
+        self.comm.Bcast(answers, root=0)
+        return _text(answers[mine * _TEXT_BYTES :][:_TEXT_BYTES])
+
+    def collect(self, deadline: Deadline, wanted: bool) -> list[str]:
+        return [_text(ask) for ask in _all_gather(self.comm, _padded(""))[1:]]
+
+    def answer(self, texts: Sequence[str], deadline: Deadline) -> None:
+        self.comm.Bcast(bytearray(b"".join(map(_padded, texts))), root=0)
+
+
+def _all_gather(comm: Any, mine: bytes) -> list[bytes]:
+    everybody = bytearray(int(comm.size) * len(mine))
+    comm.Allgather(bytearray(mine), everybody)
+    return [bytes(everybody[at : at + len(mine)]) for at in range(0, len(everybody), len(mine))]
+
+
+def _padded(text: str) -> bytes:
+    return text.encode("ascii").ljust(_TEXT_BYTES, b"\0")
+
+
+def _text(padded: bytes | bytearray) -> str:
+    return padded.rstrip(b"\0").decode("ascii", errors="replace")

@@ -1,9 +1,13 @@
 """Joins through a launcher's key-value store: rank 0 starts the hub and publishes its address, and the others connect.
 
-The modules for PMI-1, PMIx and MPI communicators share this code. Rank 0 publishes one string. If all ranks are on one
-host, the string is `mscomm1,unix,NAME,KEY`, with the name of an abstract unix socket and the job's key in hex.
-Otherwise, the string is `mscomm1,tcp,ADDRESS,PORT`. This string does not contain the key, because a store on several
-hosts may send the string over the network. Each rank gets the key from security.job_key() instead.
+The modules for PMI-1, PMIx and MPI communicators share this code. If all ranks are on one host, rank 0 publishes one
+text, `mscomm1,unix,NAME,KEY`, with the name of an abstract unix socket and the job's key in hex.
+
+On several hosts, the store may send its entries over the network in plain text. First, each of the other ranks puts a
+text for rank 0 into the store: `own` if it has a key file or certificates or permits plain links; otherwise its public
+key for sealed_key.py, or `lacking` without the package `cryptography`. Then rank 0 puts a text for each of the other
+ranks into the store, `mscomm1,tcp,ADDRESS,PORT`. If rank 0 has no protection of its own either, it makes a new key, and
+appends `,PUBLIC,SEALED` to each text: rank 0's public key, and the job's key, encrypted for this rank.
 """
 
 from __future__ import annotations
@@ -12,24 +16,29 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
+from mscomm import environment
+from mscomm.bootstrap import sealed_key
 from mscomm.bootstrap.invitation import Invitation, Seat
 from mscomm.cluster import hub_process, interfaces, links, security
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import CONTROL
+from mscomm.cluster.plan import named
 from mscomm.cluster.protection import Protection
-from mscomm.errors import BackendUnavailable, on_failure
+from mscomm.errors import AuthenticationError, BackendUnavailable, on_failure
 
 INSTEAD = "Start the ranks with `mscomm run -n N script.py`, which needs no other launcher."
 
 _PUBLISHED = re.compile(
     r"mscomm1,(?:unix,(?P<name>mscomm-[0-9a-f]{32}),(?P<key>[0-9a-f]{64})"
-    r"|tcp,(?P<host>[0-9a-f.:]{2,45}),(?P<port>\d{1,5}))",
+    r"|(?P<address>tcp,(?P<host>[0-9a-f.:]{2,45}),(?P<port>\d{1,5}))"
+    r"(?:,(?P<public>[0-9a-f]{64}),(?P<sealed>[0-9a-f]{96}))?)",
     re.ASCII,
 )
 _FAILED = "mscomm1,failed"
+_OWN, _LACKING = "own", "lacking"
 
 
 class Names(NamedTuple):
@@ -41,15 +50,26 @@ class Names(NamedTuple):
     local_size: tuple[str, ...]  # not always a number: for two hosts with four ranks each, Slurm writes "4(x2)"
 
 
-class Store(NamedTuple):
-    """One entry of the launcher's key-value store. Rank 0 calls `publish`, and the other ranks call `fetch`.
+class Store(Protocol):
+    """The launcher's key-value store. Rank 0 calls `answer`, on several hosts after `collect`. Other ranks call `ask`.
 
-    Both functions give up at the deadline, except in the store of by_hand.py. That store calls an MPI communicator's
-    Bcast, which has no timeout.
+    All functions give up at the deadline, except in the store of by_hand.py. That store calls the functions of an MPI
+    communicator, which have no timeout.
     """
 
-    publish: Callable[[str, Deadline], object]
-    fetch: Callable[[Deadline], str]
+    def ask(self, text: str, deadline: Deadline) -> str:
+        """Put this rank's text for rank 0 into the store, and return rank 0's answer. On one host, `text` is ""."""
+
+    def collect(self, deadline: Deadline, wanted: bool) -> Sequence[str]:
+        """Return the texts of the ranks 1, 2, ... If they are not `wanted`, the result may be empty."""
+
+    def answer(self, texts: Sequence[str], deadline: Deadline) -> None:
+        """Put the answers into the store: one for all ranks of one host, or one for each rank 0, 1, ... of several."""
+
+
+def entry(key: str, seat: Seat, rank: int) -> str:
+    """Return under which key of the store rank 0's answer to `rank` is."""
+    return key if seat.one_host else f"{key}-{rank}"
 
 
 def place(env: Mapping[str, str], names: Names, launcher: str) -> Seat:
@@ -71,15 +91,20 @@ def join(
     launcher: str, seat: Seat, store: Store, env: Mapping[str, str], deadline: Deadline, protection: Protection
 ) -> Invitation:
     """Connect to this job's hub, which rank 0 starts."""
+    keyless = not seat.one_host and protection.uses_keys and not environment.read("MSCOMM_JOB_KEY_FILE", env)
+    pair = sealed_key.KeyPair() if keyless and sealed_key.possible() else None
+    mine = pair.public if pair else _LACKING if keyless else _OWN
     if seat.rank == 0:
-        return _host(launcher, seat, store, env, deadline, protection)
-    published = store.fetch(deadline)
-    if published == _FAILED:
+        return _host(launcher, seat, store, env, deadline, protection, mine, pair)
+    answer = store.ask("" if seat.one_host else mine, deadline)
+    if answer == _FAILED:
+        if mine == _LACKING:
+            raise _refusal(launcher, [seat.rank], protection)
         raise BackendUnavailable(f"{launcher}: rank 0 could not open the job; its own error says why")
-    fields = _PUBLISHED.fullmatch(published)
+    fields = _PUBLISHED.fullmatch(answer)
     if not fields or int(fields["port"] or 1) not in range(1, 1 << 16):
         raise BackendUnavailable(
-            f"{launcher}: rank 0 published {published[:12]!r}..., no address. Do all ranks run the same mscomm?"
+            f"{launcher}: rank 0 published {answer[:12]!r}..., no address. Do all ranks run the same mscomm?"
         )
     if fields["key"]:
         return _connect(launcher, seat, f"\0{fields['name']}", bytes.fromhex(fields["key"]), env, deadline, protection)
@@ -88,42 +113,99 @@ def join(
     except ValueError as error:
         raise BackendUnavailable(f"{launcher}: rank 0 published {fields['host']!r}, which is not an address") from error
     port = int(fields["port"])
-    key = security.job_key(env, host, port, protection)
+    if keyless and not fields["sealed"]:
+        raise _differ(launcher, [0], [seat.rank])
+    if pair:
+        key = pair.open(fields["sealed"], fields["public"], seat.rank, fields["address"])
+    else:
+        key = security.job_key(env, host, port, protection)
     return _connect(launcher, seat, (host, port), key, env, deadline, protection)
 
 
 def _host(
-    launcher: str, seat: Seat, store: Store, env: Mapping[str, str], deadline: Deadline, protection: Protection
+    launcher: str,
+    seat: Seat,
+    store: Store,
+    env: Mapping[str, str],
+    deadline: Deadline,
+    protection: Protection,
+    mine: str,
+    pair: sealed_key.KeyPair | None,
 ) -> Invitation:
     """Do rank 0's part of join(): start the hub, publish its address, and connect to it.
 
     The other ranks may connect before the hub process runs. Their connections then wait in the listener's backlog.
     """
     try:
-        process, address, key, text = _open(launcher, seat, env, deadline, protection)
+        asks = [] if seat.one_host else store.collect(deadline, wanted=pair is not None)
+        if mine == _LACKING:
+            raise _refusal(launcher, [0], protection)
+        if pair:
+            _check(launcher, asks, protection)
+        process, address, key, answers = _open(launcher, seat, env, deadline, protection, pair, asks)
     except Exception:
-        store.publish(_FAILED, deadline)  # otherwise, the other ranks would wait for an address until the deadline
+        # Otherwise, the other ranks would wait for an address until the deadline.
+        store.answer([_FAILED] * (1 if seat.one_host else seat.size), deadline)
         raise
     with on_failure(hub_process.end, process):
-        store.publish(text, deadline)
+        store.answer(answers, deadline)
         return _connect(launcher, seat, address, key, env, deadline, protection, process)
 
 
+def _check(launcher: str, asks: Sequence[str], protection: Protection) -> None:
+    """Raise an Error that names the ranks for which rank 0 cannot encrypt a new key, if there are any."""
+    if lacking := [rank for rank, ask in enumerate(asks, 1) if ask == _LACKING]:
+        raise _refusal(launcher, lacking, protection)
+    if own := [rank for rank, ask in enumerate(asks, 1) if ask == _OWN]:
+        raise _differ(launcher, own, [0])
+
+
+def _refusal(launcher: str, lacking: Sequence[int], protection: Protection) -> AuthenticationError:
+    return AuthenticationError(
+        f"{launcher}: the ranks are on several hosts and the job has no key. To make one by itself, mscomm needs the "
+        f"package cryptography, which {named(lacking)} cannot import. Either install it on every host:\n"
+        "    pip install 'mscomm[tls]'\nor give the job a key everywhere:\n" + security.ways_to_start(protection)
+    )
+
+
+def _differ(launcher: str, protected: Sequence[int], keyless: Sequence[int]) -> AuthenticationError:
+    return AuthenticationError(
+        f"{launcher}: only some ranks have a key file or certificates, or permit plain links: {named(protected)}, but "
+        f"not {named(keyless)}. Set MSCOMM_JOB_KEY_FILE or MSCOMM_SSL_CONFIG_FILE for all ranks or for none, or call "
+        "set_ps_context(enable_ssl=False) on all of them. Open MPI passes a variable to other hosts only with -x NAME"
+    )
+
+
 def _open(
-    launcher: str, seat: Seat, env: Mapping[str, str], deadline: Deadline, protection: Protection
-) -> tuple[subprocess.Popen[bytes], links.Address, bytes, str]:
-    """Start a hub. Return its process, its address, the job's key, and the text to publish."""
+    launcher: str,
+    seat: Seat,
+    env: Mapping[str, str],
+    deadline: Deadline,
+    protection: Protection,
+    pair: sealed_key.KeyPair | None,
+    publics: Sequence[str],
+) -> tuple[subprocess.Popen[bytes], links.Address, bytes, list[str]]:
+    """Start a hub. Return its process, its address, the job's key, and the answers to the ranks.
+
+    pair: encrypts a new key for the other ranks, whose public keys are `publics`. None if the key is not new.
+    """
     with _listen(launcher, seat, env) as listener:
         address = links.address_of(listener)
-        if isinstance(address, tuple):
-            host, port = address
-            key = security.job_key(env, host, port, protection)
-            text = f"mscomm1,tcp,{host.partition('%')[0]},{port}"
-        else:
+        if not isinstance(address, tuple):
             key = security.new_key()
-            text = f"mscomm1,unix,{os.fsdecode(address)[1:]},{key.hex()}"
+            answers = [f"mscomm1,unix,{os.fsdecode(address)[1:]},{key.hex()}"]
+        else:
+            host, port = address
+            text = f"tcp,{host.partition('%')[0]},{port}"
+            answers = [f"mscomm1,{text}"] * seat.size
+            if pair:
+                key = security.new_key()
+                for rank, public in enumerate(publics, 1):
+                    answers[rank] += f",{pair.public},{pair.seal(key, public, rank, text)}"
+            else:
+                key = security.job_key(env, host, port, protection)
         process = hub_process.spawn(listener, seat.size, key, deadline.rest(), links.job_of(env), protection)
-        return process, address, key, text
+        return process, address, key, answers
 
 
 def _listen(launcher: str, seat: Seat, env: Mapping[str, str]) -> socket.socket:

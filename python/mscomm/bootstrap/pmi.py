@@ -19,11 +19,11 @@ import re
 import select
 import socket
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from mscomm.bootstrap import kvs
-from mscomm.bootstrap.invitation import Invitation, turn
+from mscomm.bootstrap.invitation import Invitation, Seat, turn
 from mscomm.cluster.deadline import Deadline, wait
 from mscomm.cluster.protection import Protection
 from mscomm.errors import BackendUnavailable, CollectiveTimeout
@@ -37,7 +37,7 @@ _NAMES = kvs.Names(
     local_size=("MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE"),
 )
 PLACE = (_NAMES.rank, _NAMES.size)
-_ANSWER_BYTES = 4096  # no answer is longer, because the value that we store has fewer than 200 bytes
+_ANSWER_BYTES = 4096  # no answer is longer, because each value that we store has fewer than 300 bytes
 _GOODBYE_S = 2.0
 _farewells: set[int] = set()  # inherited descriptors for which an exit handler is registered
 
@@ -48,43 +48,59 @@ def detect(env: Mapping[str, str]) -> bool:
 
 
 def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -> Invitation:
-    """Connect to the hub that rank 0 starts. Before that, all ranks wait for each other in one PMI barrier."""
+    """Connect to the hub that rank 0 starts. Before that, all ranks wait for each other in a PMI barrier."""
     with _process_manager(env, deadline) as (fd, full_env):
         seat = kvs.place(full_env, _NAMES, NAME)
-        return kvs.join(NAME, seat, _store(fd, seat.size, deadline), env, deadline, protection)
+        return kvs.join(NAME, seat, _Store(fd, seat, deadline), env, deadline, protection)
 
 
-def _store(fd: int, size: int, deadline: Deadline) -> kvs.Store:
-    """Send cmd=init, which is allowed even if MPI has sent it before, and return a store for one new key."""
-    _ask(fd, "cmd=init pmi_version=1 pmi_subversion=1", "response_to_init", deadline)
-    limit = _ask(fd, "cmd=get_maxes", "maxes", deadline).get("vallen_max", "")
-    name = _ask(fd, "cmd=get_my_kvsname", "my_kvsname", deadline).get("kvsname", "")
-    key = f"mscomm-{turn(NAME)}"
-    if not name or not limit.isdecimal():
-        raise BackendUnavailable(f"{NAME}: mpirun does not describe its key-value store. {kvs.INSTEAD}")
+class _Store:
+    """The store of mpirun, with new names for this join. Another rank's values can be read after the next barrier."""
 
-    def meet(deadline: Deadline) -> None:
+    def __init__(self, fd: int, seat: Seat, deadline: Deadline) -> None:
+        """Send cmd=init, which is allowed even if MPI has sent it before."""
+        _ask(fd, "cmd=init pmi_version=1 pmi_subversion=1", "response_to_init", deadline)
+        limit = _ask(fd, "cmd=get_maxes", "maxes", deadline).get("vallen_max", "")
+        self._space = _ask(fd, "cmd=get_my_kvsname", "my_kvsname", deadline).get("kvsname", "")
+        if not self._space or not limit.isdecimal():
+            raise BackendUnavailable(f"{NAME}: mpirun does not describe its key-value store. {kvs.INSTEAD}")
+        self._fd, self._seat, self._limit = fd, seat, int(limit)
+        self._key = f"mscomm-{turn(NAME)}"
+
+    def ask(self, text: str, deadline: Deadline) -> str:
+        if text:
+            self._put(f"{self._key}-ask-{self._seat.rank}", text, deadline)
+            self._meet(deadline)
+        self._meet(deadline)
+        return self._get(kvs.entry(self._key, self._seat, self._seat.rank), deadline)
+
+    def collect(self, deadline: Deadline, wanted: bool) -> list[str]:
+        self._meet(deadline)
+        return [self._get(f"{self._key}-ask-{rank}", deadline) for rank in range(1, self._seat.size) if wanted]
+
+    def answer(self, texts: Sequence[str], deadline: Deadline) -> None:
+        for rank, text in enumerate(texts):
+            self._put(kvs.entry(self._key, self._seat, rank), text, deadline)
+        self._meet(deadline)
+
+    def _put(self, key: str, text: str, deadline: Deadline) -> None:
+        if len(text) >= self._limit:
+            raise BackendUnavailable(
+                f"{NAME}: mpirun stores at most {self._limit} bytes, but mscomm needs {len(text)}. {kvs.INSTEAD}"
+            )
+        _ask(self._fd, f"cmd=put kvsname={self._space} key={key} value={text}", "put_result", deadline)
+
+    def _get(self, key: str, deadline: Deadline) -> str:
+        return _ask(self._fd, f"cmd=get kvsname={self._space} key={key}", "get_result", deadline).get("value", "")
+
+    def _meet(self, deadline: Deadline) -> None:
         try:
-            _ask(fd, "cmd=barrier_in", "barrier_out", deadline)
+            _ask(self._fd, "cmd=barrier_in", "barrier_out", deadline)
         except CollectiveTimeout as error:
             raise CollectiveTimeout(
-                f"{NAME}: not all {size} ranks called mscomm.init() within {deadline.seconds:g} s: "
+                f"{NAME}: not all {self._seat.size} ranks called mscomm.init() within {deadline.seconds:g} s: "
                 "one has ended, or never calls it"
             ) from error
-
-    def publish(text: str, deadline: Deadline) -> None:
-        if len(text) >= int(limit):
-            raise BackendUnavailable(
-                f"{NAME}: mpirun stores at most {limit} bytes, but mscomm needs {len(text)}. {kvs.INSTEAD}"
-            )
-        _ask(fd, f"cmd=put kvsname={name} key={key} value={text}", "put_result", deadline)
-        meet(deadline)
-
-    def fetch(deadline: Deadline) -> str:
-        meet(deadline)
-        return _ask(fd, f"cmd=get kvsname={name} key={key}", "get_result", deadline).get("value", "")
-
-    return kvs.Store(publish, fetch)
 
 
 def _ask(fd: int, question: str, answer: str, deadline: Deadline, lines: int = 1) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Joins a job that a launcher with PMIx has started: Open MPI 4 or 5, PRRTE, Slurm or LSF.
 
-Rank 0 passes one string to the other ranks through the PMIx store. A short-lived helper process talks to PMIx, because
+The ranks pass each other short texts through the PMIx store. A short-lived helper process talks to PMIx, because
 PMIx_Init and PMIx_Finalize in this process would break MPI_Init, whether MPI_Init runs before or after them. The helper
 is a C++ program, csrc/tools/pmix_helper.cc. With 8 ranks on 2 cores, it takes 50 ms; a helper in Python with ctypes
 takes 110 ms.
@@ -9,19 +9,21 @@ takes 110 ms.
 from __future__ import annotations
 
 import array
+import contextlib
 import glob
 import math
 import os
+import select
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mscomm.bootstrap import kvs
-from mscomm.bootstrap.invitation import Invitation, turn
-from mscomm.cluster.deadline import Deadline
+from mscomm.bootstrap.invitation import Invitation, Seat, turn
+from mscomm.cluster.deadline import Deadline, wait
 from mscomm.cluster.protection import Protection
-from mscomm.errors import BackendUnavailable, CollectiveTimeout
+from mscomm.errors import BackendUnavailable, CollectiveTimeout, on_failure
 
 NAME = "PMIx"
 
@@ -33,8 +35,9 @@ _NAMES = kvs.Names(
 )
 PLACE = (_NAMES.rank, _NAMES.size)
 _HELPER = os.path.join(os.path.dirname(__file__), "pmix_helper")
-_TIMED_OUT = 75  # the exit status of the helper if rank 0 stored nothing in time
-_ANSWER_MAX = 4096
+# How much longer a rank waits for rank 0 than rank 0 waits for the other ranks. So rank 0 is the first to give up, and
+# names the rank that is missing.
+_ANSWERS_WITHIN_S = 5.0
 _connections: list[int] = []  # the last helper's connection, open until the next one arrives; pmix_helper.cc says why
 
 
@@ -44,66 +47,137 @@ def detect(env: Mapping[str, str]) -> bool:
 
 
 def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -> Invitation:
-    """Connect to the hub that rank 0 starts. Each of the other ranks waits for rank 0 only."""
+    """Connect to the hub that rank 0 starts."""
     seat = kvs.place(env, _NAMES, NAME)
     if "PMIX_NAMESPACE" not in env:
         raise BackendUnavailable(
             f"{NAME}: the environment has a rank, but no PMIX_NAMESPACE, which is needed to reach mpirun. {kvs.INSTEAD}"
         )
-    key = f"mscomm-{turn(NAME)}"
-    store = kvs.Store(
-        publish=lambda text, deadline: _run_helper(env, "put", key, text, deadline),
-        fetch=lambda deadline: _run_helper(env, "get", key, "", deadline),
+    return kvs.join(NAME, seat, _Store(env, seat), env, deadline, protection)
+
+
+class _Store:
+    """PMIx's store, in which each rank has its own entries.
+
+    Rank 0's helper for collect() also serves answer(); pmix_helper.cc says why.
+    """
+
+    def __init__(self, env: Mapping[str, str], seat: Seat) -> None:
+        self._env, self._seat = env, seat
+        self._key = f"mscomm-{turn(NAME)}"
+        self._helper: _Helper | None = None
+
+    def ask(self, text: str, deadline: Deadline) -> str:
+        put = f"put {self._key} {text}\n" if text else ""
+        get = f"get 0 1 {kvs.entry(self._key, self._seat, self._seat.rank)}\n"
+        until = deadline if self._seat.one_host else Deadline(deadline.rest() + _ANSWERS_WITHIN_S)
+        answer = _Helper(self._env, until).end(put + get)[0]
+        if not answer:
+            raise _timeout(0, deadline, "" if self._seat.one_host else ", or it waits for another rank")
+        return answer
+
+    def collect(self, deadline: Deadline, wanted: bool) -> list[str]:
+        if not wanted:
+            return []
+        helper = _Helper(self._env, deadline)
+        texts = helper.read(f"get 1 {self._seat.size} {self._key}\n", self._seat.size - 1)
+        self._helper = helper
+        if not texts[-1]:
+            raise _timeout(len(texts), deadline)
+        return texts
+
+    def answer(self, texts: Sequence[str], deadline: Deadline) -> None:
+        puts = [f"put {kvs.entry(self._key, self._seat, rank)} {text}\n" for rank, text in enumerate(texts)]
+        (self._helper or _Helper(self._env, deadline)).end("".join(puts))
+
+
+def _timeout(rank: int, deadline: Deadline, also: str = "") -> CollectiveTimeout:
+    return CollectiveTimeout(
+        f"{NAME}: rank {rank} did not call mscomm.init() within {deadline.seconds:g} s: it has ended, or never calls "
+        f"it{also}",
+        waiting_for=(rank,),
     )
-    return kvs.join(NAME, seat, store, env, deadline, protection)
 
 
-def _run_helper(env: Mapping[str, str], what: str, key: str, text: str, deadline: Deadline) -> str:
-    """Run the helper and return its answer. Pass `text` through stdin, because every user can read argv."""
-    timeout_s = max(1, math.ceil(deadline.left()))
-    command = [_HELPER, what, key, str(timeout_s), *libraries(env)]
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
+class _Helper:
+    """A pmix_helper that runs. Its lines pass through pipes, because every user can read argv."""
+
+    def __init__(self, env: Mapping[str, str], deadline: Deadline) -> None:
+        self._namespace = env["PMIX_NAMESPACE"]
+        self._deadline = deadline
+        timeout_s = max(1, math.ceil(deadline.left()))
+        self._limit = Deadline(timeout_s + 2)  # the helper stops waiting before this, unless it hangs in libpmix
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, on_failure(self._socket.close):
+            try:
+                self._process = subprocess.Popen(
+                    [_HELPER, str(theirs.fileno()), str(timeout_s), *libraries(env)],
+                    bufsize=0,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env=dict(env),
+                    pass_fds=[theirs.fileno()],
+                )
+            except OSError as error:
+                raise BackendUnavailable(
+                    f"{NAME}: cannot run {_HELPER}: {error}. Is mscomm installed completely?"
+                ) from error
+
+    def read(self, line: str, count: int) -> list[str]:
+        """Send a line to the helper. Return `count` lines of its answer, or fewer, of which the last one is empty."""
+        assert self._process.stdin and self._process.stdout
+        with contextlib.suppress(BrokenPipeError):  # the helper has ended, so we read the end of its output
+            self._process.stdin.write(line.encode())
+        answer = b""
+        with contextlib.suppress(TimeoutError):
+            while len(lines := _lines(answer)) < count and "" not in lines[-1:]:
+                wait(self._process.stdout.fileno(), select.POLLIN, self._limit)
+                piece = self._process.stdout.read(1 << 16)
+                if not piece:
+                    break
+                answer += piece
+            else:
+                return lines
+        self.end("")  # raises the error with which the helper has ended, or says that it hangs
+        raise AssertionError(f"{_HELPER} has ended too early, without an error")
+
+    def end(self, lines: str) -> list[str]:
+        """Send the last lines to the helper, and wait until it has ended. Return the lines of its answer."""
         try:
-            # The helper ends by itself at the deadline. One second later, run() kills a helper that hangs in libpmix.
-            done = subprocess.run(
-                command,
-                input=text.encode(),
-                stdout=theirs.fileno(),
-                stderr=subprocess.PIPE,
-                env=dict(env),
-                timeout=timeout_s + 1,
-            )
-        except OSError as error:
-            raise BackendUnavailable(
-                f"{NAME}: cannot run {_HELPER}: {error}. Is mscomm installed completely?"
-            ) from error
+            out, err = self._process.communicate(lines.encode(), self._limit.left())
         except subprocess.TimeoutExpired as error:
+            self._process.kill()
+            self._process.communicate()
             raise CollectiveTimeout(
-                f"{NAME}: mpirun did not answer within {deadline.seconds:g} s; is it stopped or overloaded?"
+                f"{NAME}: mpirun did not answer within {self._deadline.seconds:g} s; is it stopped or overloaded?"
             ) from error
-        theirs.close()
-        # Do not use socket.recv_fds, because it does not pass MSG_CMSG_CLOEXEC on to recvmsg.
-        space = socket.CMSG_SPACE(array.array("i").itemsize)
-        answer, ancillary, _, _ = ours.recvmsg(_ANSWER_MAX, space, socket.MSG_CMSG_CLOEXEC)
-    connections = [fd for _, _, content in ancillary for fd in array.array("i", content)]
-    if connections:
-        for connection in _connections:
-            os.close(connection)
-        _connections[:] = connections
-    if done.returncode == _TIMED_OUT:
-        raise CollectiveTimeout(
-            f"{NAME}: rank 0 did not call mscomm.init() within {deadline.seconds:g} s: it has ended, or never calls it",
-            waiting_for=(0,),
-        )
-    if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip()[-1000:] or f"exit status {done.returncode}"
-        raise BackendUnavailable(
-            f"{NAME}: cannot {what} rank 0's address in PMIX_NAMESPACE={env['PMIX_NAMESPACE']}: {said}. "
-            "Has mpirun ended (a script that starts it with & must wait for it), or was this process started by a "
-            f"rank, not by mpirun? {kvs.INSTEAD}"
-        )
-    return answer.rstrip(b"\0").decode("ascii", errors="replace")
+        finally:
+            self._keep_connection()
+        if self._process.returncode != 0:
+            said = err.decode(errors="replace").strip()[-1000:] or f"exit status {self._process.returncode}"
+            raise BackendUnavailable(
+                f"{NAME}: cannot use the store of PMIX_NAMESPACE={self._namespace}: {said}. Has mpirun ended (a script "
+                "that starts it with & must wait for it), or was this process started by a rank, not by mpirun? "
+                + kvs.INSTEAD
+            )
+        return _lines(out)
+
+    def _keep_connection(self) -> None:
+        """Keep the helper's connection to mpirun, and close that of the helper before."""
+        with self._socket:
+            # Do not use socket.recv_fds, because it does not pass MSG_CMSG_CLOEXEC on to recvmsg.
+            space = socket.CMSG_SPACE(array.array("i").itemsize)
+            _, ancillary, _, _ = self._socket.recvmsg(1, space, socket.MSG_CMSG_CLOEXEC)
+        connections = [fd for _, _, content in ancillary for fd in array.array("i", content)]
+        if connections:
+            for connection in _connections:
+                os.close(connection)
+            _connections[:] = connections
+
+
+def _lines(answer: bytes) -> list[str]:
+    return answer.decode("ascii", errors="replace").split("\n")[:-1]
 
 
 def libraries(env: Mapping[str, str]) -> list[str]:

@@ -38,7 +38,7 @@ SCHEMA = "mscomm-doctor/1"
 OPTIONAL = {
     "mpi4py": "MPI beside mscomm, and `mscomm bench --vs openmpi`",
     "ml-dtypes": "bfloat16 arrays of NumPy",
-    "cryptography": "TLS, and `mscomm certs`",
+    "cryptography": "TLS with certificates, and mpirun on several hosts without a key file",
     "matplotlib": "`mscomm bench --plot`",
     "torch": "`mscomm bench --vs torch-gloo`",
 }
@@ -329,12 +329,16 @@ def route_to(host: str) -> str:
 
 def protection(env: Mapping[str, str]) -> Iterator[Finding]:
     """Return what protects a job that is started with these variables."""
+    from mscomm.bootstrap import sealed_key
+
     yield Finding("one host", "sockets and memory that only this user can open; needs no settings")
     key, tls = job_key(env), list(certificates(env))
     yield key
     yield from tls
     if not environment.read("MSCOMM_JOB_KEY_FILE", env) and not environment.read("MSCOMM_SSL_CONFIG_FILE", env):
-        said = "refused, except `mscomm run --hosts`; set MSCOMM_JOB_KEY_FILE or MSCOMM_SSL_CONFIG_FILE"
+        said = "refused, except `mscomm run --hosts`{}; set MSCOMM_JOB_KEY_FILE or MSCOMM_SSL_CONFIG_FILE".format(
+            " and mpirun, which make a key" if sealed_key.possible() else ", or mpirun after pip install 'mscomm[tls]'"
+        )
     elif key.fault or any(finding.fault for finding in tls):
         said = "fails, see above"
     elif environment.read("MSCOMM_SSL_CONFIG_FILE", env):

@@ -74,6 +74,11 @@ def numbers(ranks: Sequence[int]) -> str:
     return f"{ranks[0]} to {ranks[-1]}" if whole and len(ranks) > 2 else ", ".join(map(str, ranks))
 
 
+def named(ranks: Sequence[int]) -> str:
+    """Return the ranks as text: rank 3; ranks 2, 3; ranks 8 to 15."""
+    return f"rank{'s' * (len(ranks) > 1)} {numbers(ranks)}"
+
+
 def world_id(epoch: int) -> str:
     """Return the id of the world group in control frames. It begins with the epoch, like the ids of all groups."""
     return f"{epoch}:world"

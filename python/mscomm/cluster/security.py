@@ -121,9 +121,7 @@ def _open_key(host: str, port: int, protection: Protection) -> bytes:
         if not protection.permit_plain:
             raise AuthenticationError(
                 f"{where} can be reached from other machines and the job has no key. Either give it one everywhere:\n"
-                "    export MSCOMM_JOB_KEY_FILE=/path/to/key   # (umask 077; head -c 32 /dev/urandom > /path/to/key)\n"
-                "or allow anybody who can reach the port to join:\n"
-                f"    {protection.permits}"
+                + ways_to_start(protection)
             )
         log.warn(
             f"this job has no key: anybody who can reach {where} can join it. "
@@ -131,6 +129,15 @@ def _open_key(host: str, port: int, protection: Protection) -> bytes:
         )
     # Hash only the port. The scheduler and the workers may know the host by different names or addresses.
     return hashlib.sha256(f"mscomm, open to all: {port}".encode()).digest()
+
+
+def ways_to_start(protection: Protection) -> str:
+    """Return the end of an error about a job without a key, after "give it one everywhere:"."""
+    return (
+        "    export MSCOMM_JOB_KEY_FILE=/path/to/key   # (umask 077; head -c 32 /dev/urandom > /path/to/key)\n"
+        "or allow anybody who can reach the port to join:\n"
+        f"    {protection.permits}"
+    )
 
 
 def derived_key(key: bytes, job: str) -> bytes:

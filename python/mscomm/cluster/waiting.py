@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from mscomm.cluster.launchers import Launchers
-from mscomm.cluster.plan import numbers
+from mscomm.cluster.plan import named
 from mscomm.cluster.roster import Roster
 
 _TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0  # when to tell the user which ranks are missing, and how often after that
@@ -38,13 +38,13 @@ class WaitNotices:
         if self.due is None or now < self.due:
             return
         self.due = now + _TELL_EVERY_S
-        nodes = [f"{name} ({_ranks(ranks)})" for name, ranks in self._launchers.missing()]
+        nodes = [f"{name} ({named(ranks)})" for name, ranks in self._launchers.missing()]
         absent = [rank for rank in range(self._roster.size) if self._roster.at(rank) is None]
         last = f"; {self._turned_away}" if self._turned_away else ""
         if nodes:
             self._tell(f"waiting for {', '.join(nodes)}: nothing there has connected to {self._roster.address}{last}")
         elif len(self._roster) and absent:
-            self._tell(f"waiting for {_ranks(absent)} to call mscomm.init(){last}")
+            self._tell(f"waiting for {named(absent)} to call mscomm.init(){last}")
         self._turned_away = ""
 
     def turned_away(self, address: str, why: str, unproven: bool) -> None:
@@ -64,8 +64,3 @@ class WaitNotices:
                 "files in MSCOMM_JOB_KEY_FILE and MSCOMM_SSL_CONFIG_FILE"
             )
             self._unproven, self._unproven_at = 0, time.monotonic() + _UNPROVEN_EVERY_S
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Return the ranks as text: rank 3; ranks 2, 3; ranks 8 to 15."""
-    return f"rank{'s' * (len(ranks) > 1)} {numbers(ranks)}"
