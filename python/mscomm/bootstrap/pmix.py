@@ -4,6 +4,9 @@ The ranks pass each other short texts through the PMIx store. A short-lived help
 PMIx_Init and PMIx_Finalize in this process would break MPI_Init, whether MPI_Init runs before or after them. The helper
 is a C++ program, csrc/tools/pmix_helper.cc. With 8 ranks on 2 cores, it takes 50 ms; a helper in Python with ctypes
 takes 110 ms.
+
+If a rank asks for a text of a rank on another host before that rank has stored it, the daemon of Open MPI 5 there looks
+for the text only every 2 s. Without a key file, this can happen once on the way to rank 0, and once on the way back.
 """
 
 from __future__ import annotations
