@@ -370,6 +370,13 @@ class Spawned(Exception):
     """Raised by the test's spawn(), which starts no process."""
 
 
+class NoStore:
+    """A launcher's store that nobody reads."""
+
+    def answer(self, texts: list[str], deadline: Deadline) -> None:
+        assert texts == ["mscomm1,failed"]
+
+
 @pytest.mark.parametrize("seconds", [7200.0, float("inf")])
 def test_the_hub_that_rank_0_starts_waits_as_long_as_the_user_said(seconds, monkeypatch):
     limits = []
@@ -381,9 +388,10 @@ def test_the_hub_that_rank_0_starts_waits_as_long_as_the_user_said(seconds, monk
     monkeypatch.setattr(hub_process, "spawn", spawn)
     place, deadline = rendezvous.Seat(0, 2, 0, one_host=True), Deadline(seconds)
     with pytest.raises(Spawned):
-        kvs._open("mpirun", place, {}, deadline, Protection(), None, [])
+        kvs.Join("mpirun", place, NoStore(), {}, deadline, Protection()).invitation()
     with pytest.raises(Spawned):
-        rendezvous._host("srun", place, rendezvous.Spot("a job"), {}, deadline, Protection(), "")
+        spot = rendezvous.Spot("a job")
+        rendezvous.Meeting("srun", place, spot, {}, deadline, Protection(), "").invitation()
     assert len(limits) == 2 and all(7000 < limit <= seconds for limit in limits)
 
 

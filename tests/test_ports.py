@@ -97,4 +97,4 @@ def test_a_published_port_that_does_not_exist_is_no_address(port):
             return f"mscomm1,tcp,127.0.0.1,{port}"
 
     with pytest.raises(errors.BackendUnavailable, match="no address"):
-        kvs.join("mpirun", rendezvous.Seat(1, 2, 0, one_host=False), Store(), {}, soon(), Protection())
+        kvs.Join("mpirun", rendezvous.Seat(1, 2, 0, one_host=False), Store(), {}, soon(), Protection()).invitation()

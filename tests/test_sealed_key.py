@@ -123,7 +123,8 @@ class Joining:
         seat = Seat(rank, self.size, 0, one_host=False)
         protection = self.protection.get(rank, Protection())
         try:
-            self.opened.append(kvs.join("mpirun", seat, store, self.env.get(rank, {}), soon(), protection))
+            joined = kvs.Join("mpirun", seat, store, self.env.get(rank, {}), soon(), protection)
+            self.opened.append(joined.invitation())
             return self.opened[-1]
         except errors.Error as error:
             return error

@@ -1,7 +1,6 @@
 #include "comm/recorder.h"
 
 #include <algorithm>
-#include <chrono>
 
 namespace mscomm {
 
@@ -24,13 +23,12 @@ uint64_t ticks() {
 }  // namespace
 
 void Recorder::begin(const Signature& signature) {
-  const uint64_t now = ticks();
   const std::lock_guard lock(mutex_);
   Entry& entry = ring_[signature.number % kept];
   entry.signature = signature;
   entry.state.store(Record::State::inside, std::memory_order_relaxed);
-  entry.began = now;
-  entry.ended.store(now, std::memory_order_relaxed);
+  entry.began = ticks();
+  entry.ended.store(entry.began, std::memory_order_relaxed);
   newest_ = std::max(newest_, signature.number);
 }
 
@@ -71,8 +69,7 @@ std::optional<Signature> Recorder::find(uint64_t number) const {
 std::optional<std::pair<Signature, Record::State>> Recorder::last() const {
   const std::lock_guard lock(mutex_);
   if (newest_ == 0) return std::nullopt;
-  const Entry& entry = ring_[newest_ % kept];
-  return {{entry.signature, entry.state}};
+  return {{ring_[newest_ % kept].signature, ring_[newest_ % kept].state}};
 }
 
 std::vector<Record> Recorder::all(uint64_t after) const {

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from mscomm.bootstrap import kvs
 from mscomm.bootstrap.invitation import Invitation, Launcher, Seat
-from mscomm.bootstrap.rendezvous import Spot, meet
+from mscomm.bootstrap.rendezvous import Meeting, Spot
 from mscomm.cluster.assemble import host_id
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.protection import Protection
@@ -66,7 +66,7 @@ class _Tcp:
 
     def accept(self, env: Mapping[str, str], deadline: Deadline, protection: Protection) -> Invitation:
         advice = "init() on rank 0 must run on the host of that address, with the same init_method and world_size"
-        return meet(self.NAME, self._place, self._spot, env, deadline, protection, advice)
+        return Meeting(self.NAME, self._place, self._spot, env, deadline, protection, advice).invitation()
 
 
 class _Communicator:
@@ -85,7 +85,7 @@ class _Communicator:
         mine = hashlib.sha256(host_id().encode()).digest()
         hosts = _all_gather(self._comm, mine)
         place = Seat(rank, size, hosts[:rank].count(mine), one_host=len(set(hosts)) == 1)
-        return kvs.join(self.NAME, place, _Store(self._comm, place), env, deadline, protection)
+        return kvs.Join(self.NAME, place, _Store(self._comm, place), env, deadline, protection).invitation()
 
 
 class _Store(NamedTuple):

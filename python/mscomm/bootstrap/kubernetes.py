@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping
 
 from mscomm.bootstrap.invitation import Invitation, Seat, turn
-from mscomm.bootstrap.rendezvous import Spot, meet, number, port_range, ports_after
+from mscomm.bootstrap.rendezvous import Meeting, Spot, number, port_range, ports_after
 from mscomm.bootstrap.torchrun import DEFAULT_PORT
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.protection import Protection
@@ -44,7 +44,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -
         f" MASTER_ADDR to pod 0's name. Its {port_range(ports)} must be open to the other pods"
     )
     seat, spot = Seat(rank, size, 0, one_host=size == 1), Spot(f"kubernetes {host} {port} {turn(NAME)}", host, ports)
-    return meet(NAME, seat, spot, env, deadline, protection, advice)
+    return Meeting(NAME, seat, spot, env, deadline, protection, advice).invitation()
 
 
 def pod_0(name: str, index: int) -> str:

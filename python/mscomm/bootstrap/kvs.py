@@ -87,155 +87,142 @@ def _first(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
     return int(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else None
 
 
-def join(
-    launcher: str, seat: Seat, store: Store, env: Mapping[str, str], deadline: Deadline, protection: Protection
-) -> Invitation:
-    """Connect to this job's hub, which rank 0 starts."""
-    keyless = not seat.one_host and protection.uses_keys and not environment.read("MSCOMM_JOB_KEY_FILE", env)
-    pair = sealed_key.KeyPair() if keyless and sealed_key.possible() else None
-    mine = pair.public if pair else _LACKING if keyless else _OWN
-    if seat.rank == 0:
-        return _host(launcher, seat, store, env, deadline, protection, mine, pair)
-    answer = store.ask("" if seat.one_host else mine, deadline)
-    if answer == _FAILED:
-        if mine == _LACKING:
-            raise _refusal(launcher, [seat.rank], protection)
-        raise BackendUnavailable(f"{launcher}: rank 0 could not open the job; its own error says why")
-    fields = _PUBLISHED.fullmatch(answer)
-    if not fields or int(fields["port"] or 1) not in range(1, 1 << 16):
-        raise BackendUnavailable(
-            f"{launcher}: rank 0 published {answer[:12]!r}..., no address. Do all ranks run the same mscomm?"
-        )
-    if fields["key"]:
-        return _connect(launcher, seat, f"\0{fields['name']}", bytes.fromhex(fields["key"]), env, deadline, protection)
-    try:
-        host = interfaces.dial_address(fields["host"], env=env)
-    except ValueError as error:
-        raise BackendUnavailable(f"{launcher}: rank 0 published {fields['host']!r}, which is not an address") from error
-    port = int(fields["port"])
-    if keyless and not fields["sealed"]:
-        raise _differ(launcher, [0], [seat.rank])
-    if pair:
-        key = pair.open(fields["sealed"], fields["public"], seat.rank, fields["address"])
-    else:
-        key = security.job_key(env, host, port, protection)
-    return _connect(launcher, seat, (host, port), key, env, deadline, protection)
+class Join(NamedTuple):
+    """How this rank joins its job through the launcher's store."""
 
+    launcher: str
+    seat: Seat
+    store: Store
+    env: Mapping[str, str]
+    deadline: Deadline
+    protection: Protection
 
-def _host(
-    launcher: str,
-    seat: Seat,
-    store: Store,
-    env: Mapping[str, str],
-    deadline: Deadline,
-    protection: Protection,
-    mine: str,
-    pair: sealed_key.KeyPair | None,
-) -> Invitation:
-    """Do rank 0's part of join(): start the hub, publish its address, and connect to it.
-
-    The other ranks may connect before the hub process runs. Their connections then wait in the listener's backlog.
-    """
-    try:
-        asks = [] if seat.one_host else store.collect(deadline, wanted=pair is not None)
-        if mine == _LACKING:
-            raise _refusal(launcher, [0], protection)
+    def invitation(self) -> Invitation:
+        """Connect to this job's hub, which rank 0 starts."""
+        launcher, rank, one_host = self.launcher, self.seat.rank, self.seat.one_host
+        keyless = not one_host and self.protection.uses_keys and not environment.read("MSCOMM_JOB_KEY_FILE", self.env)
+        pair = sealed_key.KeyPair() if keyless and sealed_key.possible() else None
+        mine = pair.public if pair else _LACKING if keyless else _OWN
+        if rank == 0:
+            return self._host(mine, pair)
+        answer = self.store.ask("" if one_host else mine, self.deadline)
+        if answer == _FAILED:
+            if mine == _LACKING:
+                raise self._refusal([rank])
+            raise BackendUnavailable(f"{launcher}: rank 0 could not open the job; its own error says why")
+        fields = _PUBLISHED.fullmatch(answer)
+        if not fields or int(fields["port"] or 1) not in range(1, 1 << 16):
+            raise BackendUnavailable(
+                f"{launcher}: rank 0 published {answer[:12]!r}..., no address. Do all ranks run the same mscomm?"
+            )
+        if fields["key"]:
+            return self._connect(f"\0{fields['name']}", bytes.fromhex(fields["key"]))
+        try:
+            host = interfaces.dial_address(fields["host"], env=self.env)
+        except ValueError as error:
+            said = f"rank 0 published {fields['host']!r}, which is not an address"
+            raise BackendUnavailable(f"{launcher}: {said}") from error
+        port = int(fields["port"])
+        if keyless and not fields["sealed"]:
+            raise self._differ([0], [rank])
         if pair:
-            _check(launcher, asks, protection)
-        process, address, key, answers = _open(launcher, seat, env, deadline, protection, pair, asks)
-    except Exception:
-        # Otherwise, the other ranks would wait for an address until the deadline.
-        store.answer([_FAILED] * (1 if seat.one_host else seat.size), deadline)
-        raise
-    with on_failure(hub_process.end, process):
-        store.answer(answers, deadline)
-        return _connect(launcher, seat, address, key, env, deadline, protection, process)
-
-
-def _check(launcher: str, asks: Sequence[str], protection: Protection) -> None:
-    """Raise an Error that names the ranks for which rank 0 cannot encrypt a new key, if there are any."""
-    if lacking := [rank for rank, ask in enumerate(asks, 1) if ask == _LACKING]:
-        raise _refusal(launcher, lacking, protection)
-    if own := [rank for rank, ask in enumerate(asks, 1) if ask == _OWN]:
-        raise _differ(launcher, own, [0])
-
-
-def _refusal(launcher: str, lacking: Sequence[int], protection: Protection) -> AuthenticationError:
-    return AuthenticationError(
-        f"{launcher}: the ranks are on several hosts and the job has no key. To make one by itself, mscomm needs the "
-        f"package cryptography, which {named(lacking)} cannot import. Either install it on every host:\n"
-        "    pip install 'mscomm[tls]'\nor give the job a key everywhere:\n" + security.ways_to_start(protection)
-    )
-
-
-def _differ(launcher: str, protected: Sequence[int], keyless: Sequence[int]) -> AuthenticationError:
-    return AuthenticationError(
-        f"{launcher}: only some ranks have a key file or certificates, or permit plain links: {named(protected)}, but "
-        f"not {named(keyless)}. Set MSCOMM_JOB_KEY_FILE or MSCOMM_SSL_CONFIG_FILE for all ranks or for none, or call "
-        "set_ps_context(enable_ssl=False) on all of them. Open MPI passes a variable to other hosts only with -x NAME"
-    )
-
-
-def _open(
-    launcher: str,
-    seat: Seat,
-    env: Mapping[str, str],
-    deadline: Deadline,
-    protection: Protection,
-    pair: sealed_key.KeyPair | None,
-    publics: Sequence[str],
-) -> tuple[subprocess.Popen[bytes], links.Address, bytes, list[str]]:
-    """Start a hub. Return its process, its address, the job's key, and the answers to the ranks.
-
-    pair: encrypts a new key for the other ranks, whose public keys are `publics`. None if the key is not new.
-    """
-    with _listen(launcher, seat, env) as listener:
-        address = links.address_of(listener)
-        if not isinstance(address, tuple):
-            key = security.new_key()
-            answers = [f"mscomm1,unix,{os.fsdecode(address)[1:]},{key.hex()}"]
+            key = pair.open(fields["sealed"], fields["public"], rank, fields["address"])
         else:
-            host, port = address
-            text = f"tcp,{host.partition('%')[0]},{port}"
-            answers = [f"mscomm1,{text}"] * seat.size
+            key = security.job_key(self.env, host, port, self.protection)
+        return self._connect((host, port), key)
+
+    def _host(self, mine: str, pair: sealed_key.KeyPair | None) -> Invitation:
+        """Do rank 0's part of invitation(): start the hub, publish its address, and connect to it.
+
+        The other ranks may connect before the hub process runs. Their connections then wait in the listener's backlog.
+        """
+        one_host = self.seat.one_host
+        try:
+            asks = [] if one_host else self.store.collect(self.deadline, wanted=pair is not None)
+            if mine == _LACKING:
+                raise self._refusal([0])
             if pair:
+                self._check(asks)
+            process, address, key, answers = self._open(pair, asks)
+        except Exception:
+            # Otherwise, the other ranks would wait for an address until the deadline.
+            self.store.answer([_FAILED] * (1 if one_host else self.seat.size), self.deadline)
+            raise
+        with on_failure(hub_process.end, process):
+            self.store.answer(answers, self.deadline)
+            return self._connect(address, key, process)
+
+    def _check(self, asks: Sequence[str]) -> None:
+        """Raise an Error that names the ranks for which rank 0 cannot encrypt a new key, if there are any."""
+        if lacking := [rank for rank, ask in enumerate(asks, 1) if ask == _LACKING]:
+            raise self._refusal(lacking)
+        if own := [rank for rank, ask in enumerate(asks, 1) if ask == _OWN]:
+            raise self._differ(own, [0])
+
+    def _refusal(self, lacking: Sequence[int]) -> AuthenticationError:
+        ways = security.ways_to_start(self.protection)
+        return AuthenticationError(
+            f"{self.launcher}: the ranks are on several hosts and the job has no key. To make one by itself, mscomm "
+            f"needs the package cryptography, which {named(lacking)} cannot import. Either install it on every host:\n"
+            f"    pip install 'mscomm[tls]'\nor give the job a key everywhere:\n{ways}"
+        )
+
+    def _differ(self, protected: Sequence[int], keyless: Sequence[int]) -> AuthenticationError:
+        return AuthenticationError(
+            f"{self.launcher}: only some ranks have a key file or certificates, or permit plain links: "
+            f"{named(protected)}, but not {named(keyless)}. Set MSCOMM_JOB_KEY_FILE or MSCOMM_SSL_CONFIG_FILE for all "
+            "ranks or for none, or call set_ps_context(enable_ssl=False) on all of them. Open MPI passes a variable to "
+            "other hosts only with -x NAME"
+        )
+
+    def _open(
+        self, pair: sealed_key.KeyPair | None, publics: Sequence[str]
+    ) -> tuple[subprocess.Popen[bytes], links.Address, bytes, list[str]]:
+        """Start a hub. Return its process, its address, the job's key, and the answers to the ranks.
+
+        pair: encrypts a new key for the other ranks, whose public keys are `publics`. None if the key is not new.
+        """
+        env, size = self.env, self.seat.size
+        with self._listen() as listener:
+            address = links.address_of(listener)
+            if not isinstance(address, tuple):
                 key = security.new_key()
-                for rank, public in enumerate(publics, 1):
-                    answers[rank] += f",{pair.public},{pair.seal(key, public, rank, text)}"
+                answers = [f"mscomm1,unix,{os.fsdecode(address)[1:]},{key.hex()}"]
             else:
-                key = security.job_key(env, host, port, protection)
-        process = hub_process.spawn(listener, seat.size, key, deadline.rest(), links.job_of(env), protection)
-        return process, address, key, answers
+                host, port = address
+                text = f"tcp,{host.partition('%')[0]},{port}"
+                answers = [f"mscomm1,{text}"] * size
+                if pair:
+                    key = security.new_key()
+                    for rank, public in enumerate(publics, 1):
+                        answers[rank] += f",{pair.public},{pair.seal(key, public, rank, text)}"
+                else:
+                    key = security.job_key(env, host, port, self.protection)
+            job = links.job_of(env)
+            process = hub_process.spawn(listener, size, key, self.deadline.rest(), job, self.protection)
+            return process, address, key, answers
 
+    def _listen(self) -> socket.socket:
+        if self.seat.one_host:
+            return links.unix_listener(self.seat.size + 64)
+        try:
+            address = interfaces.host_address(self.env)
+        except BackendUnavailable as error:
+            raise BackendUnavailable(f"{self.launcher}: the ranks are on several hosts: {error}") from error
+        return links.listen(address, self.seat.size + 64, self.env)
 
-def _listen(launcher: str, seat: Seat, env: Mapping[str, str]) -> socket.socket:
-    if seat.one_host:
-        return links.unix_listener(seat.size + 64)
-    try:
-        address = interfaces.host_address(env)
-    except BackendUnavailable as error:
-        raise BackendUnavailable(f"{launcher}: the ranks are on several hosts: {error}") from error
-    return links.listen(address, seat.size + 64, env)
-
-
-def _connect(
-    launcher: str,
-    seat: Seat,
-    address: links.Address,
-    key: bytes,
-    env: Mapping[str, str],
-    deadline: Deadline,
-    protection: Protection,
-    process: subprocess.Popen[bytes] | None = None,
-) -> Invitation:
-    where = interfaces.endpoint(*address) if isinstance(address, tuple) else "a unix socket of this host"
-    admission = security.admission_key(key, CONTROL)
-    try:
-        mine = links.newcomer(env, seat.rank)
-        stream = links.open_link(address, admission, CONTROL, mine, deadline, protection)
-    except OSError as error:
-        raise BackendUnavailable(
-            f"{launcher}: rank {seat.rank} cannot reach the hub that rank 0 started at {where}: {error}. "
-            "Has rank 0 ended, or does a firewall or a container's network lie between the ranks?"
-        ) from error
-    return Invitation(launcher, seat, stream, admission, f"the hub that rank 0 started at {where}", hub=process)
+    def _connect(
+        self, address: links.Address, key: bytes, process: subprocess.Popen[bytes] | None = None
+    ) -> Invitation:
+        launcher, seat = self.launcher, self.seat
+        where = interfaces.endpoint(*address) if isinstance(address, tuple) else "a unix socket of this host"
+        admission = security.admission_key(key, CONTROL)
+        try:
+            mine = links.newcomer(self.env, seat.rank)
+            stream = links.open_link(address, admission, CONTROL, mine, self.deadline, self.protection)
+        except OSError as error:
+            raise BackendUnavailable(
+                f"{launcher}: rank {seat.rank} cannot reach the hub that rank 0 started at {where}: {error}. "
+                "Has rank 0 ended, or does a firewall or a container's network lie between the ranks?"
+            ) from error
+        return Invitation(launcher, seat, stream, admission, f"the hub that rank 0 started at {where}", hub=process)

@@ -51,7 +51,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -
     """Connect to the hub that rank 0 starts. Before that, all ranks wait for each other in a PMI barrier."""
     with _process_manager(env, deadline) as (fd, full_env):
         seat = kvs.place(full_env, _NAMES, NAME)
-        return kvs.join(NAME, seat, _Store(fd, seat, deadline), env, deadline, protection)
+        return kvs.Join(NAME, seat, _Store(fd, seat, deadline), env, deadline, protection).invitation()
 
 
 class _Store:

@@ -56,7 +56,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -
         raise BackendUnavailable(
             f"{NAME}: the environment has a rank, but no PMIX_NAMESPACE, which is needed to reach mpirun. {kvs.INSTEAD}"
         )
-    return kvs.join(NAME, seat, _Store(env, seat), env, deadline, protection)
+    return kvs.Join(NAME, seat, _Store(env, seat), env, deadline, protection).invitation()
 
 
 class _Store:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from mscomm.bootstrap.invitation import Invitation, Seat, turn
 from mscomm.bootstrap.rank_table_file import Table, load
-from mscomm.bootstrap.rendezvous import Spot, meet, meeting_ports, port_range
+from mscomm.bootstrap.rendezvous import Meeting, Spot, meeting_ports, port_range
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.protection import Protection
 
@@ -42,7 +42,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -
     )
     seat = Seat(rank, len(servers), servers[:rank].count(servers[rank]), one_host=len(table.servers) == 1)
     spot = Spot(f"rank table {table.digest} {turn(NAME)}", servers[0], ports)
-    invitation = meet(NAME, seat, spot, env, deadline, protection, advice)
+    invitation = Meeting(NAME, seat, spot, env, deadline, protection, advice).invitation()
     return replace(invitation, device=table.seats[rank].device)
 
 

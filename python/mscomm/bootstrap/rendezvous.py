@@ -51,32 +51,72 @@ class Spot(NamedTuple):
     key_path: str = ""  # a file on a shared file system; rank 0 writes the key to it if the user provides no key
 
 
-def meet(
-    launcher: str,
-    seat: Seat,
-    spot: Spot,
-    env: Mapping[str, str],
-    deadline: Deadline,
-    protection: Protection,
-    advice: str,
-) -> Invitation:
-    """Connect to this job's hub, which rank 0 starts. `advice`: what the user should check, for the error message."""
-    if seat.one_host and (job_id := environment.read("MSCOMM_JOB_ID", env)):
-        spot = spot._replace(job=f"{spot.job} {job_id}")  # jobs with different ids then use different sockets
-    if seat.rank == 0:
-        return _host(launcher, seat, spot, env, deadline, protection, advice)
-    targets = [_unix_name(spot.job)] if seat.one_host else [(spot.host, port) for port in spot.ports]
-    where = _where(seat, spot)
-    stream, key = reach(
-        targets,
-        deadline,
-        lambda address: security.admission_key(_key(spot, address, env, protection), CONTROL),
-        links.newcomer(env, seat.rank),
-        f"{launcher}: rank {seat.rank} finds no hub of rank 0 at {where}",
-        advice,
-        protection=protection,
-    )
-    return Invitation(launcher, seat, stream, key, f"the hub that rank 0 started at {where}")
+class Meeting(NamedTuple):
+    """How the ranks of a job meet. advice: what the user should check, for the error message."""
+
+    launcher: str
+    seat: Seat
+    spot: Spot
+    env: Mapping[str, str]
+    deadline: Deadline
+    protection: Protection
+    advice: str
+
+    def invitation(self) -> Invitation:
+        """Connect to this job's hub, which rank 0 starts."""
+        launcher, seat, spot, env, deadline, protection, advice = self
+        if seat.one_host and (job_id := environment.read("MSCOMM_JOB_ID", env)):
+            spot = spot._replace(job=f"{spot.job} {job_id}")  # jobs with different ids then use different sockets
+        if seat.rank == 0:
+            return self._replace(spot=spot)._host()
+        targets = [_unix_name(spot.job)] if seat.one_host else [(spot.host, port) for port in spot.ports]
+        where = _where(seat, spot)
+        stream, key = reach(
+            targets,
+            deadline,
+            lambda address: security.admission_key(_key(spot, address, env, protection), CONTROL),
+            links.newcomer(env, seat.rank),
+            f"{launcher}: rank {seat.rank} finds no hub of rank 0 at {where}",
+            advice,
+            protection=protection,
+        )
+        return Invitation(launcher, seat, stream, key, f"the hub that rank 0 started at {where}")
+
+    def _host(self) -> Invitation:
+        """Do rank 0's part of invitation(): start the hub, and connect to it.
+
+        Until the hub process runs, connections wait in the listener's backlog.
+        """
+        launcher, seat, spot, env, deadline, protection, advice = self
+        until = deadline.within(_LAST_JOB_S)
+        while True:
+            try:
+                listener, key = _open(seat, spot, env, protection)
+                break
+            except AuthenticationError:
+                raise
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or until.passed:
+                    taken = ""
+                    if error.errno == errno.EADDRINUSE and not seat.one_host and len(spot.ports) == 1:
+                        host, port = _resolve(spot.host, spot.ports[0])[1][:2]
+                        taken = contend(host, port, lambda at: _key(spot, at, env, protection), env, protection)
+                    what = {
+                        errno.EADDRINUSE: f"taken{taken}, perhaps by another job",
+                        errno.EADDRNOTAVAIL: "this host, where rank 0 runs, does not have that address",
+                    }.get(error.errno or 0, words(error))
+                    raise BackendUnavailable(
+                        f"{launcher}: rank 0 cannot listen at {_where(seat, spot)}: {what}. {advice}"
+                    ) from error
+            time.sleep(_RETRY_S[1])
+        with listener:
+            address = links.address_of(listener)
+            process = hub_process.spawn(listener, seat.size, key, deadline.rest(), links.job_of(env), protection)
+        with on_failure(hub_process.end, process):
+            admission = security.admission_key(key, CONTROL)
+            stream = links.open_link(address, admission, CONTROL, links.newcomer(env, seat.rank), deadline, protection)
+        where = interfaces.endpoint(*address) if isinstance(address, tuple) else _where(seat, spot)
+        return Invitation(launcher, seat, stream, admission, f"the hub that rank 0 started at {where}", hub=process)
 
 
 def number(launcher: str, env: Mapping[str, str], name: str, low: int, high: int | None = None) -> int:
@@ -214,60 +254,14 @@ def _summary(problems: Mapping[links.Address, str]) -> str:
 # -- rank 0: starting the hub
 
 
-def _host(
-    launcher: str,
-    seat: Seat,
-    spot: Spot,
-    env: Mapping[str, str],
-    deadline: Deadline,
-    protection: Protection,
-    advice: str,
-) -> Invitation:
-    """Do rank 0's part of meet(): start the hub, and connect to it.
-
-    Until the hub process runs, connections wait in the listener's backlog.
-    """
-    until = deadline.within(_LAST_JOB_S)
-    while True:
-        try:
-            listener, key = _open(seat, spot, env, protection)
-            break
-        except AuthenticationError:
-            raise
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or until.passed:
-                taken = ""
-                if error.errno == errno.EADDRINUSE and not seat.one_host and len(spot.ports) == 1:
-                    taken = _contend_at(spot, env, protection)
-                what = {
-                    errno.EADDRINUSE: f"taken{taken}, perhaps by another job",
-                    errno.EADDRNOTAVAIL: "this host, where rank 0 runs, does not have that address",
-                }.get(error.errno or 0, words(error))
-                raise BackendUnavailable(
-                    f"{launcher}: rank 0 cannot listen at {_where(seat, spot)}: {what}. {advice}"
-                ) from error
-        time.sleep(_RETRY_S[1])
-    with listener:
-        address = links.address_of(listener)
-        process = hub_process.spawn(listener, seat.size, key, deadline.rest(), links.job_of(env), protection)
-    with on_failure(hub_process.end, process):
-        admission = security.admission_key(key, CONTROL)
-        stream = links.open_link(address, admission, CONTROL, links.newcomer(env, seat.rank), deadline, protection)
-    where = interfaces.endpoint(*address) if isinstance(address, tuple) else _where(seat, spot)
-    return Invitation(launcher, seat, stream, admission, f"the hub that rank 0 started at {where}", hub=process)
-
-
-def _contend_at(spot: Spot, env: Mapping[str, str], protection: Protection) -> str:
-    host, port = _resolve(spot.host, spot.ports[0])[1][:2]
-    return contend(host, port, lambda _: _key(spot, (host, port), env, protection), env, protection)
-
-
 def _open(seat: Seat, spot: Spot, env: Mapping[str, str], protection: Protection) -> tuple[socket.socket, bytes]:
     """Return a socket that listens at the first free port of the spot, and the job's key."""
-    for port in (0,) if seat.one_host else spot.ports:
+    own = "" if seat.one_host else own_address(spot.host, env)
+    unix = [(int(socket.AF_UNIX), _unix_name(spot.job))]
+    for place in unix if seat.one_host else [_resolve(own, port) for port in spot.ports]:
         with contextlib.ExitStack() as failing:
             try:
-                listener = failing.enter_context(_bind(seat, spot, port, env))
+                listener = failing.enter_context(_bound(*place))
                 key = _key(spot, links.address_of(listener), env, protection, new=True)
                 # The key file is written already, so a rank that can connect can also read the key.
                 listener.listen(seat.size + 64)
@@ -277,12 +271,6 @@ def _open(seat: Seat, spot: Spot, env: Mapping[str, str], protection: Protection
                 if error.errno != errno.EADDRINUSE:
                     raise
     raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-
-
-def _bind(seat: Seat, spot: Spot, port: int, env: Mapping[str, str]) -> socket.socket:
-    if seat.one_host:
-        return _bound(socket.AF_UNIX, _unix_name(spot.job))
-    return bind(own_address(spot.host, env), port)
 
 
 def own_address(host: str, env: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 
 from mscomm.bootstrap.invitation import Invitation, Seat, turn
-from mscomm.bootstrap.rendezvous import Spot, meet, meeting_ports, number, port_range
+from mscomm.bootstrap.rendezvous import Meeting, Spot, meeting_ports, number, port_range
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.protection import Protection
 from mscomm.errors import BackendUnavailable
@@ -53,7 +53,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -
         f"{port_range(ports)}"
     )
     place = Seat(rank, size, local_rank, one_host=len(nodes) == 1)
-    return meet(NAME, place, spot, env, deadline, protection, advice)
+    return Meeting(NAME, place, spot, env, deadline, protection, advice).invitation()
 
 
 def hosts(text: str) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mscomm.bootstrap.invitation import Invitation, Seat, turn
-from mscomm.bootstrap.rendezvous import Spot, is_loopback_name, meet, number, port_range, ports_after
+from mscomm.bootstrap.rendezvous import Meeting, Spot, is_loopback_name, number, port_range, ports_after
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.protection import Protection
 
@@ -46,4 +46,4 @@ def join(launcher: str, env: Mapping[str, str], deadline: Deadline, protection: 
     if one_host:
         advice = "Has rank 0 ended, or does it never call init()?"
     seat, spot = Seat(rank, size, local_rank, one_host), Spot(f"torch {host} {port} {life}", host, ports)
-    return meet(launcher, seat, spot, env, deadline, protection, advice)
+    return Meeting(launcher, seat, spot, env, deadline, protection, advice).invitation()
