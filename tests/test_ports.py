@@ -69,7 +69,8 @@ def test_hubs_that_rank_0_starts_listen_at_these_ports(monkeypatch: pytest.Monke
     env = {"MSCOMM_PORTS": f"{low}-{low + 30}"}
     allowed = range(low, low + 31)
     monkeypatch.setattr(kvs.interfaces, "host_address", lambda env: "127.0.0.1")
-    with kvs._listen("mpirun", rendezvous.Seat(0, 2, 0, one_host=False), env) as hub:
+    seat = rendezvous.Seat(0, 2, 0, one_host=False)
+    with kvs.Join("mpirun", seat, None, env, soon(), Protection())._listen() as hub:
         assert hub.getsockname()[1] in allowed
     for ports in (rendezvous.ports_after(29500, env), rendezvous.meeting_ports("a job", env)):
         assert len(ports) == 8 and set(ports) <= set(allowed)
@@ -78,7 +79,7 @@ def test_hubs_that_rank_0_starts_listen_at_these_ports(monkeypatch: pytest.Monke
     assert list(rendezvous.ports_after(20001, {"MSCOMM_PORTS": "20001-20001"})) == [20001]
     torch = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "203.0.113.7", **env}
     spots = []
-    monkeypatch.setattr(torchrun, "meet", lambda launcher, place, spot, *rest: spots.append(spot))
+    monkeypatch.setattr(rendezvous.Meeting, "invitation", lambda self: spots.append(self.spot))
     torchrun.accept(torch, soon(), Protection())
     assert set(spots[0].ports) <= set(allowed)
 
