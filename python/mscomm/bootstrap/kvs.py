@@ -67,6 +67,11 @@ class Store(Protocol):
         """Put the answers into the store: one for all ranks of one host, or one for each rank 0, 1, ... of several."""
 
 
+def lacks_key(env: Mapping[str, str], protection: Protection) -> bool:
+    """Return whether the user gives no key file and no certificates, and does not permit plain links either."""
+    return protection.uses_keys and not environment.read("MSCOMM_JOB_KEY_FILE", env)
+
+
 def entry(key: str, seat: Seat, rank: int) -> str:
     """Return under which key of the store rank 0's answer to `rank` is."""
     return key if seat.one_host else f"{key}-{rank}"
@@ -100,7 +105,7 @@ class Join(NamedTuple):
     def invitation(self) -> Invitation:
         """Connect to this job's hub, which rank 0 starts."""
         launcher, rank, one_host = self.launcher, self.seat.rank, self.seat.one_host
-        keyless = not one_host and self.protection.uses_keys and not environment.read("MSCOMM_JOB_KEY_FILE", self.env)
+        keyless = not one_host and lacks_key(self.env, self.protection)
         pair = sealed_key.KeyPair() if keyless and sealed_key.possible() else None
         mine = pair.public if pair else _LACKING if keyless else _OWN
         if rank == 0:

@@ -2,15 +2,19 @@
 
 MASTER_PORT is the port of torch's own store. torchrun's agent or the script's init_process_group() binds it, before us
 or after us. So in a job on several hosts, the hub listens at one of the ports from ports_after(), which avoids
-MASTER_PORT if possible.
+MASTER_PORT if possible. A job on several hosts without a key file gets its key through this store (torch_store.py).
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 
+from mscomm import log
+from mscomm.bootstrap import kvs
 from mscomm.bootstrap.invitation import Invitation, Seat, turn
 from mscomm.bootstrap.rendezvous import Meeting, Spot, is_loopback_name, number, port_range, ports_after
+from mscomm.bootstrap.torch_store import TorchStore
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.protection import Protection
 
@@ -34,7 +38,8 @@ def join(launcher: str, env: Mapping[str, str], deadline: Deadline, protection: 
     host = env.get("MASTER_ADDR", "") or "127.0.0.1"
     port = number(launcher, env, "MASTER_PORT", 1, 65535) if env.get("MASTER_PORT") else DEFAULT_PORT
     one_agent = size == 1 or env.get("LOCAL_WORLD_SIZE") == str(size)
-    life = f"{env.get('TORCHELASTIC_RUN_ID', '')} {turn(NAME)}"
+    number_of_join = turn(NAME)
+    life = f"{env.get('TORCHELASTIC_RUN_ID', '')} {number_of_join}"
     if one_agent:  # with several agents, leave out the restart count, because it may differ between ranks
         life += f" {env.get('TORCHELASTIC_RESTART_COUNT', '')}"
     ports = ports_after(port, env)
@@ -46,4 +51,14 @@ def join(launcher: str, env: Mapping[str, str], deadline: Deadline, protection: 
     if one_host:
         advice = "Has rank 0 ended, or does it never call init()?"
     seat, spot = Seat(rank, size, local_rank, one_host), Spot(f"torch {host} {port} {life}", host, ports)
+    has_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and importlib.util.find_spec("torch") is not None
+    if has_store and not one_host and kvs.lacks_key(env, protection):
+        store = TorchStore(launcher, host, port, number_of_join, seat, deadline)
+        invitation = kvs.Join(launcher, seat, store, env, deadline, protection).invitation()
+        if rank == 0:
+            log.warn(
+                "this job has no key file, so its key passed encrypted through torch's store. Anybody who can write to "
+                f"{host}:{port} can join this job. MSCOMM_JOB_KEY_FILE=/path/to/key prevents that."
+            )
+        return invitation
     return Meeting(launcher, seat, spot, env, deadline, protection, advice).invitation()
