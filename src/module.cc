@@ -380,6 +380,7 @@ PYBIND11_MODULE(_core, module) {
          const std::optional<std::string>& revoked, bool server, const std::string& uri,
          const std::string& key_password) -> std::optional<py::tuple> {
         const CertificateFiles files{bundle, password, authorities, revoked, server, uri};
+        explicit_bzero(const_cast<char*>(password.data()), password.size());  // pybind's copy of the password
         const auto made = unlocked([&] { return check_certificates(files, key_password); });
         if (!made) return {};
         return py::make_tuple(py::bytes(made->own), py::bytes(made->trusted), made->expires);

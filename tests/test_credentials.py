@@ -230,6 +230,14 @@ def test_a_revocation_list_that_cannot_be_trusted_is_refused(tmp_path, authority
     assert re.search(said, str(raised(AuthenticationError, found.client)))
 
 
+def test_a_file_with_two_revocation_lists_is_refused_because_only_one_would_count(tmp_path):
+    AUTHORITY.revoke(tmp_path / "crl.pem")
+    with open(tmp_path / "crl.pem", "r+b") as file:
+        file.write(file.read())
+    found = made(tmp_path, AUTHORITY, crl_path="crl.pem")
+    assert re.search(r"crl\.pem: has several revocation lists", str(raised(AuthenticationError, found.client)))
+
+
 def test_a_revocation_list_may_be_in_der_form(tmp_path):
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import Encoding

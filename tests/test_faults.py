@@ -378,6 +378,23 @@ def test_a_deadline_names_who_is_behind_and_not_the_neighbour(rank, group, algo)
     assert isinstance(caught.value, TimeoutError)
 
 
+@ranks(4, env=forced)
+@pytest.mark.parametrize("algo", ["hierarchical"])
+def test_a_deadline_covers_all_rounds_of_a_call(rank, group, algo):
+    """Rank 1 waits for rank 0, which is late, and then for the other host, which never comes."""
+    mscomm.barrier()
+    everybody_is_here()
+    if rank > 1:
+        until_told("rank 1 has given up")
+        return
+    time.sleep(0 if rank else 6)
+    began = time.monotonic()
+    with pytest.raises(mscomm.Error):
+        mscomm.all_reduce(np.ones(2, np.float32), timeout=8)
+    assert rank == 0 or time.monotonic() - began < 12  # and not 6 s + 8 s
+    tell(f"rank {rank} has given up")
+
+
 @each_algorithm
 @ranks(3, env=forced)
 def test_abort_reaches_every_rank_with_its_reason(rank, group, algo):

@@ -27,6 +27,7 @@ from mscomm.cluster.protection import Protection
 
 KEY = bytes(range(32))
 HUB = "tcp,10.0.0.1,4000"
+RANK_0 = Seat(0, 3, 0, one_host=False)
 
 
 # -- what passes through the store
@@ -52,7 +53,7 @@ def test_a_changed_text_is_refused(place: int) -> None:
     rank_0, rank_1 = KeyPair(), KeyPair()
     sealed = rank_0.seal(KEY, rank_1.public, 1, HUB)
     changed = sealed[:place] + f"{int(sealed[place], 16) ^ 1:x}" + sealed[place + 1 :]
-    with pytest.raises(errors.AuthenticationError, match="somebody has changed an entry of the store"):
+    with pytest.raises(errors.AuthenticationError, match="somebody has changed it"):
         rank_1.open(changed, rank_0.public, 1, HUB)
 
 
@@ -60,6 +61,24 @@ def test_a_changed_text_is_refused(place: int) -> None:
 def test_what_is_no_public_key_is_refused_by_the_name_of_its_rank(public: str) -> None:
     with pytest.raises(errors.AuthenticationError, match=r"the public key of rank 7 .* is not an X25519 key"):
         KeyPair().seal(KEY, public, 7, HUB)
+
+
+@pytest.mark.parametrize("lacks", ["public_bytes_raw", "exchange"])
+def test_a_package_that_is_too_old_counts_as_lacking(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
+    assert sealed_key.possible()
+    x25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.x25519")
+
+    class Old:
+        def public_key(self) -> Old:
+            return self
+
+        def public_bytes_raw(self) -> bytes:
+            if lacks == "public_bytes_raw":
+                raise AttributeError(lacks)
+            return bytes(range(32))
+
+    monkeypatch.setattr(x25519.X25519PrivateKey, "generate", Old)
+    assert not sealed_key.possible()
 
 
 # -- ranks that join through a store in this process
@@ -161,8 +180,8 @@ def words(ends: list[Ended]) -> list[str]:
 def test_ranks_that_lack_cryptography_are_named_with_all_three_ways_out(joining: Joining) -> None:
     joining.lacking = {1, 2}
     ends = words(joining.start())
-    assert "the package cryptography, which ranks 1, 2 cannot import" in ends[0]
-    assert "which rank 1 cannot import" in ends[1] and "which rank 2 cannot import" in ends[2]
+    assert "the package cryptography, 42 or later, which ranks 1, 2 cannot use" in ends[0]
+    assert "which rank 1 cannot use" in ends[1] and "which rank 2 cannot use" in ends[2]
     for text in ends:
         assert "pip install 'mscomm[tls]'" in text
         assert "export MSCOMM_JOB_KEY_FILE=" in text and "set_ps_context(enable_ssl=False)" in text
@@ -171,7 +190,7 @@ def test_ranks_that_lack_cryptography_are_named_with_all_three_ways_out(joining:
 def test_a_rank_0_that_lacks_cryptography_tells_the_others(joining: Joining) -> None:
     joining.lacking = {0}
     ends = words(joining.start())
-    assert "which rank 0 cannot import" in ends[0]
+    assert "which rank 0 cannot use" in ends[0]
     assert all("rank 0 could not open the job; its own error says why" in text for text in ends[1:])
 
 
@@ -198,6 +217,34 @@ def test_a_text_that_was_changed_in_the_store_is_refused(joining: Joining) -> No
     ends = joining.start()
     assert "rank 1 cannot decrypt the job's key in the launcher's store" in str(ends[1])
     assert isinstance(ends[0], Invitation) and isinstance(ends[2], Invitation)
+
+
+def test_nobody_can_offer_a_unix_socket_to_ranks_on_several_hosts(joining: Joining, tmp_path: Path) -> None:
+    for rank in range(3):
+        joining.env[rank] = {"MSCOMM_JOB_KEY_FILE": new_key(tmp_path / f"{rank}.key")}
+    joining.change[1] = lambda text: f"mscomm1,unix,mscomm-{'0' * 32},{KEY.hex()}"
+    assert "rank 0 published 'mscomm1,unix'..., no address" in str(joining.start()[1])
+
+
+def test_a_store_that_has_timed_out_is_not_asked_again(joining: Joining, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: object, **__: object) -> list[str]:
+        raise errors.CollectiveTimeout("not all ranks came")
+
+    monkeypatch.setattr(joining.store, "collect", late)
+    monkeypatch.setattr(sealed_key, "possible", lambda: True)
+    with pytest.raises(errors.CollectiveTimeout, match="not all ranks came"):
+        kvs.Join("mpirun", RANK_0, joining.store, {}, soon(), Protection()).invitation()
+    assert not joining.store.texts
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_store_with_another_number_of_entries_is_refused(
+    joining: Joining, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(joining.store, "collect", lambda *_, **__: [KeyPair().public] * number)
+    monkeypatch.setattr(sealed_key, "possible", lambda: True)
+    with pytest.raises(errors.BackendUnavailable, match=f"{number} entries of 2 ranks in the store"):
+        kvs.Join("mpirun", RANK_0, joining.store, {}, soon(), Protection()).invitation()
 
 
 def test_a_public_key_that_is_none_ends_the_job_on_every_rank(joining: Joining) -> None:
@@ -288,7 +335,7 @@ def test_mpirun_without_a_key_or_cryptography_is_refused_with_the_fix(launch: La
 def test_a_host_without_cryptography_is_named(launch: Launch, no_cryptography: str) -> None:
     code = f"import sys\nif os.uname().nodename == 'host-1': sys.path.insert(0, {no_cryptography!r})\n"
     done = launch(code + "import mscomm; mscomm.init()")
-    assert done.returncode != 0 and "which ranks 2, 3 cannot import" in done.stderr, done.stderr
+    assert done.returncode != 0 and "which ranks 2, 3 cannot use" in done.stderr, done.stderr
 
 
 def test_a_key_file_on_one_host_alone_is_named(launch: Launch, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ class Hierarchy {
         // The partial results of an average are sums. Only the final sum is divided by the number of ranks.
         sum_(call.signature.op == Op::avg ? reduction(call.signature.dtype, Op::sum) : row_),
         first_(arena_ ? arena_->steps() : 0) {
+    wait_.deadline.start();  // meet_here() copies the deadline, and all copies must have the same start
     // The largest slice is slice 0 of chunk 0, and its largest share is share 0. So buffers of these sizes are large enough for
     // all slices and shares.
     const size_t slice = elements(this->slice(0, 0)), share = in_one_latency() ? slice : share_of(slice, 0).count;

@@ -1,23 +1,31 @@
 #include "comm/recorder.h"
 
 #include <algorithm>
+#include <fstream>
+#include <string>
 
 namespace mscomm {
 
 namespace {
 
+// Whether the kernel has found that the CPU's counter cannot serve as a clock, and uses another source of time.
+[[maybe_unused]] const bool rejected = [] {
+  std::string source;
+  std::ifstream("/sys/devices/system/clocksource/clocksource0/current_clocksource") >> source;
+  return source == "hpet" || source == "acpi_pm";
+}();
+
 // Reads the counter of the CPU that counts at a constant rate on all cores. It is for records only: unlike Clock, it may jump if
-// a virtual machine moves to another host.
+// a virtual machine moves to another host, or if the host was suspended.
 uint64_t ticks() {
 #if defined(__x86_64__)
-  return __builtin_ia32_rdtsc();
+  if (!rejected) return __builtin_ia32_rdtsc();
 #elif defined(__aarch64__)
   uint64_t now;
   asm volatile("mrs %0, cntvct_el0" : "=r"(now));
   return now;
-#else
-  return static_cast<uint64_t>(Clock::now().time_since_epoch().count());
 #endif
+  return static_cast<uint64_t>(Clock::now().time_since_epoch().count());
 }
 
 }  // namespace
@@ -43,7 +51,7 @@ void Recorder::end(uint64_t number, Record::State state) {
 void Recorder::done(uint64_t number) {
   Entry& entry = ring_[number % kept];
   entry.ended.store(ticks(), std::memory_order_relaxed);
-  entry.state.store(Record::State::done, std::memory_order_relaxed);
+  entry.state.store(Record::State::done, std::memory_order_release);  // a reader that sees this sees `ended`, too
 }
 
 // The thread may be preempted between reading the clocks, but this is unlikely to happen three times in a row. So now() reads the
@@ -86,7 +94,7 @@ std::vector<Record> Recorder::all(uint64_t after) const {
     const Entry& entry = ring_[number % kept];
     if (entry.signature.number == number)
       records.push_back({entry.signature, entry.state, last.day_s - difference(last.ticks, entry.began) * tick_s,
-                         difference(entry.ended, entry.began) * tick_s});
+                         std::max(0.0, difference(entry.ended, entry.began) * tick_s)});
   }
   return records;
 }

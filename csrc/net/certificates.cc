@@ -37,7 +37,7 @@ struct StoreContext;
 struct Text;  // an ASN1_STRING
 struct Time;
 
-// OpenSSL's functions, which have their names in OpenSSL.
+// Functions of OpenSSL.
 struct Functions {
   const Dynlib& library = openssl_library();
   using AskPassword = int(char*, int, int, void*);
@@ -198,7 +198,7 @@ std::optional<CheckedCertificates> check_certificates(const CertificateFiles& fi
   if (authorities.empty()) return {};
   const auto crl =
       owned(files.revoked ? lib.crl_read(reading(*files.revoked).get(), nullptr, nullptr, no_password()) : nullptr, lib.crl_free);
-  if (files.revoked && (!crl || !is_signed(crl.get(), authorities))) return {};
+  if (files.revoked && (!crl || blocks(*files.revoked) != 1 || !is_signed(crl.get(), authorities))) return {};
 
   const auto pkcs12 = owned(lib.pkcs12_read(reading(files.bundle).get(), nullptr), lib.pkcs12_free);
   Key* key_found = nullptr;

@@ -12,6 +12,7 @@ appends `,PUBLIC,SEALED` to each text: rank 0's public key, and the job's key, e
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -27,7 +28,7 @@ from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import CONTROL
 from mscomm.cluster.plan import named
 from mscomm.cluster.protection import Protection
-from mscomm.errors import AuthenticationError, BackendUnavailable, on_failure
+from mscomm.errors import AuthenticationError, BackendUnavailable, CollectiveTimeout, Error, on_failure
 
 INSTEAD = "Start the ranks with `mscomm run -n N script.py`, which needs no other launcher."
 
@@ -116,7 +117,8 @@ class Join(NamedTuple):
                 raise self._refusal([rank])
             raise BackendUnavailable(f"{launcher}: rank 0 could not open the job; its own error says why")
         fields = _PUBLISHED.fullmatch(answer)
-        if not fields or int(fields["port"] or 1) not in range(1, 1 << 16):
+        fits = fields and bool(fields["name"]) == one_host  # on several hosts, nobody may offer a unix socket
+        if not fields or not fits or int(fields["port"] or 1) not in range(1, 1 << 16):
             raise BackendUnavailable(
                 f"{launcher}: rank 0 published {answer[:12]!r}..., no address. Do all ranks run the same mscomm?"
             )
@@ -149,9 +151,12 @@ class Join(NamedTuple):
             if pair:
                 self._check(asks)
             process, address, key, answers = self._open(pair, asks)
-        except Exception:
-            # Otherwise, the other ranks would wait for an address until the deadline.
-            self.store.answer([_FAILED] * (1 if one_host else self.seat.size), self.deadline)
+        except Exception as error:
+            # Otherwise, the other ranks would wait for an address until the deadline. A store that has timed out is not
+            # used again: an answer to an earlier request may still be on its way.
+            if not isinstance(error, CollectiveTimeout):
+                with contextlib.suppress(Error):
+                    self.store.answer([_FAILED] * (1 if one_host else self.seat.size), self.deadline)
             raise
         with on_failure(hub_process.end, process):
             self.store.answer(answers, self.deadline)
@@ -159,6 +164,8 @@ class Join(NamedTuple):
 
     def _check(self, asks: Sequence[str]) -> None:
         """Raise an Error that names the ranks for which rank 0 cannot encrypt a new key, if there are any."""
+        if len(asks) != self.seat.size - 1:
+            raise BackendUnavailable(f"{self.launcher}: {len(asks)} entries of {self.seat.size - 1} ranks in the store")
         if lacking := [rank for rank, ask in enumerate(asks, 1) if ask == _LACKING]:
             raise self._refusal(lacking)
         if own := [rank for rank, ask in enumerate(asks, 1) if ask == _OWN]:
@@ -168,8 +175,8 @@ class Join(NamedTuple):
         ways = security.ways_to_start(self.protection)
         return AuthenticationError(
             f"{self.launcher}: the ranks are on several hosts and the job has no key. To make one by itself, mscomm "
-            f"needs the package cryptography, which {named(lacking)} cannot import. Either install it on every host:\n"
-            f"    pip install 'mscomm[tls]'\nor give the job a key everywhere:\n{ways}"
+            f"needs the package cryptography, 42 or later, which {named(lacking)} cannot use. Either install it on "
+            f"every host:\n    pip install 'mscomm[tls]'\nor give the job a key everywhere:\n{ways}"
         )
 
     def _differ(self, protected: Sequence[int], keyless: Sequence[int]) -> AuthenticationError:

@@ -133,7 +133,7 @@ class _Helper:
         with contextlib.suppress(BrokenPipeError):  # the helper has ended, so we read the end of its output
             self._process.stdin.write(line.encode())
         answer = b""
-        with contextlib.suppress(TimeoutError):
+        try:
             while len(lines := _lines(answer)) < count and "" not in lines[-1:]:
                 wait(self._process.stdout.fileno(), select.POLLIN, self._limit)
                 piece = self._process.stdout.read(1 << 16)
@@ -142,6 +142,11 @@ class _Helper:
                 answer += piece
             else:
                 return lines
+        except TimeoutError:
+            pass
+        except BaseException:  # a signal handler has raised it
+            self._process.kill()
+            raise
         self.end("")  # raises the error with which the helper has ended, or says that it hangs
         raise AssertionError(f"{_HELPER} has ended too early, without an error")
 
@@ -155,6 +160,9 @@ class _Helper:
             raise CollectiveTimeout(
                 f"{NAME}: mpirun did not answer within {self._deadline.seconds:g} s; is it stopped or overloaded?"
             ) from error
+        except BaseException:  # a signal handler has raised it
+            self._process.kill()
+            raise
         finally:
             self._keep_connection()
         if self._process.returncode != 0:

@@ -8,6 +8,7 @@ so the job trusts it anyway.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from mscomm.errors import AuthenticationError
@@ -20,12 +21,17 @@ _NONCE = bytes(12)
 
 
 def possible() -> bool:
-    """Return whether this process can make a KeyPair, for which it needs the package `cryptography`."""
+    """Return whether this process can seal and open a key. This needs the package `cryptography`, 42 or later."""
     try:
-        import cryptography.hazmat.primitives.asymmetric.x25519  # noqa: F401
+        from cryptography.exceptions import UnsupportedAlgorithm
+
+        # An older package lacks functions, and OpenSSL in FIPS mode lacks algorithms.
+        with contextlib.suppress(AttributeError, UnsupportedAlgorithm):
+            one, other = KeyPair(), KeyPair()
+            return other.open(one.seal(bytes(32), other.public, 1, ""), one.public, 1, "") == bytes(32)
     except ImportError:
-        return False
-    return True
+        pass
+    return False
 
 
 class KeyPair:
@@ -60,8 +66,8 @@ class KeyPair:
             return cipher.decrypt(_NONCE, bytes.fromhex(sealed), address.encode())
         except (InvalidTag, ValueError):
             raise AuthenticationError(
-                f"rank {rank} cannot decrypt the job's key in the launcher's store: somebody has changed an entry of "
-                "the store. Do not trust the network between the hosts; use MSCOMM_JOB_KEY_FILE"
+                f"rank {rank} cannot decrypt the job's key in the launcher's store: an entry is of an earlier program "
+                "of the same mpirun, or somebody has changed it. With MSCOMM_JOB_KEY_FILE, none is needed"
             ) from None
 
     def _cipher(self, public: str, whose: str, use: str) -> ChaCha20Poly1305:

@@ -321,6 +321,8 @@ class Credentials:
         with _reading(path, "is not a revocation list in PEM or DER form"):
             content = _content(path)
             is_pem = content.lstrip().startswith(b"-----")
+            if content.count(b"-----BEGIN ") > 1:  # only the first one would count
+                raise AuthenticationError(f"{path}: has several revocation lists; give one, of the CA")
             found = (x509.load_pem_x509_crl if is_pem else x509.load_der_x509_crl)(content)
             signed = any(
                 found.issuer == authority.subject and found.is_signature_valid(authority.public_key())  # type: ignore[arg-type]
@@ -390,7 +392,7 @@ class Credentials:
 
 def job_uri(job: str, role: str) -> str:
     """Return the URI in a certificate that only this role of this job may use."""
-    return f"mscomm://{urllib.parse.quote(job, safe='')}/{role}"
+    return f"mscomm://{urllib.parse.quote(os.fsencode(job), safe='')}/{role}"
 
 
 def _job() -> str:
@@ -537,7 +539,10 @@ def _trusted_pem(authorities: list[Certificate], revoked: CertificateRevocationL
 def _give(context: ssl.SSLContext, own: bytes, password: bytes, trusted: bytes, checks_revocation: bool) -> None:
     """Give the context both texts in PEM form. It only reads files: these are in memory, and the key is encrypted."""
     with _in_memory(own) as path:
-        context.load_cert_chain(path, password=password)
+        try:
+            context.load_cert_chain(path, password=password)
+        except ssl.SSLError as error:
+            raise AuthenticationError(f"OpenSSL refuses the certificate of this process: {error.reason}") from error
     if checks_revocation:
         context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
     with _in_memory(trusted) as path:

@@ -99,6 +99,7 @@ def _connect_unix(sock: socket.socket, address: str | bytes, deadline: Deadline)
     while True:
         try:
             sock.connect(address)
+            require_same_user(sock)
             return
         except BlockingIOError:
             if deadline.passed:

@@ -26,6 +26,8 @@ def with_velocities(parameters: Sequence[Any]) -> list[_Optimizer]:
 class _Optimizer:
     """The base class of both optimizers. It holds the parameters, and a velocity for each parameter."""
 
+    nesterov = False
+
     def __init__(self, params: Any, learning_rate: float, momentum: float, weight_decay: float) -> None:
         name = type(self).__name__
         numbers = {"learning_rate": learning_rate, "momentum": momentum, "weight_decay": weight_decay}
@@ -58,16 +60,14 @@ class _Optimizer:
                     self._velocities.append(gradient + 0)  # a copy, because the next step overwrites the gradient
                 else:
                     self._velocities[i] = self._next(self._velocities[i], gradient)
-                gradient = self._direction(gradient, self._velocities[i])
+                velocity = self._velocities[i]
+                gradient = gradient + self.momentum * velocity if self.nesterov else velocity
             changed = parameter - self.learning_rate * gradient
             after.append(assigned(parameter, changed))
         self.parameters = trees.rebuilt(self.parameters, after)
 
     def _next(self, velocity: Any, gradient: Any) -> Any:
         return self.momentum * velocity + gradient
-
-    def _direction(self, gradient: Any, velocity: Any) -> Any:
-        return velocity
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state for a checkpoint: the learning rate and the velocities."""
@@ -108,10 +108,7 @@ class Momentum(_Optimizer):
         use_nesterov: bool = False,
     ) -> None:
         super().__init__(params, learning_rate, momentum, weight_decay)
-        self.use_nesterov = use_nesterov
-
-    def _direction(self, gradient: Any, velocity: Any) -> Any:
-        return gradient + self.momentum * velocity if self.use_nesterov else velocity
+        self.nesterov = use_nesterov
 
 
 class SGD(_Optimizer):
@@ -138,9 +135,6 @@ class SGD(_Optimizer):
 
     def _next(self, velocity: Any, gradient: Any) -> Any:
         return self.momentum * velocity + (1 - self.dampening) * gradient
-
-    def _direction(self, gradient: Any, velocity: Any) -> Any:
-        return gradient + self.momentum * velocity if self.nesterov else velocity
 
 
 def _shape(x: Any) -> tuple[int, ...]:
