@@ -274,10 +274,11 @@ def protected(**variables: str) -> dict[str, tuple[str, bool]]:
 
 def test_what_protects_a_job_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert protected()["several hosts"][0].startswith(
-        "refused, except `mscomm run --hosts` and mpirun, which make a key;"
+        "refused, except under `mscomm run --hosts`, mpirun and torchrun, which make a key;"
     )
     monkeypatch.setattr(sealed_key, "possible", lambda: False)
-    assert "`mscomm run --hosts`, or mpirun after pip install 'mscomm[tls]';" in protected()["several hosts"][0]
+    without = protected()["several hosts"][0]
+    assert "`mscomm run --hosts`, mpirun and torchrun after pip install 'mscomm[tls]', which make a key;" in without
     key = tmp_path / "key"
     key.touch(0o600)
     found = protected(MSCOMM_JOB_KEY_FILE=str(key))

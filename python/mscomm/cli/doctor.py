@@ -336,9 +336,9 @@ def protection(env: Mapping[str, str]) -> Iterator[Finding]:
     yield key
     yield from tls
     if not environment.read("MSCOMM_JOB_KEY_FILE", env) and not environment.read("MSCOMM_SSL_CONFIG_FILE", env):
-        said = "refused, except `mscomm run --hosts`{}; set MSCOMM_JOB_KEY_FILE or MSCOMM_SSL_CONFIG_FILE".format(
-            " and mpirun, which make a key" if sealed_key.possible() else ", or mpirun after pip install 'mscomm[tls]'"
-        )
+        others = "mpirun and torchrun" + ("" if sealed_key.possible() else " after pip install 'mscomm[tls]'")
+        makers = f"`mscomm run --hosts`, {others}, which make a key"
+        said = f"refused, except under {makers}; set MSCOMM_JOB_KEY_FILE or MSCOMM_SSL_CONFIG_FILE"
     elif key.fault or any(finding.fault for finding in tls):
         said = "fails, see above"
     elif environment.read("MSCOMM_SSL_CONFIG_FILE", env):
