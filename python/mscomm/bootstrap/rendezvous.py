@@ -257,8 +257,7 @@ def _summary(problems: Mapping[links.Address, str]) -> str:
 def _open(seat: Seat, spot: Spot, env: Mapping[str, str], protection: Protection) -> tuple[socket.socket, bytes]:
     """Return a socket that listens at the first free port of the spot, and the job's key."""
     own = "" if seat.one_host else own_address(spot.host, env)
-    unix = [(int(socket.AF_UNIX), _unix_name(spot.job))]
-    for place in unix if seat.one_host else [_resolve(own, port) for port in spot.ports]:
+    for place in [_resolve(own, port) for port in spot.ports] if own else [(int(socket.AF_UNIX), _unix_name(spot.job))]:
         with contextlib.ExitStack() as failing:
             try:
                 listener = failing.enter_context(_bound(*place))

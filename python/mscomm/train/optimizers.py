@@ -26,9 +26,7 @@ def with_velocities(parameters: Sequence[Any]) -> list[_Optimizer]:
 class _Optimizer:
     """The base class of both optimizers. It holds the parameters, and a velocity for each parameter."""
 
-    nesterov = False
-
-    def __init__(self, params: Any, learning_rate: float, momentum: float, weight_decay: float) -> None:
+    def __init__(self, params: Any, learning_rate: float, momentum: float, weight_decay: float, nesterov: bool) -> None:
         name = type(self).__name__
         numbers = {"learning_rate": learning_rate, "momentum": momentum, "weight_decay": weight_decay}
         for argument, value in numbers.items():
@@ -41,6 +39,7 @@ class _Optimizer:
         """A program may change the learning rate between steps."""
         self.momentum = momentum
         self.weight_decay = weight_decay
+        self.nesterov = nesterov
         self._velocities: list[Any] = []
         _all.add(self)
 
@@ -107,8 +106,7 @@ class Momentum(_Optimizer):
         *,
         use_nesterov: bool = False,
     ) -> None:
-        super().__init__(params, learning_rate, momentum, weight_decay)
-        self.nesterov = use_nesterov
+        super().__init__(params, learning_rate, momentum, weight_decay, use_nesterov)
 
 
 class SGD(_Optimizer):
@@ -129,9 +127,8 @@ class SGD(_Optimizer):
         weight_decay: float = 0.0,
         nesterov: bool = False,
     ) -> None:
-        super().__init__(params, learning_rate, momentum, weight_decay)
+        super().__init__(params, learning_rate, momentum, weight_decay, nesterov)
         self.dampening = dampening
-        self.nesterov = nesterov
 
     def _next(self, velocity: Any, gradient: Any) -> Any:
         return self.momentum * velocity + (1 - self.dampening) * gradient
