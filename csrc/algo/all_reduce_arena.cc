@@ -70,7 +70,8 @@ bool by_slots(size_t bytes, const Arena& arena) {
 void from_slots(const Call& call, const Ranks& ranks) {
   Arena& arena = *ranks.arena;
   if (!receives(call, arena.rank())) return;
-  std::vector<const void*> in(arena.size());
+  thread_local std::vector<const void*> in;  // its memory serves all calls of this thread
+  in.resize(arena.size());
   for (int rank = 0; rank < arena.size(); rank++) in[rank] = arena.tiny(rank, call.bytes());
   reduce_in_order(call.signature, ranks.layout, in.data(), call.out, call.bytes());
 }
