@@ -349,6 +349,36 @@ def test_a_rank_that_is_there_already_cannot_be_taken():
             sock.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python closes the stranger's socket
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("number", range(4))
+def test_a_signal_in_accept_all_stays_the_error(number, before, monkeypatch):
+    """A signal handler raises KeyboardInterrupt just before or after a call of the selector."""
+    calls = iter(range(1000))
+
+    class Interrupted(selectors.DefaultSelector):
+        def register(self, *args):
+            return self._interrupted(super().register, *args)
+
+        def unregister(self, *args):
+            return self._interrupted(super().unregister, *args)
+
+        def _interrupted(self, function, *args):
+            now = next(calls) == number
+            if now and before:
+                raise KeyboardInterrupt
+            result = function(*args)
+            if now:
+                raise KeyboardInterrupt
+            return result
+
+    monkeypatch.setattr(links.selectors, "DefaultSelector", Interrupted)
+    with links.listen("127.0.0.1", 8, {}) as listener, socket.create_connection(listener.getsockname()) as stranger:
+        stranger.sendall(b"no hello")  # is accepted, and then dropped
+        with pytest.raises(KeyboardInterrupt):
+            links.accept_all([listener], {1}, KEY, DATA, MINE, Deadline(1))
+
+
 def test_accept_all_names_those_that_did_not_come():
     with listening() as listener, pytest.raises(errors.CollectiveTimeout, match=r"rank 4, 7 within 0\.1 s") as caught:
         links.accept_all([listener], {4, 7}, KEY, DATA, MINE, Deadline(0.1))

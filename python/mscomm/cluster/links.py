@@ -400,8 +400,8 @@ class Door:
 
     def listen(self, listener: socket.socket) -> None:
         listener.setblocking(False)
-        self._listeners.append(listener)
         self._watch(listener)
+        self._listeners.append(listener)
 
     def _watch(self, listener: socket.socket) -> None:
         self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
@@ -415,8 +415,8 @@ class Door:
         while self._half_open and self._oldest().until <= now:
             self._drop(self._oldest(), "it did not finish its hello in time")
         for listener in [listener for listener, until in self._paused.items() if until <= now]:
-            del self._paused[listener]
             self._watch(listener)
+            del self._paused[listener]
         times = [*self._paused.values(), *([self._oldest().until] if self._half_open else [])]
         return min((until - now for until in times), default=None)
 
@@ -451,8 +451,8 @@ class Door:
             elif is_shortage(error):
                 # Pause the listener. Otherwise, the selector would report it again at once, because the connection is
                 # still in the listener's backlog.
-                self._selector.unregister(listener)
                 self._paused[listener] = time.monotonic() + _PAUSE_S
+                self._selector.unregister(listener)
                 if self._on_shortage:
                     self._on_shortage(error)
             return
@@ -471,8 +471,9 @@ class Door:
         stream = _stream(sock, self._credentials, server_side=True)
         tls = self._uses_keys and is_between_hosts(sock) and not lacking()
         newcomer = _Newcomer(stream, self._new_hello(tls), source, time.monotonic() + HELLO_S)
-        self._half_open[sock] = newcomer
+        # A signal handler may raise an exception between any two lines. So register first: close() relies on it.
         self._selector.register(sock, stream.events(sending=False), lambda: self._turn(newcomer))
+        self._half_open[sock] = newcomer
 
     def _turn(self, newcomer: _Newcomer) -> None:
         sock = newcomer.stream.sock
