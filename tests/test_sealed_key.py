@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from test_launchers import Environment, mpich  # noqa: F401
 from test_tls_jobs import BODY, MARKER, Capture
 
 from mscomm import errors
-from mscomm.bootstrap import kvs, sealed_key
+from mscomm.bootstrap import kvs, pmi, sealed_key
 from mscomm.bootstrap.invitation import Invitation, Seat
 from mscomm.bootstrap.sealed_key import KeyPair
 from mscomm.cluster import hub_process, security
@@ -226,15 +227,42 @@ def test_nobody_can_offer_a_unix_socket_to_ranks_on_several_hosts(joining: Joini
     assert "rank 0 published 'mscomm1,unix'..., no address" in str(joining.start()[1])
 
 
-def test_a_store_that_has_timed_out_is_not_asked_again(joining: Joining, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_0_that_gives_up_tells_the_others_and_raises_the_first_error(
+    joining: Joining, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def late(*_: object, **__: object) -> list[str]:
         raise errors.CollectiveTimeout("not all ranks came")
 
+    told: list[Sequence[str]] = []
+
+    def broken(texts: Sequence[str], _: Deadline) -> None:
+        told.append(texts)
+        raise errors.BackendUnavailable("mpirun has ended")
+
     monkeypatch.setattr(joining.store, "collect", late)
+    monkeypatch.setattr(joining.store, "answer", broken)
     monkeypatch.setattr(sealed_key, "possible", lambda: True)
     with pytest.raises(errors.CollectiveTimeout, match="not all ranks came"):
         kvs.Join("mpirun", RANK_0, joining.store, {}, soon(), Protection()).invitation()
-    assert not joining.store.texts
+    assert told == [["mscomm1,failed"] * 3]
+
+
+def test_a_pmi_store_that_has_timed_out_asks_for_nothing_more() -> None:
+    ours, mpirun = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # each line is a packet
+    with ours, mpirun:
+        for line in (
+            b"cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0\n",
+            b"cmd=maxes kvsname_max=256 keylen_max=64 vallen_max=1024\n",
+            b"cmd=my_kvsname kvsname=kvs_1\n",
+        ):
+            mpirun.send(line)
+        store = pmi._Store(ours.fileno(), RANK_0, soon())
+        with pytest.raises(errors.CollectiveTimeout, match="not all 3 ranks called"):
+            store.collect(Deadline(0.1), wanted=True)
+        store.answer(["mscomm1,failed"] * 3, soon())
+        ours.shutdown(socket.SHUT_WR)
+        asked = [line.split()[0] for line in iter(lambda: mpirun.recv(4096), b"")]
+    assert asked == [b"cmd=init", b"cmd=get_maxes", b"cmd=get_my_kvsname", b"cmd=barrier_in"]
 
 
 @pytest.mark.parametrize("number", [1, 3])

@@ -146,8 +146,8 @@ int get(const Pmix& pmix, Process process, unsigned rank, const char* key, Time 
   return status;
 }
 
-// Does what the lines on stdin say. Returns a status, and sets `what` to the function that returned it.
-int obey(const Pmix& pmix, const Process& me, Time deadline, FILE* answers, const char*& what) {
+// Runs the commands on stdin until one fails, and returns its status, or 0. `what` is then the name of the last PMIx function.
+int run_commands(const Pmix& pmix, const Process& me, Time deadline, FILE* answers, const char*& what) {
   char line[2 * TEXT_MAX], key[64], text[TEXT_MAX + 1];
   unsigned first = 0, end = 0;
   bool committed = true;
@@ -200,7 +200,7 @@ int main(int argc, char** argv) {
   Process me{};
   if (const int status = pmix.init(&me, nullptr, 0)) fail("PMIx_Init", pmix.error_string(status));
   const char* what = "";
-  const int status = obey(pmix, me, deadline, answers, what);
+  const int status = run_commands(pmix, me, deadline, answers, what);
   pmix.finalize(nullptr, 0);  // without this, the launcher reports the job as failed
   if (connection >= 0) hand_over_connection(atoi(argv[1]));
   if (status) fail(what, pmix.error_string(status));

@@ -1,7 +1,7 @@
 """Joins through a launcher's key-value store: rank 0 starts the hub and publishes its address, and the others connect.
 
-The modules for PMI-1, PMIx and MPI communicators share this code. If all ranks are on one host, rank 0 publishes one
-text, `mscomm1,unix,NAME,KEY`, with the name of an abstract unix socket and the job's key in hex.
+The modules for PMI-1, PMIx, MPI communicators and torchrun share this code. If all ranks are on one host, rank 0
+publishes one text, `mscomm1,unix,NAME,KEY`, with the name of an abstract unix socket and the job's key in hex.
 
 On several hosts, the store may send its entries over the network in plain text. First, each of the other ranks puts a
 text for rank 0 into the store: `own` if it has a key file or certificates or permits plain links; otherwise its public
@@ -28,7 +28,7 @@ from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import CONTROL
 from mscomm.cluster.plan import named
 from mscomm.cluster.protection import Protection
-from mscomm.errors import AuthenticationError, BackendUnavailable, CollectiveTimeout, Error, on_failure
+from mscomm.errors import AuthenticationError, BackendUnavailable, Error, on_failure
 
 INSTEAD = "Start the ranks with `mscomm run -n N script.py`, which needs no other launcher."
 
@@ -151,12 +151,11 @@ class Join(NamedTuple):
             if pair:
                 self._check(asks)
             process, address, key, answers = self._open(pair, asks)
-        except Exception as error:
-            # Otherwise, the other ranks would wait for an address until the deadline. A store that has timed out is not
-            # used again: an answer to an earlier request may still be on its way.
-            if not isinstance(error, CollectiveTimeout):
-                with contextlib.suppress(Error):
-                    self.store.answer([_FAILED] * (1 if one_host else self.seat.size), self.deadline)
+        except Exception:
+            # Otherwise, the other ranks would wait for an address until the deadline. If the store fails too, the user
+            # gets the first error.
+            with contextlib.suppress(Error):
+                self.store.answer([_FAILED] * (1 if one_host else self.seat.size), self.deadline)
             raise
         with on_failure(hub_process.end, process):
             self.store.answer(answers, self.deadline)

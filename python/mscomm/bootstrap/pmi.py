@@ -65,6 +65,7 @@ class _Store:
         if not self._space or not limit.isdecimal():
             raise BackendUnavailable(f"{NAME}: mpirun does not describe its key-value store. {kvs.INSTEAD}")
         self._fd, self._seat, self._limit = fd, seat, int(limit)
+        self._late = False  # whether a barrier has timed out: mpirun may still answer it, so nothing else can be asked
         self._key = f"mscomm-{turn(NAME)}"
 
     def ask(self, text: str, deadline: Deadline) -> str:
@@ -79,6 +80,8 @@ class _Store:
         return [self._get(f"{self._key}-ask-{rank}", deadline) for rank in range(1, self._seat.size) if wanted]
 
     def answer(self, texts: Sequence[str], deadline: Deadline) -> None:
+        if self._late:
+            return
         for rank, text in enumerate(texts):
             self._put(kvs.entry(self._key, self._seat, rank), text, deadline)
         self._meet(deadline)
@@ -97,6 +100,7 @@ class _Store:
         try:
             _ask(self._fd, "cmd=barrier_in", "barrier_out", deadline)
         except CollectiveTimeout as error:
+            self._late = True
             raise CollectiveTimeout(
                 f"{NAME}: not all {self._seat.size} ranks called mscomm.init() within {deadline.seconds:g} s: "
                 "one has ended, or never calls it"

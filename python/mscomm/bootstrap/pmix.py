@@ -5,8 +5,9 @@ PMIx_Init and PMIx_Finalize in this process would break MPI_Init, whether MPI_In
 is a C++ program, csrc/tools/pmix_helper.cc. With 8 ranks on 2 cores, it takes 50 ms; a helper in Python with ctypes
 takes 110 ms.
 
-If a rank asks for a text of a rank on another host before that rank has stored it, the daemon of Open MPI 5 there looks
-for the text only every 2 s. Without a key file, this can happen once on the way to rank 0, and once on the way back.
+A rank may ask for another rank's text before it is in the store. If the two ranks are on different hosts, Open MPI 5
+then looks for the text only every 2 s. A job without a key file may wait in this way twice: rank 0 for the public keys,
+and the other ranks for rank 0's answers.
 """
 
 from __future__ import annotations
