@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from mscomm import errors
 from mscomm.cluster import plan
 
 
+def arrivals(*members):
+    """Return the arrivals of workers, each given by its id and the address of its host."""
+    return [plan.Arrival(node_id, host, host, f"id of {host}") for node_id, host in members]
+
+
 def test_ids_that_are_all_numbers_are_ranks():
-    assert plan.assign_ranks([plan.Arrival(i, "h") for i in ("2", "0", "1")]) == [2, 0, 1]
+    assert plan.assign_ranks(arrivals(("2", "h"), ("0", "h"), ("1", "h"))) == [2, 0, 1]
 
 
 @pytest.mark.parametrize("ids", [("0", "0"), ("0", "2")])
 def test_numbers_that_make_no_job_are_refused(ids):
     with pytest.raises(ValueError, match="MS_NODE_ID="):
-        plan.assign_ranks([plan.Arrival(i, "h") for i in ids])
+        plan.assign_ranks(arrivals(*((i, "h") for i in ids)))
 
 
 def test_an_id_of_thousands_of_digits_is_only_a_name():
-    assert plan.assign_ranks([plan.Arrival(i, "h") for i in ("9" * 5000, "1")]) == [1, 0]
+    assert plan.assign_ranks(arrivals(("9" * 5000, "h"), ("1", "h"))) == [1, 0]
 
 
 def test_hosts_are_contiguous_and_ids_sort_as_people_count():
     members = [("worker_10", "b"), (None, "a"), ("worker_2", "b"), (None, "a"), ("worker_1", "a")]
-    assert plan.assign_ranks([plan.Arrival(*member) for member in members]) == [1, 3, 0, 4, 2]
+    assert plan.assign_ranks(arrivals(*members)) == [4, 1, 3, 2, 0]
+
+
+def test_the_order_of_registration_does_not_change_the_ranks_of_workers_with_ids():
+    members = [("worker", ""), ("a", "10.0.0.2"), ("b", "10.0.0.2"), ("a", "10.0.0.10")]  # "": the scheduler's host
+    for order in itertools.permutations(members):
+        ranks = plan.assign_ranks(arrivals(*order))
+        assert [member for _, member in sorted(zip(ranks, order, strict=True))] == members
+
+
+def test_a_host_with_two_addresses_is_one_host():
+    members = [plan.Arrival("2", "10.0.0.9", "h", "x"), plan.Arrival("w", "10.0.0.5", "i", "y")]
+    members.append(plan.Arrival("1", "10.0.0.1", "h", "x"))
+    assert plan.assign_ranks(members) == [1, 2, 0]
 
 
 def test_hosts_are_numbered_by_their_lowest_rank():

@@ -81,6 +81,11 @@ class Job:
         return self.epoch.member
 
     @property
+    def restarts(self) -> bool:
+        """Whether lost ranks of this job are restarted, so that the other ranks can rejoin()."""
+        return self.epoch.restarts
+
+    @property
     def backend(self) -> str:
         return self.epoch.accelerator.name if self.epoch.accelerator else CPU
 
@@ -300,9 +305,9 @@ def _tell_launcher(launcher: Launcher | None) -> None:
 
 def _tell_variables_without_effect(launcher: Launcher | None) -> None:
     given = environment.given(os.environ, environment.CLUSTER)
-    names = ["MS_RECOVERY_PATH"]
+    names = []
     if launcher is None or launcher.NAME != ms_cluster.NAME:
-        names.append("MS_ENABLE_RECOVERY")
+        names = ["MS_RECOVERY_PATH", "MS_ENABLE_RECOVERY"]
     notices.tell_without_effect("environment", **{name: given.get(name) for name in names})
 
 
@@ -317,7 +322,14 @@ def _join(
     """Join the job to which this process is invited. Return when every rank is ready to use the world."""
     rank = None if invitation.seat.rank == UNKNOWN_RANK else invitation.seat.rank
     frames = Frames(invitation.stream)
-    member = Member(frames, key=invitation.key, rank=rank, node_id=invitation.node_id, hub=invitation.where)
+    member = Member(
+        frames,
+        key=invitation.key,
+        rank=rank,
+        node_id=invitation.node_id,
+        hub=invitation.where,
+        dial_again=invitation.dial_again,
+    )
     with contextlib.ExitStack() as failing:
         failing.callback(member.close)
         memory = failing.enter_context(links.unix_listener(128))
@@ -328,11 +340,25 @@ def _join(
             raise
         welcome = member.join(facts, deadline)
         log.set_rank(welcome.rank)
-        with _telling(member, welcome.rank, welcome.epoch):
-            epoch = assemble.share(member, welcome, memory, forced, deadline, asked.backend)
-            job = Job(epoch, asked, algo, timeout_s)
-            job.found(job.world, deadline)
-            member.ready(deadline)
+        job: Job | None = None
+        while True:
+            try:
+                with _telling(member, welcome.rank, welcome.epoch):
+                    epoch = assemble.share(member, welcome, memory, forced, deadline, asked.backend)
+                    job = Job(epoch, asked, algo, timeout_s)
+                    job.found(job.world, deadline)
+                    member.ready(deadline)
+                break
+            except PeerLost:
+                # Another rank was lost during the set-up. If it is restarted, set up the next epoch with it.
+                if not welcome.restarts or deadline.passed:
+                    raise
+            if job:
+                job.world.leave()
+            memory.close()
+            memory = failing.enter_context(links.unix_listener(128))
+            facts = assemble.facts(asked, invitation.seat.size, algo, memory)
+            welcome = member.rejoin(facts, deadline)
         memory.close()
         failing.pop_all()
     job.launcher, job.hub = invitation.launcher, invitation.hub

@@ -108,6 +108,11 @@ def seeds():
         [0, {"t": "unmeet", "key": "0:pair", "seconds": 1.0}],
     ]
     rejoin = _from_each("rejoin", key="rejoin 1", facts={"pid": 2})
+    back = [
+        [1, {"t": "return", "rank": 1, "proof": bytes(32), "facts": {"pid": 1}}],
+        [0, {"t": "in group", "group": "0:other", "ranks": [0, 1]}],
+        [0, {"t": "saw", "group": "0:other", "kind": "PeerLost", "text": "gone", "ranks": [2], "waiting_for": []}],
+    ]
     launcher = [
         [LAUNCHER_LINK, {"t": "stopped", "ranks": [SIZE - 1]}],
         [LAUNCHER_LINK, {"t": "gave up", "name": "node2", "why": "no memory"}],
@@ -118,6 +123,7 @@ def seeds():
         yield msgpack.packb([flags, *attend, *joins, *ready, *pair, *bye])
         yield msgpack.packb([flags, *joins[:2], *wait, 30, *joins[2:], *wait, *refuse, failed, 0.5, here, 5])
         yield msgpack.packb([flags, *attend, *joins, *ready, failed, *ended, 1, *shrink, *rejoin, *launcher])
+        yield msgpack.packb([flags, back[0], *joins[:2], *back, 1])
     by_id[0][1]["node_id"] = "<digits>"
     yield msgpack.packb([0, *by_id[:2], *wait, 100])
     yield msgpack.packb([KNOWN, [0, {"t": "give up", "why": "no"}], [1, {"t": "unrejoin", "seconds": 1.0}], 100])

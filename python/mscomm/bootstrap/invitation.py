@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -40,7 +40,8 @@ class Seat(NamedTuple):
 class Invitation:
     """What a rank needs to join: an authenticated stream to the hub, its admission key, and its place in the job.
 
-    `where`: the name of the hub in error messages. `hub`: the hub process, if this rank started it.
+    `where`: the name of the hub in error messages. `hub`: the hub process, if this rank started it. `dial_again`: see
+    Member.
     """
 
     launcher: str
@@ -51,6 +52,7 @@ class Invitation:
     hub: subprocess.Popen[bytes] | None = None
     node_id: str | None = None
     device: int | None = None  # the number of the accelerator, if the launcher provides one
+    dial_again: Callable[[bytes, Deadline], ByteStream] | None = None
 
 
 class Launcher(Protocol):

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple, NoReturn
 from mscomm import environment
 from mscomm.bootstrap import rendezvous
 from mscomm.bootstrap.invitation import Invitation, Seat
-from mscomm.cluster import interfaces, links, security
+from mscomm.cluster import interfaces, links, recovery_file, security
+from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline, join_timeout_s
-from mscomm.cluster.hello import CONTROL, UNKNOWN_RANK
+from mscomm.cluster.hello import CONTROL, UNKNOWN_RANK, UNKNOWN_RUN, package_version
 from mscomm.cluster.hub import Hub
 from mscomm.cluster.protection import Protection
 from mscomm.errors import BackendUnavailable
@@ -44,6 +45,7 @@ class Settings(NamedTuple):
     worker_ip: str | None
     topo_timeout_s: float
     recovery: bool
+    recovery_path: str | None
 
 
 def detect(env: Mapping[str, str]) -> bool:
@@ -65,18 +67,28 @@ def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -
     where = f"the scheduler at {interfaces.endpoint(settings.host, settings.port)}"
     if settings.worker_ip:
         _require_own(settings.worker_ip)
-    stream, key = rendezvous.reach(
-        [(settings.host, settings.port)],
-        deadline,
-        lambda address: security.admission_key(security.job_key(env, address[0], address[1], protection), CONTROL),
-        links.newcomer(env),
-        f"no scheduler at {interfaces.endpoint(settings.host, settings.port)} (MS_SCHED_HOST, MS_SCHED_PORT)",
-        "Start one with MS_ROLE=MS_SCHED and the same variables, or with `mscomm sched`",
-        source=settings.worker_ip,
-        protection=protection,
-    )
-    seat = Seat(UNKNOWN_RANK, settings.size, None, one_host=False)
-    return Invitation(NAME, seat, stream, key, where, node_id=settings.node_id)
+
+    def reach(deadline: Deadline, run: bytes, key_at: Callable[[Any], bytes]) -> tuple[ByteStream, bytes]:
+        return rendezvous.reach(
+            [(settings.host, settings.port)],
+            deadline,
+            key_at,
+            links.newcomer(env, run=run),
+            f"no scheduler at {interfaces.endpoint(settings.host, settings.port)} (MS_SCHED_HOST, MS_SCHED_PORT)",
+            "Start one with MS_ROLE=MS_SCHED and the same variables, or with `mscomm sched`",
+            source=settings.worker_ip,
+            protection=protection,
+        )
+
+    def admission(address: Any) -> bytes:
+        return security.admission_key(security.job_key(env, address[0], address[1], protection), CONTROL)
+
+    stream, key = reach(deadline, UNKNOWN_RUN, admission)
+    invitation = Invitation(NAME, Seat(UNKNOWN_RANK, settings.size, None, one_host=False), stream, key, where)
+    invitation.node_id = settings.node_id
+    if settings.recovery:
+        invitation.dial_again = lambda run, deadline: reach(deadline, run, lambda _: key)[0]
+    return invitation
 
 
 def _require_own(worker_ip: str) -> None:
@@ -99,7 +111,8 @@ def read(env: Mapping[str, str]) -> Settings:
     environment.read("MS_SERVER_NUM", env)
     node_id, worker_ip = (environment.read(name, env) for name in ("MS_NODE_ID", "MS_WORKER_IP"))
     recovery = environment.read("MS_ENABLE_RECOVERY", env) == 1
-    return Settings(host, port, size, node_id, worker_ip, join_timeout_s(env), recovery)
+    path = environment.read("MS_RECOVERY_PATH", env) if recovery else None
+    return Settings(host, port, size, node_id, worker_ip, join_timeout_s(env), recovery, path)
 
 
 def _required(env: Mapping[str, str], name: str, expected: str) -> Any:
@@ -133,9 +146,18 @@ def serve(env: Mapping[str, str], protection: Protection) -> NoReturn:
             # file. So also bind an abstract unix name, which only one process can bind. Like the port, the name belongs
             # to the network namespace. The kernel frees the name when the process ends.
             claim.bind(f"\0mscomm-sched-{host}-{port}")
-        key, file = security.scheduler_key(env, host, port, protection)
+        folder, kept_in = settings.recovery_path, ""
+        if folder:
+            stack.callback(os.close, recovery_file.lock(folder))
+            kept_in = os.path.join(folder, recovery_file.KEY_NAME)
+        key, file = security.scheduler_key(env, host, port, protection, kept_in)
         if file:
             stack.callback(file.remove)
+        recovery = None
+        if folder:
+            job = {"port": port, "workers": settings.size, "id": environment.read("MSCOMM_JOB_ID", env)}
+            job["mscomm"] = package_version()
+            recovery = recovery_file.RecoveryFile(folder, job, key)
         with _listening(settings, env, protection):
             # The key file is written already, so a worker that can connect can also read the key.
             listener.listen(socket.SOMAXCONN)
@@ -148,11 +170,14 @@ def serve(env: Mapping[str, str], protection: Protection) -> NoReturn:
             named=links.job_of(env),
             log=log.add,
             protection=protection,
+            recovery=recovery,
         )
         hub.listen(listener)
         _stop_on_sigterm(hub.stop)
         log.add(f"waiting at {interfaces.endpoint(host, port)} for {settings.size} workers")
         outcome = hub.serve()
+        if recovery and not hub.stopped:
+            recovery.remove()
     _leave(0 if outcome.ok else 1, flushes=log.flush(0) == 0)
 
 

@@ -153,6 +153,7 @@ class Epoch:
         self.facts = welcome.facts
         self.key = welcome.key
         self.tls = welcome.tls
+        self.restarts = welcome.restarts
         self._identity = Identity(version=package_version(), rank=welcome.rank, epoch=welcome.epoch, run=welcome.run)
         self.hosts = plan.hosts(welcome.facts)
         self.names = [f"rank {i} (pid {fact['pid']} on host {fact['hostname']})" for i, fact in enumerate(self.facts)]

@@ -9,11 +9,12 @@ failure was the first, meetings.py decides when a meeting is complete, and switc
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import selectors
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +28,8 @@ from mscomm.cluster.launchers import Launchers, State
 from mscomm.cluster.links import Door, is_between_hosts, require_same_user
 from mscomm.cluster.meetings import Answer, Meetings, unmet
 from mscomm.cluster.plan import group_name, world_id
+from mscomm.cluster.recovery_file import Membership, RecoveryFile, Seat
+from mscomm.cluster.returning import Returning
 from mscomm.cluster.roster import Link, Roster
 from mscomm.cluster.switchboard import Switchboard
 from mscomm.cluster.waiting import WaitNotices
@@ -36,6 +39,9 @@ if TYPE_CHECKING:
     from mscomm.cluster.protection import Protection
 
 _LEAVERS_EVERY_S = 0.05
+# A worker that is lost this many times in a row, each time soon after it joined, is not waited for any more.
+_SHORT_LIFE_S = 10.0
+_SHORT_LIVES = 10
 _CONTESTED_S = 5.0  # if two jobs use one port: how long the hub keeps telling processes why they cannot join
 
 
@@ -69,7 +75,8 @@ class Hub:
     raise an error.
 
     `nodes` and `layout`: see Launchers. `tell`: a function that writes a line for a user who is waiting. `protection`:
-    how the user wants the links to be protected.
+    how the user wants the links to be protected. `recovery`: the file in which the hub keeps the membership. If an
+    earlier hub of the job has written it, this hub takes over the ranks.
     """
 
     def __init__(
@@ -87,13 +94,17 @@ class Hub:
         layout: str = "",
         tell: Callable[[str], None] = lambda text: None,
         protection: Protection | None = None,
+        recovery: RecoveryFile | None = None,
     ) -> None:
         self._certified = protection is not None and protection.credentials is not None
         self._roster = Roster(size, ranks_known)
         self._all = list(range(size))
         self._admissions = {purpose: security.admission_key(key, purpose) for purpose in (CONTROL, LAUNCHER)}
-        self.run = os.urandom(16)  # the id of this start of the job
-        self._epoch = 0
+        self._key = key
+        self._recovery = recovery
+        former = recovery.found if recovery else None
+        self.run = former.run if former else os.urandom(16)  # the id of this start of the job
+        self._epoch = former.epoch if former else 0
         self._topo_timeout_s = topo_timeout_s
         self._topo_until: float | None = None
         self._watched = watched
@@ -110,8 +121,12 @@ class Hub:
         self._stopped_here: Sequence[int] = ()
         self._aborted: Error | None = None  # why all groups of this epoch are aborted, even those created later
         self._abort_announced = False
-        self._welcomed = False
+        self._welcomed = former is not None
         self._ready: set[int] = set()
+        self._returning = Returning(self._roster)
+        self._dirty = False  # whether the recovery file must be written
+        self._leaving: list[Link] = []  # links whose bye is confirmed when the recovery file is written
+        self._short_lives: Counter[str] = Counter()  # how often in a row each member was lost soon after it joined
         # For each group id, the ranks that have left since the last frames "left"; "" stands for the job. If many ranks
         # leave at once, a few frames announce all of them.
         self._leavers: dict[str, list[int]] = {}
@@ -119,7 +134,7 @@ class Hub:
         self._never_began: str | None = None
         self._contested_until = 0.0  # if two jobs use one port, the hub serves until this time, to refuse newcomers
         self._groups: dict[str, _Group] = {}
-        self._world = self._open_group(world_id(0), range(size))
+        self._world = self._open_group(world_id(self._epoch), range(size))
         self._meetings = Meetings(self._roster.gone, self._roster.name, lambda: self._world.judge)
         self._selector = selectors.DefaultSelector()
         self._board: Switchboard[Link] = Switchboard(self._selector, self._handle, self._ended, self._log)
@@ -153,6 +168,8 @@ class Hub:
         self._stopped = False
         self._wake_r, self._wake_w = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._selector.register(self._wake_r, selectors.EVENT_READ, self._woken)
+        if former:
+            self._take_over(former)
 
     def listen(self, sock: socket.socket) -> None:
         """Accept connections at this listening socket. The caller still owns the socket and must close it."""
@@ -205,6 +222,11 @@ class Hub:
         self._wake()
 
     @property
+    def stopped(self) -> bool:
+        """Whether stop() was called before the job had ended."""
+        return self._stopped
+
+    @property
     def attended(self) -> set[int]:
         """The ranks of other hosts whose launcher has connected. Any thread may read this."""
         return self._launchers.attended
@@ -228,6 +250,7 @@ class Hub:
             self._topo_until = time.monotonic() + self._topo_timeout_s
         if self._launchers.missing():
             self._waiting.begin()
+        self._returning.begin()
         try:
             self._obey()
             while not self._finished():
@@ -250,6 +273,8 @@ class Hub:
             return len(self._ended_well) + len(self._ended_badly) == self._roster.size or self._never_began is not None
         if any(link.joined or link.adopted for link in self._board.lines):
             return False
+        if self._roster.away or (self._welcomed and self._topo_until is not None):
+            return False  # this scheduler was started again, and workers may still come
         if self._welcomed or self._world.announced or self._never_began is not None:
             return True  # ignore links over which no rank has joined
         if self._board.lines or self._door.expire() is not None:
@@ -265,6 +290,9 @@ class Hub:
         staying = sum(not link.left for link in self._roster)
         if staying:
             return Outcome(False, f"stopped while {staying} {self._roster.plural} were there")
+        if self._roster.away:
+            away = ", ".join(map(self._roster.name, self._roster.away))
+            return Outcome(False, f"stopped before these had returned: {away}")
         if self._welcomed:
             return Outcome(True, f"all {self._roster.size} {self._roster.plural} have left")
         return Outcome(self._watched, f"no {self._roster.plural} came")
@@ -275,6 +303,7 @@ class Hub:
         dues = [group.judge.due() for group in self._groups.values()]
         dues += [
             self._tell_leavers_at if self._leavers else None,
+            self._returning.due(),
             self._topo_until,
             self._waiting.due,
             self._contested_until if now < self._contested_until else None,
@@ -290,6 +319,10 @@ class Hub:
         if self._topo_until is not None and now >= self._topo_until:
             self._refuse_all(self._roster.too_few(self._topo_timeout_s))
         self._waiting.look(now)
+        for rank in self._returning.lost(now):
+            self._lost(rank, self._roster.name(rank), "did not return to the scheduler, which was started again")
+        for action in self._returning.believed():
+            action()
         if self._leavers and now >= self._tell_leavers_at:
             self._tell_leavers(now)
         for name, group in list(self._groups.items()):
@@ -313,6 +346,11 @@ class Hub:
         if self.state.over is None and (end := self._end()):
             self._give_up(end)
         self._set_state(goes_on=self._meetings.survivors_go_on, only_stopped=self._only_stopped())
+        if self._dirty:
+            self._save()
+        for link in self._leaving:
+            self._send(link, {"t": "bye"})
+        self._leaving.clear()
 
     def _tell_leavers(self, now: float) -> None:
         """Tell the ranks that stay which ranks have left since the last call."""
@@ -363,7 +401,7 @@ class Hub:
         if verdict.kind != "PeerLost":
             return verdict
         first = self._world.judge.verdict
-        leaving = (link for link in self._roster if link.waits or link.number in group.rejoining)
+        leaving = (link for link in self._roster if (link.waits and link.welcomed) or link.number in group.rejoining)
         waiting = [link for link in leaving if link.number in verdict.ranks]
         if first and waiting and group is not self._world:
             return first.again(f"{first}; {waiting[0]} therefore left this group for the next epoch")
@@ -476,7 +514,7 @@ class Hub:
     def _handle(self, link: Link, frame: Frame) -> None:
         """Handle one control frame from a rank. If this raises Error, the caller ends the rank's link."""
         kind = frame["t"]
-        if kind not in ("join", "give up") and (not link.joined or link.left):
+        if kind not in ("join", "give up", "return") and (not link.joined or link.left):
             raise Error(f"{kind!r} is not allowed before join or after bye")
         if kind not in FROM_RANKS:
             raise Error(f"{kind!r} is not a message to the hub")
@@ -487,6 +525,7 @@ class Hub:
             return
         self._ready.add(link.number)
         if len(self._ready) == self._roster.size:
+            self._save()
             self._log(f"all {self._roster.size} {self._roster.plural} are ready")
             self._broadcast({"t": "go", "epoch": self._epoch}, self._world.ranks)
 
@@ -502,6 +541,11 @@ class Hub:
         call: str,
     ) -> None:
         error = make(kind, text, self._roster.known(ranks), self._roster.known(waiting_for))
+        if kind != "Aborted":
+            self._returning.suspect(error.ranks)
+            words = (kind, text, ranks, waiting_for, group, number, call)
+            if self._returning.later(lambda: self._on_failed(link, *words)):
+                return
         for one in [one for name, one in self._groups.items() if group in ("", name)]:
             one.judge.called(link.number, number, call, time.monotonic())
             self._failed(one, link, error, number)
@@ -659,6 +703,9 @@ class Hub:
                 last = numbers.get(name)
                 group.judge.left(link.number, last if isinstance(last, int) else 0, time.monotonic())
         self._leavers.setdefault("", []).append(link.number)
+        if self._restarts and not self._watched:
+            self._leaving.append(link)
+            self._dirty = True
         self._answer(self._meetings.look())
         self._begin_epoch()
 
@@ -677,6 +724,12 @@ class Hub:
         if self._contested_until and self._never_began:
             self._refuse(link, self._never_began)
             return
+        seat = self._roster.kept_by(node_id if isinstance(node_id, str) else None)
+        if seat and seat.rank in self._roster.away and seat.rank not in self._returning.claims:
+            # The worker of this seat is alive, or this process replaces it. Wait for the worker for a while.
+            self._returning.suspect([seat.rank])
+            self._returning.claims[seat.rank] = link, lambda: self._on_join(link, rank, node_id, facts)
+            return
         link.since = time.monotonic()
         refusal = self._roster.admit(link, rank, node_id, facts)
         if refusal:
@@ -685,6 +738,7 @@ class Hub:
             return
         self._log(f"{link} joined, {len(self._roster)} of {self._roster.size}")
         if self._welcomed or self.state.over:
+            self._topo_until = None
             link.waits = True
             self._begin_epoch()
             return
@@ -710,14 +764,18 @@ class Hub:
             return
         self._welcomed = True
         self._waiting.end()
+        for link in self._roster:
+            link.nonce = link.nonce or os.urandom(16)
+        self._save()
         shared = {"t": "welcome", "size": self._roster.size, "run": self.run, "epoch": self._epoch}
-        shared["tls"] = self._tls()
+        shared |= {"tls": self._tls(), "restarts": self._restarts}
         session = security.new_key()
         for link in self._roster:
             link.waits, link.welcomed = False, True
             self._board.write(link, facts)
-            key = security.sealed(session, link.stream.secret, self._epoch)
-            self._send(link, {**shared, "rank": link.rank, "key": key})
+            key = security.sealed(session, link.stream.secret, security.session_name(self._epoch))
+            token = security.sealed(self._token(link.nonce), link.stream.secret, security.SEAT)
+            self._send(link, {**shared, "rank": link.rank, "key": key, "token": token})
 
     def _tls(self) -> str:
         """Return what the links between ranks use: "certificates", "key", or "" if they are not encrypted."""
@@ -759,10 +817,10 @@ class Hub:
             return PeerLost("rejoin: nothing restarts lost ranks in this job; use `mscomm run --max-restarts N`")
         if self.state.over:
             return PeerLost(f"rejoin: {self.state.over}", self.state.over.ranks)
-        for link in self._roster:
-            if link.left and (not self._watched or link.number in self._ended_well):
-                why = f"rejoin: {link} has left the job, so its ranks can never all be there again"
-                return PeerLost(why, [link.number])
+        for rank in self._roster.left:
+            if not self._watched or rank in self._ended_well:
+                why = f"rejoin: {self._roster.name(rank)} has left the job, so its ranks can never all be there again"
+                return PeerLost(why, [rank])
         return None
 
     def _turn_away(self, link: Link, why: Error) -> None:
@@ -791,12 +849,14 @@ class Hub:
         self._lost(link.number, str(link), how)
 
     def _lost(self, number: int, name: str, how: str) -> None:
+        if self._restarts and not self._watched:
+            self._count_short_lives(number, name, how)
         if self._restarts and not self._welcomed and number not in self._ended_badly.keys() | self._ended_well:
             self._log(f"{name} {how}; it may come again")
             for link in [link for link in self._roster if link.number == number]:
                 self._roster.forget(link)
             return
-        if not len(self._roster):
+        if not len(self._roster) and not self._welcomed:
             self._absent.setdefault(number, how)
             return
         self._log(f"{name} {how}")
@@ -804,6 +864,95 @@ class Hub:
         for group in self._groups_of(number):
             group.judge.gone(number, how, time.monotonic())
         self._answer(self._meetings.look())
+
+    def _count_short_lives(self, number: int, name: str, how: str) -> None:
+        """Give the job up if a member is lost again and again, each time soon after it joined."""
+        link = self._roster.at(number)
+        if link is None:
+            return
+        who = link.node_id or str(number)
+        is_short = time.monotonic() - link.since < _SHORT_LIFE_S
+        self._short_lives[who] = self._short_lives[who] + 1 if is_short else 0
+        if self._short_lives[who] < _SHORT_LIVES:
+            return
+        why = f"{name} {how}, {_SHORT_LIVES} times in a row within {_SHORT_LIFE_S:g} s of joining"
+        if self._welcomed:
+            self._give_up(PeerLost(why, [number]))
+        else:
+            self._refuse_all(why)
+
+    # -- the recovery file, and workers that return
+
+    def _take_over(self, former: Membership) -> None:
+        """Take over the ranks of a scheduler that has ended."""
+        self._roster.kept = {seat.rank: seat for seat in former.seats}
+        for seat in former.seats:
+            if seat.left:
+                self._world.judge.left(seat.rank, 0, time.monotonic())
+        if former.ready:
+            self._ready.update(self._all)
+        else:
+            why = f"the scheduler was started again while the ranks set up epoch {self._epoch}"
+            self._world.judge.verdict = PeerLost(why)
+        self._log(f"takes over the {self._roster.plural} of epoch {self._epoch}")
+
+    def _save(self) -> None:
+        self._dirty = False
+        if self._recovery and self._welcomed:
+            ready = len(self._ready) == self._roster.size
+            try:
+                self._recovery.write(Membership(self.run, self._epoch, ready, self._roster.seats()))
+            except OSError as error:  # the job can go on, unless the scheduler ends now
+                self._log(f"cannot write {self._recovery.path}: {error.strerror or error}")
+
+    def _token(self, nonce: bytes) -> bytes:
+        return security.token(self._key, self.run, nonce)
+
+    def _on_return(self, link: Link, rank: int, proof: bytes, facts: Frame) -> None:
+        """A process that has been welcomed before is back, after its control link or the scheduler had ended."""
+        if link.joined:
+            raise Error("'return' is not allowed after join")
+        seat: Seat | Link | None = self._roster.kept.get(rank) or self._roster.at(rank)
+        if seat is None or not hmac.compare_digest(proof, security.proof(self._token(seat.nonce), link.stream.secret)):
+            self._refuse(link, f"another process has taken the place of rank {rank}, because this one was away")
+            return
+        if seat.left:  # only our answer to its bye was lost
+            self._send(link, {"t": "bye"})
+            self._board.drop(link)
+            return
+        former = self._roster.at(rank)
+        if former and former.open:  # the hub has not noticed yet that the former link has ended
+            self._board.drop(former)
+        link.rank, link.node_id, link.nonce, link.facts = rank, seat.node_id, seat.nonce, {**seat.facts, **facts}
+        link.welcomed, link.since, self._topo_until = True, time.monotonic(), None
+        self._roster.seat(link, former)
+        self._log(f"{link} is back, {len(self._roster)} of {self._roster.size}")
+        if claim := self._returning.claims.pop(rank, None):
+            self._refuse(claim[0], f"rank {rank} is taken already: {link}; was it started twice?")
+        for name, group in self._groups.items():
+            if group.announced and rank in group.ranks:
+                self._send(link, {"t": "verdict", "group": name, **group.announced.fields()})
+        if self._abort_announced and self._aborted:
+            self._send(link, {"t": "verdict", "group": "", **self._aborted.fields()})
+
+    def _on_in_group(self, link: Link, group: str, ranks: list[Any]) -> None:
+        """A process that has returned is in this group, which this scheduler may not know."""
+        ranks = self._roster.known(ranks)
+        if group in self._groups or not group.startswith(f"{self._epoch}:") or link.number not in ranks:
+            return
+        judge = self._open_group(group, frozenset(ranks)).judge
+        for rank in self._roster.left:
+            if rank in ranks:
+                judge.left(rank, 0, time.monotonic())
+
+    def _on_saw(self, link: Link, group: str, kind: str, text: str, ranks: list[Any], waiting_for: list[Any]) -> None:
+        """A process that has returned knows a verdict, which this scheduler may not know."""
+        verdict = make(kind, text, self._roster.known(ranks), self._roster.known(waiting_for))
+        if not group:
+            self._abort_epoch(verdict)
+        for name, one in self._groups.items():
+            if group in ("", name) and one.judge.verdict is None:
+                one.judge.verdict = verdict
 
     # -- launchers of other hosts
 

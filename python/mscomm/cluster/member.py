@@ -22,21 +22,26 @@ from typing import Any, NamedTuple
 
 from mscomm import _core, log
 from mscomm.cluster import security
-from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.bytestream import ByteStream
+from mscomm.cluster.deadline import Deadline, join_timeout_s
 from mscomm.cluster.frames import JOIN, READY, Frame, Frames
 from mscomm.cluster.handlers import ERROR, check
+from mscomm.cluster.hello import UNKNOWN_RUN
 from mscomm.cluster.interfaces import listen_address
 from mscomm.cluster.links import node_timeout_s
 from mscomm.cluster.plan import world_id
-from mscomm.errors import Aborted, CollectiveTimeout, Error, PeerLost, of_fields
+from mscomm.cluster.returning import RETURN_S
+from mscomm.errors import Aborted, BackendUnavailable, CollectiveTimeout, Error, PeerLost, of_fields
 
 SETTLE_S = 2.0  # how long a rank that reported a failure waits for the verdict
 LEAVE_S = 2.0
+_DIAL_S = 1.0  # how long one attempt to reach a hub that is away may take
 _CALL_CHARACTERS = 1000
 _NUMBERS = 500  # a bye holds the final call number of at most this many groups; for further groups, the hub assumes 0
 # The errors that a link reports if the host at the other end, or the network to it, is down.
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
+_OF_RESTARTS: Mapping[str, type] = {"restarts": bool, "token": bytes}
 # The types of the fields in the frames from the hub.
 _FIELDS: Mapping[str, Mapping[str, type]] = {
     "refused": {"why": str},
@@ -45,19 +50,23 @@ _FIELDS: Mapping[str, Mapping[str, type]] = {
     "left": {"group": str, "ranks": list},
     "dial": {"group": str, "from": int},
     "facts": {"facts": list},
-    "welcome": {"rank": int, "size": int, "run": bytes, "epoch": int, "tls": str, "key": bytes},
+    "welcome": {"rank": int, "size": int, "run": bytes, "epoch": int, "tls": str, "key": bytes, **_OF_RESTARTS},
     "go": {"epoch": int},
     "met": {"key": str, "ranks": list, "facts": list},
     "unmet": {"key": str, **ERROR},
     "missing": {"key": str, "ranks": list, "text": str, "tells": bool},
+    "bye": {},
 }
+# The keys of frames that a rank sends again to a scheduler that was started again. See Member._ask.
+_BYE, _FAILED = "bye", "failed "
 
 
 class Welcome(NamedTuple):
     """What the hub tells a rank when all ranks have joined.
 
     run: the id of this start of the job. tls: what encrypts the links between hosts: "certificates", "key", or "" if
-    they are plain. key: the session key of the epoch. facts[r]: the facts of rank r.
+    they are plain. key: the session key of the epoch. facts[r]: the facts of rank r. restarts: whether lost ranks are
+    restarted, so that the others can rejoin().
     """
 
     rank: int
@@ -67,6 +76,7 @@ class Welcome(NamedTuple):
     tls: str
     key: bytes
     facts: list[dict[str, Any]]
+    restarts: bool = False
 
 
 class Met(NamedTuple):
@@ -89,7 +99,8 @@ class Member:
     """A rank's membership in the job.
 
     `key`: the admission key. `hub`: the name of the hub in messages. If `rank` is None, the hub assigns a rank, which
-    may depend on `node_id`.
+    may depend on `node_id`. `dial_again(run, deadline)`: a function that connects to a hub that was started again; None
+    if this never happens, so that the end of the link is the end of the job.
     """
 
     frames: Frames
@@ -98,10 +109,12 @@ class Member:
     rank: int | None = None
     node_id: str | None = None
     hub: str = "the scheduler"
+    dial_again: Callable[[bytes, Deadline], ByteStream] | None = None
 
     def __post_init__(self) -> None:
         self._stream = self.frames.stream
         self._hub_address = ""  # the address of the hub's host; "" if the hub is on this host
+        self._own_address = ""  # the address from which this rank has connected to the hub; "" on the hub's host
         # This condition protects what the reading thread learns. Other threads wait on it for changes. A thread that
         # holds it must not call a communicator.
         self._news = threading.Condition()
@@ -123,6 +136,12 @@ class Member:
         self._departed: list[int] = []
         self._closed: dict[str, list[int]] = {}  # for each group in set-up, the ranks that have destroyed it
         self._leaving = False
+        self._closing = threading.Event()
+        self._away = False  # whether the link has ended, and the reading thread tries to connect again
+        self._token = b""  # see security.token
+        self._unanswered: dict[str, Frame] = {}  # what this rank has said, and what a new hub must hear again, by key
+        self._ranks: dict[str, list[int]] = {}  # the ranks of each group that this rank is in
+        self._listen_at = ""  # see address()
         self._hub_is_lost = False  # whether the hub ended or fell silent before this rank left
         self._forked = False
         # The core writes to this eventfd when it has a notice, when a call is stuck, and when a call has failed while
@@ -140,8 +159,10 @@ class Member:
         the reason.
         """
         self._hub_address = _address(self._stream.sock.getpeername())
+        self._own_address = _address(self._stream.sock.getsockname())
+        self._listen_at = listen_address(self._stream.sock)
         known = {**self._known(), **facts}
-        self._say({"t": "join", "rank": self.rank, "node_id": self.node_id, "facts": known}, deadline)
+        self._ask(JOIN, {"t": "join", "rank": self.rank, "node_id": self.node_id, "facts": known}, deadline)
         self._reader.start()
         self._await(lambda: self._welcome is not None, deadline, "init", JOIN, world_id(0))
         assert self._welcome
@@ -153,8 +174,8 @@ class Member:
             self.frames.send({"t": "give up", "why": _words(error)}, Deadline(SETTLE_S))
 
     def _known(self) -> dict[str, Any]:
-        host, link = socket.gethostname(), _address(self._stream.sock.getsockname())
-        return {"pid": os.getpid(), "hostname": host, "host": host, "link": link}
+        host = socket.gethostname()
+        return {"pid": os.getpid(), "hostname": host, "host": host, "link": self._own_address}
 
     def rejoin(self, facts: Mapping[str, Any], deadline: Deadline) -> Welcome:
         """Wait for the next epoch, and return the Welcome of that epoch.
@@ -170,7 +191,7 @@ class Member:
             return key in self._met or (self._welcome is not None and self._welcome.epoch > now)
 
         try:
-            self._say({"t": "rejoin", "key": key, "facts": {**self._known(), **facts}}, deadline)
+            self._ask(key, {"t": "rejoin", "key": key, "facts": {**self._known(), **facts}}, deadline)
             self._await(answered, deadline, "rejoin", key)
         except CollectiveTimeout:
             # Ask the hub which ranks are missing. It may answer instead that all ranks have arrived in the meantime.
@@ -192,7 +213,7 @@ class Member:
         """Tell the hub that this rank has finished its set-up, and wait until all ranks have finished theirs."""
         assert self._welcome
         epoch = self._welcome.epoch
-        self._say({"t": "ready", "epoch": epoch}, deadline)
+        self._ask(READY, {"t": "ready", "epoch": epoch}, deadline)
         self._await(lambda: self._go >= epoch, deadline, "set-up", READY, world_id(epoch))
 
     # -- meetings and groups
@@ -222,7 +243,7 @@ class Member:
                 self._closed[key] = []
         self._attending.append(name)
         try:
-            self._say({"t": "meet", "founds": founds, "survivors": survivors, **words}, deadline)
+            self._ask(key, {"t": "meet", "founds": founds, "survivors": survivors, **words}, deadline)
             self._await(lambda: key in self._met, deadline, name, key)
         except CollectiveTimeout:
             # Ask the hub which ranks are missing. It may answer instead that all ranks have arrived in the meantime.
@@ -235,8 +256,12 @@ class Member:
             raise
         finally:
             self._attending.remove(name)
+            with self._news:
+                self._unanswered.pop(key, None)
         with self._news:
             met = self._met.pop(key)
+            if founds and isinstance(met, Met):
+                self._ranks[key] = list(ranks)
         if isinstance(met, Error):
             self._refused = key
             raise met
@@ -288,8 +313,9 @@ class Member:
         """End this rank's membership in the group, and tell the hub."""
         with self._news:
             communicator = self._communicators.pop(group, None)
-            for table in (self._dialled, self._early, self._verdicts):
+            for table in (self._dialled, self._early, self._verdicts, self._ranks):
                 table.pop(group, None)
+            self._unanswered.pop(_FAILED + group, None)
             self._told.discard(group)
         if communicator is not None and not self._forked and self._ended is None and not self._leaving:
             words = {"group": group, "number": communicator.where()[0]}
@@ -302,7 +328,7 @@ class Member:
 
     def address(self) -> str:
         """Return the address at which this rank listens for peers on other hosts (interfaces.listen_address)."""
-        return listen_address(self._stream.sock)
+        return self._listen_at
 
     # -- reporting failures
 
@@ -319,10 +345,13 @@ class Member:
         if self._verdict(group) is None:
             self._tell(group, symptom, number, deadline)
         with self._news:
-            self._news.wait_for(lambda: self._settled(group), deadline.left())
-            if not self._settled(group) and self._stream.unacknowledged():
+            self._news.wait_for(lambda: self._settled(group) or self._away, deadline.left())
+            if not self._settled(group) and not self._away and self._stream.unacknowledged():
                 # If the hub's host is down, the link will report this soon. That report explains more than our symptom.
-                self._news.wait_for(lambda: self._settled(group), node_timeout_s() + 1)
+                self._news.wait_for(lambda: self._settled(group) or self._away, node_timeout_s() + 1)
+            while self._away and not self._settled(group):
+                self._news.wait_for(lambda: self._settled(group) or not self._away)
+                self._news.wait_for(lambda: self._settled(group) or self._away, RETURN_S + SETTLE_S)
             verdict = self._verdict(group)
             if verdict is None and isinstance(symptom, (PeerLost, CollectiveTimeout)):
                 verdict = self._failure  # the peer may be lost for the same reason as the hub
@@ -352,7 +381,7 @@ class Member:
         call = communicator.called(number)[:_CALL_CHARACTERS] if communicator else ""
         words = {**failure.again(str(failure)[:16000]).fields(), "number": number, "call": call}
         try:
-            self.frames.send({"t": "failed", "group": group, **words}, deadline)
+            self._post(_FAILED + group, {"t": "failed", "group": group, **words}, deadline)
         except OSError as error:  # the reading thread sees the end of the link too, and tells the communicators
             with self._news:
                 self._ended = self._ended or str(error)
@@ -370,7 +399,7 @@ class Member:
         numbers = {group: communicator.where()[0] for group, communicator in groups}
         try:
             if self._ended is None:
-                self.frames.send({"t": "bye", "number": number, "numbers": numbers}, deadline)
+                self._bid_farewell({"t": "bye", "number": number, "numbers": numbers}, deadline)
                 self._stream.close_for_writing()
                 # Wait for the hub to close first. If we closed with unread data in our socket, the kernel could reset
                 # the connection, and the bye could be lost.
@@ -381,8 +410,26 @@ class Member:
         finally:
             self.close()
 
+    def _bid_farewell(self, frame: Frame, deadline: Deadline) -> None:
+        """Send the bye. If the hub may be started again, wait until it has confirmed the bye, also while it is away."""
+        if self.dial_again is None:
+            self.frames.send(frame, deadline)
+            return
+        self._ask(_BYE, frame, deadline)
+
+        def over() -> bool:
+            return _BYE not in self._unanswered or self._ended is not None
+
+        with self._news:
+            self._news.wait_for(lambda: over() or self._away, deadline.left())
+            if not over() and self._away:
+                self._news.wait_for(over, node_timeout_s())
+        if not over():
+            log.warn(f"{self.hub} did not confirm that this rank has left the job")
+
     def close(self) -> None:
         """Close the link at once. The hub then counts this rank as lost, unless the rank has said bye."""
+        self._closing.set()
         with contextlib.suppress(OSError):  # the other end may have closed already
             self._stream.shut_down()  # wakes the reading thread, which must not poll a closed socket
         if self._reader.is_alive() and self._reader is not threading.current_thread():
@@ -398,6 +445,18 @@ class Member:
 
     def _read(self) -> None:
         try:
+            while True:
+                why, silent = self._follow()
+                if not self._return(why):
+                    break
+            self._end(why, self._beside_the_hub() if silent else [])
+        except BaseException as error:  # a bug: end the link, because without this thread nobody watches the job
+            self._end(f"this rank does not hear it any more: {type(error).__name__}: {error}")
+            raise
+
+    def _follow(self) -> tuple[str, bool]:
+        """Read the link until it ends. Return why it has ended, and whether the hub's host was silent."""
+        try:
             poller = select.poll()
             poller.register(self._stream, select.POLLIN)
             poller.register(self.news_fd, select.POLLIN)
@@ -407,16 +466,75 @@ class Member:
                 self._look_at_news()
                 frames = self.frames.arrived()
                 if frames is None:
-                    break
+                    return "its process ended or was killed", False
                 for frame in frames:
                     self._hear(frame)
-            self._end("its process ended or was killed")
         except (Error, OSError, KeyError, TypeError, ValueError) as error:
-            silent = isinstance(error, OSError) and error.errno in _SILENT
-            self._end(f"the link to it failed: {error}", self._beside_the_hub() if silent else [])
-        except BaseException as error:  # a bug: end the link, because without this thread nobody watches the job
-            self._end(f"this rank does not hear it any more: {type(error).__name__}: {error}")
-            raise
+            return f"the link to it failed: {error}", isinstance(error, OSError) and error.errno in _SILENT
+
+    # -- returning to a hub that was started again
+
+    def _return(self, why: str) -> bool:
+        """Connect to the hub again after the link has ended. Return whether this rank has a new link.
+
+        The groups go on meanwhile: a collective call does not need the hub. What needs the hub waits for it.
+        """
+        if self.dial_again is None or self._failure or (self._leaving and _BYE not in self._unanswered):
+            return False
+        run = self._welcome.run if self._welcome else UNKNOWN_RUN
+        deadline = Deadline(join_timeout_s(os.environ))
+        with self._news:
+            self._away = True
+            self._news.notify_all()
+        log.warn(f"{self.hub} is gone: {why}; this rank goes on, and waits for it up to {deadline.seconds:g} s")
+        self._stream.close()
+        while not (self._closing.is_set() or deadline.passed):
+            with contextlib.suppress(OSError):  # a report that only the hub needs
+                self._look_at_news()
+            try:
+                stream = self.dial_again(run, deadline.within(_DIAL_S))
+            except BackendUnavailable:
+                continue  # nobody listens there yet
+            except Error as error:
+                self._fail(Aborted(f"{self.hub} was started again, but: {error}"))
+                break
+            self.frames = Frames(stream)
+            self._stream = stream
+            try:
+                self._repeat()
+            except (OSError, TimeoutError):
+                stream.close()
+                continue
+            log.warn(f"{self.hub} is back")
+            return True
+        with self._news:
+            self._away = False
+        return False
+
+    def _repeat(self) -> None:
+        """Tell a new hub who this rank is, what it knows, and what it has asked and was not answered yet."""
+        frames, limit = self.frames, Deadline(SETTLE_S)
+        if self._welcome:
+            with self._news:
+                groups, verdicts = dict(self._ranks), dict(self._verdicts)
+            proof = security.proof(self._token, frames.stream.secret)
+            me = {"rank": self._welcome.rank, "proof": proof, "facts": self._known()}
+            frames.send({"t": "return", **me}, limit)
+            for group, ranks in groups.items():
+                frames.send({"t": "in group", "group": group, "ranks": ranks}, limit)
+            for group, verdict in verdicts.items():
+                frames.send({"t": "saw", "group": group, **verdict.fields()}, limit)
+        said: dict[str, Frame] = {}
+        while True:
+            with self._news:
+                rest = {key: frame for key, frame in self._unanswered.items() if said.get(key) is not frame}
+                if not rest:
+                    self._away = False  # from now on, other threads send by themselves
+                    self._news.notify_all()
+                    return
+            for frame in rest.values():
+                frames.send(frame, limit)
+            said |= rest
 
     def _look_at_news(self) -> None:
         """Pass on news from the groups: notices for the user, stuck calls, and failed calls that nobody waits for."""
@@ -446,6 +564,9 @@ class Member:
             with self._news:
                 group = frame["group"]
                 self._verdicts.setdefault(group, verdict)
+                for key in [key for key in self._unanswered if key.startswith(_FAILED)]:
+                    if group in ("", key.removeprefix(_FAILED)):
+                        del self._unanswered[key]
                 everyone = self._communicators.items()
                 named = [one for name, one in everyone if group == name or not (group or name in self._verdicts)]
                 self._news.notify_all()
@@ -486,18 +607,23 @@ class Member:
         if kind == "facts":
             self._facts = frame["facts"]
         elif kind == "welcome":
-            names = ("rank", "size", "run", "epoch", "tls")
-            key = security.sealed(frame["key"], self._stream.secret, frame["epoch"])
+            names = ("rank", "size", "run", "epoch", "tls", "restarts")
+            key = security.sealed(frame["key"], self._stream.secret, security.session_name(frame["epoch"]))
+            self._token = security.sealed(frame["token"], self._stream.secret, security.SEAT)
+            self._unanswered.clear()
+            self._ranks.clear()
             self._welcome = Welcome(key=key, facts=self._facts, **{name: frame[name] for name in names})
             self._departed.clear()
             self._closed.clear()
             self._verdicts.pop("", None)
         elif kind == "go":
             self._go = frame["epoch"]
-        elif kind == "met":
-            self._met[frame["key"]] = Met(frame["ranks"], frame["facts"])
-        elif kind == "unmet":
-            self._met[frame["key"]] = of_fields(frame)
+            self._unanswered.pop(READY, None)
+        elif kind == "bye":
+            self._unanswered.pop(_BYE, None)
+        elif kind in ("met", "unmet"):
+            self._met[frame["key"]] = Met(frame["ranks"], frame["facts"]) if kind == "met" else of_fields(frame)
+            self._unanswered.pop(frame["key"], None)
         elif kind == "missing":
             words = frame["text"]  # "" if nobody is missing any more
             self._missing[frame["key"]] = Missing(words, frame["ranks"], frame["tells"]) if words else Missing()
@@ -535,11 +661,57 @@ class Member:
 
     # -- sending frames and waiting
 
+    def _post(self, key: str, frame: Frame, deadline: Deadline) -> None:
+        """Send a frame, and keep it until the hub has answered it: if a new hub takes over, it must hear the frame too.
+
+        Raise OSError if the link has ended, and no new hub can take over. The answer removes `key` from _unanswered.
+        """
+        with self._news:
+            self._unanswered[key] = frame
+            if self._away:
+                return  # the reading thread sends it
+            frames = self.frames
+        try:
+            frames.send(frame, deadline)
+        except TimeoutError:
+            raise
+        except OSError:
+            if self.dial_again is None or self._failure:
+                raise
+
+    def _ask(self, key: str, frame: Frame, deadline: Deadline) -> None:
+        """Send a frame that the hub will answer. See _post."""
+        self._convert(frame, deadline, lambda: self._post(key, frame, deadline))
+
     def _say(self, frame: Frame, deadline: Deadline) -> None:
+        """Send a frame. If the hub is away, wait for it."""
+
+        def send() -> None:
+            while True:
+                with self._news:
+                    self._news.wait_for(lambda: not self._away or self._failure, deadline.left())
+                    if self._away:
+                        raise TimeoutError
+                    frames = self.frames
+                try:
+                    frames.send(frame, deadline)
+                    return
+                except TimeoutError:
+                    raise
+                except OSError:
+                    with self._news:  # wait until the reading thread has seen the end of the link, too
+                        self._news.wait_for(lambda: self._away or self._ended is not None, SETTLE_S)
+                        if not self._away:
+                            raise
+
+        self._convert(frame, deadline, send)
+
+    def _convert(self, frame: Frame, deadline: Deadline, send: Callable[[], None]) -> None:
+        """Call send(). Raise an Error that names the hub in place of its OSError."""
         if self._forked:
             raise RuntimeError("mscomm cannot be used in a forked child: the rank is its parent")
         try:
-            self.frames.send(frame, deadline)
+            send()
         except TimeoutError as error:
             raise CollectiveTimeout(f"{self.hub} did not read {frame['t']!r} within {deadline.seconds:g} s") from error
         except OSError as error:

@@ -13,9 +13,15 @@ Facts = Mapping[str, Any]
 
 
 class Arrival(NamedTuple):
-    """What a worker says when it registers: its id (MS_NODE_ID; None if the user has not set it), and its host."""
+    """What a worker says when it registers.
+
+    node_id: MS_NODE_ID; None if the user has not set it. address: the address from which the worker has connected; ""
+    on the scheduler's host. hostname: the name of its host. host: the id of its host, the same for all its processes.
+    """
 
     node_id: str | None
+    address: str
+    hostname: str
     host: str
 
 
@@ -23,8 +29,10 @@ def assign_ranks(members: Sequence[Arrival]) -> list[int]:
     """Return the rank of each member. `members` is in the order of registration.
 
     If every id is a decimal number, the ids are the ranks. Otherwise, the members on one host get consecutive ranks.
-    Hosts are ordered by their first registration. Within a host, members with an id come first, sorted by id (worker_2
-    before worker_10); the others follow in the order of registration.
+    The scheduler's host comes first, and the other hosts follow in the order of their addresses. Within a host, members
+    with an id come first, in the order of the ids; the others follow in the order of registration. Numbers inside
+    addresses and ids are compared as numbers: worker_2 comes before worker_10. So if all members have ids, the same
+    members get the same ranks at each start.
     """
     size = len(members)
     if all(member.node_id is not None and is_number(member.node_id) for member in members):
@@ -37,11 +45,15 @@ def assign_ranks(members: Sequence[Arrival]) -> list[int]:
             if ranks.count(rank) > 1:
                 raise ValueError(f"MS_NODE_ID={rank} was given to {ranks.count(rank)} workers; each needs its own")
         return ranks
-    first_seen = {member.host: place for place, member in reversed(list(enumerate(members)))}
+    # One host can have several addresses. Its place is that of its lowest address.
+    places: dict[str, Any] = {}
+    for member in members:
+        here = (_natural(member.address), _natural(member.hostname), member.host)
+        places[member.host] = min(here, places.get(member.host, here))
 
     def place(index: int) -> tuple[Any, ...]:
         member = members[index]
-        return first_seen[member.host], member.node_id is None, _natural(member.node_id or ""), index
+        return places[member.host], member.node_id is None, _natural(member.node_id or ""), index
 
     ranks = [0] * size
     for rank, index in enumerate(sorted(range(size), key=place)):

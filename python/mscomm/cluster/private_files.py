@@ -1,4 +1,4 @@
-"""Files with a secret, which only the current user may be able to read."""
+"""Files that only the current user may be able to read, because they hold a secret or must not be changed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mscomm.errors import AuthenticationError
 _LIMIT_BYTES = 4096
 
 
-def read_private(kind: str, path: str, make: str, origin: str = "") -> bytes:
-    """Return the first 4 KiB of a file that only the current user may have permission to read.
+def read_private(kind: str, path: str, make: str, origin: str = "", most: int = _LIMIT_BYTES) -> bytes:
+    """Return the first `most` bytes of a file that only the current user may have permission to read.
 
     kind: what the file is, for messages. make: the advice for a user who has no such file. origin: who writes it.
     Raise AuthenticationError for any other file.
@@ -35,7 +35,8 @@ def read_private(kind: str, path: str, make: str, origin: str = "") -> bytes:
         if status.st_mode & 0o077:
             mode = f"its mode {stat.S_IMODE(status.st_mode):04o} lets others in"
             raise refused(kind, path, mode, f"run: chmod 600 {path}", origin)
-        return os.read(fd, _LIMIT_BYTES)
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(most)
     finally:
         os.close(fd)
 
@@ -43,3 +44,17 @@ def read_private(kind: str, path: str, make: str, origin: str = "") -> bytes:
 def refused(kind: str, path: str, what: str, advice: str, origin: str = "") -> AuthenticationError:
     """Return an error about the file. what: what is wrong with it. advice: what to do. origin: who writes the file."""
     return AuthenticationError(f"{kind} {path}: {what}; {advice}{f' ({origin})' if origin else ''}")
+
+
+def replace_private(path: str, content: bytes) -> None:
+    """Replace the file by a new one that only the current user can read. No reader ever sees a part of it."""
+    draft = f"{path}.new"
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.fchmod(fd, 0o600)
+        with open(fd, "wb", closefd=False) as file:
+            file.write(content)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.rename(draft, path)

@@ -8,6 +8,7 @@ from typing import Any
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.frames import Frame
 from mscomm.cluster.plan import Arrival, assign_ranks, is_number
+from mscomm.cluster.recovery_file import Seat
 from mscomm.cluster.switchboard import Line
 
 
@@ -26,6 +27,7 @@ class Link(Line):
         self.rejoin_key = ""  # the key of the latest rejoin() of the process; the answer must contain it
         self.node_id: str | None = None
         self.facts: Frame = {}
+        self.nonce = b""  # see security.token
 
     @property
     def joined(self) -> bool:
@@ -37,13 +39,20 @@ class Link(Line):
         return self.rank if self.rank is not None else -1 - self.seat
 
     def __str__(self) -> str:
-        who = f"rank {self.rank}" if self.rank is not None else f"worker {self.node_id}" if self.node_id else "a worker"
-        host = self.facts.get("hostname", self.facts.get("host", "?"))
-        return f"{who} (pid {self.facts['pid']} on host {host})" if "pid" in self.facts else who
+        return _named(self.rank, self.node_id, self.facts)
+
+
+def _named(rank: int | None, node_id: str | None, facts: Frame) -> str:
+    who = f"rank {rank}" if rank is not None else f"worker {node_id}" if node_id else "a worker"
+    host = facts.get("hostname", facts.get("host", "?"))
+    return f"{who} (pid {facts['pid']} on host {host})" if "pid" in facts else who
 
 
 class Roster:
-    """The members of a job of `size` ranks in the order of joining, including members that have ended."""
+    """The members of a job of `size` ranks in the order of joining, including members that have ended.
+
+    `kept`: the seats that an earlier scheduler of the job gave out, and that no process has taken again from this one.
+    """
 
     def __init__(self, size: int, ranks_known: bool) -> None:
         self.size = size
@@ -53,6 +62,7 @@ class Roster:
         self._members: list[Link] = []
         self._by_number: dict[int, Link] = {}  # by Link.number
         self._by_id: dict[str, Link] = {}  # by node id, for members that have one
+        self.kept: dict[int, Seat] = {}  # by rank
 
     def __len__(self) -> int:
         return len(self._members)
@@ -66,15 +76,42 @@ class Roster:
         refusal = self._objection(link, rank)
         if refusal is None:
             link.rank = link.rank if link.rank is not None else rank
-            former = self._holder(link, link.rank)
-            if former:
-                link.rank, link.seat = former.rank, former.seat
-                self._members[link.seat] = link
-            else:
-                link.seat = len(self._members)
-                self._members.append(link)
-            self._index(link)
+            kept = self.kept_by(link.node_id)
+            if kept:
+                link.rank = kept.rank
+            self.seat(link, self._holder(link, link.rank))
         return refusal
+
+    def seat(self, link: Link, former: Link | None) -> None:
+        """Give the link a seat: the seat of the former member or, if there is none, a new one."""
+        if former:
+            link.rank, link.seat = former.rank, former.seat
+            self._members[link.seat] = link
+        else:
+            link.seat = len(self._members)
+            self._members.append(link)
+        if link.rank is not None:
+            self.kept.pop(link.rank, None)
+        self._index(link)
+
+    def kept_by(self, node_id: str | None) -> Seat | None:
+        """Return the kept seat of this node id; None if there is none."""
+        return next((seat for seat in self.kept.values() if node_id and seat.node_id == node_id), None)
+
+    @property
+    def away(self) -> list[int]:
+        """The ranks that an earlier scheduler knew, and that may still return to this one."""
+        return [rank for rank, seat in self.kept.items() if not (seat.left or seat.lost)]
+
+    def seats(self) -> list[Seat]:
+        """Return all seats, for the recovery file."""
+        here = [Seat(link.number, link.node_id, link.nonce, link.facts, link.left) for link in self._members]
+        return sorted([*here, *self.kept.values()], key=lambda seat: seat.rank)
+
+    @property
+    def left(self) -> list[int]:
+        """The ranks that have left the job."""
+        return [seat.rank for seat in self.seats() if seat.left]
 
     def _holder(self, link: Link, rank: Any) -> Link | None:
         """Return the member that already has the rank or the id that the newcomer claims; None if no member has it."""
@@ -90,6 +127,9 @@ class Roster:
     def gone(self, rank: int) -> str | None:
         """Return why the rank no longer takes part in this epoch; None if it takes part, or may still join."""
         link = self.at(rank)
+        if link is None and rank in self.kept and rank not in self.away:
+            left = self.kept[rank].left
+            return f"{self.name(rank)} {'has left the job' if left else 'did not return to the scheduler'}"
         if link is None or (link.open and not link.left and not link.waits):
             return None
         if link.waits:
@@ -140,7 +180,10 @@ class Roster:
             holder = self._holder(link, None)
             if holder and (holder.open or holder.left):
                 return f"MS_NODE_ID={link.node_id} is taken already: {holder}; look for leftovers of an earlier start"
-        if len(self._members) >= self.size and not holder:
+        kept = self.kept_by(link.node_id)
+        if kept and kept.left:
+            return f"{self.name(kept.rank)} has left the job, which is not over for the other ranks"
+        if len(self._members) + len(self.kept) >= self.size and not (holder or kept):
             return (
                 f"the job at {self.address} already has its {self.size} {self.plural}: one too many was started, or "
                 "this one is of another job that uses the same port. Give each job a port of its own"
@@ -150,7 +193,10 @@ class Roster:
     def assign(self) -> None:
         """Assign a rank to each member, after all have joined. Raise ValueError if numeric ids are not valid ranks."""
         if any(link.rank is None for link in self._members):
-            arrivals = [Arrival(link.node_id, str(link.facts.get("host"))) for link in self._members]
+            arrivals = [
+                Arrival(link.node_id, *(str(link.facts.get(name, "")) for name in ("link", "hostname", "host")))
+                for link in self._members
+            ]
             for link, rank in zip(self._members, assign_ranks(arrivals), strict=True):
                 link.rank = rank
             self._index_all()
@@ -161,6 +207,8 @@ class Roster:
 
     def name(self, number: int) -> str:
         """Return the name that messages use for the member with this Link.number."""
+        if (seat := self.kept.get(number)) is not None:
+            return _named(number, seat.node_id, seat.facts)
         return str(self.at(number) or f"rank {number}")
 
     def missing(self) -> str:

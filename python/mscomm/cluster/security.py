@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from mscomm import environment, log
 from mscomm.cluster import interfaces
 from mscomm.cluster.hello import CONTROL
-from mscomm.cluster.private_files import read_private, refused
+from mscomm.cluster.private_files import read_private, refused, replace_private
 from mscomm.cluster.protection import Protection
 from mscomm.errors import AuthenticationError
 
@@ -42,14 +42,36 @@ def admission_key(key: bytes, purpose: int) -> bytes:
     return hmac.new(key, b"mscomm admission %d" % purpose, hashlib.sha256).digest()
 
 
-def sealed(key: bytes, secret: bytes, epoch: int) -> bytes:
-    """Encrypt the session key of an epoch for one control link, or decrypt it. secret: the secret of that link.
+def sealed(key: bytes, secret: bytes, what: str) -> bytes:
+    """Encrypt a key for one control link, or decrypt it. secret: the secret of that link. what: names this key alone.
 
-    The key is combined (xor) with the HMAC of the epoch, which is used for this link and this epoch only. Somebody who
-    changes the encrypted key on its way can only make the hellos of the epoch fail.
+    The key is combined (xor) with the HMAC of the name, which is used for this link and this key only. Somebody who
+    changes the encrypted key on its way can only make hellos fail.
     """
-    pad = hmac.new(secret, b"mscomm session key %d" % epoch, hashlib.sha256).digest()
+    pad = hmac.new(secret, f"mscomm {what}".encode(), hashlib.sha256).digest()
     return bytes(a ^ b for a, b in zip(key, pad, strict=True))
+
+
+def session_name(epoch: int) -> str:
+    """Return the name that sealed() uses for the session key of an epoch."""
+    return f"session key {epoch}"
+
+
+SEAT = "seat"  # the name that sealed() uses for the token of a process
+
+
+def token(key: bytes, run: bytes, nonce: bytes) -> bytes:
+    """Return the secret that only the hub and one process know. key: the job key. nonce: belongs to this process alone.
+
+    With the token, the process proves who it is when it returns after its control link has ended (`proof`). A scheduler
+    that was started again computes the same token, and need not keep any secret but the job key.
+    """
+    return hmac.new(key, b"mscomm seat " + run + nonce, hashlib.sha256).digest()
+
+
+def proof(token: bytes, secret: bytes) -> bytes:
+    """Return what a process sends over its new control link to prove that it has the token. secret: the link's."""
+    return hmac.new(token, b"mscomm return " + secret, hashlib.sha256).digest()
 
 
 def is_loopback(host: str) -> bool:
@@ -57,15 +79,21 @@ def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
-def scheduler_key(env: Mapping[str, str], host: str, port: int, protection: Protection) -> tuple[bytes, KeyFile | None]:
+def scheduler_key(
+    env: Mapping[str, str], host: str, port: int, protection: Protection, kept_in: str = ""
+) -> tuple[bytes, KeyFile | None]:
     """Return the key of a scheduler at the numeric address, and the key file if this function has written one.
 
-    The caller must remove the key file when the job has ended.
+    kept_in: a file for a copy of a new key, so that a scheduler that is started again has the same key. The caller must
+    remove the key file and the copy when the job has ended.
     """
     if path := environment.read("MSCOMM_JOB_KEY_FILE", env):
         return read_key(path), None
     if is_loopback(host):
-        file = KeyFile(key_path(_sched_name(host, port)))
+        kept = read_key(kept_in) if kept_in and os.path.lexists(kept_in) else b""
+        file = KeyFile(key_path(_sched_name(host, port)), kept)
+        if kept_in and not kept:
+            replace_private(kept_in, file.key)
         return file.key, file
     return _open_key(host, port, protection), None
 
@@ -166,14 +194,16 @@ _ALONE_WITHIN_S = 2.0
 
 
 class KeyFile:
-    """A new key in a file that only the current user can read, in a folder that only the current user can enter.
+    """A key in a file that only the current user can read, in a folder that only the current user can enter.
+
+    key: the key to write, by default a new one.
 
     The process holds a lock (flock) on the file until it removes the file or ends. A file that is not locked therefore
     belongs to a process that was killed, and remove_stale() removes it.
     """
 
-    def __init__(self, path: str) -> None:
-        self.key = new_key()
+    def __init__(self, path: str, key: bytes = b"") -> None:
+        self.key = key or new_key()
         self.path = path
         remove_stale()
         folder = os.path.dirname(self.path)

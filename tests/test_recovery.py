@@ -1,0 +1,512 @@
+"""A scheduler that ends and is started again: its recovery file, and the ranks that return to it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+
+import pytest
+from control import ADMISSION, KEY, Communicator, Waits, eventually, greeted, soon, undialled
+
+from mscomm import errors
+from mscomm.cluster import recovery_file, security
+from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.frames import Frames
+from mscomm.cluster.hello import CONTROL
+from mscomm.cluster.hub import Hub
+from mscomm.cluster.member import Member
+from mscomm.cluster.plan import world_id
+from mscomm.cluster.recovery_file import Membership, RecoveryFile, Seat
+
+JOB = {"port": 8117, "workers": 2}
+SEATS = [
+    Seat(0, "worker_0", b"a" * 16, {"pid": 7, "hostname": "h"}, left=False),
+    Seat(1, None, b"b" * 16, {"pid": 8, "hostname": "h", "memory": b"not kept"}, left=True),
+]
+MEMBERSHIP = Membership(b"r" * 16, 3, True, SEATS)
+
+
+# -- the recovery file
+
+
+def written(folder):
+    RecoveryFile(str(folder), JOB, KEY).write(MEMBERSHIP)
+    return folder / recovery_file.NAME
+
+
+def test_the_file_gives_back_the_membership_and_only_its_owner_can_read_it(tmp_path):
+    path = written(tmp_path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    found = RecoveryFile(str(tmp_path), JOB, KEY).found
+    assert (found.run, found.epoch, found.ready) == (b"r" * 16, 3, True)
+    assert [(seat.rank, seat.node_id, seat.nonce, seat.left) for seat in found.seats] == [
+        (0, "worker_0", b"a" * 16, False),
+        (1, None, b"b" * 16, True),
+    ]
+    assert found.seats[1].facts == {"pid": 8, "hostname": "h"}
+
+
+def test_an_ended_job_leaves_no_file(tmp_path):
+    written(tmp_path)
+    RecoveryFile(str(tmp_path), JOB, KEY).remove()
+    assert RecoveryFile(str(tmp_path), JOB, KEY).found is None and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("job", "key", "error", "text"),
+    [
+        ({**JOB, "workers": 3}, KEY, errors.BackendUnavailable, "another job .*workers 2.*this job has .*workers 3"),
+        (JOB, bytes(32), errors.AuthenticationError, "was changed, or written with another job key"),
+    ],
+)
+def test_the_file_of_another_job_or_key_is_refused_and_kept(tmp_path, job, key, error, text):
+    path = written(tmp_path)
+    before = path.read_bytes()
+    with pytest.raises(error, match=text):
+        RecoveryFile(str(tmp_path), job, key)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: b"\xff" + text,
+        lambda text: b"[]",
+        lambda text: b"[" * 100_000,
+        lambda text: b'{"state": {"job": 3}, "mac": ""}',
+    ],
+)
+def test_a_damaged_file_is_refused_and_kept(tmp_path, damage):
+    path = written(tmp_path)
+    damaged = damage(path.read_bytes())
+    path.write_bytes(damaged)
+    with pytest.raises(errors.BackendUnavailable, match=r"it is damaged .*or, to start the job anew, remove"):
+        RecoveryFile(str(tmp_path), JOB, KEY)
+    assert path.read_bytes() == damaged
+
+
+def test_no_value_in_the_file_can_be_changed(tmp_path):
+    path = written(tmp_path)
+    whole = json.loads(path.read_bytes())
+    whole["state"]["seats"][0]["left"] = True
+    path.write_text(json.dumps(whole))
+    with pytest.raises(errors.AuthenticationError, match="was changed"):
+        RecoveryFile(str(tmp_path), JOB, KEY)
+
+
+def test_a_file_that_others_can_read_is_refused(tmp_path):
+    written(tmp_path).chmod(0o644)
+    with pytest.raises(errors.AuthenticationError, match="chmod 600"):
+        RecoveryFile(str(tmp_path), JOB, KEY)
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    path = written(tmp_path)
+    before = path.read_bytes()
+
+    def full(fd):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        RecoveryFile(str(tmp_path), JOB, KEY).write(Membership(b"s" * 16, 4, False, []))
+    assert path.read_bytes() == before
+
+
+def test_two_schedulers_cannot_use_one_folder(tmp_path):
+    fd = recovery_file.lock(str(tmp_path / "new"))
+    with pytest.raises(errors.BackendUnavailable, match="another scheduler uses this folder"):
+        recovery_file.lock(str(tmp_path / "new"))
+    os.close(fd)
+    os.close(recovery_file.lock(str(tmp_path / "new")))
+    (tmp_path / "file").touch()
+    with pytest.raises(errors.BackendUnavailable, match=r"MS_RECOVERY_PATH=.*name a folder of your own"):
+        recovery_file.lock(str(tmp_path / "file"))
+
+
+# -- ranks that return
+
+
+class Cluster:
+    """Hubs that follow each other at one port, and Members in the same process that return to the next hub."""
+
+    def __init__(self, size, folder):
+        self.size, self.folder = size, str(folder)
+        self.log: list[str] = []
+        self.members: list[Member] = []
+        self.outcome = self.hub = self.listener = None
+        self.address = ("127.0.0.1", 0)
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        self.end()
+        for member in self.members:
+            member.dial_again = None
+            member.close()
+
+    def start(self):
+        """Start a hub, as a scheduler does that is started (again) by the same command."""
+        self.recovery = RecoveryFile(self.folder, JOB, KEY)
+        self.listener = socket.create_server(self.address)
+        self.address = self.listener.getsockname()
+        options = {"ranks_known": False, "restarts": True, "log": self.log.append, "recovery": self.recovery}
+        self.hub = Hub(self.size, key=KEY, topo_timeout_s=10.0, **options)
+        self.hub.listen(self.listener)
+        self.thread = threading.Thread(target=self._serve)
+        self.thread.start()
+
+    def _serve(self):
+        self.outcome = self.hub.serve()
+
+    def end(self):
+        """End the hub without a word to its ranks, as if its process had been killed."""
+        self.listener.close()
+        self.hub.stop()
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+
+    def dial_again(self, run, deadline):
+        try:
+            stream = greeted(self.address, run=run)
+        except ConnectionRefusedError as error:
+            time.sleep(0.01)
+            raise errors.BackendUnavailable("no hub") from error
+        return stream
+
+    def member(self, node_id):
+        stream = greeted(self.address)
+        member = Member(Frames(stream), key=ADMISSION[CONTROL], node_id=node_id, dial_again=self.dial_again)
+        self.members.append(member)
+        return member
+
+    def joined(self):
+        """Let all ranks join and become ready. Return a (Member, Communicator) for each rank."""
+        members = [self.member(f"worker_{rank}") for rank in range(self.size)]
+        for wait in [Waits(member.join, {"size": self.size}, soon()) for member in members]:
+            assert wait.ended().error is None
+        return self.set_up(members)
+
+    def set_up(self, members):
+        """Let the ranks, which have been welcomed, set up the world of their epoch."""
+        communicators = [Communicator() for _ in members]
+        epoch = members[0]._welcome.epoch
+        meetings = []
+        for member, communicator in zip(members, communicators, strict=True):
+            meetings.append(Waits(self.found, member, communicator, world_id(epoch), range(self.size)))
+        for wait in meetings:
+            assert wait.ended().error is None
+        for wait in [Waits(member.ready, soon()) for member in members]:
+            assert wait.ended().error is None
+        return list(zip(members, communicators, strict=True))
+
+    @staticmethod
+    def found(member, communicator, group, ranks):
+        member.meet(group, group, list(ranks), {}, soon(), founds=True)
+        member.attach(group, communicator, undialled)
+
+    def returned(self, count):
+        eventually(lambda: sum("is back" in line for line in self.log) == count)
+
+
+def test_ranks_return_and_the_group_goes_on(tmp_path):
+    with Cluster(3, tmp_path) as cluster:
+        ranks = cluster.joined()
+        cluster.end()
+        cluster.start()
+        cluster.returned(3)
+        members = [member for member, _ in ranks]
+        meetings = [Waits(member.meet, "k", "a meeting", [0, 1, 2], {}, soon()) for member in members]
+        assert [wait.ended().result.ranks for wait in meetings] == [[0, 1, 2]] * 3
+        for wait in [Waits(member.leave, 5) for member in members]:
+            wait.ended()
+        cluster.thread.join(5)
+        assert cluster.outcome.ok, cluster.outcome
+        assert not any(communicator.aborts for _, communicator in ranks)
+
+
+def test_what_a_rank_asks_while_the_scheduler_is_away_is_answered_later(tmp_path):
+    with Cluster(2, tmp_path) as cluster:
+        (first, _), (second, _) = cluster.joined()
+        early = Waits(first.meet, "k", "a meeting", [0, 1], {"from": 0}, soon())
+        eventually(lambda: "k" in cluster.hub._meetings._open)
+        cluster.end()
+        late = Waits(second.meet, "k", "a meeting", [0, 1], {"from": 1}, soon())
+        eventually(lambda: first._away and second._away)
+        cluster.start()
+        assert early.ended().result.facts == late.ended().result.facts == [{"from": 0}, {"from": 1}]
+
+
+def test_a_failure_while_the_scheduler_is_away_is_judged_when_it_is_back(tmp_path):
+    """Rank 2 ends while the scheduler is away. Rank 0 sees it, and rank 1 does not. Both raise the same error."""
+    with Cluster(3, tmp_path) as cluster:
+        ranks = cluster.joined()
+        cluster.end()
+        ranks[2][0].dial_again = None
+        ranks[2][0].close()
+        symptom = errors.PeerLost("the link to rank 2 has ended", [2])
+        settled = Waits(lambda: ranks[0][0].settle(world_id(0), symptom, 1))
+        eventually(lambda: ranks[0][0]._away)
+        cluster.start()
+        verdict = settled.ended().result
+        assert (verdict.kind, verdict.ranks) == ("PeerLost", (2,))
+        assert "rank 2" in str(verdict) and "did not return to the scheduler" in str(verdict)
+        eventually(lambda: ranks[1][1].aborts)
+        assert ranks[1][1].aborts[0].ranks == (2,)
+        # Its process is started again, and all begin the next epoch.
+        survivors = [Waits(member.rejoin, {"size": 3}, soon()) for member, _ in ranks[:2]]
+        new = Waits(cluster.member("worker_2").join, {"size": 3}, soon())
+        assert [wait.ended().result.epoch for wait in (*survivors, new)] == [1, 1, 1]
+        assert new.result.rank == 2
+        # The restarted scheduler of the next epoch knows it, too.
+        cluster.end()
+        cluster.start()
+        cluster.returned(5)
+
+
+def test_nobody_is_believed_lost_before_the_ranks_could_return(tmp_path):
+    """Rank 0 says that rank 1 is lost, before rank 1 has returned. Rank 1 says why rank 0 believed that."""
+    with Cluster(2, tmp_path) as cluster:
+        (first, here), (second, there) = cluster.joined()
+        cluster.end()
+        gate = threading.Event()
+        dial, second.dial_again = second.dial_again, lambda run, deadline: (gate.wait(5), dial(run, deadline))[1]
+        cause = errors.Aborted("rank 1 has had enough", [1])
+        telling = Waits(second.report, cause, world_id(0))
+        reported = Waits(lambda: first.settle(world_id(0), errors.PeerLost("rank 1 is lost", [1]), 1))
+        cluster.start()
+        cluster.returned(1)
+        time.sleep(0.3)  # longer than the judge waits otherwise
+        assert not here.aborts
+        gate.set()
+        telling.ended()
+        assert str(reported.ended().result) == "rank 1 has had enough"
+        eventually(lambda: there.aborts)
+
+
+def test_a_verdict_that_some_ranks_know_reaches_all(tmp_path):
+    with Cluster(2, tmp_path) as cluster:
+        (first, _), (_, there) = cluster.joined()
+        cluster.end()
+        eventually(lambda: first._away)
+        with first._news:  # the verdict had been sent to rank 0 alone when the hub ended
+            first._verdicts[world_id(0)] = errors.Aborted("of the former hub", [0])
+        cluster.start()
+        eventually(lambda: there.aborts)
+        assert str(there.aborts[0]) == "of the former hub"
+
+
+def test_a_scheduler_that_ends_during_the_set_up_of_an_epoch_makes_all_begin_the_next(tmp_path):
+    with Cluster(2, tmp_path) as cluster:
+        members = [cluster.member(f"worker_{rank}") for rank in range(2)]
+        for wait in [Waits(member.join, {"size": 2}, soon()) for member in members]:
+            assert wait.ended().result.epoch == 0
+        readying = Waits(members[0].ready, Deadline(10))
+        cluster.end()
+        cluster.start()
+        assert "started again while the ranks set up epoch 0" in str(readying.ended().error)
+        assert readying.error.kind == "PeerLost"
+        waiting = [Waits(member.rejoin, {"size": 2}, soon()) for member in members]
+        assert [wait.ended().result.epoch for wait in waiting] == [1, 1]
+        cluster.set_up(members)
+
+
+def test_a_scheduler_that_ends_while_ranks_wait_for_the_next_epoch(tmp_path):
+    with Cluster(3, tmp_path) as cluster:
+        ranks = cluster.joined()
+        ranks[2][0].dial_again = None
+        ranks[2][0].close()
+        eventually(lambda: ranks[0][1].aborts)
+        waiting = [Waits(member.rejoin, {"size": 3}, soon()) for member, _ in ranks[:2]]
+        eventually(lambda: sum(link.waits for link in cluster.hub._roster) == 2)
+        cluster.end()
+        cluster.start()
+        new = Waits(cluster.member("worker_2").join, {"size": 3}, soon())
+        assert [wait.ended().result.epoch for wait in (*waiting, new)] == [1, 1, 1]
+
+
+def test_ranks_that_join_while_the_scheduler_ends_join_the_next_one(tmp_path):
+    with Cluster(2, tmp_path) as cluster:
+        first = Waits(cluster.member("worker_0").join, {"size": 2}, soon())
+        eventually(lambda: any("1 of 2" in line for line in cluster.log))
+        cluster.end()
+        cluster.start()
+        second = Waits(cluster.member("worker_1").join, {"size": 2}, soon())
+        assert [wait.ended().result.rank for wait in (first, second)] == [0, 1]
+
+
+def test_a_bye_that_was_not_confirmed_is_said_again(tmp_path):
+    with Cluster(2, tmp_path) as cluster:
+        ranks = cluster.joined()
+        cluster.end()
+        leaving = [Waits(member.leave, 5) for member, _ in ranks]
+        eventually(lambda: all("bye" in member._unanswered for member, _ in ranks))
+        cluster.start()
+        for wait in leaving:
+            assert wait.ended().error is None
+        cluster.thread.join(5)
+        assert cluster.outcome.ok, cluster.outcome
+
+
+def test_a_rank_whose_confirmation_was_lost_has_left(tmp_path):
+    with Cluster(2, tmp_path) as cluster:
+        (first, _), (second, _) = cluster.joined()
+        hears, second._hear = second._hear, lambda frame: frame["t"] == "bye" or hears(frame)
+        leaving = Waits(second.leave, 5)
+        eventually(lambda: cluster.hub._roster.left == [1])
+        cluster.end()
+        second._hear = hears
+        cluster.start()
+        assert leaving.ended().error is None and "bye" not in second._unanswered
+        Waits(first.leave, 5).ended()
+        cluster.thread.join(5)
+        assert cluster.outcome.ok, cluster.outcome
+
+
+# -- who may take a seat
+
+
+def test_a_process_without_the_token_cannot_return_as_a_rank(tmp_path):
+    with Cluster(2, tmp_path) as cluster, contextlib.ExitStack() as closing:
+        ranks = cluster.joined()
+        for secret in (b"", bytes(32), cluster.members[1]._token):
+            stream = greeted(cluster.address, run=cluster.hub.run)
+            frames = Frames(stream)
+            closing.callback(frames.close)
+            proof = security.proof(secret, stream.secret)
+            frames.send({"t": "return", "rank": 0, "proof": proof, "facts": {}}, soon())
+            answer = frames.receive(soon())
+            assert answer["t"] == "refused" and "another process has taken the place of rank 0" in answer["why"]
+        assert not any(communicator.aborts for _, communicator in ranks)
+
+
+def test_a_proof_is_worth_nothing_over_another_link(tmp_path):
+    with Cluster(2, tmp_path) as cluster, contextlib.ExitStack() as closing:
+        cluster.joined()
+        one, other = (greeted(cluster.address, run=cluster.hub.run) for _ in range(2))
+        proof = security.proof(cluster.members[0]._token, one.secret)
+        closing.callback(one.close)
+        frames = Frames(other)
+        closing.callback(frames.close)
+        frames.send({"t": "return", "rank": 0, "proof": proof, "facts": {}}, soon())
+        assert frames.receive(soon())["t"] == "refused"
+
+
+def test_a_rank_returns_although_the_hub_has_not_noticed_the_end_of_its_link(tmp_path):
+    with Cluster(2, tmp_path) as cluster:
+        (first, here), (second, there) = cluster.joined()
+        # Keep a second descriptor of the socket open, so that the hub does not see its end.
+        held = first._stream.sock.dup()
+        first._stream.sock.shutdown(socket.SHUT_RD)
+        cluster.returned(1)
+        held.close()
+        meetings = [Waits(member.meet, "k", "a meeting", [0, 1], {}, soon()) for member in (first, second)]
+        assert [wait.ended().result.ranks for wait in meetings] == [[0, 1]] * 2
+        assert not here.aborts and not there.aborts
+
+
+def test_a_second_process_with_the_id_of_a_returning_rank_is_refused(tmp_path):
+    with Cluster(2, tmp_path) as cluster:
+        (first, _), _ = cluster.joined()
+        cluster.end()
+        gate = threading.Event()
+        dial, first.dial_again = first.dial_again, lambda run, deadline: (gate.wait(5), dial(run, deadline))[1]
+        cluster.start()
+        second = Waits(cluster.member("worker_0").join, {"size": 2}, soon())
+        eventually(lambda: cluster.hub._returning.claims)
+        gate.set()
+        assert "rank 0 is taken already" in str(second.ended().error)
+        cluster.returned(2)
+
+
+def test_a_process_that_is_back_after_its_seat_was_taken_ends(tmp_path):
+    with Cluster(2, tmp_path) as cluster:
+        (first, here), (second, _) = cluster.joined()
+        cluster.end()
+        gate = threading.Event()
+        dial, first.dial_again = first.dial_again, lambda run, deadline: (gate.wait(20), dial(run, deadline))[1]
+        cluster.start()
+        new = Waits(cluster.member("worker_0").join, {"size": 2}, Deadline(10))
+        rejoining = Waits(second.rejoin, {"size": 2}, Deadline(10))
+        assert [wait.ended().result.epoch for wait in (new, rejoining)] == [1, 1]
+        gate.set()
+        eventually(lambda: here.aborts)
+        assert "another process has taken the place of rank 0" in str(here.aborts[0])
+
+
+def test_a_rank_that_was_given_up_is_taken_back_for_the_next_epoch(tmp_path):
+    """Its network was away for too long. When it is back, it learns of the failure, and rejoins in the same process."""
+    with Cluster(2, tmp_path) as cluster:
+        (first, here), (second, there) = cluster.joined()
+        gate = threading.Event()
+        dial, first.dial_again = first.dial_again, lambda run, deadline: (gate.wait(5), dial(run, deadline))[1]
+        first._stream.sock.shutdown(socket.SHUT_RDWR)
+        eventually(lambda: there.aborts)
+        assert there.aborts[0].ranks == (0,)
+        rejoining = Waits(second.rejoin, {"size": 2}, soon())
+        gate.set()
+        eventually(lambda: here.aborts)
+        assert here.aborts[0].ranks == (0,)
+        waiting = Waits(first.rejoin, {"size": 2}, soon())
+        assert [wait.ended().result.epoch for wait in (rejoining, waiting)] == [1, 1]
+
+
+def test_a_rank_that_does_not_return_is_given_up_after_the_node_timeout(tmp_path, monkeypatch):
+    monkeypatch.setenv("MS_NODE_TIMEOUT", "3")
+    with Cluster(2, tmp_path) as cluster:
+        (first, _), (_, there) = cluster.joined()
+        cluster.end()
+        first.dial_again = None
+        first.close()
+        cluster.start()
+        cluster.returned(1)
+        eventually(lambda: there.aborts, 10)
+        assert there.aborts[0].ranks == (0,)
+
+
+def test_a_job_whose_processes_were_all_killed_starts_with_the_same_ranks(tmp_path):
+    with Cluster(2, tmp_path) as cluster:
+        for member, _ in cluster.joined():
+            member.dial_again = None
+            member.close()
+        cluster.end()
+        cluster.start()
+        new = [Waits(cluster.member(f"worker_{rank}").join, {"size": 2}, soon()) for rank in (1, 0)]
+        assert [(wait.ended().result.rank, wait.result.epoch) for wait in new] == [(1, 1), (0, 1)]
+
+
+def test_a_worker_that_is_lost_again_and_again_ends_the_job(tmp_path):
+    with Cluster(2, tmp_path) as cluster:
+        (_, here), (second, _) = cluster.joined()
+        second.dial_again = None
+        second.close()
+        for _ in range(9):
+            assert cluster.hub.state.over is None
+            new = cluster.member("worker_1")
+            new.dial_again = None
+            cluster.log.clear()
+            joining = Waits(new.join, {"size": 2}, soon())
+            eventually(lambda: any("joined" in line for line in cluster.log))
+            new.close()
+            joining.ended()
+        eventually(lambda: cluster.hub.state.over)
+        assert "10 times in a row within 10 s of joining" in str(cluster.hub.state.over)
+        assert here.aborts
+
+
+def test_stopped_before_the_workers_are_back_is_no_success(tmp_path):
+    with Cluster(2, tmp_path) as cluster:
+        for member, _ in cluster.joined():
+            member.dial_again = None
+            member.close()
+        cluster.end()
+        cluster.start()
+        cluster.end()
+        assert not cluster.outcome.ok and "stopped before these had returned: rank 0" in cluster.outcome.text
