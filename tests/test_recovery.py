@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 from control import ADMISSION, KEY, Communicator, Waits, eventually, greeted, soon, undialled
+from sessions import clean_environment
 
 from mscomm import errors
 from mscomm.cluster import recovery_file, security
@@ -149,7 +153,6 @@ class Cluster:
     def __exit__(self, *_):
         self.end()
         for member in self.members:
-            member.dial_again = None
             member.close()
 
     def start(self):
@@ -175,11 +178,10 @@ class Cluster:
 
     def dial_again(self, run, deadline):
         try:
-            stream = greeted(self.address, run=run)
-        except ConnectionRefusedError as error:
+            return greeted(self.address, run=run)
+        except OSError as error:
             time.sleep(0.01)
             raise errors.BackendUnavailable("no hub") from error
-        return stream
 
     def member(self, node_id):
         stream = greeted(self.address)
@@ -249,7 +251,6 @@ def test_a_failure_while_the_scheduler_is_away_is_judged_when_it_is_back(tmp_pat
     with Cluster(3, tmp_path) as cluster:
         ranks = cluster.joined()
         cluster.end()
-        ranks[2][0].dial_again = None
         ranks[2][0].close()
         symptom = errors.PeerLost("the link to rank 2 has ended", [2])
         settled = Waits(lambda: ranks[0][0].settle(world_id(0), symptom, 1))
@@ -321,7 +322,6 @@ def test_a_scheduler_that_ends_during_the_set_up_of_an_epoch_makes_all_begin_the
 def test_a_scheduler_that_ends_while_ranks_wait_for_the_next_epoch(tmp_path):
     with Cluster(3, tmp_path) as cluster:
         ranks = cluster.joined()
-        ranks[2][0].dial_again = None
         ranks[2][0].close()
         eventually(lambda: ranks[0][1].aborts)
         waiting = [Waits(member.rejoin, {"size": 3}, soon()) for member, _ in ranks[:2]]
@@ -463,7 +463,6 @@ def test_a_rank_that_does_not_return_is_given_up_after_the_node_timeout(tmp_path
     with Cluster(2, tmp_path) as cluster:
         (first, _), (_, there) = cluster.joined()
         cluster.end()
-        first.dial_again = None
         first.close()
         cluster.start()
         cluster.returned(1)
@@ -474,7 +473,6 @@ def test_a_rank_that_does_not_return_is_given_up_after_the_node_timeout(tmp_path
 def test_a_job_whose_processes_were_all_killed_starts_with_the_same_ranks(tmp_path):
     with Cluster(2, tmp_path) as cluster:
         for member, _ in cluster.joined():
-            member.dial_again = None
             member.close()
         cluster.end()
         cluster.start()
@@ -485,12 +483,10 @@ def test_a_job_whose_processes_were_all_killed_starts_with_the_same_ranks(tmp_pa
 def test_a_worker_that_is_lost_again_and_again_ends_the_job(tmp_path):
     with Cluster(2, tmp_path) as cluster:
         (_, here), (second, _) = cluster.joined()
-        second.dial_again = None
         second.close()
         for _ in range(9):
             assert cluster.hub.state.over is None
             new = cluster.member("worker_1")
-            new.dial_again = None
             cluster.log.clear()
             joining = Waits(new.join, {"size": 2}, soon())
             eventually(lambda: any("joined" in line for line in cluster.log))
@@ -504,9 +500,152 @@ def test_a_worker_that_is_lost_again_and_again_ends_the_job(tmp_path):
 def test_stopped_before_the_workers_are_back_is_no_success(tmp_path):
     with Cluster(2, tmp_path) as cluster:
         for member, _ in cluster.joined():
-            member.dial_again = None
             member.close()
         cluster.end()
         cluster.start()
         cluster.end()
         assert not cluster.outcome.ok and "stopped before these had returned: rank 0" in cluster.outcome.text
+
+
+# -- real processes
+
+LOOP = """
+import os, sys, time
+import numpy as np
+import mscomm
+mscomm.init()
+pair = mscomm.create_group("pair", [0, 1])
+step, agreed, x = 0, False, np.ones(1000, np.float32)
+while True:
+    try:
+        if not agreed:
+            step, agreed = int(mscomm.all_reduce(np.array([step]), "max")[0]), True
+        while step % 100 or not mscomm.all_reduce(np.array([int(os.path.exists(sys.argv[1]))]), "max")[0]:
+            assert mscomm.all_reduce(x)[0] == mscomm.get_group_size()
+            assert not pair or mscomm.all_reduce(x, group=pair)[0] == 2
+            step += 1
+            if step % 100 == 0:
+                print(step, flush=True)
+            time.sleep(0.001)
+        mscomm.barrier()
+        break
+    except mscomm.PeerLost as lost:
+        print("lost", *lost.ranks, flush=True)
+        mscomm.rejoin()
+        agreed = False
+print("done", mscomm.get_rank(), flush=True)
+mscomm.release()
+"""
+
+
+class Processes:
+    """A scheduler and workers, which the test starts, kills, and starts again by the same command."""
+
+    def __init__(self, folder, port, workers):
+        self.folder, self.path, self.stop = folder, folder / "recovery", folder / "stop"
+        (folder / "loop.py").write_text(LOOP)
+        job = {"MS_WORKER_NUM": str(workers), "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port)}
+        job |= {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(self.path)}
+        self.env = {**clean_environment(), **job, "TMPDIR": str(folder)}
+        self.logs: dict[str, str] = {}
+        self.running: dict[str, subprocess.Popen] = {}
+        for name in ("sched", *(f"worker_{rank}" for rank in range(workers))):
+            self.start(name)
+
+    def start(self, name):
+        role = {"MS_ROLE": "MS_SCHED" if name == "sched" else "MS_WORKER", "MS_NODE_ID": name}
+        with open(self.folder / f"{name}.log", "a") as log:
+            self.running[name] = subprocess.Popen(
+                [sys.executable, self.folder / "loop.py", self.stop], env={**self.env, **role}, stdout=log, stderr=log
+            )
+
+    def kill(self, name, by=signal.SIGKILL):
+        self.running[name].send_signal(by)
+        self.running[name].wait(20)
+
+    def log(self, name):
+        return (self.folder / f"{name}.log").read_text()
+
+    def steps(self, name):
+        return sum(line.isdigit() for line in self.log(name).splitlines())
+
+    def go_on(self):
+        """Wait until every worker has made some more steps."""
+        workers = [name for name in self.running if name != "sched"]
+        before = {name: self.steps(name) for name in workers}
+        eventually(lambda: all(self.steps(name) > before[name] + 1 for name in workers), 30)
+
+    def finish(self):
+        self.stop.touch()
+        codes = {name: process.wait(30) for name, process in self.running.items()}
+        logs = "\n".join(f"--- {name}\n{self.log(name)}" for name in self.running)
+        assert set(codes.values()) == {0}, (codes, logs)
+        assert "the job ended well" in self.log("sched")
+        assert os.listdir(self.path) == [] and not list(self.folder.glob("mscomm-*/*.key"))
+
+    def end(self):
+        for process in self.running.values():
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def processes(tmp_path, port):
+    made = Processes(tmp_path, port, 3)
+    yield made
+    made.end()
+
+
+def test_a_killed_scheduler_a_killed_worker_and_both(processes):
+    processes.go_on()
+    survivor = processes.running["worker_0"].pid
+    processes.kill("sched")
+    processes.go_on()
+    processes.start("sched")
+    eventually(lambda: processes.log("sched").count("is back") == 3, 20)
+    processes.go_on()
+    assert not any("lost" in processes.log(f"worker_{rank}") for rank in range(3))
+    processes.kill("worker_1")
+    processes.start("worker_1")
+    processes.go_on()
+    processes.kill("sched")
+    processes.kill("worker_2")
+    processes.start("sched")
+    processes.start("worker_2")
+    processes.go_on()
+    assert processes.running["worker_0"].pid == survivor
+    processes.finish()
+    assert processes.log("worker_0").count("lost 1\n") == processes.log("worker_0").count("lost 2\n") == 1
+
+
+def test_a_scheduler_that_was_stopped_by_sigterm_goes_on_later(processes):
+    processes.go_on()
+    processes.kill("sched", signal.SIGTERM)
+    processes.go_on()
+    processes.start("sched")
+    eventually(lambda: processes.log("sched").count("is back") == 3, 20)
+    processes.finish()
+
+
+def test_all_processes_are_killed_and_started_again(processes):
+    processes.go_on()
+    for name in processes.running:
+        processes.kill(name)
+    for name in processes.running:
+        processes.start(name)
+    processes.go_on()
+    processes.finish()
+    assert all(f"done {rank}" in processes.log(f"worker_{rank}") for rank in range(3))
+
+
+def test_a_scheduler_of_another_job_is_told_and_changes_nothing(processes):
+    processes.go_on()
+    processes.kill("sched")
+    processes.env["MS_WORKER_NUM"] = "5"
+    processes.start("sched")
+    assert processes.running["sched"].wait(20) == 1
+    assert "it belongs to another job (port" in processes.log("sched")
+    processes.env["MS_WORKER_NUM"] = "3"
+    processes.start("sched")
+    processes.go_on()
+    processes.finish()

@@ -348,8 +348,9 @@ VARIABLES = (
     ),
     Variable(
         "MS_ENABLE_RECOVERY",
-        "1, for the scheduler: a lost worker may rejoin with the same `MS_NODE_ID`; the others wait for it in"
-        " `rejoin`. With any other launcher, the variable has no effect, and rank 0 says so.",
+        "1, for the scheduler and the workers: a lost worker may be started again with the same `MS_NODE_ID`, and the"
+        " others wait for it in `rejoin`. If `MS_RECOVERY_PATH` is set, the scheduler may be started again, too. With"
+        " any other launcher, the variable has no effect, and rank 0 says so.",
         ("bootstrap.ms_cluster", "job"),
         default=0,
         parse=_switch,
@@ -357,9 +358,9 @@ VARIABLES = (
     ),
     Variable(
         "MS_RECOVERY_PATH",
-        "Has no effect, and rank 0 says so: the scheduler does not save its state. Use `Model.resume` to continue from"
-        " checkpoints.",
-        ("job",),
+        "A folder in which the scheduler keeps the membership of the job, for the case that it is started again."
+        " Without `MS_ENABLE_RECOVERY=1`, or with any other launcher, the variable has no effect, and rank 0 says so.",
+        ("bootstrap.ms_cluster", "job"),
         set_by=CLUSTER,
     ),
     _given("MSCOMM_RANK", _RANK, "bootstrap.launcher", set_by=RUN),

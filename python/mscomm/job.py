@@ -308,6 +308,8 @@ def _tell_variables_without_effect(launcher: Launcher | None) -> None:
     names = []
     if launcher is None or launcher.NAME != ms_cluster.NAME:
         names = ["MS_RECOVERY_PATH", "MS_ENABLE_RECOVERY"]
+    elif given.get("MS_ENABLE_RECOVERY") != "1":
+        names = ["MS_RECOVERY_PATH"]
     notices.tell_without_effect("environment", **{name: given.get(name) for name in names})
 
 

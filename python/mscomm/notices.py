@@ -116,7 +116,7 @@ WITHOUT_EFFECT: dict[tuple[str, str], Option] = {
         (None, "", "0"), "it is for a scheduler and workers; `mscomm run --max-restarts N` restarts lost ranks"
     ),
     ("environment", "MS_RECOVERY_PATH"): Option(
-        (None, ""), "the scheduler keeps no file; if all ranks are lost, Model.resume continues from checkpoints"
+        (None, ""), "it is for a scheduler and workers with MS_ENABLE_RECOVERY=1"
     ),
 }
 

@@ -479,7 +479,8 @@ class Member:
 
         The groups go on meanwhile: a collective call does not need the hub. What needs the hub waits for it.
         """
-        if self.dial_again is None or self._failure or (self._leaving and _BYE not in self._unanswered):
+        has_left = self._closing.is_set() or (self._leaving and _BYE not in self._unanswered)
+        if self.dial_again is None or self._failure or has_left:
             return False
         run = self._welcome.run if self._welcome else UNKNOWN_RUN
         deadline = Deadline(join_timeout_s(os.environ))
