@@ -183,6 +183,18 @@ class Cluster:
             time.sleep(0.01)
             raise errors.BackendUnavailable("no hub") from error
 
+    @staticmethod
+    def keep_away(member):
+        """Return an event. Until it is set, the member does not find the next hub."""
+        gate, dial = threading.Event(), member.dial_again
+
+        def dial_later(run, deadline):
+            gate.wait(20)
+            return dial(run, deadline)
+
+        member.dial_again = dial_later
+        return gate
+
     def member(self, node_id):
         stream = greeted(self.address)
         member = Member(Frames(stream), key=ADMISSION[CONTROL], node_id=node_id, dial_again=self.dial_again)
@@ -276,9 +288,8 @@ def test_nobody_is_believed_lost_before_the_ranks_could_return(tmp_path):
     """Rank 0 says that rank 1 is lost, before rank 1 has returned. Rank 1 says why rank 0 believed that."""
     with Cluster(2, tmp_path) as cluster:
         (first, here), (second, there) = cluster.joined()
+        gate = cluster.keep_away(second)
         cluster.end()
-        gate = threading.Event()
-        dial, second.dial_again = second.dial_again, lambda run, deadline: (gate.wait(5), dial(run, deadline))[1]
         cause = errors.Aborted("rank 1 has had enough", [1])
         telling = Waits(second.report, cause, world_id(0))
         reported = Waits(lambda: first.settle(world_id(0), errors.PeerLost("rank 1 is lost", [1]), 1))
@@ -415,9 +426,8 @@ def test_a_rank_returns_although_the_hub_has_not_noticed_the_end_of_its_link(tmp
 def test_a_second_process_with_the_id_of_a_returning_rank_is_refused(tmp_path):
     with Cluster(2, tmp_path) as cluster:
         (first, _), _ = cluster.joined()
+        gate = cluster.keep_away(first)
         cluster.end()
-        gate = threading.Event()
-        dial, first.dial_again = first.dial_again, lambda run, deadline: (gate.wait(5), dial(run, deadline))[1]
         cluster.start()
         second = Waits(cluster.member("worker_0").join, {"size": 2}, soon())
         eventually(lambda: cluster.hub._returning.claims)
@@ -429,9 +439,8 @@ def test_a_second_process_with_the_id_of_a_returning_rank_is_refused(tmp_path):
 def test_a_process_that_is_back_after_its_seat_was_taken_ends(tmp_path):
     with Cluster(2, tmp_path) as cluster:
         (first, here), (second, _) = cluster.joined()
+        gate = cluster.keep_away(first)
         cluster.end()
-        gate = threading.Event()
-        dial, first.dial_again = first.dial_again, lambda run, deadline: (gate.wait(20), dial(run, deadline))[1]
         cluster.start()
         new = Waits(cluster.member("worker_0").join, {"size": 2}, Deadline(10))
         rejoining = Waits(second.rejoin, {"size": 2}, Deadline(10))
@@ -445,8 +454,7 @@ def test_a_rank_that_was_given_up_is_taken_back_for_the_next_epoch(tmp_path):
     """Its network was away for too long. When it is back, it learns of the failure, and rejoins in the same process."""
     with Cluster(2, tmp_path) as cluster:
         (first, here), (second, there) = cluster.joined()
-        gate = threading.Event()
-        dial, first.dial_again = first.dial_again, lambda run, deadline: (gate.wait(5), dial(run, deadline))[1]
+        gate = cluster.keep_away(first)
         first._stream.sock.shutdown(socket.SHUT_RDWR)
         eventually(lambda: there.aborts)
         assert there.aborts[0].ranks == (0,)

@@ -26,7 +26,7 @@ from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline, join_timeout_s
 from mscomm.cluster.frames import JOIN, READY, Frame, Frames
 from mscomm.cluster.handlers import ERROR, check
-from mscomm.cluster.hello import UNKNOWN_RUN
+from mscomm.cluster.hello import UNKNOWN_RUN, Busy, NotMscomm
 from mscomm.cluster.interfaces import listen_address
 from mscomm.cluster.links import node_timeout_s
 from mscomm.cluster.plan import world_id
@@ -35,7 +35,7 @@ from mscomm.errors import Aborted, BackendUnavailable, CollectiveTimeout, Error,
 
 SETTLE_S = 2.0  # how long a rank that reported a failure waits for the verdict
 LEAVE_S = 2.0
-_DIAL_S = 1.0  # how long one attempt to reach a hub that is away may take
+_DIAL_S = 3.0  # how long one attempt to reach a hub that is away may take
 _CALL_CHARACTERS = 1000
 _NUMBERS = 500  # a bye holds the final call number of at most this many groups; for further groups, the hub assumes 0
 # The errors that a link reports if the host at the other end, or the network to it, is down.
@@ -494,8 +494,8 @@ class Member:
                 self._look_at_news()
             try:
                 stream = self.dial_again(run, deadline.within(_DIAL_S))
-            except BackendUnavailable:
-                continue  # nobody listens there yet
+            except (BackendUnavailable, NotMscomm, Busy):
+                continue  # nobody listens there yet, or the new hub has just started and is slow
             except Error as error:
                 self._fail(Aborted(f"{self.hub} was started again, but: {error}"))
                 break
