@@ -342,25 +342,11 @@ def _join(
             raise
         welcome = member.join(facts, deadline)
         log.set_rank(welcome.rank)
-        job: Job | None = None
-        while True:
-            try:
-                with _telling(member, welcome.rank, welcome.epoch):
-                    epoch = assemble.share(member, welcome, memory, forced, deadline, asked.backend)
-                    job = Job(epoch, asked, algo, timeout_s)
-                    job.found(job.world, deadline)
-                    member.ready(deadline)
-                break
-            except PeerLost:
-                # Another rank was lost during the set-up. If it is restarted, set up the next epoch with it.
-                if not welcome.restarts or deadline.passed:
-                    raise
-            if job:
-                job.world.leave()
-            memory.close()
-            memory = failing.enter_context(links.unix_listener(128))
-            facts = assemble.facts(asked, invitation.seat.size, algo, memory)
-            welcome = member.rejoin(facts, deadline)
+        with _telling(member, welcome.rank, welcome.epoch):
+            epoch = assemble.share(member, welcome, memory, forced, deadline, asked.backend)
+            job = Job(epoch, asked, algo, timeout_s)
+            job.found(job.world, deadline)
+            member.ready(deadline)
         memory.close()
         failing.pop_all()
     job.launcher, job.hub = invitation.launcher, invitation.hub
