@@ -150,6 +150,8 @@ class Epoch:
         self.rank = welcome.rank
         self.size = welcome.size
         self.number = welcome.epoch
+        self.run = welcome.run
+        self.restarts = welcome.restarts
         self.facts = welcome.facts
         self.key = welcome.key
         self.tls = welcome.tls
@@ -438,7 +440,7 @@ def alone(asked: Asked) -> Epoch:
     """Return the epoch of a job of one rank."""
     here = {"host": "", "hostname": socket.gethostname(), "pid": os.getpid(), "cpus": [0], "quota": 1.0}
     facts: list[dict[str, Any]] = [here | accelerators.facts(*asked, os.environ)]
-    welcome = Welcome(rank=0, size=1, run=b"", epoch=0, tls="", key=b"", facts=facts)
+    welcome = Welcome(rank=0, size=1, run=b"", epoch=0, tls="", restarts=False, key=b"", facts=facts)
     epoch = Epoch(None, welcome, [""] * len(_core.collectives))
     epoch.peers = _core.Peers(rank=0, names=epoch.names, hosts=[0], pidfds=[-1], heap=None, heap_fds=[])
     epoch.choose(asked.backend)

@@ -41,7 +41,7 @@ _NUMBERS = 500  # a bye holds the final call number of at most this many groups;
 # The errors that a link reports if the host at the other end, or the network to it, is down.
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
-_OF_RESTARTS: Mapping[str, type] = {"restarts": bool, "token": bytes}
+_OF_WELCOME: Mapping[str, type] = {"restarts": bool, "key": bytes, "token": bytes}
 # The types of the fields in the frames from the hub.
 _FIELDS: Mapping[str, Mapping[str, type]] = {
     "refused": {"why": str},
@@ -50,7 +50,7 @@ _FIELDS: Mapping[str, Mapping[str, type]] = {
     "left": {"group": str, "ranks": list},
     "dial": {"group": str, "from": int},
     "facts": {"facts": list},
-    "welcome": {"rank": int, "size": int, "run": bytes, "epoch": int, "tls": str, "key": bytes, **_OF_RESTARTS},
+    "welcome": {"rank": int, "size": int, "run": bytes, "epoch": int, "tls": str, **_OF_WELCOME},
     "go": {"epoch": int},
     "met": {"key": str, "ranks": list, "facts": list},
     "unmet": {"key": str, **ERROR},
@@ -74,9 +74,9 @@ class Welcome(NamedTuple):
     run: bytes
     epoch: int
     tls: str
+    restarts: bool
     key: bytes
     facts: list[dict[str, Any]]
-    restarts: bool = False
 
 
 class Met(NamedTuple):

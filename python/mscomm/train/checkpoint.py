@@ -130,6 +130,20 @@ class ModelCheckpoint(Callback):
         """The path of the newest file, or "" if there is no file yet."""
         return str(self._kept[-1][0]) if self._kept else ""
 
+    @property
+    def directory(self) -> Path:
+        """The directory of the files."""
+        return self._directory
+
+    def why_no_recovery(self) -> str:
+        """Return why training cannot be recovered from the files that this object keeps, or ""."""
+        if self._config.keep_checkpoint_max != 1:
+            return ""
+        return (
+            "keep_checkpoint_max is 1; recovery needs 2 or more, so that there is an older checkpoint if a file is"
+            " damaged"
+        )
+
     def writes_to(self) -> list[str]:
         return [os.path.realpath(self._directory)]
 

@@ -61,8 +61,9 @@ class Epochs:
 
     def numbers(self, ended: bool) -> dict[str, int]:
         """Return the objects' numbers for a checkpoint: their numbers for the next epoch if the current epoch has
-        ended, otherwise their numbers for the current epoch."""
-        return {place: self._after(place) if ended else self._there(place, 0) for place in self._found}
+        ended or has not begun, otherwise their numbers for the current epoch."""
+        numbers = {place: self._after(place) if ended else self._there(place, 0) for place in self._found}
+        return {**numbers, **self._next}
 
     def _after(self, place: str) -> int:
         """Return the number that the object gets for the next epoch."""

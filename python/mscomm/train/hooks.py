@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,6 +114,11 @@ class Callback:
 
     def on_train_end(self, run_context: RunContext) -> None:
         self.end(run_context)
+
+
+def states_of(callbacks: Sequence[Callback]) -> list[tuple[str, dict[str, Any]]]:
+    """Return a pair (class name, state) for each callback that has a state."""
+    return [(type(one).__name__, own) for one in callbacks if (own := one.state_dict()) is not None]
 
 
 def checked(callbacks: Any) -> list[Callback]:

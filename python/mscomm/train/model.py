@@ -8,22 +8,37 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
-from mscomm import bootstrap, collectives, context, log, notices, objects
+from mscomm import bootstrap, collectives, context, job, log, notices, objects
 from mscomm.arrays import on_host
 from mscomm.context import ParallelMode
 from mscomm.group import Group
 from mscomm.job import is_initialized, resolve
-from mscomm.train import hooks, networks, randomness, resuming, serialization, states
+from mscomm.train import hooks, networks, randomness, resuming, states
 from mscomm.train.checkpoint import ModelCheckpoint
 from mscomm.train.epochs import Epochs, knows_its_place
 from mscomm.train.hooks import RunContext
+from mscomm.train.recovery import FAILURES, Recovery, Start, job_id
 from mscomm.train.reducer import GradientReducer, broadcast_parameters
+from mscomm.train.serialization import Saved
+from mscomm.train.training_step import TrainingStep
 
 BATCHES = "batches in an epoch"
 # The line of code that makes all ranks train one model. Warnings recommend it.
 ONE_MODEL = "mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)"
+
+
+class _Plan(NamedTuple):
+    """The arguments of a call of train(), after they were checked."""
+
+    group: Group | None
+    callbacks: list[hooks.Callback]
+    epoch: int
+    dataset: Any
+    batches: int
+    initial_epoch: int
+    dataset_sink_mode: bool
 
 
 class Model:
@@ -68,7 +83,7 @@ class Model:
         self._network = networks.adapt(network, loss_fn, optimizer)
         self._compression = compression
         self._group = group
-        self._resumed: tuple[serialization.Saved, dict[str, Any]] | None = None  # what resume() has loaded
+        self._resumed: tuple[Saved, dict[str, Any]] | None = None  # what resume() has loaded
 
     def train(
         self,
@@ -78,6 +93,8 @@ class Model:
         dataset_sink_mode: bool = False,
         sink_size: int = -1,
         initial_epoch: int = 0,
+        *,
+        recovery: bool | None = None,
     ) -> None:
         """Train until the end of epoch number `epoch`.
 
@@ -98,25 +115,132 @@ class Model:
         batches of its own dataset, and all ranks make the same updates. Callbacks see the mean of the ranks' losses. In
         stand-alone mode, the default, each rank trains its own model.
 
+        recovery: whether training goes on if ranks are lost and restarted. None means yes if the job restarts lost
+        ranks, that is, under `mscomm run --max-restarts N`, or with MS_ENABLE_RECOVERY=1. The surviving ranks then call
+        rejoin(). All ranks go on after the newest step whose state they can take from the memory of a surviving rank,
+        or from the newest checkpoint that is complete on all ranks, or from the beginning. A restarted rank runs the
+        same script, which must not make collective calls between init() and train(), except create_group and split.
+        train() begins from the newest common checkpoint in the directory of the first ModelCheckpoint if an earlier job
+        did not finish the training, so the script need not call resume(). Callbacks see repeated steps again: after a
+        failure they are exited, and then they are entered again, load_state_dict() is called if they have a state, and
+        begin() is called. True is for launchers that restart all processes themselves, such as torchrun: train() then
+        only begins from the newest common checkpoint. False: a lost rank raises PeerLost, and train() begins at step 0.
+        Recovery needs data-parallel mode with all ranks of the job.
+
         Raise TypeError or ValueError for invalid arguments, and RuntimeError if the dataset yields fewer batches than
         its size. All ranks raise ValueError if they differ in the number of batches or epochs, or if they begin with
         different weights or optimizer states. All ranks also raise ValueError if two ranks on one host write
-        checkpoints to the same directory. The other errors are those of all_reduce.
+        checkpoints to the same directory. With recovery, they raise ValueError if keep_checkpoint_max is 1, and
+        RuntimeError if there is nothing from which all ranks can go on. The other errors are those of all_reduce, and
+        those of rejoin() if training cannot go on after a failure.
         """
+        _checked("sink_size", sink_size, -1)
+        notices.tell_without_effect("Model.train", dataset_sink_mode=dataset_sink_mode, sink_size=sink_size)
+        for step in self._steps(epoch, train_dataset, callbacks, initial_epoch, recovery, dataset_sink_mode):
+            with step as batch:
+                step.loss = self._network.step(batch, step.reducer)
+                if step.loss.shape != ():
+                    raise ValueError(
+                        f"Model.train: the loss has the shape {list(step.loss.shape)}; it must be one number"
+                    )
+
+    def steps(
+        self,
+        epoch: int,
+        train_dataset: Any,
+        callbacks: Any = None,
+        *,
+        initial_epoch: int = 0,
+        recovery: bool | None = None,
+    ) -> Iterator[TrainingStep]:
+        """Yield the steps of a training loop of your own, with the callbacks, checkpoints and recovery of train().
+
+        The arguments, the errors and the steps are those of train(). Compute each step inside `with step as batch`. The
+        whole body of the loop must be in this block, because a step that fails is repeated if training can go on. If
+        the ranks train together, `step.reducer` is the GradientReducer of this step; reduce with it once in a step, and
+        update the weights only after that. `step.report(loss)` tells the callbacks this rank's loss. Pass schedulers
+        and other objects that change during training as callbacks with state_dict() and load_state_dict(), so that
+        checkpoints and recovery include them.
+
+        >>> for step in model.steps(10, loader, callbacks=[files]):
+        ...     with step as (images, labels):
+        ...         step.reducer.zero_grad()
+        ...         loss = loss_fn(net(images), labels)
+        ...         step.report(loss)
+        ...         loss.backward()
+        ...         step.reducer.wait()
+        ...         optimizer.step()
+        """
+        return self._steps(epoch, train_dataset, callbacks, initial_epoch, recovery, False)
+
+    def _steps(
+        self,
+        epoch: int,
+        train_dataset: Any,
+        callbacks: Any,
+        initial_epoch: int,
+        recovery: bool | None,
+        dataset_sink_mode: bool,
+    ) -> Iterator[TrainingStep]:
         listed = hooks.checked(callbacks)
         # ModelCheckpoint comes last, because it saves the other callbacks' states.
         listed.sort(key=lambda one: isinstance(one, ModelCheckpoint))
-        batches = _checked(epoch, train_dataset, sink_size, initial_epoch)
-        notices.tell_without_effect("Model.train", dataset_sink_mode=dataset_sink_mode, sink_size=sink_size)
+        batches = _checked_size(epoch, train_dataset, initial_epoch)
         if self._given["optimizer"] is None:
             raise ValueError("Model.train: there is no optimizer; give one to Model()")
+        if initial_epoch and self._resumed is not None:
+            raise ValueError(f"Model.train: initial_epoch={initial_epoch} after resume(), which says where to begin")
         group = self._training_group("train")
-        done = self._steps_done(batches, initial_epoch)
+        plan = _Plan(group, listed, epoch, train_dataset, batches, initial_epoch, dataset_sink_mode)
+        guard = self._recovery(recovery, plan)
+        if group is None or guard is None:
+            yield from self._attempt(plan, self._resumed or (None, None), None)
+            return
+        while True:
+            try:
+                start = guard.align(group)
+                if start is not None:
+                    yield from self._attempt(plan, start, guard)
+                return
+            except FAILURES as failure:
+                guard.rejoin(failure)
+
+    def _recovery(self, wanted: bool | None, plan: _Plan) -> Recovery | None:
+        """Return the Recovery for a call of train(), or None without recovery."""
+        if wanted is not None and not isinstance(wanted, bool):
+            raise TypeError(f"Model.train: recovery is a {type(wanted).__name__}; expected a bool or None")
+        restarts = is_initialized() and job.default().restarts
+        if wanted is False or (wanted is None and not restarts):
+            return None
+        group = plan.group
+        if group is None or group.size == 1 or group.size < job.default().size:
+            if wanted:
+                notices.warn_once(
+                    "Model.train: recovery=True has no effect: it needs data-parallel mode with all ranks of a job of"
+                    " several ranks"
+                )
+            return None
+        return Recovery(
+            self._network,
+            plan.dataset,
+            plan.callbacks,
+            epoch=plan.epoch,
+            batches=plan.batches,
+            initial_epoch=plan.initial_epoch,
+            resumed=self._resumed,
+            compressed=self._compression is not None,
+            rejoins=restarts,
+            load=lambda found: self._load(found, group),
+        )
+
+    def _attempt(self, plan: _Plan, start: Start, guard: Recovery | None) -> Iterator[TrainingStep]:
+        """Train from the given start to the end."""
+        resumed, state = start
+        group, listed, epoch, train_dataset, batches, initial_epoch, dataset_sink_mode = plan
+        done = _steps_done(resumed, state, batches, initial_epoch)
         folders = [folder for one in listed for folder in one.writes_to()]
         all_ranks_save, part = _agree(group, {BATCHES: batches, "epochs": epoch, "first step": done + 1}, folders)
-        resumed, state = self._resumed or (None, None)
         self._resumed = None
-
         if group is not None and resumed is None and context.get_auto_parallel_context("parameter_broadcast"):
             own = self._network.own()
             shared = {name: x for name, x in self._network.weights().items() if name not in own}
@@ -159,16 +283,21 @@ class Model:
             device_number=1 if group is None else group.size,
             all_ranks_save=all_ranks_save,
             resumed_from=resumed,
-            run=resumed.run if resumed is not None and resumed.prefix else part,
+            run=(resumed.run if resumed is not None else "") or part,
             part=part,
             epoch_random=None,
         )
         numbers = None if state is None else state.get("epochs", {})
         epochs = Epochs(train_dataset, initial_epoch, numbers, first=done // batches)
-        now.training_state = lambda: (self._network.weights(), self._state(now, reducer, epochs))
+        run_context = RunContext(now)
+        now.training_state = lambda: (self._network.weights(), self._state(run_context, reducer, epochs))
+        if guard is not None:
+            guard.follow(reducer, lambda: _position(run_context, reducer, epochs), start)
+            if state is not None and state.get("stopped"):
+                run_context.request_stop()
         try:
             _load_callbacks(listed, state["callbacks"] if state is not None else [])
-            self._loop(now, reducer, state, epochs)
+            yield from self._loop(run_context, reducer, state, epochs, guard)
         finally:
             if reducer is not None:
                 reducer.close()
@@ -201,7 +330,14 @@ class Model:
         agreed = resuming.agree_on(Path(path), group)
         if agreed is None:
             return None
-        chosen, weights, state = agreed
+        self._load(agreed, group)
+        chosen, _, state = agreed
+        self._resumed = (chosen, state)
+        return chosen.epoch, chosen.step
+
+    def _load(self, checkpoint: resuming.Resumed, group: Group | None) -> None:
+        """Load a checkpoint into the network and the optimizer. Raise ValueError if it does not fit."""
+        chosen, weights, state = checkpoint
         ranks, mine = state["ranks"], _place(group)
         if ranks[1] != mine[1]:
             raise ValueError(
@@ -225,8 +361,6 @@ class Model:
             self._network.load_optimizer_state(state["optimizer"])
         except ValueError as error:
             raise ValueError(f"Model.resume: {chosen.path}: {error}") from error
-        self._resumed = (chosen, state)
-        return chosen.epoch, chosen.step
 
     def _optimizer_entries(self) -> dict[str, Any]:
         """Return the optimizer's state as {path: entry}. Entries that each rank keeps for itself are left out."""
@@ -236,20 +370,6 @@ class Model:
         own = self._network.own()
         entries = states.entries(self._network.optimizer_state())
         return {"".join(f"[{key!r}]" for key in path): x for path, x in entries if own.isdisjoint(path)}
-
-    def _steps_done(self, batches: int, initial_epoch: int) -> int:
-        """Return the number of steps that come before the first step of this train()."""
-        if self._resumed is None:
-            return initial_epoch * batches
-        resumed, state = self._resumed
-        if initial_epoch:
-            raise ValueError(f"Model.train: initial_epoch={initial_epoch} after resume(), which says where to begin")
-        if state["batch_num"] != batches:
-            raise ValueError(
-                f"Model.train: an epoch has {batches} batches; it had {state['batch_num']} when {resumed.path.name} was"
-                " written"
-            )
-        return (resumed.epoch - 1) * batches + resumed.step
 
     def _training_group(self, function: str) -> Group | None:
         """Return the group whose ranks train one model, or None if this rank trains alone. function: the function's
@@ -288,15 +408,24 @@ class Model:
         )
 
     def _loop(
-        self, now: SimpleNamespace, reducer: GradientReducer | None, state: dict[str, Any] | None, epochs: Epochs
-    ) -> None:
-        run_context = RunContext(now)
+        self,
+        run_context: RunContext,
+        reducer: GradientReducer | None,
+        state: dict[str, Any] | None,
+        epochs: Epochs,
+        guard: Recovery | None,
+    ) -> Iterator[TrainingStep]:
+        now = run_context.original_args()
+        called = list(now.list_callback)
+        if guard is not None:
+            called.append(guard)
+            called.sort(key=lambda one: isinstance(one, ModelCheckpoint))
         with contextlib.ExitStack() as entered:
             for one in now.list_callback:
                 entered.enter_context(one)
 
             def call(hook: str) -> None:
-                for one in now.list_callback:
+                for one in called:
                     getattr(one, f"on_train_{hook}")(run_context)
 
             self._network.begin()
@@ -309,24 +438,21 @@ class Model:
                     now.train_dataset_element = networks.as_tuple(batch)
                     now.cur_step_num += 1
                     call("step_begin")
-                    self._step(now, reducer)
+                    step = TrainingStep(now, reducer)
+                    yield step
+                    step.end()
                     call("step_end")
                     if run_context.get_stop_requested():
                         break
                 state = None
                 call("epoch_end")
             if now.group is not None:
-                collectives.barrier(group=now.group)
+                try:
+                    collectives.barrier(group=now.group)
+                except FAILURES as failure:
+                    if guard is None or not guard.may_end_without(failure):
+                        raise
             call("end")
-
-    def _step(self, now: SimpleNamespace, reducer: GradientReducer | None) -> None:
-        loss = self._network.step(now.train_dataset_element, reducer)
-        if loss.shape != ():
-            raise ValueError(f"Model.train: the loss has the shape {list(loss.shape)}; it must be one number")
-        now.local_loss = now.net_outputs = loss
-        if reducer is not None:
-            now.net_outputs = loss.dtype.type(reducer.carried)
-            now.communication_s = reducer.waited_s
 
     def _rest_of_epoch(self, now: SimpleNamespace, state: dict[str, Any] | None) -> Iterator[Any]:
         """Yield the remaining batches of the current epoch. state: if training resumes in this epoch, the state in the
@@ -357,37 +483,60 @@ class Model:
             if taken > first:
                 yield batch
 
-    def _state(self, now: SimpleNamespace, reducer: GradientReducer | None, epochs: Epochs) -> dict[str, Any]:
+    def _state(self, run_context: RunContext, reducer: GradientReducer | None, epochs: Epochs) -> dict[str, Any]:
         """Return everything that a checkpoint holds in addition to the weights."""
-        dataset = now.train_dataset
         return {
-            "epochs": epochs.numbers(ended=now.cur_step_num % now.batch_num == 0),
-            "epoch": now.cur_epoch_num,
-            "step": (now.cur_step_num - 1) % now.batch_num + 1,
-            "batch_num": now.batch_num,
-            "run": now.run,
-            "part": now.part,
-            "ranks": _place(now.group),
             "optimizer": self._network.optimizer_state(),
+            **_position(run_context, reducer, epochs),
             "reducer": None if reducer is None else reducer.state_dict(),
-            "random": randomness.states(),
-            "epoch_random": now.epoch_random,
-            "dataset": dataset.state_dict() if now.epoch_random is None else None,
-            "callbacks": [
-                (type(one).__name__, own) for one in now.list_callback if (own := one.state_dict()) is not None
-            ],
+            "callbacks": hooks.states_of(run_context.original_args().list_callback),
         }
 
 
-def _checked(epoch: Any, train_dataset: Any, sink_size: Any, initial_epoch: Any) -> int:
+def _position(run_context: RunContext, reducer: GradientReducer | None, epochs: Epochs) -> dict[str, Any]:
+    """Return what a checkpoint holds about the position in the training, without the arrays of the training."""
+    now = run_context.original_args()
+    return {
+        "epochs": epochs.numbers(ended=now.cur_step_num % now.batch_num == 0),
+        "epoch": (now.cur_step_num - 1) // now.batch_num + 1,
+        "step": (now.cur_step_num - 1) % now.batch_num + 1,
+        "batch_num": now.batch_num,
+        "run": now.run,
+        "part": now.part,
+        "job": job_id(),
+        "stopped": run_context.get_stop_requested(),
+        "ranks": _place(now.group),
+        "reducer": None if reducer is None else {"order": reducer.order, "residual": {}},
+        "random": randomness.states(),
+        "epoch_random": now.epoch_random,
+        "dataset": now.train_dataset.state_dict() if knows_its_place(now.train_dataset) else None,
+    }
+
+
+def _steps_done(resumed: Saved | None, state: dict[str, Any] | None, batches: int, initial_epoch: int) -> int:
+    """Return the number of steps that come before the first step of this train()."""
+    if resumed is None or state is None:
+        return initial_epoch * batches
+    if state["batch_num"] != batches:
+        raise ValueError(
+            f"Model.train: an epoch has {batches} batches; it had {state['batch_num']} when {resumed.path.name} was"
+            " written"
+        )
+    return (resumed.epoch - 1) * batches + resumed.step
+
+
+def _checked(name: str, value: Any, low: int) -> None:
+    """Raise TypeError or ValueError unless the argument of train() is a number from low, and not 0 if low is -1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"Model.train: {name} is a {type(value).__name__}; expected an int")
+    if value < low or (low < 0 and value == 0):
+        raise ValueError(f"Model.train: {name}={value}; expected {'-1 or ' if low < 0 else ''}{max(low, 0)} or more")
+
+
+def _checked_size(epoch: Any, train_dataset: Any, initial_epoch: Any) -> int:
     """Raise TypeError or ValueError for invalid arguments of train(). Return the number of batches in an epoch."""
-    for name, value, low in (("epoch", epoch, 1), ("sink_size", sink_size, -1), ("initial_epoch", initial_epoch, 0)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"Model.train: {name} is a {type(value).__name__}; expected an int")
-        if value < low or (name == "sink_size" and value == 0):
-            raise ValueError(
-                f"Model.train: {name}={value}; expected {'-1 or ' if low < 0 else ''}{max(low, 0)} or more"
-            )
+    _checked("epoch", epoch, 1)
+    _checked("initial_epoch", initial_epoch, 0)
     if initial_epoch >= epoch:
         raise ValueError(f"Model.train: initial_epoch={initial_epoch} must be less than epoch={epoch}")
     if hasattr(train_dataset, "get_dataset_size"):
@@ -431,6 +580,8 @@ def _agree(group: Group | None, facts: dict[str, Any], folders: list[str]) -> tu
     if group is None:
         return False, part
     everybodys = objects.all_gather_object([facts, folders, part], group=group)
+    if not all(isinstance(theirs, list) for theirs in everybodys):
+        raise ValueError("Model.train: recovery is on for some ranks only; pass the same on every rank")
     for name in facts:
         values = [theirs[name] for theirs, *_ in everybodys]
         if len(set(values)) > 1:

@@ -196,6 +196,16 @@ class GradientReducer:
         """
         return self._step.waited_s
 
+    @property
+    def steps(self) -> int:
+        """How many steps this reducer has reduced."""
+        return self._step.finished
+
+    @property
+    def order(self) -> list[int] | None:
+        """The order in which the gradients of rank 0 became ready; None if it is not known yet."""
+        return self._step.order_of_rank_0
+
     def close(self) -> None:
         """Stop reducing: later backward passes leave the gradients as they are."""
         if self._autograd is not None:

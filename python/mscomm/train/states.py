@@ -69,6 +69,18 @@ def from_text(text: str, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Any:
         raise ValueError(f"this is not a training state: {text!r:.100}") from error
 
 
+def copied(state: Any) -> Any:
+    """Return a copy of the state, with NumPy arrays."""
+    text, arrays = to_text(state)
+    return from_text(text, {name: x.copy() for name, x in arrays.items()})
+
+
+def checksum_of(state: Any) -> int:
+    """Return the CRC-32 of a whole state."""
+    text, arrays = to_text(state)
+    return zlib.crc32(repr([text, *(checksum(x, name, "checkpoint") for name, x in arrays.items())]).encode())
+
+
 def entries(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield (path, item) for each item of a nested state, except containers. path: the keys and indices that lead to
     the item."""

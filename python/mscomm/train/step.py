@@ -69,6 +69,7 @@ class Step:
         self._carry = 0.0
         self.outcome = Outcome()  # the result of the latest step
         self.waited_s = 0.0  # the sum over all steps
+        self.finished = 0  # the number of steps whose gradients were reduced
         self._lay_out(list(range(len(kinds))) if in_order else list(range(len(kinds)))[::-1])
 
     @property
@@ -232,6 +233,7 @@ class Step:
             bucket.forget()
         self.outcome = Outcome(float(total) / active, from_others, moved, time.monotonic() - began)
         self.waited_s += self.outcome.waited_s
+        self.finished += 1
         return self.outcome
 
     def _start_next(self, *, async_op: bool) -> None:

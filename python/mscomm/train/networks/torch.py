@@ -31,6 +31,11 @@ class Network(networks.Network):
     def weights(self) -> dict[str, Any]:
         return dict(self._module.state_dict())
 
+    def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
+        super().load(weights)
+        for p in self._module.parameters():
+            p.grad = None  # an optimizer skips a parameter without a gradient, but not one whose gradient is zero
+
     def begin(self) -> None:
         self._module.train()
         self._device = next((p.device for p in self._module.parameters()), self._device)
