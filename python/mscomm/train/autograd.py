@@ -72,6 +72,7 @@ class Autograd:
         self._look_at_buffers()
 
     def end(self) -> None:
+        _alive.discard(self)
         for hook in self._hooks:
             hook.remove()
 

@@ -157,7 +157,7 @@ class Recovery(Callback):
             job.rejoin()
         except Error as error:
             raise error from failure
-        self._failure = failure
+        self._failure = failure.again()  # without the traceback, which keeps the old buckets alive
 
     def may_end_without(self, failure: Error) -> bool:
         """Return whether this rank may end its training although other ranks were lost after the last step.
