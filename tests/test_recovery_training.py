@@ -6,8 +6,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
+import random
 import re
+import signal
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -17,8 +23,8 @@ from sessions import mscomm_run
 # NET: line (NumPy), torch, dropout, batchnorm. DATA: list, pipeline (mscomm.dataset), loader (PyTorch).
 # LOOP: model or own. FILES: a folder for checkpoints, every 3 steps. TIMEOUT: of collective calls.
 # KILLS="rank:step:moment ...": the rank dies in its first life, in this step, at this moment:
-# begin, inside (within 10 ms), end, epoch, file (before the checkpoint of this step gets its name), or
-# rejoin, aligned, send (in the recovery from a loss, at any step), or away (out of the last barrier).
+# begin, inside (within 10 ms), end, epoch, file (before the checkpoint of this step gets its name), stop (SIGSTOP),
+# or rejoin, aligned, send (in the recovery from a loss, at any step), or ms: so many milliseconds after its start.
 TRAINING = """
 import hashlib, os, random, signal, sys, threading, time
 import numpy as np
@@ -28,16 +34,22 @@ from mscomm.train import Momentum, recovery
 net_name, data_name = os.environ["NET"], os.environ["DATA"]
 life = int(os.environ.get("MSCOMM_RESTART_COUNT", 0))
 steps, epochs = 8, int(os.environ.get("EPOCHS", 4))
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def die_in(seconds):
+    timer = threading.Timer(seconds, die)
+    timer.daemon = True
+    timer.start()
+
+kills = [one.split(":") for one in os.environ.get("KILLS", "").split() if not life]
+kills = {(int(step), moment) for who, step, moment in kills if who == os.environ["MSCOMM_RANK"]}
+for milliseconds in (number for number, moment in kills if moment == "ms"):
+    die_in(milliseconds / 1000)
 timeout = float(os.environ["TIMEOUT"]) if "TIMEOUT" in os.environ else None
 mscomm.init(timeout=timeout)
 rank, size = mscomm.get_rank(), mscomm.get_group_size()
 mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)
-kills = [one.split(":") for one in os.environ.get("KILLS", "").split() if not life]
-kills = {(int(step), moment) for who, step, moment in kills if int(who) == rank}
-
-def die(*_, **__):
-    os.kill(os.getpid(), signal.SIGKILL)
-
 moments = {moment for _, moment in kills}
 if "rejoin" in moments:
     mscomm.job.rejoin = die
@@ -97,10 +109,11 @@ class Killer(mscomm.Callback):
         self.at(run_context, "begin")
         step = run_context.original_args().cur_step_num
         if (step, "inside") in kills:
-            threading.Timer(random.random() * 0.01, die).start()
+            die_in(random.random() * 0.01)
         if (step, "file") in kills:
             os.replace = die
         if (step, "stop") in kills:
+            kills.remove((step, "stop"))
             print("stops", os.getpid(), flush=True)
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(float(os.environ.get("SLEEP", 0.002)))
@@ -228,3 +241,178 @@ def test_without_checkpoints_training_begins_again(tmp_path, net):
     assert_same_bits(done, kills, net)
     if net == "batchnorm":
         assert "Training goes on at step 1, because there is no checkpoint that all ranks have" in done.stderr
+
+
+def test_a_worker_that_was_stopped_goes_on_with_the_others(tmp_path):
+    """The others go on waiting in rejoin() after their call has timed out. Then the stopped rank continues."""
+    (tmp_path / "training.py").write_text(TRAINING)
+    env = {"NET": "line", "DATA": "list", "LOOP": "model", "KILLS": "1:13:stop", "TIMEOUT": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "mscomm", "run", "-n", "4", "--max-restarts", "1", tmp_path / "training.py"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env={**os.environ, **env}, **streams) as job:
+        try:
+            lines = []
+            while not lines or " stops " not in lines[-1]:
+                lines.append(job.stdout.readline())
+                assert lines[-1], job.stderr.read()
+            time.sleep(2)  # by then, the call has timed out on the other ranks
+            os.kill(int(lines[-1].split()[-1]), signal.SIGCONT)
+            out, err = job.communicate(timeout=60)
+        finally:
+            job.kill()
+    done = subprocess.CompletedProcess(command, job.returncode, "".join(lines) + out, err)
+    assert_same_bits(done, "")
+    assert "WARN Model.train: CollectiveTimeout: " in err and "Training goes on after epoch 2 step 4" in err
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", [damage, Path.unlink])
+def test_a_new_job_goes_on_where_an_earlier_one_was_killed(tmp_path, harm):
+    """The newest checkpoint of one rank is damaged or missing, so all ranks take the one before it."""
+    kills = " ".join(f"{rank}:20:begin" for rank in range(4))
+    killed = train(tmp_path, kills, restarts=0, FILES=tmp_path, RECOVERY=True)
+    assert killed.returncode != 0
+    assert {path.name for path in (tmp_path / "2").iterdir()} >= {"t-2_7.safetensors", "t-3_2.safetensors"}
+    harm(tmp_path / "2/t-3_2.safetensors")
+    done = train(tmp_path, restarts=0, FILES=tmp_path, RECOVERY=True)
+    assert_same_bits(done, kills.replace("begin", "never"))
+    assert "an earlier run did not end. Training goes on from checkpoint 2_7" in done.stderr
+    assert "checkpoint 3_2 is left out, because not every rank has it" in done.stderr or harm is damage
+    assert "2/t-3_2.safetensors: damaged" in done.stderr or harm is not damage
+    again = train(tmp_path, restarts=0, FILES=tmp_path, RECOVERY=True)  # the training is complete: begin another one
+    assert_same_bits(again, "")
+    assert again.stderr == "" and (tmp_path / "0/t_1-1_3.safetensors").exists() is False
+    assert (tmp_path / "0/t_1-4_8.safetensors").exists()
+
+
+def test_without_recovery_a_lost_rank_raises_peerlost(tmp_path):
+    done = train(tmp_path, "1:13:begin", RECOVERY=False, restarts=1)
+    assert done.returncode != 0 and "PeerLost: rank 1" in done.stderr and "Training goes on" not in done.stderr
+
+
+def test_what_recovery_needs(tmp_path):
+    done = train(tmp_path, FILES=tmp_path, KEEP=1, ranks=2)
+    assert done.returncode == 1 and "ends" not in done.stdout
+    assert "ValueError: Model.train: rank 0 of the group: keep_checkpoint_max is 1; recovery needs 2" in done.stderr
+    done = train(tmp_path, RECOVERY=True, ranks=1, restarts=0)
+    assert done.returncode == 0 and "recovery=True has no effect: it needs data-parallel mode with all" in done.stderr
+    done = train(tmp_path, RECOVERY="1", ranks=1)
+    assert "TypeError: Model.train: recovery is a int; expected a bool or None" in done.stderr
+    done = train(tmp_path, RECOVERY="mscomm.get_rank() == 0", ranks=2, restarts=0)
+    assert "recovery is on for some ranks only; pass the same on every rank" in done.stderr
+
+
+OTHER_SCRIPTS = """
+import os, signal
+import numpy as np, mscomm
+rank, life = int(os.environ["MSCOMM_RANK"]), int(os.environ["MSCOMM_RESTART_COUNT"])
+mscomm.init()
+mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)
+
+class Line:
+    def __init__(self):
+        self.parameters = {"a": np.zeros(3, np.float32)}
+    def loss_and_gradients(self, x):
+        return self.parameters["a"].sum(), {"a": x}
+
+class Kill(mscomm.Callback):
+    def __init__(self, step):
+        self.step = step
+    def step_end(self, run_context):
+        if (rank, life, run_context.original_args().cur_step_num) == (1, 0, self.step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+net = Line()
+model = mscomm.Model(net, optimizer=mscomm.train.SGD(net.parameters, 0.5))
+data = [np.full(3, i, np.float32) for i in range(5)]
+"""
+
+
+def other(folder: Path, body: str, ranks: int = 3):
+    script = folder / "script.py"
+    script.write_text(OTHER_SCRIPTS + body)
+    return mscomm_run("-n", ranks, "--max-restarts", 2, script, timeout_s=60)
+
+
+def test_a_script_that_calls_resume_or_train_several_times(tmp_path):
+    done = other(
+        tmp_path,
+        f"""
+files = mscomm.ModelCheckpoint("t", os.path.join({str(tmp_path)!r}, str(rank)), mscomm.CheckpointConfig(2))
+model.resume(os.path.join({str(tmp_path)!r}, str(rank)))
+model.train(1, data, Kill(9))
+model.train(2, data, [Kill(7), files])
+print("ends", net.parameters["a"])
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ends [-15. -15. -15.]") == 3, done.stdout
+
+
+def test_the_body_of_a_loop_of_ones_own(tmp_path):
+    done = other(
+        tmp_path,
+        """
+def train(use):
+    for step in model.steps(1, data):
+        use(step)
+def leave_out(step):
+    pass
+def fail(step):
+    with step as (x,):
+        assert (step.number, step.epoch) == (1, 1) and x.sum() == 0
+        raise KeyError("no such column")
+for use, error in (leave_out, RuntimeError), (fail, KeyError):
+    try:
+        train(use)
+    except error as caught:
+        print(repr(caught))
+""",
+        ranks=2,
+    )
+    assert done.stdout.count("compute each step inside `with step as batch`") == 2, done.stdout + done.stderr
+    assert done.stdout.count("KeyError('no such column')") == 2
+
+
+def test_a_worker_comes_back_to_its_scheduler(tmp_path, port):
+    (tmp_path / "training.py").write_text(TRAINING)
+    job = {"MS_WORKER_NUM": "4", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port), "MS_ENABLE_RECOVERY": "1"}
+    job |= {"NET": "line", "DATA": "pipeline", "LOOP": "model", "KILLS": "2:13:inside", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, **job}
+
+    def start(rank, life=0):
+        own = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank), "MSCOMM_RANK": str(rank)}
+        own["MSCOMM_RESTART_COUNT"] = str(life)
+        command = [sys.executable, tmp_path / "training.py"]
+        return subprocess.Popen(command, env={**env, **own}, stdout=subprocess.PIPE, text=True)
+
+    scheduler = subprocess.Popen([sys.executable, "-m", "mscomm", "sched"], env=env, stdout=subprocess.DEVNULL)
+    workers = [start(rank) for rank in range(4)]
+    try:
+        assert workers[2].wait(60) == -signal.SIGKILL
+        workers[2].stdout.close()
+        workers[2] = start(2, life=1)
+        outs = [worker.communicate(timeout=60)[0] for worker in workers]
+    finally:
+        for process in (scheduler, *workers):
+            process.kill()
+            process.wait()
+    for rank, words in undisturbed("line", "pipeline", "model").items():
+        assert " ".join(words[2:]) in outs[rank], outs
+
+
+@pytest.mark.long
+def test_random_moments(tmp_path):
+    for seed in range(20):
+        draw = random.Random(seed)
+        victims = draw.sample(range(4), draw.choice([1, 1, 2]))
+        kills = " ".join(f"{rank}:{draw.randrange(100, 900)}:ms" for rank in victims)
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        done = train(folder, kills, SLEEP=0.04, **({"FILES": folder} if seed % 2 else {}))
+        assert_same_bits(done, kills)

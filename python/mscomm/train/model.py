@@ -212,13 +212,15 @@ class Model:
         restarts = is_initialized() and job.default().restarts
         if wanted is False or (wanted is None and not restarts):
             return None
-        group = plan.group
+        group, optimizer = plan.group, self._given["optimizer"]
+        lacks = ""
         if group is None or group.size == 1 or group.size < job.default().size:
+            lacks = "data-parallel mode with all ranks of a job of several ranks"
+        elif not hasattr(optimizer, "state_dict") and not hasattr(optimizer, "get_parameters"):
+            lacks = "an optimizer with state_dict() and load_state_dict()"
+        if group is None or lacks:
             if wanted:
-                notices.warn_once(
-                    "Model.train: recovery=True has no effect: it needs data-parallel mode with all ranks of a job of"
-                    " several ranks"
-                )
+                notices.warn_once(f"Model.train: recovery=True has no effect: it needs {lacks}")
             return None
         return Recovery(
             self._network,

@@ -194,7 +194,7 @@ class Recovery(Callback):
             if not why:
                 self._tell(group, lived, f"after {self._where(newest)}, from the memory of ranks {holders}")
                 return self._from_memory(group, holders, newest, shared)
-        why = why and f", because {why}"
+        why = why and f" ({why})"
         if not lived and all(offer["resumed"] for offer in offers):
             return self._resumed
         found = self._from_checkpoint(group, offers, bool(lived))
@@ -226,6 +226,7 @@ class Recovery(Callback):
             "why not": self._why_not() if self._whole else "",
             "begin": _sums(self._begin["random"]),
             "random": _sums(self._position["random"]) if self._whole else {},
+            "untrained": states.checksum_of(self._untrained),
             "callbacks": states.checksum_of(hooks.states_of(self._callbacks)) if self._whole else 0,
             "files": self._folder is not None,
         }
@@ -361,8 +362,9 @@ def _obstacle(offers: list[dict[str, Any]], holders: list[int]) -> tuple[str, se
     """Return why the other ranks cannot take over the holders' state, or "", and the random generators whose states
     they take over.
 
-    They keep their own state of a generator that no holder has used since the beginning. They take over a state that
-    was the same on all ranks at the beginning and is the same on several holders, because then it is the same on all.
+    The other ranks keep their own state of a generator that no holder has used since the beginning. They take over a
+    state that was the same on all ranks at the beginning and is the same on several holders, because then it is the
+    same on all ranks.
     """
     having = [offers[rank] for rank in holders]
     why = next((offer["why not"] for offer in having if offer["why not"]), "")
@@ -376,6 +378,8 @@ def _obstacle(offers: list[dict[str, Any]], holders: list[int]) -> tuple[str, se
         if len(holders) == 1 or len(begins) > 1 or len({offer["random"].get(name) for offer in having}) > 1:
             return f"the state of {name}'s random numbers may differ between ranks", shared
         shared.add(name)
+    if len({offer["untrained"] for offer in offers}) > 1:
+        return "the weights that are not trained differ between ranks", shared
     if len({offer["callbacks"] for offer in having}) > 1:
         return "the callbacks' states differ between ranks", shared
     return "", shared
