@@ -49,7 +49,9 @@ class Callback:
 
     The methods begin, epoch_begin, step_begin, step_end, epoch_end and end have second names, as in MindSpore:
     on_train_begin, on_train_epoch_begin and so on. You can override a method under either name. A callback is also a
-    context manager, which is entered before begin and exited when training ends, even after an exception.
+    context manager, which is entered before begin and exited when training ends, even after an exception. When training
+    goes on after a failure, the callback is exited, and then everything happens again as in a call of Model.train after
+    Model.resume: the callback is entered, load_state_dict and begin are called, and the repeated steps follow.
 
     >>> class StopAt(mscomm.Callback):
     ...     def step_end(self, run_context):
