@@ -21,7 +21,7 @@ from sessions import mscomm_run
 
 # A training with 4 epochs of 8 steps. Environment variables:
 # NET: line (NumPy), torch, dropout, batchnorm. DATA: list, pipeline (mscomm.dataset), loader (PyTorch).
-# LOOP: model or own. FILES: a folder for checkpoints, every 3 steps. TIMEOUT: of collective calls.
+# LOOP: model or own. FILES: a folder for checkpoints, every 3 steps. TIMEOUT: of collective calls. COMPRESSION: bf16.
 # KILLS="rank:step:moment ...": the rank dies in its first life, in this step, at this moment:
 # begin, inside (within 10 ms), end, epoch, file (before the checkpoint of this step gets its name), stop (SIGSTOP),
 # or rejoin, aligned, send (in the recovery from a loss, at any step), or ms: so many milliseconds after its start.
@@ -51,6 +51,9 @@ mscomm.init(timeout=timeout)
 rank, size = mscomm.get_rank(), mscomm.get_group_size()
 mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)
 moments = {moment for _, moment in kills}
+if "away" in moments:
+    barrier = mscomm.collectives.barrier
+    mscomm.collectives.barrier = lambda **group: (barrier(**group), die())
 if "rejoin" in moments:
     mscomm.job.rejoin = die
 if "aligned" in moments:
@@ -130,7 +133,7 @@ callbacks = [killer]
 if "FILES" in os.environ:
     config = mscomm.CheckpointConfig(3, keep_checkpoint_max=int(os.environ.get("KEEP", 2)))
     callbacks.append(mscomm.ModelCheckpoint("t", os.path.join(os.environ["FILES"], str(rank)), config))
-model = mscomm.Model(net, loss_fn, optimizer)
+model = mscomm.Model(net, loss_fn, optimizer, compression=os.environ.get("COMPRESSION"))
 recovery = eval(os.environ.get("RECOVERY", "None"))
 print("begins", os.getpid(), flush=True)
 if os.environ["LOOP"] == "model":

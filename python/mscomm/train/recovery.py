@@ -18,6 +18,7 @@ arrays, so a network whose forward pass changes arrays, such as running means, g
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
@@ -152,6 +153,7 @@ class Recovery(Callback):
             raise failure
         if isinstance(failure, CollectiveTimeout):
             self._timed_out = self._reached
+        gc.collect()  # free the buckets of earlier epochs, now that this rank has to wait
         log.info(f"Model.train: waits for lost ranks, after {failure.kind}: {failure}")
         try:
             job.rejoin()

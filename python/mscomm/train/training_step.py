@@ -48,7 +48,10 @@ class TrainingStep:
         """Raise the exception that ended the block, if any. Otherwise, tell the callbacks the loss."""
         error, self._error = self._error, None
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # otherwise, its traceback would keep this frame, and the frame would keep the error
         if not self._ended:
             raise RuntimeError("Model.steps: a step was left out; compute each step inside `with step as batch`")
         now = self._now
