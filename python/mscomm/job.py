@@ -342,15 +342,19 @@ def _join(
             raise
         welcome = member.join(facts, deadline)
         log.set_rank(welcome.rank)
-        with _telling(member, welcome.rank, welcome.epoch):
-            epoch = assemble.share(member, welcome, memory, forced, deadline, asked.backend)
-            job = Job(epoch, asked, algo, timeout_s)
-            job.found(job.world, deadline)
-            member.ready(deadline)
+        job = Job(assemble.Epoch(member, welcome, forced), asked, algo, timeout_s)
+        failing.callback(_core.set_world, None)
+        try:
+            job._begin_epoch(member, welcome, memory, deadline)
+        except PeerLost:
+            if not job.restarts or deadline.passed:
+                raise
+            # A rank was lost after all had joined. It will be restarted, so wait for it in the next epoch.
+            job.rejoin(deadline)
         memory.close()
         failing.pop_all()
     job.launcher, job.hub = invitation.launcher, invitation.hub
-    job.local_rank = epoch.neighbours.index(job.rank) if asked.local_rank is None else asked.local_rank
+    job.local_rank = job.epoch.neighbours.index(job.rank) if asked.local_rank is None else asked.local_rank
     return job
 
 
