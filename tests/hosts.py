@@ -89,6 +89,11 @@ class Host:
         for network in range(len(self.addresses)):
             _ip("-n", self.space, "link", "set", f"net{network}", "down")
 
+    def plug_in(self) -> None:
+        """Connect the host to its networks again."""
+        for network in range(len(self.addresses)):
+            _ip("-n", self.space, "link", "set", f"net{network}", "up")
+
     def lose(self, other: Host) -> None:
         """Drop all that this host sends to the other on network 0: send it to a MAC address that no interface has."""
         nowhere = ["lladdr", "02:00:00:00:00:99", "dev", "net0", "nud", "permanent"]
