@@ -196,15 +196,18 @@ def assert_same_bits(done, kills: str, net: str = "line", data: str = "list", lo
             assert f"[{rank}] begins {pid}" in done.stdout
 
 
-NETS = [
-    ("line", "list", "model"),
-    ("line", "pipeline", "own"),
-    *(pytest.param(*names, marks=TORCH) for names in [("torch", "pipeline", "model"), ("dropout", "loader", "own")]),
-]
+ONE, TWO = "2:13:begin", "0:13:inside 3:13:inside"
 
 
-@pytest.mark.parametrize(("net", "data", "loop"), NETS)
-@pytest.mark.parametrize("kills", ["2:13:begin", "0:13:inside 3:13:inside", "1:16:epoch"])
+@pytest.mark.parametrize(
+    ("net", "data", "loop", "kills"),
+    [
+        *(("line", "list", "model", kills) for kills in (ONE, TWO, "1:16:epoch")),
+        *(("line", "pipeline", "own", kills) for kills in (ONE, TWO, "1:16:epoch")),
+        pytest.param("torch", "pipeline", "model", TWO, marks=TORCH),
+        pytest.param("dropout", "loader", "own", ONE, marks=TORCH),
+    ],
+)
 def test_lost_ranks_take_the_state_of_a_survivor(tmp_path, net, data, loop, kills):
     done = train(tmp_path, kills, NET=net, DATA=data, LOOP=loop)
     assert_same_bits(done, kills, net, data, loop)
@@ -225,21 +228,45 @@ def test_a_survivor_that_dies_in_the_recovery_is_recovered_too(tmp_path, second)
     assert_same_bits(done, kills)
 
 
-@pytest.mark.parametrize("net", ["line", pytest.param("batchnorm", marks=TORCH)])
-@pytest.mark.parametrize("kills", ["1:15:file", "0:20:begin 1:20:begin 2:20:begin 3:20:begin"])
-def test_checkpoints(tmp_path, net, kills):
-    """If nobody has survived, or if training changes running means, training goes on from a checkpoint."""
+EVERYBODY = "0:20:begin 1:20:begin 2:20:begin 3:20:begin"
+
+
+@pytest.mark.parametrize(("net", "kills"), [("line", EVERYBODY), pytest.param("batchnorm", "1:15:file", marks=TORCH)])
+def test_training_goes_on_from_a_checkpoint(tmp_path, net, kills):
+    """This is so if nobody has survived, or if training changes running means."""
     done = train(tmp_path, kills, NET=net, FILES=tmp_path)
     assert_same_bits(done, kills, net)
-    files = net == "batchnorm" or kills.count(":") > 4
-    assert ("Training goes on from checkpoint" in done.stderr) == files, done.stderr
-    if net == "batchnorm" and not kills.count(":") > 4:
-        assert "because training changes 1.running_mean, which is not among the trained weights" in done.stderr
+    assert re.search(r"Training goes on from checkpoint [23]_\d", done.stderr), done.stderr
+    if net == "batchnorm":
+        assert "(training changes 1.running_mean, which is not among the trained weights)" in done.stderr
 
 
-@pytest.mark.parametrize("net", ["line", pytest.param("batchnorm", marks=TORCH)])
-def test_without_checkpoints_training_begins_again(tmp_path, net):
-    kills = "1:13:begin" if net == "batchnorm" else "0:20:begin 1:20:begin 2:20:begin 3:20:begin"
+def test_a_rank_that_dies_while_it_writes_a_checkpoint(tmp_path):
+    done = train(tmp_path, "1:15:file", FILES=tmp_path)
+    assert_same_bits(done, "1:15:file")
+    assert "Training goes on after epoch 2 step 7, from the memory of ranks [0, 2, 3]" in done.stderr
+
+
+def test_the_compression_residual_comes_from_a_checkpoint(tmp_path):
+    whole = results(train(tmp_path, COMPRESSION="bf16"))
+    done = train(tmp_path, "1:13:inside", COMPRESSION="bf16", FILES=tmp_path)
+    assert {rank: words[2:] for rank, words in results(done).items()} == {rank: whole[rank][2:] for rank in range(4)}
+    assert "from checkpoint 2_4 (each rank has its own residual of compression)" in done.stderr
+
+
+def test_checkpoints_after_a_recovery_belong_to_the_same_training(tmp_path):
+    """The second loss ends the job. The next job goes on from a checkpoint that was written after the first loss."""
+    lost = train(tmp_path, "1:13:begin 0:23:begin", restarts=1, FILES=tmp_path)
+    assert lost.returncode != 0 and lost.stderr.count("Training goes on after epoch 2 step 4") == 1
+    done = train(tmp_path, FILES=tmp_path)
+    assert_same_bits(done, "0:23:never 1:13:never 2:0:never 3:0:never")
+    assert "an earlier run did not end. Training goes on from checkpoint 3_5" in done.stderr
+    names = {path.name.split("-")[0] for rank in range(4) for path in (tmp_path / str(rank)).iterdir()}
+    assert names == {"t"}  # all files have one prefix
+
+
+@pytest.mark.parametrize(("net", "kills"), [("line", EVERYBODY), pytest.param("batchnorm", "1:13:begin", marks=TORCH)])
+def test_without_checkpoints_training_begins_again(tmp_path, net, kills):
     done = train(tmp_path, kills, NET=net)
     assert_same_bits(done, kills, net)
     if net == "batchnorm":

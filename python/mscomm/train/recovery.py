@@ -46,6 +46,7 @@ from mscomm.train.serialization import Saved
 FAILURES = (PeerLost, Aborted, CollectiveTimeout)
 Start = tuple[Saved | None, dict[str, Any] | None]  # the checkpoint or position to go on from, and the state there
 _calls = itertools.count()
+_missed = False  # whether this process has left out calls of train() that are over on the other ranks
 
 
 class Recovery(Callback):
@@ -93,7 +94,7 @@ class Recovery(Callback):
             "reducer": None,
         }
         self._untrained = self._sums_of_untrained()
-        self._fresh = True  # whether the weights and the optimizer are as they were at the beginning
+        self._fresh = not _missed  # whether the weights and the optimizer are as they were at the beginning
         self._whole = False  # whether the state in memory is the one at the end of step _reached
         self._reached = self._timed_out = -1
         self._position: dict[str, Any] = {}  # what else belongs to this state, as in a checkpoint
@@ -113,6 +114,8 @@ class Recovery(Callback):
         self._start = start
 
     def begin(self, run_context: RunContext) -> None:
+        global _missed
+        _missed = False
         now = run_context.original_args()
         self._fresh, self._run = False, now.run
         _, state = self._start
@@ -187,6 +190,7 @@ class Recovery(Callback):
         if offers is None:
             return None
         lived = [rank for rank, offer in enumerate(offers) if offer["run"]]
+        speaker = lived[0] if lived else 0
         whole = [rank for rank, offer in enumerate(offers) if offer["step"] is not None]
         why = ""
         if whole:
@@ -194,14 +198,14 @@ class Recovery(Callback):
             holders = [rank for rank in whole if offers[rank]["step"] == newest]
             why, shared = _obstacle(offers, holders)
             if not why:
-                self._tell(group, lived, f"after {self._where(newest)}, from the memory of ranks {holders}")
+                self._tell(group, speaker, f"after {self._where(newest)}, from the memory of ranks {holders}")
                 return self._from_memory(group, holders, newest, shared)
         why = why and f" ({why})"
         if not lived and all(offer["resumed"] for offer in offers):
             return self._resumed
         found = self._from_checkpoint(group, offers, bool(lived))
         if found is not None:
-            self._tell(group, lived or [0], f"from checkpoint {found[0].epoch}_{found[0].step}{why}")
+            self._tell(group, speaker, f"from checkpoint {found[0].epoch}_{found[0].step}{why}")
             return found
         fresh = [rank for rank, offer in enumerate(offers) if offer["fresh"]]
         if not lived and len(fresh) == group.size:
@@ -211,11 +215,13 @@ class Recovery(Callback):
                 "Model.train: training cannot go on: there is no checkpoint that all ranks have, and no rank has the"
                 f" state of the beginning or a state that all ranks can take over{why}. Pass a ModelCheckpoint"
             ) from self._failure
-        self._tell(group, lived, f"at step 1, because there is no checkpoint that all ranks have{why}")
+        self._tell(group, speaker, f"at step 1, because there is no checkpoint that all ranks have{why}")
         return self._from_begin(group, fresh)
 
     def _meet(self, group: Group) -> list[dict[str, Any]] | None:
-        """Exchange what each rank has. Wait for ranks that are still in Model.resume()."""
+        """Exchange what each rank has. Wait for ranks that are still in Model.resume() or in an earlier call. Return
+        None if this rank is in an earlier call."""
+        global _missed
         mine = {
             "call": self._call,
             "problem": self._problem,
@@ -237,6 +243,7 @@ class Recovery(Callback):
             if all(isinstance(offer, dict) for offer in offers):
                 latest = max(offer["call"] for offer in offers)
                 if self._call < latest:
+                    _missed = True
                     log.info(f"Model.train: call {self._call + 1} is over on the other ranks, and does nothing")
                     return None
                 if all(offer["call"] == latest for offer in offers):
@@ -344,8 +351,8 @@ class Recovery(Callback):
     def _where(self, step: int) -> str:
         return f"epoch {(step - 1) // self._batches + 1} step {(step - 1) % self._batches + 1}" if step else "step 0"
 
-    def _tell(self, group: Group, speakers: list[int], where: str) -> None:
-        if group.rank == speakers[0]:
+    def _tell(self, group: Group, speaker: int, where: str) -> None:
+        if group.rank == speaker:
             cause = f"{self._failure.kind}: {self._failure}" if self._failure else "an earlier run did not end"
             log.warn(f"Model.train: {cause}. Training goes on {where}")
 
