@@ -31,6 +31,7 @@ from mscomm import job, log, messages, objects
 from mscomm.arrays import memory_anywhere
 from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import dtype_by_name
+from mscomm.cluster import plan
 from mscomm.dataset.pipeline import Dataset
 from mscomm.errors import Aborted, CollectiveTimeout, Error, PeerLost
 from mscomm.group import Group
@@ -198,7 +199,7 @@ class Recovery(Callback):
             holders = [rank for rank in whole if offers[rank]["step"] == newest]
             why, shared = _obstacle(offers, holders)
             if not why:
-                self._tell(group, speaker, f"after {self._where(newest)}, from the memory of ranks {holders}")
+                self._tell(group, speaker, f"after {self._where(newest)}, from the memory of {plan.named(holders)}")
                 return self._from_memory(group, holders, newest, shared)
         why = why and f" ({why})"
         if not lived and all(offer["resumed"] for offer in offers):
@@ -225,8 +226,6 @@ class Recovery(Callback):
         mine = {
             "call": self._call,
             "problem": self._problem,
-            "batches": self._batches,
-            "epochs": self._epoch,
             "fresh": self._fresh,
             "resumed": self._resumed is not None,
             "run": self._run,
