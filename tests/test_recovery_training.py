@@ -22,6 +22,7 @@ from sessions import mscomm_run
 # A training with 4 epochs of 8 steps. Environment variables:
 # NET: line (NumPy), torch, dropout, batchnorm. DATA: list, pipeline (mscomm.dataset), loader (PyTorch).
 # LOOP: model or own. FILES: a folder for checkpoints, every 3 steps. TIMEOUT: of collective calls. COMPRESSION: bf16.
+# METRIC: a callback makes a call in each step, after the weights were updated.
 # KILLS="rank:step:moment ...": the rank dies in its first life, in this step, at this moment:
 # begin, inside (within 10 ms), end, epoch, file (before the checkpoint of this step gets its name), stop (SIGSTOP),
 # or rejoin, aligned, send (in the recovery from a loss, at any step), or ms: so many milliseconds after its start.
@@ -123,6 +124,8 @@ class Killer(mscomm.Callback):
 
     def step_end(self, run_context):
         self.at(run_context, "end")
+        if "METRIC" in os.environ:
+            assert mscomm.all_reduce(np.ones(1)) == size
         self.seen += float(run_context.original_args().net_outputs)
 
     def epoch_end(self, run_context):
@@ -245,6 +248,14 @@ def test_a_rank_that_dies_while_it_writes_a_checkpoint(tmp_path):
     done = train(tmp_path, "1:15:file", FILES=tmp_path)
     assert_same_bits(done, "1:15:file")
     assert "Training goes on after epoch 2 step 7, from the memory of ranks 0, 2, 3" in done.stderr
+
+
+@pytest.mark.parametrize(("files", "where"), [(True, "from checkpoint 2_4"), (False, "at step 1, because")])
+def test_survivors_that_were_interrupted_in_a_callback_have_no_whole_state(tmp_path, files, where):
+    """They have updated their weights, but their callbacks have not seen the step."""
+    done = train(tmp_path, "1:13:end", METRIC=1, **({"FILES": tmp_path} if files else {}))
+    assert_same_bits(done, "1:13:end")
+    assert f"Training goes on {where}" in done.stderr
 
 
 def test_the_compression_residual_comes_from_a_checkpoint(tmp_path):
