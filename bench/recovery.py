@@ -10,6 +10,7 @@ draws both as time lines.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -110,7 +111,7 @@ class Job:
 def steps_between(log: list[dict[str, Any]], begin: float, end: float) -> list[float]:
     """Return the seconds from each step to the next in this time."""
     at = [entry["at"] for entry in log if entry["what"] == "step" and begin <= entry["at"] <= end]
-    return [after - before for before, after in zip(at, at[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(at)]
 
 
 def report(events: list[tuple[str, str, float]], logs: dict[str, list[dict[str, Any]]]) -> None:
@@ -131,7 +132,7 @@ def report(events: list[tuple[str, str, float]], logs: dict[str, list[dict[str, 
             f" longest {1e3 * max(times):.1f} ms"
         )
     numbers = [entry["number"] for entry in logs["worker_0"] if entry["what"] == "step"]
-    again = sum(after <= before for before, after in zip(numbers, numbers[1:], strict=False))
+    again = sum(after <= before for before, after in itertools.pairwise(numbers))
     click.echo(f"steps of worker 0: {len(numbers)}, of which it made {again} twice")
 
 
@@ -147,7 +148,8 @@ def plot(events: list[tuple[str, str, float]], logs: dict[str, list[dict[str, An
     at = {entry["what"]: entry["at"] for entry in logs["worker_1"] if entry["what"] != "step" and entry["at"] > killed}
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 2.6), gridspec_kw={"width_ratios": [3, 2]})
     rows = ["scheduler", *sorted(logs)]
-    for axis, zero, low, high in ((axes[0], killed, -0.2, at["joined"] - killed + 0.4), (axes[1], away, -3, back - away + SETTLE_S)):
+    first = axes[0], killed, -0.2, at["joined"] - killed + 0.4
+    for axis, zero, low, high in (first, (axes[1], away, -SETTLE_S, back - away + SETTLE_S)):
         axis.set_yticks(range(len(rows)), [row.replace("_", " ") for row in rows])
         axis.set_ylim(len(rows) - 0.4, -0.6)
         axis.set_xlim(low, high)
@@ -159,7 +161,7 @@ def plot(events: list[tuple[str, str, float]], logs: dict[str, list[dict[str, An
         for number, name in enumerate(sorted(logs), 1):
             ticks = [entry["at"] - zero for entry in logs[name] if entry["what"] == "step"]
             ticks = [tick for tick in ticks if low <= tick <= high]
-            axis.vlines(ticks, number - 0.3, number + 0.3, color="#08519c", lw=0.8)
+            axis.vlines(ticks, number - 0.3, number + 0.3, color="#08519c", lw=0.8, rasterized=len(ticks) > 100)
     axes[0].set_title("worker 1 is killed and started again", fontsize=10)
     axes[1].set_title("the scheduler is away for 20 s", fontsize=10)
     place = rows.index("worker_1")
@@ -169,7 +171,7 @@ def plot(events: list[tuple[str, str, float]], logs: dict[str, list[dict[str, An
     axes[0].vlines([], 0, 0, color="#08519c", label="a step")
     axes[0].legend(ncols=3, fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.25))
     figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None} if file.endswith(".svg") else None)
+    figure.savefig(file, dpi=200, metadata={"Date": None} if file.endswith(".svg") else None)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

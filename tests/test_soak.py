@@ -1,4 +1,4 @@
-"""Runs jobs of tests/soak.py in a row, each with one fault: 6 jobs, and 100 more in `make test-all`."""
+"""Runs jobs of tests/soak.py and trials of tests/soak_recovery.py in a row, and more of both in `make test-all`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-SOAK = Path(__file__).parent / "soak.py"
+HERE = Path(__file__).parent
 
 
-def soak(faults: int) -> None:
+def soak(program: str, option: str, number: int) -> None:
     seed = os.environ.get("MSCOMM_SOAK_SEED", str(int.from_bytes(os.urandom(3), "little")))
-    done = subprocess.run(
-        [sys.executable, str(SOAK), "--faults", str(faults), "--seed", seed], capture_output=True, text=True
-    )
+    command = [sys.executable, str(HERE / program), option, str(number), "--seed", seed]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
 
@@ -24,8 +23,18 @@ def soak(faults: int) -> None:
 @pytest.mark.timeout(1500)
 @pytest.mark.long
 def test_a_hundred_faults_in_a_row() -> None:
-    soak(100)
+    soak("soak.py", "--faults", 100)
 
 
 def test_a_few_faults_in_a_row() -> None:
-    soak(6)
+    soak("soak.py", "--faults", 6)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.long
+def test_twenty_trainings_that_lose_processes() -> None:
+    soak("soak_recovery.py", "--trials", 20)
+
+
+def test_a_few_trainings_that_lose_processes() -> None:
+    soak("soak_recovery.py", "--trials", 3)
