@@ -13,7 +13,7 @@ import threading
 import time
 
 import pytest
-from control import ADMISSION, KEY, Communicator, Waits, eventually, greeted, soon, undialled
+from control import ADMISSION, KEY, Communicator, Job, Waits, eventually, greeted, soon, undialled
 from sessions import clean_environment
 
 from mscomm import errors
@@ -430,7 +430,7 @@ def test_a_second_process_with_the_id_of_a_returning_rank_is_refused(tmp_path):
         cluster.end()
         cluster.start()
         second = Waits(cluster.member("worker_0").join, {"size": 2}, soon())
-        eventually(lambda: cluster.hub._returning.claims)
+        eventually(lambda: cluster.hub._returning._claims)
         gate.set()
         assert "rank 0 is taken already" in str(second.ended().error)
         cluster.returned(2)
@@ -503,6 +503,58 @@ def test_a_worker_that_is_lost_again_and_again_ends_the_job(tmp_path):
         eventually(lambda: cluster.hub.state.over)
         assert "10 times in a row within 10 s of joining" in str(cluster.hub.state.over)
         assert here.aborts
+
+
+def test_a_scheduler_that_ends_when_all_have_left_ends_at_once_when_it_is_started_again(tmp_path):
+    with Cluster(2, tmp_path) as cluster:
+        ranks = cluster.joined()
+        for wait in [Waits(member.leave, 5) for member, _ in ranks]:
+            wait.ended()
+        cluster.end()  # killed before it removed the file
+        cluster.start()
+        cluster.thread.join(5)
+        assert cluster.outcome.ok, cluster.outcome
+
+
+def test_a_second_newcomer_for_one_seat_is_refused_and_a_dead_one_is_not_seated(tmp_path):
+    with Cluster(2, tmp_path) as cluster:
+        (first, _), (second, there) = cluster.joined()
+        cluster.end()
+        first.close()
+        cluster.start()
+        dead = cluster.member("worker_0")
+        Waits(dead.join, {"size": 2}, soon())
+        eventually(lambda: cluster.hub._returning._claims)
+        dead.close()
+        eventually(lambda: not cluster.hub._returning._claims[0][0].open)
+        new = Waits(cluster.member("worker_0").join, {"size": 2}, soon())
+        eventually(lambda: cluster.hub._returning._claims[0][0].open)
+        other = Waits(cluster.member("worker_0").join, {"size": 2}, soon())
+        assert "is taken already, by a process that waits to join" in str(other.ended().error)
+        eventually(lambda: there.aborts)
+        rejoining = Waits(second.rejoin, {"size": 2}, soon())
+        assert [wait.ended().result.epoch for wait in (new, rejoining)] == [1, 1]
+
+
+def test_a_worker_without_an_id_is_told_to_have_one(tmp_path):
+    with Cluster(2, tmp_path) as cluster:
+        cluster.joined()
+        cluster.end()
+        cluster.start()
+        new = Waits(cluster.member(None).join, {"size": 2}, soon())
+        assert "give this worker the MS_NODE_ID that it had before" in str(new.ended().error)
+
+
+def test_a_worker_does_not_wait_for_a_scheduler_without_recovery(tmp_path):
+    with Job(1, ranks_known=False, tcp=True) as job:
+        stream = greeted(job.listener.getsockname())
+        dial_again = pytest.fail  # is never called
+        member = Member(Frames(stream), key=ADMISSION[CONTROL], node_id="w", dial_again=dial_again)
+        job.members.append(member)
+        member.join({"size": 1}, soon())
+        job.hub.stop()
+        eventually(lambda: member._failure)
+        assert "the scheduler is gone" in str(member._failure)
 
 
 def test_stopped_before_the_workers_are_back_is_no_success(tmp_path):

@@ -124,7 +124,6 @@ class Hub:
         self._welcomed = former is not None
         self._ready: set[int] = set()
         self._returning = Returning(self._roster)
-        self._dirty = False  # whether the recovery file must be written
         self._leaving: list[Link] = []  # links whose bye is confirmed when the recovery file is written
         self._short_lives: Counter[str] = Counter()  # how often in a row each member was lost soon after it joined
         # For each group id, the ranks that have left since the last frames "left"; "" stands for the job. If many ranks
@@ -273,8 +272,8 @@ class Hub:
             return len(self._ended_well) + len(self._ended_badly) == self._roster.size or self._never_began is not None
         if any(link.joined or link.adopted for link in self._board.lines):
             return False
-        if self._roster.away or (self._welcomed and self._topo_until is not None):
-            return False  # this scheduler was started again, and workers may still come
+        if self._returning.may_come(nobody_came=self._topo_until is not None):
+            return False
         if self._welcomed or self._world.announced or self._never_began is not None:
             return True  # ignore links over which no rank has joined
         if self._board.lines or self._door.expire() is not None:
@@ -346,14 +345,14 @@ class Hub:
         if self.state.over is None and (end := self._end()):
             self._give_up(end)
         self._set_state(goes_on=self._meetings.survivors_go_on, only_stopped=self._only_stopped())
-        if self._dirty:
+
+    def _tell_leavers(self, now: float) -> None:
+        """Tell the ranks that stay which ranks have left since the last call. Confirm the byes of the others."""
+        if self._leaving:
             self._save()
         for link in self._leaving:
             self._send(link, {"t": "bye"})
         self._leaving.clear()
-
-    def _tell_leavers(self, now: float) -> None:
-        """Tell the ranks that stay which ranks have left since the last call."""
         for group, leavers in self._leavers.items():
             found = self._groups.get(group)
             staying = set(self._members(found)) if found else self._world.ranks
@@ -705,7 +704,6 @@ class Hub:
         self._leavers.setdefault("", []).append(link.number)
         if self._restarts and not self._watched:
             self._leaving.append(link)
-            self._dirty = True
         self._answer(self._meetings.look())
         self._begin_epoch()
 
@@ -725,10 +723,10 @@ class Hub:
             self._refuse(link, self._never_began)
             return
         seat = self._roster.kept_by(node_id if isinstance(node_id, str) else None)
-        if seat and seat.rank in self._roster.away and seat.rank not in self._returning.claims:
+        if seat and seat.rank in self._roster.away:
             # The worker of this seat is alive, or this process replaces it. Wait for the worker for a while.
-            self._returning.suspect([seat.rank])
-            self._returning.claims[seat.rank] = link, lambda: self._on_join(link, rank, node_id, facts)
+            if not self._returning.claim(seat.rank, link, lambda: self._on_join(link, rank, node_id, facts)):
+                self._refuse(link, f"MS_NODE_ID={node_id} is taken already, by a process that waits to join")
             return
         link.since = time.monotonic()
         refusal = self._roster.admit(link, rank, node_id, facts)
@@ -897,7 +895,6 @@ class Hub:
         self._log(f"takes over the {self._roster.plural} of epoch {self._epoch}")
 
     def _save(self) -> None:
-        self._dirty = False
         if self._recovery and self._welcomed:
             ready = len(self._ready) == self._roster.size
             try:
@@ -927,8 +924,8 @@ class Hub:
         link.welcomed, link.since, self._topo_until = True, time.monotonic(), None
         self._roster.seat(link, former)
         self._log(f"{link} is back, {len(self._roster)} of {self._roster.size}")
-        if claim := self._returning.claims.pop(rank, None):
-            self._refuse(claim[0], f"rank {rank} is taken already: {link}; was it started twice?")
+        if claimant := self._returning.returned(rank):
+            self._refuse(claimant, f"rank {rank} is taken already: {link}; was it started twice?")
         for name, group in self._groups.items():
             if group.announced and rank in group.ranks:
                 self._send(link, {"t": "verdict", "group": name, **group.announced.fields()})

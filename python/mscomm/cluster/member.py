@@ -502,6 +502,7 @@ class Member:
             self.frames = Frames(stream)
             self._stream = stream
             try:
+                self._hub_address = _address(stream.sock.getpeername())
                 self._repeat()
             except (OSError, TimeoutError):
                 stream.close()
@@ -611,6 +612,8 @@ class Member:
             names = ("rank", "size", "run", "epoch", "tls", "restarts")
             key = security.sealed(frame["key"], self._stream.secret, security.session_name(frame["epoch"]))
             self._token = security.sealed(frame["token"], self._stream.secret, security.SEAT)
+            if not frame["restarts"]:
+                self.dial_again = None  # this scheduler does not use recovery, and will not take anybody back
             self._unanswered.clear()
             self._ranks.clear()
             self._welcome = Welcome(key=key, facts=self._facts, **{name: frame[name] for name in names})

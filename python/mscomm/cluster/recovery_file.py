@@ -83,7 +83,7 @@ class RecoveryFile:
         ]
         head = {"job": self._job, "run": membership.run.hex(), "epoch": membership.epoch}
         state = {**head, "ready": membership.ready, "seats": seats}
-        replace_private(self.path, json.dumps({"state": state, "mac": self._mac(state)}, indent=1).encode())
+        replace_private(self.path, json.dumps({"state": state, "mac": self._mac(state)}).encode())
 
     def remove(self) -> None:
         """Remove the file and the key beside it, because the job has ended."""

@@ -18,17 +18,15 @@ RETURN_S = 2.0
 
 
 class Returning:
-    """The workers that an earlier scheduler of the job knew, and that have not returned to this one.
-
-    `claims`: for each such rank, the new process with its node id, and a function that lets this process join.
-    """
+    """The workers that an earlier scheduler of the job knew, and that have not returned to this one."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._since: float | None = None  # when the scheduler began to listen; None if it was not started again
         self._suspects: set[int] = set()
         self._reports: list[Callable[[], None]] = []
-        self.claims: dict[int, tuple[Link, Callable[[], None]]] = {}
+        # For a rank that is away, the new process that wants its seat, and a function that lets this process join.
+        self._claims: dict[int, tuple[Link, Callable[[], None]]] = {}
 
     def begin(self) -> None:
         """Begin to wait for the ranks that are away."""
@@ -44,6 +42,26 @@ class Returning:
             self._reports.append(report)
             return True
         return False
+
+    def claim(self, rank: int, link: Link, join: Callable[[], None]) -> bool:
+        """A new process has the node id of a rank that is away. Return False if another such process waits already."""
+        if rank in self._claims and self._claims[rank][0].open:
+            return False
+        self._claims[rank] = link, join
+        self._suspects.add(rank)
+        return True
+
+    def returned(self, rank: int) -> Link | None:
+        """A rank has returned. Return the link of the new process that wanted its seat; None if there is none."""
+        claim = self._claims.pop(rank, None)
+        return claim[0] if claim else None
+
+    def may_come(self, nobody_came: bool) -> bool:
+        """Return whether the scheduler must wait for workers of an earlier scheduler, although no worker is there.
+
+        nobody_came: whether no worker has come yet. They may all have been killed, and be started again later.
+        """
+        return bool(self._roster.away) or (nobody_came and any(not seat.left for seat in self._roster.kept.values()))
 
     def due(self) -> float | None:
         """Return when to call lost() again; None if nobody is away."""
@@ -69,9 +87,9 @@ class Returning:
         if self._is_early(time.monotonic()):
             return []
         reports, self._reports = self._reports, []
-        claims = [join for rank, (_, join) in self.claims.items() if rank not in self._roster.away]
-        self.claims = {rank: claim for rank, claim in self.claims.items() if rank in self._roster.away}
-        return [*reports, *claims]
+        ready = [claim for rank, claim in self._claims.items() if rank not in self._roster.away]
+        self._claims = {rank: claim for rank, claim in self._claims.items() if rank in self._roster.away}
+        return [*reports, *(join for link, join in ready if link.open)]
 
     def _is_early(self, now: float) -> bool:
         return self._since is not None and bool(self._roster.away) and now < self._since + RETURN_S

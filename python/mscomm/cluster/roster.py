@@ -183,6 +183,8 @@ class Roster:
         kept = self.kept_by(link.node_id)
         if kept and kept.left:
             return f"{self.name(kept.rank)} has left the job, which is not over for the other ranks"
+        if self.kept and link.node_id is None:
+            return "the scheduler was started again: give this worker the MS_NODE_ID that it had before"
         if len(self._members) + len(self.kept) >= self.size and not (holder or kept):
             return (
                 f"the job at {self.address} already has its {self.size} {self.plural}: one too many was started, or "
