@@ -349,7 +349,9 @@ def _join(
         except PeerLost:
             if not job.restarts or deadline.passed:
                 raise
-            # A rank was lost after all had joined. It will be restarted, so wait for it in the next epoch.
+            # A rank was lost after all had joined. It will be restarted, so wait for it in the next epoch. First close
+            # the listener: ranks that still set up this epoch may be waiting for an answer.
+            memory.close()
             job.rejoin(deadline)
         memory.close()
         failing.pop_all()
