@@ -1,7 +1,8 @@
 """examples/distributed_training: each script, started as a user would start it, with few and small images.
 
-The network is the tutorial's ResNet-50. Usually, two ranks train on at most 28 images each. Most tests check that the
-ranks train one model; only a long test checks how well it learns.
+The network is the tutorial's ResNet-50, except in the test of recovery, which needs many steps. Usually, two ranks
+train on at most 28 images each. Most tests check that the ranks train one model; only a long test checks how well it
+learns.
 """
 
 from __future__ import annotations
@@ -15,15 +16,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 import sessions
+from control import eventually
 from hosts import Hosts
 from ranks import ranks
 from sessions import clean_environment
 from test_launchers import EXAMPLES
 
+import mscomm
 from mscomm.bootstrap import rank_table_file
 from mscomm.cli import data as data_command
 from mscomm.dataset.cifar10 import RECORD_BYTES, TEST, TRAIN
@@ -358,6 +364,122 @@ def test_run_learns_the_digits(folder: Path, digits: Path, table: str) -> None:
     assert last < first and accuracy(log) > 0.25, log  # guessing would give 0.1
 
 
+# -- recovery
+
+# Has BatchNorm, like ResNet-50, so the ranks go on from a checkpoint.
+SMALL_NETWORK = """
+
+def resnet50(num_classes: int = 10, norm: Norm = nn.BatchNorm2d) -> ResNet:
+    import os, time
+
+    net = ResNet((1, 1), num_classes, norm)
+    net.register_forward_pre_hook(lambda *_: time.sleep(float(os.getenv("SLEEP", "0"))))
+    return net
+"""
+
+
+def weights_at_the_end(folder: Path) -> list[bytes]:
+    """Return the weights, including the running means, in the last checkpoint of each rank."""
+    checkpoints = [mscomm.load_checkpoint(path) for path in sorted((folder / "device/ckpt_of_rank_").iterdir())]
+    return [b"".join(bytes(np.asarray(x)) for _, x in sorted(one.items())) for one in checkpoints]
+
+
+def test_a_lost_worker_and_a_lost_scheduler_are_started_again(
+    folder: Path, few: Path, tmp_path: Path, port: int
+) -> None:
+    """The test kills worker 1 and starts it again by the same line, then the scheduler. The losses and the weights have
+    the bits of an undisturbed run. The disturbed run sleeps in each step, so that it lasts until the scheduler is back.
+    """
+    with open(folder / "resnet.py", "a") as network:
+        network.write(SMALL_NETWORK)
+    names = ["worker_0", "worker_1"]
+    env = {"MS_WORKER_NUM": "2", "MS_SCHED_PORT": str(port), "TMPDIR": str(tmp_path)}
+    env |= {"BATCH_SIZE": "4", "EPOCH_SIZE": "16", "CHECKPOINT_STEPS": "5"}
+
+    def lines(name: str) -> Losses:
+        return losses((folder / f"device/{name}.log").read_text())
+
+    def go_on() -> None:
+        before = {name: lines(name) for name in names}
+        eventually(lambda: all(len(lines(name)) > len(before[name]) + 3 for name in names), 60)
+
+    done = bash(folder, "run_gpu_cluster_recovery.sh", few, **env)
+    assert done.returncode == 0, done.stderr
+    whole, weights = lines("worker_0"), weights_at_the_end(folder)
+    assert places(whole) == steps(16, 7)
+    shutil.rmtree(folder / "device")
+
+    script = subprocess.Popen(
+        ["bash", folder / "run_gpu_cluster_recovery.sh", few],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=variables(**env, SLEEP="0.04"),
+        start_new_session=True,
+    )
+    again: list[subprocess.Popen[bytes]] = []
+
+    def kill_and_start_again(process: psutil.Process, log: str) -> None:
+        line, variables, cwd = process.cmdline(), process.environ(), process.cwd()
+        process.kill()
+        process.wait(20)
+        with open(folder / "device" / log, "ab") as output:
+            again.append(subprocess.Popen(line, env=variables, cwd=cwd, stdout=output, stderr=output))
+
+    try:
+        logs = [folder / f"device/{name}.log" for name in names]
+        eventually(lambda: all(log.exists() and len(losses(log.read_text())) > 12 for log in logs), 60)
+        started = {process.environ().get("MS_NODE_ID"): process for process in sessions.members(script.pid)}
+        kill_and_start_again(started["worker_1"], "worker_1.log")
+        go_on()
+        kill_and_start_again(started["sched"], "scheduler.log")
+        eventually(lambda: (folder / "device/scheduler.log").read_text().count("is back") == 2, 60)
+        go_on()
+        assert started["worker_0"].is_running()
+        said, _ = script.communicate(timeout=TIMEOUT_S)
+        assert script.returncode == 0 and said.endswith("training success\n"), said
+        assert [process.wait(60) for process in again] == [0, 0]
+        assert sessions.members(script.pid) == []
+    finally:
+        sessions.kill(script.pid)
+        script.communicate()
+        for process in again:
+            process.kill()
+            process.wait()
+
+    for name in names:
+        found = lines(name)
+        assert set(found) == set(whole) and found[-1] == whole[-1]
+        assert sum(after <= before for before, after in pairwise(places(found))) == 1
+    assert "Training goes on from checkpoint" in "".join(log.read_text() for log in logs)
+    assert weights_at_the_end(folder) == weights and len(weights) == 2
+    assert "the job ended well: all 2 workers have left" in (folder / "device/scheduler.log").read_text()
+    assert os.listdir(folder / "device/recovery") == [] and not list(tmp_path.glob("mscomm-*/*.key"))
+
+
+@pytest.mark.parametrize(
+    ("script", "scheduler", "worker", "status"),
+    [
+        ("run_gpu_cluster_recovery.sh", "exit 0", "kill -9 $$", 0),
+        ("run_gpu_cluster_recovery.sh", "kill -9 $$", "exit 0", 0),
+        ("run_gpu_cluster_recovery.sh", "kill -9 $$", "kill -9 $$", 137),
+        ("run_gpu_cluster_recovery.sh", "kill -9 $$", "exit 1", 1),
+        ("run_gpu_cluster_recovery.sh", "exit 1", "exit 0", 1),
+        ("run_gpu_cluster.sh", "exit 0", "kill -9 $$", 137),
+    ],
+)
+def test_a_killed_process_is_no_failure_if_it_can_be_started_again(
+    script: str, scheduler: str, worker: str, status: int, folder: Path, tmp_path: Path
+) -> None:
+    """The script starts this program instead of Python."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\n[ "$MS_ROLE" = MS_SCHED ] && {scheduler}\n{worker}\n')
+    python.chmod(0o755)
+    done = bash(folder, script, tmp_path, PYTHON=str(python), MS_WORKER_NUM="1", MS_SCHED_PORT="8118")
+    assert done.returncode == status, done.stderr
+    assert ("training success" in done.stdout) == (status == 0) == ("training failed" not in done.stderr)
+
+
 # -- what goes wrong
 
 
@@ -439,6 +561,7 @@ while :; do sleep 0.1; done
     [
         "distributed_training/run.sh",
         "distributed_training/run_gpu_cluster.sh",
+        "distributed_training/run_gpu_cluster_recovery.sh",
         "distributed_training_cpu/run.sh",
         "distributed_training_quickstart/run.sh",
     ],

@@ -47,15 +47,27 @@ begin() {
 
 # finish LOGS: waits for all commands that `begin` has started. Returns 0 if all succeeded, the status of a command that
 # failed, or 2 if no command was started. LOGS: the log files to name in the message about a failure.
+#
+# With MS_ENABLE_RECOVERY=1, a command that was killed does not count if another command succeeded. No command succeeds
+# before the training has ended on all ranks, so somebody has started the killed command again.
 finish() {
-    local pid status=0
+    local pid code status=0 killed=0 succeeded=
     if [ ${#pids[@]} -eq 0 ]; then
         echo "$(basename "$0"): nothing was started; the number of ranks must be a number above 0" >&2
         return 2
     fi
     for pid in "${pids[@]}"; do
-        wait "$pid" || status=$?
+        wait "$pid"
+        code=$?
+        if [ $code -eq 0 ]; then
+            succeeded=1
+        elif [ $code -gt 128 ] && [ "$MS_ENABLE_RECOVERY" = 1 ]; then
+            killed=$code
+        else
+            status=$code
+        fi
     done
+    [ $status -eq 0 ] && [ -z "$succeeded" ] && status=$killed
     if [ $status -eq 0 ]; then
         echo "training success"
     else
