@@ -9,16 +9,16 @@ echo "For example: bash run_gpu_cluster_recovery.sh /path/dataset"
 echo "==========================================="
 . "$(dirname "$0")/processes.sh"
 data_path "$1"
+[ -n "$MS_RECOVERY_PATH" ] && MS_RECOVERY_PATH=$(realpath -m "$MS_RECOVERY_PATH")
 cd "$(dirname "$0")" || exit 1
 
 export MS_ENABLE_RECOVERY=1 # Enable recovery
-# Set the recovery path. The scheduler keeps a file there, so that it can be started again.
-MS_RECOVERY_PATH=$(realpath -m "${MS_RECOVERY_PATH:-device/recovery}")
-export MS_RECOVERY_PATH
+export MS_RECOVERY_PATH=${MS_RECOVERY_PATH:-$PWD/device/recovery} # Set recovery path
 
 export MS_WORKER_NUM=${MS_WORKER_NUM:-8}
 export MS_SCHED_HOST=${MS_SCHED_HOST:-127.0.0.1}
-export MS_SCHED_PORT=${MS_SCHED_PORT:-8118} # A process that is started again needs the same port.
+# A process that is started again needs the same port, so the port is fixed.
+export MS_SCHED_PORT=${MS_SCHED_PORT:-8118}
 
 rm -rf device
 mkdir device
