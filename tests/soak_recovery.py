@@ -350,7 +350,8 @@ def main() -> int:
     kinds = ["kill"] * 18 + ["stop"] + (["unplug"] if has_hosts else [])
     began, failed, seen = time.monotonic(), 0, Counter[str]()
     took: list[float] = []
-    for index in range(args.trials) if args.only is None else [args.only]:
+    indices = range(args.trials) if args.only is None else [args.only]
+    for index in indices:
         with _folder() as folder:
             try:
                 what, times = run(args.seed, index, kinds, folder)
@@ -360,7 +361,7 @@ def main() -> int:
                 failed += 1
                 print(f"{error}\nalone: python tests/soak_recovery.py --seed {args.seed} --only {index}", flush=True)
     words = ", ".join(f"{count} {what}" for what, count in sorted(seen.items()))
-    print(f"{args.trials} trials in {time.monotonic() - began:.0f} s, seed {args.seed}: {words}; {failed} failed")
+    print(f"{len(indices)} trials in {time.monotonic() - began:.0f} s, seed {args.seed}: {words}; {failed} failed")
     if took:
         print(f"{len(took)} recoveries: median {statistics.median(took):.2f} s, longest {max(took):.2f} s")
     return 1 if failed else 0
