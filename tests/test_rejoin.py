@@ -128,6 +128,28 @@ def test_a_killed_rank_comes_back_and_the_others_stay(tmp_path, victim):
         assert [word["epoch"] for word in words[rank] if "epoch" in word] == [1]
 
 
+def test_a_rank_that_is_late_in_a_failed_set_up_joins_the_next_epoch(tmp_path):
+    """Rank 1 is killed while all set up epoch 0. Rank 2 connects to rank 0 only when rank 0 waits in rejoin()."""
+    body = """
+import os, signal, time
+import mscomm
+from mscomm.cluster import assemble
+rank, life, share = int(os.environ["MSCOMM_RANK"]), int(os.environ["MSCOMM_RESTART_COUNT"]), assemble.share
+def in_epoch_0(*arguments):
+    assemble.share = share
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(2)
+    return share(*arguments)
+if life == 0 and rank in (1, 2):
+    assemble.share = in_epoch_0
+mscomm.init()
+mscomm.barrier()
+"""
+    done = job(tmp_path, body, "--max-restarts", 1, MS_TOPO_TIMEOUT=20)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_group_that_a_rank_leaves_to_rejoin_names_the_lost_rank(tmp_path):
     """Rank 0 is lost. Rank 1 learns of the loss in the world, and calls rejoin(). Rank 3 waits for rank 1 in a group
     without rank 0, and its error must name rank 0.
