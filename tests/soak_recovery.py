@@ -39,7 +39,8 @@ from hosts import Host, Hosts
 from sessions import clean_environment
 
 WORKERS = 4
-ENDS_WITHIN_S = 90  # a generous bound, even on a busy machine; an idle machine runs a trial in a few seconds
+ENDS_WITHIN_S = 60  # a generous bound, even on a busy machine; an idle machine runs a trial in a few seconds
+LIMIT_S = 300  # the time limits of the job, so that no trial ends only because a limit has passed
 NODE_TIMEOUT_S = 3
 MOMENTS = ("training", "training", "training", "file", "recovery", "init", "release")
 
@@ -103,7 +104,7 @@ class Failed(Exception):
 class Trial:
     """A scheduler and its workers. hosts: two hosts for the workers, if a host is unplugged."""
 
-    def __init__(self, folder: Path, *, timeout_s: float = 60, hosts: Hosts | None = None, dies: str = "") -> None:
+    def __init__(self, folder: Path, *, timeout_s: float = LIMIT_S, hosts: Hosts | None = None, dies: str = "") -> None:
         self.folder = folder
         self.hosts = hosts
         self.names = [f"worker_{number}" for number in range(WORKERS)]
@@ -118,7 +119,8 @@ class Trial:
         key.chmod(0o600)
         job = {"MS_WORKER_NUM": str(WORKERS), "MS_SCHED_HOST": address, "MS_SCHED_PORT": str(_free_port())}
         job |= {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(folder / "recovery"), "TMPDIR": str(folder)}
-        job |= {"MS_NODE_TIMEOUT": str(NODE_TIMEOUT_S), "MS_TOPO_TIMEOUT": "60", "MSCOMM_TIMEOUT": str(timeout_s)}
+        job |= {"MS_NODE_TIMEOUT": str(NODE_TIMEOUT_S), "MS_TOPO_TIMEOUT": str(LIMIT_S)}
+        job |= {"MSCOMM_TIMEOUT": str(timeout_s)}
         job |= {"FOLDER": str(folder), "OMP_NUM_THREADS": "1", **({"MSCOMM_JOB_KEY_FILE": str(key)} if hosts else {})}
         self.env = clean_environment(**job)
         self.dies = dies  # "name:step": this worker dies while it writes the checkpoint of this step
@@ -192,6 +194,8 @@ class Trial:
             found = _sum(self.folder / f"{name}.npz")
             if found != expected:
                 raise Failed(f"{name} ended with other bits")
+        if self.dies and not (self.folder / "died").exists():
+            raise Failed(f"{self.dies} did not die while it wrote a checkpoint")
         was_killed = any(process.pid in self.killed for process in self.running.values())
         if not was_killed and (self.running["sched"].returncode or os.listdir(self.folder / "recovery")):
             raise Failed(f"the scheduler ended with {self.running['sched'].returncode}, or left its files behind")
@@ -245,7 +249,7 @@ def _kill_at(trial: Trial, victims: list[str], moment: str, rng: random.Random) 
         delay = rng.random() * 0.03
     else:
         trial.watch(lambda: trial.has(first, "begins"))
-        delay = rng.random() * 0.8
+        delay = rng.random() * 0.6
     until = time.monotonic() + delay
     trial.watch(lambda: time.monotonic() >= until)
     for victim in victims:
@@ -295,13 +299,13 @@ def _plan(seed: int, index: int, kinds: list[str]) -> tuple[str, list[str], str,
     return kind, victims, moment, rng
 
 
-def run(seed: int, index: int, kinds: list[str], folder: Path) -> tuple[str, list[float]]:
-    """Run one trial. Return what happened, and how long the recoveries took. Raise Failed."""
+def run(seed: int, index: int, kinds: list[str], folder: Path) -> tuple[str, bool, list[float]]:
+    """Run one trial. Return what happened, whether it was in time, and how long the recoveries took. Raise Failed."""
     kind, victims, moment, rng = _plan(seed, index, kinds)
     with contextlib.ExitStack() as stack:
         hosts = stack.enter_context(Hosts(2, folder)) if kind == "unplug" else None
         dies = f"{victims[0]}:{rng.randrange(1, 15) * 4}" if moment == "file" and kind == "kill" else ""
-        trial = Trial(folder, timeout_s=1 if kind == "stop" else 60, hosts=hosts, dies=dies)
+        trial = Trial(folder, timeout_s=1 if kind == "stop" else LIMIT_S, hosts=hosts, dies=dies)
         stack.callback(trial.end)
         what = f"{' and '.join(victims)} killed, moment: {moment}" if kind == "kill" else kind
         try:
@@ -314,7 +318,7 @@ def run(seed: int, index: int, kinds: list[str], folder: Path) -> tuple[str, lis
             trial.finish(undisturbed(bool(hosts)))
         except Failed as error:
             raise Failed(f"trial {index} ({what}): {error}\n{trial.logs()}") from None
-        return what, trial.took
+        return what, bool(kind != "kill" or dies or trial.killed), trial.took
 
 
 @functools.cache
@@ -350,21 +354,24 @@ def main() -> int:
     kinds = ["kill"] * 18 + ["stop"] + (["unplug"] if has_hosts else [])
     began, failed, seen = time.monotonic(), 0, Counter[str]()
     took: list[float] = []
+    too_late = 0  # in how many trials all victims had ended before they could be killed
     indices = range(args.trials) if args.only is None else [args.only]
     for index in indices:
         with _folder() as folder:
             try:
-                what, times = run(args.seed, index, kinds, folder)
+                what, killed, times = run(args.seed, index, kinds, folder)
                 seen[what.partition(", moment: ")[2] or what] += 1
+                too_late += not killed
                 took += times
             except Failed as error:
                 failed += 1
                 print(f"{error}\nalone: python tests/soak_recovery.py --seed {args.seed} --only {index}", flush=True)
     words = ", ".join(f"{count} {what}" for what, count in sorted(seen.items()))
-    print(f"{len(indices)} trials in {time.monotonic() - began:.0f} s, seed {args.seed}: {words}; {failed} failed")
+    head = f"{len(indices)} trials in {time.monotonic() - began:.0f} s, seed {args.seed}"
+    print(f"{head}: {words}; {too_late} too late; {failed} failed")
     if took:
         print(f"{len(took)} recoveries: median {statistics.median(took):.2f} s, longest {max(took):.2f} s")
-    return 1 if failed else 0
+    return 1 if failed or too_late > max(1, len(indices) // 10) else 0
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ class Cluster:
     """Hubs that follow each other at one port, and Members in the same process that return to the next hub."""
 
     def __init__(self, size, folder):
-        self.size, self.folder = size, str(folder)
+        self.size, self.folder, self.topo_timeout_s = size, str(folder), 10.0
         self.log: list[str] = []
         self.members: list[Member] = []
         self.outcome = self.hub = self.listener = None
@@ -161,7 +161,7 @@ class Cluster:
         self.listener = socket.create_server(self.address)
         self.address = self.listener.getsockname()
         options = {"ranks_known": False, "restarts": True, "log": self.log.append, "recovery": self.recovery}
-        self.hub = Hub(self.size, key=KEY, topo_timeout_s=10.0, **options)
+        self.hub = Hub(self.size, key=KEY, topo_timeout_s=self.topo_timeout_s, **options)
         self.hub.listen(self.listener)
         self.thread = threading.Thread(target=self._serve)
         self.thread.start()
@@ -330,6 +330,44 @@ def test_a_scheduler_that_ends_during_the_set_up_of_an_epoch_makes_all_begin_the
         cluster.set_up(members)
 
 
+def test_a_recovery_file_of_an_earlier_epoch_makes_all_begin_the_next(tmp_path):
+    """The disk was full when the epoch began."""
+    with Cluster(2, tmp_path) as cluster:
+        ranks = cluster.joined()
+        cluster.recovery.write = lambda membership: None
+        waiting = [Waits(member.rejoin, {"size": 2}, soon()) for member, _ in ranks]
+        assert [wait.ended().result.epoch for wait in waiting] == [1, 1]
+        (first, here), (second, there) = cluster.set_up([member for member, _ in ranks])
+        cluster.end()
+        cluster.start()
+        eventually(lambda: here.aborts and there.aborts)
+        assert "did not know epoch 1" in str(here.aborts[0])
+        waiting = [Waits(member.rejoin, {"size": 2}, soon()) for member in (first, second)]
+        assert [wait.ended().result.epoch for wait in waiting] == [2, 2]
+
+
+@pytest.mark.parametrize("order", ["waits first", "founded first"])
+def test_a_group_that_only_some_ranks_have_founded_fails_on_all(tmp_path, order):
+    """The scheduler ends after rank 0 has learnt that all have met, and before rank 1 has learnt it."""
+    with Cluster(2, tmp_path) as cluster:
+        (first, here), (second, there) = cluster.joined()
+        hears, second._hear = second._hear, lambda frame: frame["t"] == "met" or hears(frame)
+        group = "0:pair:0123456789abcdef:1"
+        late = Waits(cluster.found, second, Communicator(), group, [0, 1])
+        founded = Communicator()
+        cluster.found(first, founded, group, [0, 1])
+        waits, has = (cluster.keep_away(member) for member in (second, first))
+        cluster.end()
+        second._hear = hears
+        cluster.start()
+        for gate, count in zip((waits, has) if order == "waits first" else (has, waits), (1, 2), strict=True):
+            gate.set()
+            cluster.returned(count)
+        assert "while the ranks created group pair" in str(late.ended().error)
+        eventually(lambda: founded.aborts)
+        assert not here.aborts and not there.aborts
+
+
 def test_a_scheduler_that_ends_while_ranks_wait_for_the_next_epoch(tmp_path):
     with Cluster(3, tmp_path) as cluster:
         ranks = cluster.joined()
@@ -392,10 +430,25 @@ def test_a_process_without_the_token_cannot_return_as_a_rank(tmp_path):
             frames = Frames(stream)
             closing.callback(frames.close)
             proof = security.proof(secret, stream.secret)
-            frames.send({"t": "return", "rank": 0, "proof": proof, "facts": {}}, soon())
+            frames.send({"t": "return", "rank": 0, "epoch": 0, "proof": proof, "facts": {}}, soon())
             answer = frames.receive(soon())
             assert answer["t"] == "refused" and "another process has taken the place of rank 0" in answer["why"]
         assert not any(communicator.aborts for _, communicator in ranks)
+
+
+def test_nobody_can_return_as_a_process_that_was_not_welcomed(tmp_path):
+    """Such a process has no nonce yet, so everybody who has the job key could make its proof."""
+    with Cluster(2, tmp_path) as cluster, contextlib.ExitStack() as closing:
+        Waits(cluster.member("worker_0").join, {"size": 2}, Deadline(10))
+        eventually(lambda: any("1 of 2" in line for line in cluster.log))
+        for rank in (-1, 0):
+            stream = greeted(cluster.address)
+            frames = Frames(stream)
+            closing.callback(frames.close)
+            proof = security.proof(security.token(KEY, cluster.hub.run, b""), stream.secret)
+            frames.send({"t": "return", "rank": rank, "epoch": 0, "proof": proof, "facts": {}}, soon())
+            assert frames.receive(soon())["t"] == "refused"
+        assert not any("is back" in line for line in cluster.log)
 
 
 def test_a_proof_is_worth_nothing_over_another_link(tmp_path):
@@ -406,7 +459,7 @@ def test_a_proof_is_worth_nothing_over_another_link(tmp_path):
         closing.callback(one.close)
         frames = Frames(other)
         closing.callback(frames.close)
-        frames.send({"t": "return", "rank": 0, "proof": proof, "facts": {}}, soon())
+        frames.send({"t": "return", "rank": 0, "epoch": 0, "proof": proof, "facts": {}}, soon())
         assert frames.receive(soon())["t"] == "refused"
 
 
@@ -476,6 +529,49 @@ def test_a_rank_that_does_not_return_is_given_up_after_the_node_timeout(tmp_path
         cluster.returned(1)
         eventually(lambda: there.aborts, 10)
         assert there.aborts[0].ranks == (0,)
+
+
+def test_nobody_is_given_up_before_anybody_could_reach_the_scheduler(tmp_path, monkeypatch):
+    monkeypatch.setenv("MS_NODE_TIMEOUT", "2")
+    with Cluster(2, tmp_path) as cluster:
+        (first, here), (second, there) = cluster.joined()
+        gates = [cluster.keep_away(member) for member in (first, second)]
+        cluster.end()
+        cluster.start()
+        time.sleep(3)
+        for gate in gates:
+            gate.set()
+        cluster.returned(2)
+        assert not here.aborts and not there.aborts
+
+
+def test_the_file_of_a_job_to_which_nobody_returned_stays(tmp_path):
+    with Cluster(2, tmp_path) as cluster:
+        ranks = cluster.joined()
+        cluster.end()
+        for member, _ in ranks:
+            member.close()
+        cluster.topo_timeout_s = 1.0
+        cluster.start()
+        cluster.thread.join(10)
+        assert "only 0 of 2 workers joined" in cluster.outcome.text and not cluster.hub.is_over
+
+
+def test_a_rank_that_closes_while_it_dials_does_not_return(tmp_path):
+    with Cluster(2, tmp_path) as cluster:
+        (first, _), _ = cluster.joined()
+        gate = cluster.keep_away(first)
+        cluster.end()
+        eventually(lambda: first._away)
+        closing = Waits(first.close)
+        eventually(first._closing.is_set)
+        cluster.start()
+        gate.set()
+        closing.ended()
+        first._reader.join(5)
+        cluster.returned(1)
+        time.sleep(0.3)
+        assert sum("is back" in line for line in cluster.log) == 1
 
 
 def test_a_job_whose_processes_were_all_killed_starts_with_the_same_ranks(tmp_path):

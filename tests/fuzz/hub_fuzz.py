@@ -109,7 +109,7 @@ def seeds():
     ]
     rejoin = _from_each("rejoin", key="rejoin 1", facts={"pid": 2})
     back = [
-        [1, {"t": "return", "rank": 1, "proof": bytes(32), "facts": {"pid": 1}}],
+        [1, {"t": "return", "rank": 1, "epoch": 0, "proof": bytes(32), "facts": {"pid": 1}}],
         [0, {"t": "in group", "group": "0:other", "ranks": [0, 1]}],
         [0, {"t": "saw", "group": "0:other", "kind": "PeerLost", "text": "gone", "ranks": [2], "waiting_for": []}],
     ]

@@ -176,8 +176,11 @@ def serve(env: Mapping[str, str], protection: Protection) -> NoReturn:
         _stop_on_sigterm(hub.stop)
         log.add(f"waiting at {interfaces.endpoint(host, port)} for {settings.size} workers")
         outcome = hub.serve()
-        if recovery and not hub.stopped:
-            recovery.remove()
+        if recovery and hub.is_over:
+            try:
+                recovery.remove()
+            except OSError as error:
+                log.add(f"cannot remove {recovery.path}: {error.strerror or error}")
     _leave(0 if outcome.ok else 1, flushes=log.flush(0) == 0)
 
 

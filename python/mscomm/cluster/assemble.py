@@ -151,7 +151,6 @@ class Epoch:
         self.size = welcome.size
         self.number = welcome.epoch
         self.run = welcome.run
-        self.restarts = welcome.restarts
         self.facts = welcome.facts
         self.key = welcome.key
         self.tls = welcome.tls
@@ -359,9 +358,12 @@ class Epoch:
         """
         assert self.member
         with self._listener(self.hosts[rank] == self.hosts[self.rank]) as listener:
-            self.member.dial(group, rank, [links.address_of(listener)], deadline)
             mine = self.identity(group)
-            came = links.accept_all([listener], [rank], self.key, MESSAGES, mine, deadline, check=check)
+            try:
+                self.member.dial(group, rank, [links.address_of(listener)], deadline)
+                came = links.accept_all([listener], [rank], self.key, MESSAGES, mine, deadline, check=check)
+            finally:
+                self.member.connected(group, rank)
         return came[rank]
 
 

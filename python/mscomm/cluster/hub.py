@@ -42,6 +42,7 @@ _LEAVERS_EVERY_S = 0.05
 # A worker that is lost this many times in a row, each time soon after it joined, is not waited for any more.
 _SHORT_LIFE_S = 10.0
 _SHORT_LIVES = 10
+_KEY_CHARACTERS = 1024  # the longest key of a meeting, and the longest id of a group
 _CONTESTED_S = 5.0  # if two jobs use one port: how long the hub keeps telling processes why they cannot join
 
 
@@ -221,9 +222,10 @@ class Hub:
         self._wake()
 
     @property
-    def stopped(self) -> bool:
-        """Whether stop() was called before the job had ended."""
-        return self._stopped
+    def is_over(self) -> bool:
+        """Whether the job has ended, so that no other scheduler can take it over. Call this after serve()."""
+        nobody_returned = self._welcomed and self._never_began is not None
+        return not (self._stopped or nobody_returned)
 
     @property
     def attended(self) -> set[int]:
@@ -272,7 +274,7 @@ class Hub:
             return len(self._ended_well) + len(self._ended_badly) == self._roster.size or self._never_began is not None
         if any(link.joined or link.adopted for link in self._board.lines):
             return False
-        if self._returning.may_come(nobody_came=self._topo_until is not None):
+        if self._never_began is None and self._returning.may_come(nobody_came=self._topo_until is not None):
             return False
         if self._welcomed or self._world.announced or self._never_began is not None:
             return True  # ignore links over which no rank has joined
@@ -284,7 +286,7 @@ class Hub:
         verdict = self.state.over or self._world.judge.verdict
         if verdict:
             return Outcome(False, f"{verdict.kind}: {verdict}", verdict)
-        if self._never_began:
+        if self._never_began is not None:
             return Outcome(False, self._never_began)
         staying = sum(not link.left for link in self._roster)
         if staying:
@@ -580,7 +582,11 @@ class Hub:
             self._answer([unmet((link.number,), key, self._aborted)])
             return
         answers = self._meetings.come(link.number, key, name, ranks, facts, bool(survivors))
-        if founds and any(answer.frame["t"] == "met" for answer in answers):
+        met = any(answer.frame["t"] == "met" for answer in answers)
+        if founds and not met and key in self._groups and self._groups[key] is not self._world:
+            self._half_founded(key, ranks)
+            return
+        if founds and met:
             group = self._world if key == world_id(self._epoch) else self._open_group(key, frozenset(ranks))
             for other in self._roster:  # tell the judge which ranks left the job before the group existed
                 if other.left and other.number in group.ranks:
@@ -592,7 +598,7 @@ class Hub:
             ranks = self._all  # in place of floats that are equal to ranks
         elif self._roster.known(ranks) != ranks or len(set(ranks)) != len(ranks):
             ranks = []
-        if link.number not in ranks or len(key) > 1024:
+        if link.number not in ranks or len(key) > _KEY_CHARACTERS:
             raise Error(f"{kind!r} needs a key and the ranks that meet, this one among them")
         return ranks
 
@@ -630,7 +636,7 @@ class Hub:
             # Other ranks may report this rank as lost before its "rejoin" arrives. Then _explained() must find it here.
             found.rejoining.add(link.number)
         staying = self._members(found)
-        if not staying:
+        if not staying and not self._roster.away:
             del self._groups[group]
             return
         found.judge.left(link.number, number, time.monotonic(), destroyed=True)
@@ -737,6 +743,7 @@ class Hub:
         self._log(f"{link} joined, {len(self._roster)} of {self._roster.size}")
         if self._welcomed or self.state.over:
             self._topo_until = None
+            self._returning.came()
             link.waits = True
             self._begin_epoch()
             return
@@ -905,23 +912,27 @@ class Hub:
     def _token(self, nonce: bytes) -> bytes:
         return security.token(self._key, self.run, nonce)
 
-    def _on_return(self, link: Link, rank: int, proof: bytes, facts: Frame) -> None:
+    def _on_return(self, link: Link, rank: int, epoch: int, proof: bytes, facts: Frame) -> None:
         """A process that has been welcomed before is back, after its control link or the scheduler had ended."""
         if link.joined:
             raise Error("'return' is not allowed after join")
         seat: Seat | Link | None = self._roster.kept.get(rank) or self._roster.at(rank)
-        if seat is None or not hmac.compare_digest(proof, security.proof(self._token(seat.nonce), link.stream.secret)):
+        known = seat is not None and rank >= 0 and seat.nonce != b""  # a process gets its nonce when it is welcomed
+        if not known or not hmac.compare_digest(proof, security.proof(self._token(seat.nonce), link.stream.secret)):
             self._refuse(link, f"another process has taken the place of rank {rank}, because this one was away")
             return
-        if seat.left:  # only our answer to its bye was lost
+        if seat.left:  # only the hub's answer to its bye was lost
             self._send(link, {"t": "bye"})
             self._board.drop(link)
             return
+        if epoch > self._epoch:
+            self._jump_to(epoch)
         former = self._roster.at(rank)
         if former and former.open:  # the hub has not noticed yet that the former link has ended
             self._board.drop(former)
         link.rank, link.node_id, link.nonce, link.facts = rank, seat.node_id, seat.nonce, {**seat.facts, **facts}
         link.welcomed, link.since, self._topo_until = True, time.monotonic(), None
+        self._returning.came()
         self._roster.seat(link, former)
         self._log(f"{link} is back, {len(self._roster)} of {self._roster.size}")
         if claimant := self._returning.returned(rank):
@@ -932,15 +943,41 @@ class Hub:
         if self._abort_announced and self._aborted:
             self._send(link, {"t": "verdict", "group": "", **self._aborted.fields()})
 
+    def _jump_to(self, epoch: int) -> None:
+        """A rank is in a later epoch than the recovery file says, because the former hub could not write the file."""
+        self._epoch = epoch
+        self._ready.clear()
+        self._groups.clear()
+        self._world = self._open_group(world_id(epoch), range(self._roster.size))
+        self._world.judge.verdict = PeerLost(f"the recovery file of the scheduler did not know epoch {epoch}")
+        self._save()
+
     def _on_in_group(self, link: Link, group: str, ranks: list[Any]) -> None:
         """A process that has returned is in this group, which this scheduler may not know."""
         ranks = self._roster.known(ranks)
-        if group in self._groups or not group.startswith(f"{self._epoch}:") or link.number not in ranks:
+        if not group.startswith(f"{self._epoch}:") or link.number not in ranks or len(group) > _KEY_CHARACTERS:
+            return
+        if self._meetings.present(group):
+            self._half_founded(group, ranks)
+        if group in self._groups:
             return
         judge = self._open_group(group, frozenset(ranks)).judge
         for rank in self._roster.left:
             if rank in ranks:
                 judge.left(rank, 0, time.monotonic())
+
+    def _half_founded(self, key: str, ranks: Collection[int]) -> None:
+        """Fail a group that some ranks have founded, while others still wait in its meeting.
+
+        The former hub ended before its answer had reached these ranks. It cannot be given again, because the facts of
+        the ranks that have met are gone.
+        """
+        why = PeerLost(f"the scheduler was started again while the ranks created group {group_name(key)}")
+        if key not in self._groups:
+            self._open_group(key, frozenset(ranks))
+        judge = self._groups[key].judge
+        judge.verdict = judge.verdict or why
+        self._answer(self._meetings.end(key, why))
 
     def _on_saw(self, link: Link, group: str, kind: str, text: str, ranks: list[Any], waiting_for: list[Any]) -> None:
         """A process that has returned knows a verdict, which this scheduler may not know."""

@@ -139,6 +139,10 @@ class Meetings:
         """Check again whether any meeting can end. Call this whenever a rank is lost, leaves, or calls rejoin()."""
         return [answer for key in list(self._open) for answer in self._look(key)]
 
+    def end(self, key: str, why: Error) -> Iterable[Answer]:
+        """End this meeting; do nothing if there is no such meeting."""
+        return self._cancel(key, why) if key in self._open else []
+
     def clear(self, why: Error) -> Iterable[Answer]:
         """End all meetings."""
         return [answer for key in list(self._open) for answer in self._cancel(key, why)]

@@ -35,6 +35,7 @@ from mscomm.errors import Aborted, BackendUnavailable, CollectiveTimeout, Error,
 
 SETTLE_S = 2.0  # how long a rank that reported a failure waits for the verdict
 LEAVE_S = 2.0
+_DIAL_PAUSE_S = 0.1  # between two attempts
 _DIAL_S = 3.0  # how long one attempt to reach a hub that is away may take
 _CALL_CHARACTERS = 1000
 _NUMBERS = 500  # a bye holds the final call number of at most this many groups; for further groups, the hub assumes 0
@@ -58,7 +59,7 @@ _FIELDS: Mapping[str, Mapping[str, type]] = {
     "bye": {},
 }
 # The keys of frames that a rank sends again to a scheduler that was started again. See Member._ask.
-_BYE, _FAILED = "bye", "failed "
+_BYE, _FAILED, _REFUSED, _DIALLED = "bye", "failed ", "refuse ", "dial "
 
 
 class Welcome(NamedTuple):
@@ -121,6 +122,7 @@ class Member:
         self._communicators: dict[str, _core.Group] = {}
         self._dialled: dict[str, Callable[[int, Any], None]] = {}
         self._early: dict[str, list[tuple[int, Any]]] = {}  # requests to connect, for groups that are not attached yet
+        self._requests: set[tuple[str, int, str]] = set()  # all requests to connect in this epoch
         self._told: set[str] = set()  # groups whose failure this rank has reported to the hub
         self._facts: list[dict[str, Any]] = []  # the facts for the next welcome
         self._welcome: Welcome | None = None
@@ -238,8 +240,9 @@ class Member:
         gives up. Raise CollectiveTimeout at the deadline.
         """
         words = {"key": key, "name": name, "ranks": list(ranks), "facts": dict(facts)}
-        if founds:
-            with self._news:
+        with self._news:
+            self._unanswered.pop(_REFUSED + key, None)
+            if founds:
                 self._closed[key] = []
         self._attending.append(name)
         try:
@@ -278,8 +281,9 @@ class Member:
         """Tell the other ranks that this rank leaves the meeting, or will not take part in it, and why."""
         assert self._welcome
         why = f"rank {self._welcome.rank}: {name}: {_words(error)}"
+        frame = {"t": "refuse", "key": key, "name": name, "ranks": list(ranks), "why": why}
         with contextlib.suppress(Error):  # the link may have ended
-            self._say({"t": "refuse", "key": key, "name": name, "ranks": list(ranks), "why": why}, Deadline(SETTLE_S))
+            self._ask(_REFUSED + key, frame, Deadline(SETTLE_S))
         with self._news:
             self._met.pop(key, None)
 
@@ -317,14 +321,20 @@ class Member:
                 table.pop(group, None)
             self._unanswered.pop(_FAILED + group, None)
             self._told.discard(group)
-        if communicator is not None and not self._forked and self._ended is None and not self._leaving:
+        is_there = self._ended is None and not self._away
+        if communicator is not None and not self._forked and is_there and not self._leaving:
             words = {"group": group, "number": communicator.where()[0]}
             with contextlib.suppress(OSError):  # the reading thread sees the end of the link too
                 self.frames.send({"t": "close", **words}, Deadline(SETTLE_S))
 
     def dial(self, group: str, rank: int, address: Any, deadline: Deadline) -> None:
-        """Ask a rank of the group to connect to the address."""
-        self._say({"t": "dial", "group": group, "to": rank, "address": address}, deadline)
+        """Ask a rank of the group to connect to the address. Call connected() when it has done so."""
+        self._ask(f"{_DIALLED}{rank} {group}", {"t": "dial", "group": group, "to": rank, "address": address}, deadline)
+
+    def connected(self, group: str, rank: int) -> None:
+        """The rank has connected, or will not, so that a new hub need not ask it again."""
+        with self._news:
+            self._unanswered.pop(f"{_DIALLED}{rank} {group}", None)
 
     def address(self) -> str:
         """Return the address at which this rank listens for peers on other hosts (interfaces.listen_address)."""
@@ -349,8 +359,9 @@ class Member:
             if not self._settled(group) and not self._away and self._stream.unacknowledged():
                 # If the hub's host is down, the link will report this soon. That report explains more than our symptom.
                 self._news.wait_for(lambda: self._settled(group) or self._away, node_timeout_s() + 1)
-            while self._away and not self._settled(group):
-                self._news.wait_for(lambda: self._settled(group) or not self._away)
+            limit = Deadline(join_timeout_s(os.environ)) if self._away else deadline
+            while self._away and not self._settled(group) and not limit.passed:
+                self._news.wait_for(lambda: self._settled(group) or not self._away, limit.left())
                 self._news.wait_for(lambda: self._settled(group) or self._away, RETURN_S + SETTLE_S)
             verdict = self._verdict(group)
             if verdict is None and isinstance(symptom, (PeerLost, CollectiveTimeout)):
@@ -394,12 +405,15 @@ class Member:
             return
         deadline = Deadline(LEAVE_S)
         with self._news:
-            self._leaving = True
             groups = list(self._communicators.items())[-_NUMBERS:]
         numbers = {group: communicator.where()[0] for group, communicator in groups}
+        bye = {"t": "bye", "number": number, "numbers": numbers}
+        with self._news:
+            self._leaving = True
+            self._unanswered[_BYE] = bye
         try:
             if self._ended is None:
-                self._bid_farewell({"t": "bye", "number": number, "numbers": numbers}, deadline)
+                self._bid_farewell(bye, deadline)
                 self._stream.close_for_writing()
                 # Wait for the hub to close first. If we closed with unread data in our socket, the kernel could reset
                 # the connection, and the bye could be lost.
@@ -495,32 +509,35 @@ class Member:
             try:
                 stream = self.dial_again(run, deadline.within(_DIAL_S))
             except (BackendUnavailable, NotMscomm, Busy):
+                self._closing.wait(_DIAL_PAUSE_S)
                 continue  # nobody listens there yet, or the new hub has just started and is slow
             except Error as error:
                 self._fail(Aborted(f"{self.hub} was started again, but: {error}"))
                 break
-            self.frames = Frames(stream)
-            self._stream = stream
             try:
-                self._hub_address = _address(stream.sock.getpeername())
-                self._repeat()
-            except (OSError, TimeoutError):
-                stream.close()
-                continue
-            log.warn(f"{self.hub} is back")
-            return True
+                if not self._closing.is_set():
+                    self._hub_address = _address(stream.sock.getpeername())
+                    self._repeat(Frames(stream))
+                    log.warn(f"{self.hub} is back")
+                    return True
+            except OSError:  # this link has ended, too; TimeoutError is an OSError
+                pass
+            stream.close()
         with self._news:
             self._away = False
         return False
 
-    def _repeat(self) -> None:
-        """Tell a new hub who this rank is, what it knows, and what it has asked and was not answered yet."""
-        frames, limit = self.frames, Deadline(SETTLE_S)
+    def _repeat(self, frames: Frames) -> None:
+        """Tell a new hub who this rank is, what it knows, and what it has asked and was not answered yet.
+
+        Only then, other threads may use the new link.
+        """
+        limit = Deadline(SETTLE_S)
         if self._welcome:
             with self._news:
                 groups, verdicts = dict(self._ranks), dict(self._verdicts)
             proof = security.proof(self._token, frames.stream.secret)
-            me = {"rank": self._welcome.rank, "proof": proof, "facts": self._known()}
+            me = {"rank": self._welcome.rank, "epoch": self._welcome.epoch, "proof": proof, "facts": self._known()}
             frames.send({"t": "return", **me}, limit)
             for group, ranks in groups.items():
                 frames.send({"t": "in group", "group": group, "ranks": ranks}, limit)
@@ -531,8 +548,9 @@ class Member:
             with self._news:
                 rest = {key: frame for key, frame in self._unanswered.items() if said.get(key) is not frame}
                 if not rest:
-                    self._away = False  # from now on, other threads send by themselves
+                    self.frames, self._stream, self._away = frames, frames.stream, False
                     self._news.notify_all()
+                    os.eventfd_write(self.news_fd, 1)  # what could not be sent meanwhile
                     return
             for frame in rest.values():
                 frames.send(frame, limit)
@@ -592,7 +610,11 @@ class Member:
                 for rank in ranks:
                     one.left(rank)
         elif kind == "dial":
+            request = frame["group"], frame["from"], repr(frame["address"])
             with self._news:
+                if request in self._requests:
+                    return  # the sender has repeated it to a new hub
+                self._requests.add(request)
                 dialled = self._dialled.get(frame["group"])
                 if dialled is None:
                     self._early.setdefault(frame["group"], []).append((frame["from"], frame["address"]))
@@ -615,6 +637,7 @@ class Member:
             if not frame["restarts"]:
                 self.dial_again = None  # this scheduler does not use recovery, and will not take anybody back
             self._unanswered.clear()
+            self._requests.clear()
             self._ranks.clear()
             self._welcome = Welcome(key=key, facts=self._facts, **{name: frame[name] for name in names})
             self._departed.clear()
@@ -690,6 +713,12 @@ class Member:
     def _say(self, frame: Frame, deadline: Deadline) -> None:
         """Send a frame. If the hub is away, wait for it."""
 
+        def changed(frames: Frames) -> bool:
+            """Wait until the reading thread has seen the end of this link. Return whether there will be another."""
+            with self._news:
+                self._news.wait_for(lambda: self._away or self.frames is not frames or self._ended, SETTLE_S)
+                return self._away or self.frames is not frames
+
         def send() -> None:
             while True:
                 with self._news:
@@ -703,10 +732,8 @@ class Member:
                 except TimeoutError:
                     raise
                 except OSError:
-                    with self._news:  # wait until the reading thread has seen the end of the link, too
-                        self._news.wait_for(lambda: self._away or self._ended is not None, SETTLE_S)
-                        if not self._away:
-                            raise
+                    if not changed(frames):
+                        raise
 
         self._convert(frame, deadline, send)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 
@@ -49,12 +50,18 @@ def refused(kind: str, path: str, what: str, advice: str, origin: str = "") -> A
 def replace_private(path: str, content: bytes) -> None:
     """Replace the file by a new one that only the current user can read. No reader ever sees a part of it."""
     draft = f"{path}.new"
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(draft)  # left behind by a process that was killed
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        os.fchmod(fd, 0o600)
         with open(fd, "wb", closefd=False) as file:
             file.write(content)
         os.fsync(fd)
     finally:
         os.close(fd)
     os.rename(draft, path)
+    folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)  # so that the new name survives a power failure, too
+    finally:
+        os.close(folder)

@@ -60,7 +60,7 @@ class RecoveryFile:
     workers, the job id and mscomm's version. `found`: the membership of a job that has not ended, or None.
 
     Raise BackendUnavailable if the file belongs to another job, or is damaged. Raise AuthenticationError if it was
-    written with another key, or if others can read it. The file then stays as it is.
+    written with another key, or if others can read it. The file is not changed.
     """
 
     def __init__(self, folder: str, job: dict[str, Any], key: bytes) -> None:

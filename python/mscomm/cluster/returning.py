@@ -3,7 +3,8 @@
 Workers that are alive return soon, because they try to connect several times a second. So the scheduler first waits
 RETURN_S. During this time, it admits no process in place of a worker, and believes no report that a worker is lost.
 After that, it gives up a worker at once if a report says that the worker is lost, or if a new process has the worker's
-node id. It gives up any other worker after MS_NODE_TIMEOUT, because the worker's host may be out of reach.
+node id. It gives up any other worker MS_NODE_TIMEOUT after the first worker has come, because the worker's host may be
+out of reach.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Returning:
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._since: float | None = None  # when the scheduler began to listen; None if it was not started again
+        self._first_came: float | None = None  # when the first worker came to this scheduler
         self._suspects: set[int] = set()
         self._reports: list[Callable[[], None]] = []
         # For a rank that is away, the new process that wants its seat, and a function that lets this process join.
@@ -31,6 +33,10 @@ class Returning:
     def begin(self) -> None:
         """Begin to wait for the ranks that are away."""
         self._since = time.monotonic() if self._roster.away else None
+
+    def came(self) -> None:
+        """A worker has returned or joined, so the others can reach the scheduler, too."""
+        self._first_came = self._first_came or time.monotonic()
 
     def suspect(self, ranks: Iterable[int]) -> None:
         """Somebody says that these ranks are lost."""
@@ -67,14 +73,20 @@ class Returning:
         """Return when to call lost() again; None if nobody is away."""
         if self._since is None:
             return None
-        return self._since + (RETURN_S if self._reports or self._suspects else node_timeout_s())
+        if self._reports or self._suspects:
+            return self._since + RETURN_S
+        return self._all_lost_at()
+
+    def _all_lost_at(self) -> float | None:
+        """Return when all ranks that are still away count as lost; None if nobody has come yet."""
+        return None if self._first_came is None else self._first_came + max(RETURN_S, node_timeout_s())
 
     def lost(self, now: float) -> list[int]:
         """Return the ranks that have just been given up. Their seats in the roster then count as lost."""
         if self._since is None or self._is_early(now):
             return []
-        away = self._roster.away
-        lost = away if now >= self._since + node_timeout_s() else [rank for rank in away if rank in self._suspects]
+        away, until = self._roster.away, self._all_lost_at()
+        lost = away if until is not None and now >= until else [rank for rank in away if rank in self._suspects]
         for rank in lost:
             self._roster.kept[rank].lost = True
         self._suspects.clear()
