@@ -912,13 +912,17 @@ class Hub:
     def _token(self, nonce: bytes) -> bytes:
         return security.token(self._key, self.run, nonce)
 
+    def _proof(self, nonce: bytes, link: Link) -> bytes:
+        return security.proof(self._token(nonce), link.stream.secret)
+
     def _on_return(self, link: Link, rank: int, epoch: int, proof: bytes, facts: Frame) -> None:
         """A process that has been welcomed before is back, after its control link or the scheduler had ended."""
         if link.joined:
             raise Error("'return' is not allowed after join")
         seat: Seat | Link | None = self._roster.kept.get(rank) or self._roster.at(rank)
-        known = seat is not None and rank >= 0 and seat.nonce != b""  # a process gets its nonce when it is welcomed
-        if not known or not hmac.compare_digest(proof, security.proof(self._token(seat.nonce), link.stream.secret)):
+        # Without a nonce, a process was not welcomed yet, and everybody who has the job key could make its proof.
+        proven = seat is not None and seat.nonce and self._proof(seat.nonce, link)
+        if seat is None or rank < 0 or not proven or not hmac.compare_digest(proof, proven):
             self._refuse(link, f"another process has taken the place of rank {rank}, because this one was away")
             return
         if seat.left:  # only the hub's answer to its bye was lost
