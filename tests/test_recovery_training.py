@@ -377,7 +377,7 @@ data = [np.full(3, i, np.float32) for i in range(5)]
 def other(folder: Path, body: str, ranks: int = 3):
     script = folder / "script.py"
     script.write_text(OTHER_SCRIPTS + body)
-    return mscomm_run("-n", ranks, "--max-restarts", 2, script, timeout_s=60)
+    return mscomm_run("-n", ranks, "--max-restarts", 3, script, timeout_s=60)
 
 
 def test_a_script_that_calls_resume_or_train_several_times(tmp_path):
@@ -393,6 +393,33 @@ print("ends", net.parameters["a"])
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ends [-15. -15. -15.]") == 3, done.stdout
+
+
+@pytest.mark.parametrize(("victims", "step"), [([1], 1), ([0, 1, 2], 1), ([0, 1, 2], 5)])
+def test_each_call_of_train_is_a_training_of_its_own(tmp_path, victims, step):
+    """Two calls write to one directory. Ranks are lost in the second call, before or after its first checkpoint."""
+    done = other(
+        tmp_path,
+        f"""
+for fold in range(2):
+    net, steps = Line(), 0
+    class Count(mscomm.Callback):
+        def step_end(self, run_context):
+            global steps
+            steps += 1
+            if fold == 1 and life == 0 and rank in {victims} and steps == {step}:
+                os.kill(os.getpid(), signal.SIGKILL)
+    files = mscomm.ModelCheckpoint("t", os.path.join({str(tmp_path)!r}, str(rank)), mscomm.CheckpointConfig(2))
+    model = mscomm.Model(net, optimizer=mscomm.train.SGD(net.parameters, 0.5))
+    model.train(2, data, [Count(), files])
+    print("fold", fold, life, steps, net.parameters["a"])
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("fold 0 0 10 [-10. -10. -10.]") == 3, done.stdout + done.stderr
+    ends = re.findall(r"fold 1 (\d) (\d+) (.*)", done.stdout)
+    assert len(ends) == 3 and all(int(steps) > 5 or life == "1" for life, steps, _ in ends), done.stdout + done.stderr
+    assert all(weights == "[-10. -10. -10.]" for *_, weights in ends), done.stdout + done.stderr
 
 
 def test_the_body_of_a_loop_of_ones_own(tmp_path):

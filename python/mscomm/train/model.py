@@ -287,6 +287,7 @@ class Model:
             resumed_from=resumed,
             run=(resumed.run if resumed is not None else "") or part,
             part=part,
+            call=None if guard is None else guard.call,
             epoch_random=None,
         )
         numbers = None if state is None else state.get("epochs", {})
@@ -506,6 +507,7 @@ def _position(run_context: RunContext, reducer: GradientReducer | None, epochs: 
         "run": now.run,
         "part": now.part,
         "job": job_id(),
+        "call": now.call,
         "stopped": run_context.get_stop_requested(),
         "ranks": _place(now.group),
         "reducer": None if reducer is None else {"order": reducer.order, "residual": {}},

@@ -72,11 +72,11 @@ class Recovery(Callback):
         rejoins: bool,
         load: Callable[[Resumed], None],
     ) -> None:
-        self._call = next(_calls)
+        self.call = next(_calls)  # the number of this call of train() in the script
         self._network = network
         self._dataset = dataset
         self._callbacks = callbacks
-        self._epoch, self._batches = epoch, batches
+        self._epoch, self._batches, self._initial_epoch = epoch, batches, initial_epoch
         self._resumed = resumed
         self._compressed = compressed
         self._rejoins = rejoins
@@ -224,7 +224,7 @@ class Recovery(Callback):
         None if this rank is in an earlier call."""
         global _missed
         mine = {
-            "call": self._call,
+            "call": self.call,
             "problem": self._problem,
             "fresh": self._fresh,
             "resumed": self._resumed is not None,
@@ -241,9 +241,9 @@ class Recovery(Callback):
             offers = objects.all_gather_object(mine, group=group)
             if all(isinstance(offer, dict) for offer in offers):
                 latest = max(offer["call"] for offer in offers)
-                if self._call < latest:
+                if self.call < latest:
                     _missed = True
-                    log.info(f"Model.train: call {self._call + 1} is over on the other ranks, and does nothing")
+                    log.info(f"Model.train: call {self.call + 1} is over on the other ranks, and does nothing")
                     return None
                 if all(offer["call"] == latest for offer in offers):
                     break
@@ -322,13 +322,21 @@ class Recovery(Callback):
         if found is None:
             return None
         chosen, _, state = found
-        over = state.get("stopped") or (chosen.epoch, chosen.step) >= (self._epoch, self._batches)
-        if over and not lived and state.get("job") != job_id():
-            return None  # an earlier job has finished this training, so begin another one
+        if not lived and not self._continues(chosen, state):
+            return None
         self._whole = self._fresh = False
         self._load(found)
         self._set((chosen.epoch - 1) * self._batches + chosen.step, state)
         return chosen, state
+
+    def _continues(self, chosen: Saved, state: dict[str, Any]) -> bool:
+        """Return whether the training in a checkpoint is the one that this call of train() has to go on with."""
+        if state.get("job") == job_id():
+            return bool(state["call"] == self.call)
+        # An earlier job has written the file. If it has finished the training, begin another one. Without recovery, it
+        # did not number its calls.
+        over = state.get("stopped") or (chosen.epoch, chosen.step) >= (self._epoch, self._batches)
+        return not over and chosen.epoch > self._initial_epoch and state.get("call") in (None, self.call)
 
     # -- 3. from the beginning
 
