@@ -447,6 +447,32 @@ for use, error in (leave_out, RuntimeError), (fail, KeyError):
     assert done.stdout.count("KeyError('no such column')") == 2
 
 
+def test_an_exception_leaves_the_block_of_a_step(tmp_path):
+    """If a lost rank has ended the block, and the program then leaves the loop, a warning says so."""
+    done = other(
+        tmp_path,
+        """
+for error in KeyboardInterrupt, KeyError:
+    try:
+        for step in model.steps(1, data):
+            with step:
+                raise error("mine")
+            break
+    except error:
+        print(f"left with {error.__name__}")
+for step in model.steps(1, data, Kill(2)):
+    with step as (x,):
+        step.reducer.reduce({"a": x})
+    if step.number == 3 and life == 0:
+        break
+os._exit(0)
+""",
+    )
+    for name in "KeyboardInterrupt", "KeyError":
+        assert len(re.findall(rf"\[[02]\] left with {name}", done.stdout)) == 2, done.stdout + done.stderr
+    assert done.stderr.count("the program left the loop after step 3 had failed: PeerLost") == 2, done.stderr
+
+
 def test_a_worker_comes_back_to_its_scheduler(tmp_path, port):
     (tmp_path / "training.py").write_text(TRAINING)
     job = {"MS_WORKER_NUM": "4", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port), "MS_ENABLE_RECOVERY": "1"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -108,8 +108,8 @@ class Model:
         beginning; it must be 0 after resume(), which determines where training begins.
 
         Before each epoch, train() calls set_epoch() on the dataset and on a DataLoader's samplers with the number of
-        the epoch, which is counted from 0. It leaves out a dataset that has state_dict() and load_state_dict(), because
-        such a dataset counts its epochs itself.
+        the epoch, which is counted from 0. It does not call set_epoch() on a dataset that has state_dict() and
+        load_state_dict(), because such a dataset counts its epochs itself.
 
         In data-parallel mode (set_auto_parallel_context), the ranks of the group train one model. Each rank uses the
         batches of its own dataset, and all ranks make the same updates. Callbacks see the mean of the ranks' losses. In
@@ -136,13 +136,17 @@ class Model:
         """
         _checked("sink_size", sink_size, -1)
         notices.tell_without_effect("Model.train", dataset_sink_mode=dataset_sink_mode, sink_size=sink_size)
-        for step in self._steps(epoch, train_dataset, callbacks, initial_epoch, recovery, dataset_sink_mode):
-            with step as batch:
-                step.loss = self._network.step(batch, step.reducer)
-                if step.loss.shape != ():
-                    raise ValueError(
-                        f"Model.train: the loss has the shape {list(step.loss.shape)}; it must be one number"
-                    )
+        steps = self._steps(epoch, train_dataset, callbacks, initial_epoch, recovery, dataset_sink_mode)
+        for step in steps:
+            try:
+                with step as batch:
+                    step.loss = self._network.step(batch, step.reducer)
+                    if step.loss.shape != ():
+                        raise ValueError(
+                            f"Model.train: the loss has the shape {list(step.loss.shape)}; it must be one number"
+                        )
+            except BaseException as error:
+                steps.throw(error)  # the callbacks are exited with this error
 
     def steps(
         self,
@@ -181,7 +185,7 @@ class Model:
         initial_epoch: int,
         recovery: bool | None,
         dataset_sink_mode: bool,
-    ) -> Iterator[TrainingStep]:
+    ) -> Generator[TrainingStep, None, None]:
         listed = hooks.checked(callbacks)
         # ModelCheckpoint comes last, because it saves the other callbacks' states.
         listed.sort(key=lambda one: isinstance(one, ModelCheckpoint))
@@ -441,8 +445,12 @@ class Model:
                     now.train_dataset_element = networks.as_tuple(batch)
                     now.cur_step_num += 1
                     call("step_begin")
-                    step = TrainingStep(now, reducer)
-                    yield step
+                    step = TrainingStep(now, reducer, () if guard is None else FAILURES)
+                    try:
+                        yield step
+                    except GeneratorExit:
+                        step.abandon()
+                        raise
                     step.end()
                     call("step_end")
                     if run_context.get_stop_requested():
