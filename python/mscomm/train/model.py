@@ -208,6 +208,7 @@ class Model:
                 return
             except FAILURES as failure:
                 guard.rejoin(failure)
+                self._network.clear_gradients()
 
     def _recovery(self, wanted: bool | None, plan: _Plan) -> Recovery | None:
         """Return the Recovery for a call of train(), or None without recovery."""

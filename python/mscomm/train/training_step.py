@@ -57,8 +57,8 @@ class TrainingStep:
         if self._error is not None:
             log.warn(
                 f"Model.steps: the program left the loop after step {self.number} had failed:"
-                f" {type(self._error).__name__}: {self._error}. Put the whole body of the loop into `with step`, so that"
-                " the step is repeated"
+                f" {type(self._error).__name__}: {self._error}. Put the whole body of the loop into `with step`, so"
+                " that the step is repeated"
             )
 
     def end(self) -> None:

@@ -36,6 +36,9 @@ class Network(Protocol):
         """Write the given weights into the network, by name. Raise ValueError if a shape or dtype does not fit."""
         write_over(self.weights(), weights)
 
+    def clear_gradients(self) -> None:
+        """Remove gradients that an interrupted step has left in the network."""
+
     def begin(self) -> None:
         """Prepare for the first step. Model.train calls this method."""
 

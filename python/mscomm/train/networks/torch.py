@@ -33,6 +33,9 @@ class Network(networks.Network):
 
     def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
         super().load(weights)
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
         for p in self._module.parameters():
             p.grad = None  # an optimizer skips a parameter without a gradient, but not one whose gradient is zero
 
