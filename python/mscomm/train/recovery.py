@@ -97,7 +97,8 @@ class Recovery(Callback):
         self._untrained = self._sums_of_untrained()
         self._fresh = not _missed  # whether the weights and the optimizer are as they were at the beginning
         self._whole = False  # whether the state in memory is the one at the end of step _reached
-        self._reached = self._timed_out = -1
+        self._reached = -1
+        self._timed_out: int | None = None  # the step reached when a call timed out
         self._position: dict[str, Any] = {}  # what else belongs to this state, as in a checkpoint
         self._run = ""  # the name of the training run, or "" if this process has not begun to train
         self._reducer: GradientReducer | None = None
@@ -172,8 +173,8 @@ class Recovery(Callback):
         """
         try:
             self.rejoin(failure)
-        except Error:
-            if not self._whole or not self._rejoins:
+        except Error as error:
+            if error is failure or not self._whole:  # otherwise, it is an error of job.rejoin()
                 raise
             log.info(f"Model.train: ends without lost ranks: {failure}")
             return True
@@ -243,7 +244,10 @@ class Recovery(Callback):
                 latest = max(offer["call"] for offer in offers)
                 if self.call < latest:
                     _missed = True
-                    log.info(f"Model.train: call {self.call + 1} is over on the other ranks, and does nothing")
+                    log.warn(
+                        f"Model.train: call {self.call + 1} of train() is over on the other ranks, and does nothing on"
+                        " this restarted rank: its network is untrained until the next call takes over the weights"
+                    )
                     return None
                 if all(offer["call"] == latest for offer in offers):
                     break
