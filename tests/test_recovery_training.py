@@ -22,7 +22,6 @@ from sessions import mscomm_run
 # A training with 4 epochs of 8 steps. Environment variables:
 # NET: line (NumPy), torch, dropout, batchnorm. DATA: list, pipeline (mscomm.dataset), loader (PyTorch).
 # LOOP: model or own. FILES: a folder for checkpoints, every 3 steps. TIMEOUT: of collective calls. COMPRESSION: bf16.
-# STALE: the own loop clears the gradients only after the update.
 # METRIC: a callback makes a call in each step, after the weights were updated.
 # KILLS="rank:step:moment ...": the rank dies in its first life, in this step, at this moment:
 # begin, inside (within 10 ms), end, epoch, file (before the checkpoint of this step gets its name), stop (SIGSTOP),
@@ -151,15 +150,12 @@ else:
                 optimizer.step(step.reducer.reduce(gradients))
                 continue
             batch, label = torch.as_tensor(batch), torch.as_tensor(label)
-            if "STALE" not in os.environ:
-                step.reducer.zero_grad()
+            step.reducer.zero_grad()
             loss = loss_fn(net(batch), label)
             step.report(loss)
             loss.backward()
             step.reducer.wait()
             optimizer.step()
-            if "STALE" in os.environ:
-                step.reducer.zero_grad()
 weights = net.parameters if net_name == "line" else net.state_dict()
 bits = b"".join(np.asarray(weights[name]).tobytes() for name in sorted(weights))
 print("ends", os.getpid(), life, hashlib.sha256(bits).hexdigest()[:16], killer.seen, flush=True)
@@ -220,12 +216,6 @@ def test_lost_ranks_take_the_state_of_a_survivor(tmp_path, net, data, loop, kill
     assert_same_bits(done, kills, net, data, loop)
     assert re.search(r"PeerLost: rank \d .* Training goes on after epoch 2 step \d, from the memory of", done.stderr)
     assert "checkpoint" not in done.stderr
-
-
-@TORCH
-def test_a_repeated_step_does_not_add_to_the_gradients_of_the_interrupted_one(tmp_path):
-    done = train(tmp_path, "2:13:begin", NET="torch", LOOP="own", STALE=1)
-    assert_same_bits(done, "2:13:begin", "torch", "list", "own")
 
 
 @pytest.mark.parametrize("moment", ["1:begin", "1:end", "32:end", "32:epoch"])
