@@ -91,9 +91,10 @@ class Recovery(Callback):
             "random": random,
             "epoch_random": random,
             "dataset": dataset.state_dict() if isinstance(dataset, Dataset) else None,
-            "callbacks": states.copied(hooks.states_of(callbacks)),
+            "callbacks": [],  # taken after the callbacks' begin, which may create their states
             "reducer": None,
         }
+        self._reduces_elsewhere = False  # whether a step has ended without a reduction by the reducer
         self._untrained = self._sums_of_untrained()
         self._fresh = not _missed  # whether the weights and the optimizer are as they were at the beginning
         self._whole = False  # whether the state in memory is the one at the end of step _reached
@@ -121,11 +122,15 @@ class Recovery(Callback):
         now = run_context.original_args()
         self._fresh, self._run = False, now.run
         _, state = self._start
+        if state is None and not now.cur_step_num:
+            self._begin["callbacks"] = states.copied(hooks.states_of(self._callbacks))
         state = {**self._position_now(), **self._small(state or self._begin), "run": now.run, "part": now.part}
         self._record(now.cur_step_num, state)
 
     def step_end(self, run_context: RunContext) -> None:
         now = run_context.original_args()
+        if self._reducer is not None and self._reducer.steps == self._reduced:
+            self._reduces_elsewhere = True
         if now.cur_step_num % now.batch_num and not run_context.get_stop_requested():
             self._record(now.cur_step_num, self._position_now())
 
@@ -263,6 +268,8 @@ class Recovery(Callback):
         weights = self._network.weights()
         if any(isinstance(memory_anywhere(x, name, "Model.train"), OnDevice) for name, x in weights.items()):
             return "after a failure, the last update on a device may be incomplete"
+        if self._reduces_elsewhere:
+            return "the steps did not reduce the gradients with step.reducer"
         if self._compressed:
             return "each rank has its own residual of compression"
         if own := self._network.own():
@@ -287,10 +294,11 @@ class Recovery(Callback):
             state = {**self._position, "callbacks": states.copied(hooks.states_of(self._callbacks))}
             takers = [rank for rank in needy if sources[rank] == group.rank]
             if takers:
-                _send([self._network.trained(), self._network.optimizer_state(), state], takers, group)
+                first = self._begin["callbacks"]
+                _send([self._network.trained(), self._network.optimizer_state(), state, first], takers, group)
         else:
             self._whole = self._fresh = False
-            weights, optimizer, state = _received(sources[group.rank], group)
+            weights, optimizer, state, self._begin["callbacks"] = _received(sources[group.rank], group)
             self._network.load(weights)
             self._network.load_optimizer_state(optimizer)
             for name in ("random", "epoch_random"):
