@@ -447,6 +447,44 @@ for use, error in (leave_out, RuntimeError), (fail, KeyError):
     assert done.stdout.count("KeyError('no such column')") == 2
 
 
+GRADIENTS = """
+import os, signal, time
+import torch
+import mscomm
+
+torch.set_num_threads(1)
+rank, life = int(os.environ["MSCOMM_RANK"]), int(os.environ["MSCOMM_RESTART_COUNT"])
+mscomm.init()
+mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)
+torch.manual_seed(3)
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+drawn = torch.Generator().manual_seed(1)
+data = [(torch.randn(4, 4, generator=drawn), torch.randn(4, 1, generator=drawn)) for _ in range(8)]
+for step in mscomm.Model(net, optimizer=optimizer).steps(2, data):
+    with step as (x, y):
+        ((net(x) - y) ** 2).mean().backward()
+        if "DIES" in os.environ and life == 0 and rank == 1 and step.number == 6:
+            time.sleep(1)  # until rank 0 has its own gradients, and waits for those of this rank
+            os.kill(os.getpid(), signal.SIGKILL)
+        step.reducer.wait()
+        optimizer.step()
+        step.reducer.zero_grad()
+print("weights", [p.double().sum().item() for p in net.parameters()])
+"""
+
+
+@TORCH
+def test_the_gradients_of_an_interrupted_step_are_dropped(tmp_path):
+    (tmp_path / "script.py").write_text(GRADIENTS)
+    command = ["-n", "2", "--max-restarts", "1", tmp_path / "script.py"]
+    expected, done = mscomm_run(*command), mscomm_run(*command, env={"DIES": "1"})
+    assert expected.returncode == done.returncode == 0, expected.stderr + done.stderr
+    assert "from the memory of rank 0" in done.stderr
+    weights = [set(re.findall("weights .*", one.stdout)) for one in (expected, done)]
+    assert weights[0] == weights[1] and len(weights[0]) == 1, weights
+
+
 def test_an_exception_leaves_the_block_of_a_step(tmp_path):
     """If a lost rank has ended the block, and the program then leaves the loop, a warning says so."""
     done = other(

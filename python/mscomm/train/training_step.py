@@ -37,7 +37,7 @@ class TrainingStep:
         Call this before the backward pass, or before reducer.reduce(). Raise RuntimeError if it is too late for this
         step.
         """
-        self.loss = float(loss)
+        self.loss = float(loss.detach() if hasattr(loss, "detach") else loss)
         if self.reducer is not None:
             self.reducer.carry(self.loss)
 
