@@ -973,8 +973,8 @@ class Hub:
     def _half_founded(self, key: str, ranks: Collection[int]) -> None:
         """Fail a group that some ranks have founded, while others still wait in its meeting.
 
-        The former hub ended before its answer had reached these ranks. It cannot be given again, because the facts of
-        the ranks that have met are gone.
+        The former hub ended before its answer had reached these ranks. This hub cannot repeat the answer, because it
+        does not know the facts of the ranks that have met.
         """
         why = PeerLost(f"the scheduler was started again while the ranks created group {group_name(key)}")
         if key not in self._groups:

@@ -530,7 +530,7 @@ class Member:
     def _repeat(self, frames: Frames) -> None:
         """Tell a new hub who this rank is, what it knows, and what it has asked and was not answered yet.
 
-        Only then, other threads may use the new link.
+        Other threads may use the new link only after that.
         """
         limit = Deadline(SETTLE_S)
         if self._welcome:
