@@ -98,16 +98,17 @@ class RecoveryFile:
             whole = json.loads(content)
             state, job, mac = whole["state"], whole["state"]["job"], str(whole["mac"])
             theirs, mine = (", ".join(f"{name} {value}" for name, value in one.items()) for one in (job, self._job))
+            genuine = hmac.compare_digest(_ascii(mac).encode(), self._mac(state).encode())
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise BackendUnavailable(
                 f"recovery file {self.path}: it is damaged ({type(error).__name__}: {error}); restore it, {advice}"
             ) from error
         if job != self._job:
             raise BackendUnavailable(
-                f"recovery file {self.path}: it belongs to another job ({theirs}), and this job has {mine}; give each"
-                f" job its own MS_RECOVERY_PATH, {advice}"
+                f"recovery file {self.path}: it belongs to another job ({_ascii(theirs)}), and this job has {mine};"
+                f" give each job its own MS_RECOVERY_PATH, {advice}"
             )
-        if not hmac.compare_digest(mac.encode(), self._mac(state).encode()):
+        if not genuine:
             raise AuthenticationError(
                 f"recovery file {self.path}: it was changed, or written with another job key; start the scheduler with"
                 f" the key of the job, {advice}"
@@ -121,6 +122,11 @@ class RecoveryFile:
     def _mac(self, state: Any) -> str:
         text = json.dumps(state, sort_keys=True, separators=(",", ":"))
         return hmac.new(self._key, b"mscomm recovery file " + text.encode(), hashlib.sha256).hexdigest()
+
+
+def _ascii(text: str) -> str:
+    """Escape what is not ASCII: JSON can hold surrogates, which cannot be encoded."""
+    return text.encode("ascii", "backslashreplace").decode()
 
 
 def lock(folder: str) -> int:
