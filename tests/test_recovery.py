@@ -103,6 +103,13 @@ def test_no_value_in_the_file_can_be_changed(tmp_path):
         RecoveryFile(str(tmp_path), JOB, KEY)
 
 
+def test_a_mac_that_cannot_be_encoded_is_refused(tmp_path):
+    path = written(tmp_path)
+    path.write_bytes(path.read_bytes().replace(b'"mac": "', b'"mac": "\\ud800'))
+    with pytest.raises(errors.AuthenticationError, match="was changed"):
+        RecoveryFile(str(tmp_path), JOB, KEY)
+
+
 def test_a_file_that_others_can_read_is_refused(tmp_path):
     written(tmp_path).chmod(0o644)
     with pytest.raises(errors.AuthenticationError, match="chmod 600"):
@@ -634,8 +641,10 @@ def test_a_second_newcomer_for_one_seat_is_refused_and_a_dead_one_is_not_seated(
 
 def test_a_worker_without_an_id_is_told_to_have_one(tmp_path):
     with Cluster(2, tmp_path) as cluster:
-        cluster.joined()
+        members = cluster.joined()
         cluster.end()
+        for member, _ in members:  # otherwise they may take their seats first, and the job is full
+            member.close()
         cluster.start()
         new = Waits(cluster.member(None).join, {"size": 2}, soon())
         assert "give this worker the MS_NODE_ID that it had before" in str(new.ended().error)
