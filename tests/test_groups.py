@@ -157,6 +157,7 @@ WORDS = {  # for the name of each argument, a value to pass
     "objs": [1],
     "out": np.ones(1),
     "parameters": [np.ones(1)],
+    "reason": "because",
     "sendtag": 0,
     "send_counts": [1],
     "src": 0,

@@ -307,9 +307,9 @@ def test_mpi4py_works_with_a_pmix_server_that_is_late(openmpi: Environment, orde
     subprocess.run([compiler, "-shared", "-fPIC", "-D_GNU_SOURCE", source, "-o", library, "-ldl"], check=True)
     done = openmpi.start(4, script, order, LD_PRELOAD=str(library))
     assert (done.returncode, done.stdout) == (0, "ok\n" * 4), done.stderr
-    # At least 12 answers must be late. Each of the 4 ranks gets one answer for each of its two PMIx helpers, and one
-    # answer for MPI_Finalize.
-    assert done.stderr.count("late\n") >= 12, done.stderr
+    # At least 8 answers must be late. Each of the 4 ranks gets one answer for its PMIx helper, and one at
+    # its MPI_Finalize.
+    assert done.stderr.count("late\n") >= 8, done.stderr
 
 
 CONNECTIONS = """

@@ -62,6 +62,7 @@ from mscomm.errors import Mismatch as Mismatch
 from mscomm.errors import PeerLost as PeerLost
 from mscomm.group import Group as Group
 from mscomm.group import Work as Work
+from mscomm.job import Job as Job
 from mscomm.job import abort as abort
 from mscomm.job import get_backend as get_backend
 from mscomm.job import get_group_rank_from_world_rank as get_group_rank_from_world_rank
@@ -75,6 +76,7 @@ from mscomm.job import get_world_rank_from_group_rank as get_world_rank_from_gro
 from mscomm.job import get_world_size as get_world_size
 from mscomm.job import init as init
 from mscomm.job import is_initialized as is_initialized
+from mscomm.job import join as join
 from mscomm.job import rejoin as rejoin
 from mscomm.job import release as release
 from mscomm.launching.function import launch as launch

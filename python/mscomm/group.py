@@ -149,6 +149,7 @@ class Group:
         self.ranks = ranks
         self.size = len(ranks)
         self.timeout_s = timeout_s
+        self.job: Any = None  # the Job while the group can be used; this module is below job.py
         self.record_dir = environment.read("MSCOMM_RECORD", os.environ)
         self._tracing = threading.Lock()  # protects _traced
         self.collecting = threading.RLock()  # protects the results of Works
@@ -435,6 +436,14 @@ class Group:
 
     # -- failures
 
+    def abort(self, text: str) -> None:
+        """Break the group on all its ranks. text: the text of the Aborted error that all ranks raise."""
+        self.raised = True
+        cause = Aborted(text, [self.epoch.rank])
+        if self.member is not None:
+            self.member.report(cause, self.id)
+        self.core.abort(cause)
+
     def fail(self, symptom: Error) -> NoReturn:
         """Raise the first cause of the failure instead of the symptom that this rank saw.
 
@@ -548,11 +557,12 @@ class NonMember(Group):
     RuntimeError, whose text says why this rank is not in the group.
     """
 
-    def __init__(self, name: str, ranks: list[int] | None, me: int) -> None:
+    def __init__(self, name: str, ranks: list[int] | None, job: Any) -> None:
         self.name = name
         if ranks is not None:
             self.ranks = ranks
-        self._me = me
+        self.job = job
+        self._me = job.rank
 
     def __bool__(self) -> bool:
         return False

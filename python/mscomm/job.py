@@ -1,6 +1,7 @@
-"""Joins, leaves and rejoins a job, and returns the ranks of its groups.
+"""Joins, leaves and rejoins jobs, and returns the ranks of their groups.
 
-init() creates a Job. The other functions of this module work on the Job that this process has joined.
+join() returns a Job, and a process may join several jobs. init() joins the default job, on which the other functions of
+this module work unless they are given a group of another job.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from mscomm import _core, bootstrap, environment, exits, log, notices
 from mscomm.accelerators import CPU, NAMES
 from mscomm.arguments import checked_rank
-from mscomm.bootstrap import ms_cluster
+from mscomm.bootstrap import again, ms_cluster
 from mscomm.bootstrap.invitation import Invitation, Launcher
 from mscomm.cluster import assemble, links, plan
 from mscomm.cluster.deadline import Deadline, join_timeout_s, seconds_of
@@ -38,6 +39,13 @@ _BACKEND_OF = {None: AUTO, "CPU": CPU, "GPU": "nccl", "Ascend": "hccl"}
 WORLD_NAMES = ("hccl_world_group", "nccl_world_group", "mccl_world_group")
 
 
+class Limits(NamedTuple):
+    """Time limits in seconds: of each call, and of joining and founding a group."""
+
+    call_s: float
+    join_s: float
+
+
 class Making(NamedTuple):
     """A create_group or split call that this rank has made. rejoin() repeats it in each new epoch."""
 
@@ -46,20 +54,28 @@ class Making(NamedTuple):
 
 
 class Job:
-    """The job that init() has joined. The same object is used until release(), even after rejoin()."""
+    """A job that join() has joined. The same object is used until release(), even after rejoin().
 
-    def __init__(self, epoch: assemble.Epoch, asked: assemble.Asked, algo: str, timeout_s: float) -> None:
+    Attributes: world (the Group of all ranks, which functions of mscomm take as `group`); rank and size (of the world);
+    local_rank; launcher ("mscomm run", "torchrun", ...); backend ("cpu", "nccl" or "hccl"); restarts (whether lost
+    ranks are restarted, so that the others can rejoin()).
+
+    >>> with mscomm.join(init_method="tcp://10.0.0.1:4000", rank=rank, world_size=2) as job:
+    ...     total = mscomm.all_reduce(x, group=job.world)
+    """
+
+    def __init__(self, epoch: assemble.Epoch, asked: assemble.Asked, algo: str, limits: Limits) -> None:
         self.epoch = epoch
         self.asked = asked
         self.algo = algo
-        self.timeout_s = timeout_s
+        self.timeout_s, self.join_timeout_s = limits
         self.launcher = "none"
         self.local_rank = 0
         self.hub: Any = None  # the hub's process, if this rank started it
         self.pid = os.getpid()
         # True in a forked child of the process that joined. Calls check this flag because getpid() is slow.
         self.forked = False
-        self.world = Group("world", list(range(epoch.size)), timeout_s)
+        self.world = Group("world", list(range(epoch.size)), self.timeout_s)
         self.groups: dict[str, Group] = {}  # by name, in the order of creation; the world comes first
         # groups, by name, for which this rank called create_group although it is not in the group
         self.others: dict[str, NonMember] = {}
@@ -67,6 +83,18 @@ class Job:
         self.splits: dict[str, int] = {}  # how often each group was split in this epoch
         # how often a group with a given name and given ranks was created in this epoch
         self.creations: dict[tuple[Any, ...], int] = {}
+
+    def __repr__(self) -> str:
+        return f"<mscomm.Job {self.launcher}: rank {self.rank} of {self.size}>"
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, Error):
+            # The other ranks must not wait for calls that this rank will not make.
+            self.abort(printable(f"rank {self.rank}: {type(error).__name__}: {error}"))
+        self.release()
 
     @property
     def rank(self) -> int:
@@ -94,6 +122,10 @@ class Job:
         """Whether this is the process that joined, and not a forked child."""
         return self.pid == os.getpid()
 
+    def deadline(self) -> Deadline:
+        """Return the deadline of a group that is set up now."""
+        return Deadline(self.join_timeout_s)
+
     def found(self, group: Group, deadline: Deadline, forced: list[str] | None = None) -> None:
         """Set up the group for use. All its ranks must call this.
 
@@ -120,31 +152,39 @@ class Job:
                 raise
             raise cause from symptom
         group.enter(self.epoch, id, founded)
+        group.job = self
         self.groups[group.name] = group
         self.others.pop(group.name, None)
 
-    def resolve(self, group: Group | str | None) -> Group:
-        """Return the Group that the argument stands for. Raise RuntimeError if this rank is not in the group."""
-        if group is None:
+    def named(self, group: Group | str | None) -> Group:
+        """Return the group with this name; None stands for the world. Raise RuntimeError if this rank is not in it."""
+        if not isinstance(group, (str, type(None))):
+            raise TypeError(f"group is a {type(group).__name__}; expected None, a Group or the name of one")
+        if group is None or group in WORLD_NAMES:
             return self.world
-        if isinstance(group, Group):
-            if self.groups.get(group.name) is not group:
-                if isinstance(group, NonMember):
-                    raise group.refusal()
-                raise ValueError(f"group {group.name!r} was destroyed, or belongs to a job that this process has left")
-            return group
-        if isinstance(group, str):
-            if group in WORLD_NAMES:
-                return self.world
-            if group in self.groups:
-                return self.groups[group]
-            if group in self.others:
-                raise self.others[group].refusal()
-            raise ValueError(f"no group is named {group!r}; the groups are {', '.join(self.groups)}")
-        raise TypeError(f"group is a {type(group).__name__}; expected None, a Group or the name of one")
+        if group in self.groups:
+            return self.groups[group]
+        if group in self.others:
+            raise self.others[group].refusal()
+        raise ValueError(f"no group is named {group!r}; the groups are {', '.join(self.groups)}")
 
-    def leave(self) -> None:
-        """Leave the job. If a group has failed and no call of this rank has raised the failure yet, raise it."""
+    def release(self) -> None:
+        """Leave the job. If a group has failed and no call of this rank has raised the failure yet, raise it now.
+
+        release() waits for asynchronous calls (async_op) that are still running. Another rank fails only if it waits
+        for this rank after this rank has left. An exit handler also calls release(). A second call does nothing.
+        """
+        global _default
+        if self not in _joined:
+            return
+        _joined.remove(self)
+        if self is _default:
+            _core.set_world(None)
+            _default = None
+        if self.is_ours:
+            self._leave()
+
+    def _leave(self) -> None:
         groups = list(reversed(self.groups.values()))
         unseen: Error | None = None
         for group in groups:
@@ -160,24 +200,28 @@ class Job:
             self.member.leave(self.world.core.where()[0])
         for group in groups:
             group.leave()
+            group.job = None
             failure = group.core.failure()
             if unseen is None and failure is not None and not group.raised:
                 unseen = failure.error
         if unseen is not None and not self.world.raised:
             raise unseen
 
-    def abort(self, text: str) -> None:
-        """Break all groups on all ranks. text: the text of the Aborted error that all ranks raise."""
+    def abort(self, reason: str) -> None:
+        """Break all groups on all ranks: all current and later calls raise Aborted, with the reason as its text."""
         for group in self.groups.values():
             group.raised = True
-        cause = Aborted(text, [self.rank])
+        cause = Aborted(reason, [self.rank])
         if self.member is not None:
             self.member.report(cause)
         for group in self.groups.values():
             group.core.abort(cause)
 
-    def rejoin(self, deadline: Deadline) -> int:
-        """See the function rejoin()."""
+    def rejoin(self, timeout: float | timedelta | None = None) -> int:
+        """Continue with all ranks in a new epoch after PeerLost. See the function rejoin(), which does the same."""
+        return self._rejoin(self.deadline() if timeout is None else Deadline(seconds_of(timeout)))
+
+    def _rejoin(self, deadline: Deadline) -> int:
         if self.member is None:
             raise RuntimeError("rejoin: this is a job of one rank")
         while True:
@@ -204,9 +248,13 @@ class Job:
             self.creations.clear()
             self.splits.clear()
             returning = [self.world, *(making.group for making in self.makings)]
+            for group in self.groups.values():
+                if group not in returning:
+                    group.job = None
             self.groups = {name: group for name, group in self.groups.items() if group in returning}
             self.found(self.world, deadline)
-            _core.set_world(self.world.core)
+            if self is _default:
+                _core.set_world(self.world.core)
             member.ready(deadline)
         log.info(f"epoch {welcome.epoch} begins")
         for making in self.makings:
@@ -214,6 +262,7 @@ class Job:
 
 
 _default: Job | None = None
+_joined: list[Job] = []  # in the order in which this process has joined them
 
 
 def init(
@@ -223,6 +272,7 @@ def init(
     rank: int | None = None,
     world_size: int | None = None,
     timeout: float | timedelta | None = None,
+    join_timeout: float | timedelta | None = None,
     device: int | None = None,
 ) -> None:
     """Join the job that the environment describes. Return when all its ranks have joined.
@@ -238,7 +288,9 @@ def init(
     CUDA_VISIBLE_DEVICES before you call init(), because init() starts the driver, which reads the variable only once.
 
     timeout: the default timeout of collective calls, send and recv, in seconds or as a timedelta. None means
-    MSCOMM_TIMEOUT (1800 s). Joining itself takes at most MS_TOPO_TIMEOUT seconds (600).
+    MSCOMM_TIMEOUT (1800 s). join_timeout: how long to wait for the other ranks, in init() and when a group is created.
+    None means MS_TOPO_TIMEOUT (600 s). If not all ranks have joined by then, raise CollectiveTimeout or
+    BackendUnavailable.
 
     init() recognises these launchers: `mscomm run`, MS_ROLE and MS_SCHED_* (a scheduler and workers), torchrun, mpirun,
     Slurm, other launchers that set RANK, WORLD_SIZE and MASTER_ADDR, a rank table, and Kubernetes. If the variables of
@@ -249,7 +301,8 @@ def init(
     To join without a launcher, pass init_method="tcp://host:port", rank and world_size; rank 0 listens at this address.
     Alternatively, pass an mpi4py communicator as init_method.
 
-    Calling init() again with the same backend does nothing. With another backend, it raises RuntimeError.
+    Calling init() again with the same backend does nothing. With another backend, it raises RuntimeError. After
+    release(), all ranks can call init() again. join() has the same arguments, and joins a job besides this one.
 
     >>> import mscomm
     >>> mscomm.init()
@@ -257,18 +310,55 @@ def init(
     (0, 1)
     """
     global _default
-    asked = assemble.Asked(_backend(backend_name), _device(device))
     if _default is not None and _default.is_ours:
-        if asked.backend not in (AUTO, _default.backend):
+        backend = _backend(backend_name)
+        if backend not in (AUTO, _default.backend):
             raise RuntimeError(
                 f'init("{backend_name}"): this process has joined with backend {_default.backend}; call release() first'
             )
         return
-    timeout_s = environment.read("MSCOMM_TIMEOUT", os.environ) if timeout is None else seconds_of(timeout)
+    _default = join(
+        backend_name,
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        join_timeout=join_timeout,
+        device=device,
+    )
+    _core.set_world(_default.world.core)
+
+
+def join(
+    backend_name: str | None = None,
+    *,
+    init_method: Any = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: float | timedelta | None = None,
+    join_timeout: float | timedelta | None = None,
+    device: int | None = None,
+) -> Job:
+    """Join a job like init(), but without making it the default job. Return the Job.
+
+    The arguments and errors are those of init(). A process may be in several jobs at once. They have the same ranks if
+    they were joined through the same launcher, and each has groups, failures and time limits of its own. All ranks must
+    join their jobs in the same order. To use the job, pass job.world, or a group that was created with `job=job`, as
+    the `group` of a call. A process whose lost ranks are restarted (`mscomm run --max-restarts`, MS_ENABLE_RECOVERY)
+    can join only one job through its launcher.
+
+    >>> with mscomm.join() as job:
+    ...     mscomm.all_reduce(x, group=job.world)
+    """
+    asked = assemble.Asked(_backend(backend_name), _device(device))
+    limits = Limits(
+        environment.read("MSCOMM_TIMEOUT", os.environ) if timeout is None else seconds_of(timeout),
+        join_timeout_s(os.environ) if join_timeout is None else seconds_of(join_timeout, "join_timeout"),
+    )
     algo = environment.read("MSCOMM_ALGO", os.environ)
     forced = assemble.forced_algorithms(algo)
-    deadline = Deadline(join_timeout_s(os.environ))
-    exits.watch(release, _tell_others)
+    deadline = Deadline(limits.join_s)
+    exits.watch(leave_all, _tell_others)
     exits.end_with_mpi_launcher()
 
     began = time.monotonic()
@@ -277,8 +367,8 @@ def init(
     if log.enabled(log.INFO):
         _tell_launcher(launcher)
     if launcher is None:
-        log.set_rank(0)
-        job = Job(assemble.alone(asked), asked, algo, timeout_s)
+        _tell_rank(0)
+        job = Job(assemble.alone(asked), asked, algo, limits)
         job.found(job.world, deadline)
     else:
         invitation = launcher.accept(os.environ, deadline, protection())
@@ -286,17 +376,28 @@ def init(
         # The launcher's local rank is not valid if MSCOMM_HOST_ID defines the hosts.
         local_rank = None if environment.read("MSCOMM_HOST_ID", os.environ) else invitation.seat.local_rank
         asked = asked._replace(device=device, local_rank=local_rank)
-        job = _join(invitation, asked, algo, forced, timeout_s, deadline)
-    _default = job
-    _core.set_world(job.world.core)
-    notices.know_rank(job.rank)
+        job = _join(invitation, asked, algo, forced, limits, deadline)
+        again.remember(launcher, invitation, job.epoch, os.environ)
+    _joined.append(job)
+    if len(_joined) == 1:
+        notices.know_rank(job.rank)
     _tell_variables_without_effect(launcher)
     log.info(f"joined as rank {job.rank} of {job.size} in {time.monotonic() - began:.3f} s")
+    return job
+
+
+def _tell_rank(rank: int) -> None:
+    """Show the rank in the lines of the log. If this process is in several jobs, it is the rank in the first."""
+    if not _joined:
+        log.set_rank(rank)
 
 
 def _tell_launcher(launcher: Launcher | None) -> None:
     if launcher is None:
         log.info("launcher: none, a job of one")
+        return
+    if isinstance(launcher, again.Again):
+        log.info(f"launcher: {launcher.NAME}, through which this process has joined a job before")
         return
     module = getattr(launcher, "__name__", "").removeprefix("mscomm.")  # "" if init()'s arguments chose the launcher
     known_by = " ".join(f"{name}={text}" for name, text in environment.read_by(module, os.environ).items())
@@ -318,7 +419,7 @@ def _join(
     asked: assemble.Asked,
     algo: str,
     forced: list[str],
-    timeout_s: float,
+    limits: Limits,
     deadline: Deadline,
 ) -> Job:
     """Join the job to which this process is invited. Return when every rank is ready to use the world."""
@@ -341,9 +442,8 @@ def _join(
             member.give_up(error)
             raise
         welcome = member.join(facts, deadline)
-        log.set_rank(welcome.rank)
-        job = Job(assemble.Epoch(member, welcome, forced), asked, algo, timeout_s)
-        failing.callback(_core.set_world, None)
+        _tell_rank(welcome.rank)
+        job = Job(assemble.Epoch(member, welcome, forced), asked, algo, limits)
         try:
             job._begin_epoch(member, welcome, memory, deadline)
         except PeerLost:
@@ -352,7 +452,7 @@ def _join(
             # A rank was lost after all had joined. It will be restarted, so wait for it in the next epoch. First close
             # the listener: ranks that still set up this epoch may be waiting for an answer.
             memory.close()
-            job.rejoin(deadline)
+            job._rejoin(deadline)
         memory.close()
         failing.pop_all()
     job.launcher, job.hub = invitation.launcher, invitation.hub
@@ -398,16 +498,25 @@ def _device(device: int | None) -> int | None:
 
 
 def release() -> None:
-    """Leave the job. If a group has failed and no call of this rank has raised the failure yet, raise it now.
+    """Leave the default job. If a group has failed and no call of this rank has raised the failure yet, raise it now.
 
     release() waits for asynchronous calls (async_op) that are still running. Another rank fails only if it waits for
-    this rank after this rank has left. An exit handler also calls release().
+    this rank after this rank has left. An exit handler also calls release(), and leaves all other jobs, too.
     """
-    global _default
-    _core.set_world(None)
-    job, _default = _default, None
-    if job is not None and job.is_ours:
-        job.leave()
+    if _default is not None:
+        _default.release()
+
+
+def leave_all() -> None:
+    """Leave all jobs, those that were joined last first. Raise the first failure that no call has raised yet."""
+    unseen: Error | None = None
+    for job in reversed(_joined[:]):
+        try:
+            job.release()
+        except Error as error:
+            unseen = unseen or error
+    if unseen is not None:
+        raise unseen
 
 
 def is_initialized() -> bool:
@@ -415,11 +524,16 @@ def is_initialized() -> bool:
     return _default is not None and _default.is_ours
 
 
-def abort(reason: str) -> None:
-    """Stop the job's communication: all current and later calls, on every rank, raise Aborted.
+def abort(reason: str, group: Group | str | None = None) -> None:
+    """Stop communication: all current and later calls, on every rank, raise Aborted.
 
-    The error names this rank and the reason.
+    group: the group whose calls are stopped. None means all groups of the default job, not only the group of all ranks.
+    The error names this rank and the reason. After the end of one group, its ranks can destroy it and create it again.
     """
+    if group is not None:
+        found = resolve(group)
+        found.abort(printable(f"rank {found.epoch.rank} called abort: {reason}"))
+        return
     job = default()
     job.abort(printable(f"rank {job.rank} called abort: {reason}"))
 
@@ -443,7 +557,7 @@ def rejoin(timeout: float | timedelta | None = None) -> int:
     Raise PeerLost if a rank has left the job, or if nothing restarts lost ranks in this job. (Pass --max-restarts to
     `mscomm run` to have them restarted.) Raise RuntimeError in a job of one rank.
     """
-    return default().rejoin(Deadline(join_timeout_s(os.environ) if timeout is None else seconds_of(timeout)))
+    return default().rejoin(timeout)
 
 
 def _tell_others(error: BaseException, words: str) -> bool:
@@ -451,45 +565,62 @@ def _tell_others(error: BaseException, words: str) -> bool:
 
     Return whether there are other ranks.
     """
-    job = _default
-    if job is None or not job.is_ours or job.member is None:
-        return False
-    told = isinstance(error, Error) and any(group.raised for group in job.groups.values())
-    if not told:
-        job.abort(printable(f"rank {job.rank}: {words}"))
-    return True
+    jobs = [job for job in _joined if job.is_ours and job.member is not None]
+    for job in jobs:
+        told = isinstance(error, Error) and any(group.raised for group in job.groups.values())
+        if not told:
+            job.abort(printable(f"rank {job.rank}: {words}"))
+    return bool(jobs)
 
 
 # -- the default job, and the ranks of its groups
 
 
 def default() -> Job:
-    """Return the job that this process has joined. Raise RuntimeError before init(), and in a forked child."""
+    """Return the default job. Raise RuntimeError before init(), and in a forked child."""
     if _default is None:
         raise RuntimeError("mscomm: no job joined; call mscomm.init() first")
-    if _default.forked:
+    return unforked(_default)
+
+
+def unforked(job: Job) -> Job:
+    """Return the job. Raise RuntimeError in a forked child of the process that joined it."""
+    if job.forked:
         raise RuntimeError(
-            f"mscomm: this process was forked from a rank (pid {_default.pid}) and is not a rank itself;"
+            f"mscomm: this process was forked from a rank (pid {job.pid}) and is not a rank itself;"
             " call mscomm in the parent"
         )
-    return _default
+    return job
 
 
 def resolve(group: Group | str | None) -> Group:
-    """Return the group that the argument stands for. None stands for the world.
+    """Return the group that the argument stands for: a Group of any job, the name of a group of the default job, or
+    None for all ranks of the default job.
 
     Raise RuntimeError before init(), in a forked child, and if this rank is not in the group.
     """
+    if isinstance(group, Group):
+        job_of(group)
+        return group
     job = _default
     if job is None or job.forked:
         job = default()  # default() raises the error
-    return job.world if group is None else job.resolve(group)
+    return job.world if group is None else job.named(group)
+
+
+def job_of(group: Group) -> Job:
+    """Return the job of the group. Raise ValueError if the group has ended, and RuntimeError if it is not usable."""
+    if isinstance(group, NonMember):
+        raise group.refusal()
+    if group.job is None:
+        raise ValueError(f"group {group.name!r} was destroyed, or belongs to a job that this process has left")
+    return unforked(group.job)
 
 
 def _in_child() -> None:
-    if _default is not None:
-        _default.forked = True
-        _core.set_world(None)
+    for job in _joined:
+        job.forked = True
+    _core.set_world(None)
 
 
 os.register_at_fork(after_in_child=_in_child)
@@ -513,7 +644,8 @@ def get_local_rank(group: Group | str | None = None) -> int:
 
     For the world, return the local rank that the launcher assigned, unless it assigned none or MSCOMM_HOST_ID is set.
     """
-    job, found = default(), resolve(group)
+    found = resolve(group)
+    job = job_of(found)
     if found is job.world:
         return job.local_rank
     local = [rank for rank, host in zip(found.ranks, found.hosts, strict=True) if host == found.hosts[found.rank]]
@@ -527,9 +659,8 @@ def get_local_rank_size(group: Group | str | None = None) -> int:
 
 
 def get_backend(group: Group | str | None = None) -> str:
-    """Return the job's backend: "cpu", "nccl" or "hccl". It is the same for all groups."""
-    resolve(group)
-    return default().backend
+    """Return the backend of the group's job: "cpu", "nccl" or "hccl"."""
+    return job_of(resolve(group)).backend
 
 
 def get_launcher() -> str:
@@ -551,7 +682,7 @@ def get_world_rank_from_group_rank(group: Group | str, group_rank_id: int) -> in
 def get_group_rank_from_world_rank(world_rank_id: int, group: Group | str) -> int:
     """Convert a rank in the world to a rank in the group. Raise ValueError if that rank is not in the group."""
     found = resolve(group)
-    rank = checked_rank("get_group_rank_from_world_rank", "world_rank_id", world_rank_id, default().world)
+    rank = checked_rank("get_group_rank_from_world_rank", "world_rank_id", world_rank_id, job_of(found).world)
     if rank not in found.ranks:
         raise ValueError(f"get_group_rank_from_world_rank: rank {rank} is not in group {found.name} {found.ranks}")
     return found.ranks.index(rank)

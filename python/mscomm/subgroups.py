@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import operator
-import os
 import re
 
 from mscomm.arguments import checked_rank
 from mscomm.cluster import assemble
-from mscomm.cluster.deadline import Deadline, join_timeout_s
-from mscomm.group import Group, NonMember, printable
-from mscomm.job import WORLD_NAMES, Making, default, resolve
+from mscomm.cluster.deadline import Deadline, seconds_of
+from mscomm.group import Group, NonMember, Timeout, printable
+from mscomm.job import WORLD_NAMES, Job, Making, default, job_of, resolve, unforked
 
 _NAME_BYTES = 200
 _NAME_OF_SPLIT = re.compile(r"\.\d+\.-?\d+$")
 
 
-def create_group(group: str, rank_ids: list[int]) -> Group:
+def create_group(group: str, rank_ids: list[int], *, timeout: Timeout = None, job: Job | None = None) -> Group:
     """Create a group of some of the ranks. All ranks of the new group must pass the same name and the same list.
 
     rank_ids: ranks in the world; a rank's index in the list is its rank in the group. A rank that is not in the list
@@ -26,17 +25,21 @@ def create_group(group: str, rank_ids: list[int]) -> Group:
     groups at once. create_group returns when all ranks in the list have called it. Therefore, ranks that are in several
     groups must create these groups in the same order.
 
+    timeout: the default timeout of the group's calls, in seconds or as a timedelta; None means that of its job. job:
+    the Job whose ranks form the group; None means the default job, which init() has joined.
+
     Raise TypeError if group is not a str or rank_ids is not a list of ints. Raise ValueError if the list is empty,
     contains an invalid rank or contains a rank twice, or if a group of other ranks already has this name. Raise
     Mismatch if the ranks passed different lists, PeerLost if one of them is lost, and CollectiveTimeout if they have
-    not all called create_group within MS_TOPO_TIMEOUT seconds.
+    not all called create_group within the job's join_timeout (see init).
 
     >>> pair = mscomm.create_group("pair", [0, 1])
     >>> if pair:                                                           # ranks 0 and 1
     ...     print(mscomm.all_reduce(np.ones(1), group=pair))
     [2.]
     """
-    job = default()
+    job = default() if job is None else _current(job)
+    timeout_s = job.timeout_s if timeout is None else seconds_of(timeout)
     if not isinstance(group, str):
         raise TypeError(f"create_group: the name is a {type(group).__name__}, expected a str")
     if not isinstance(rank_ids, list):
@@ -54,10 +57,10 @@ def create_group(group: str, rank_ids: list[int]) -> Group:
             raise ValueError(f"create_group: group {group!r} has the ranks {there.ranks}; destroy_group it first")
         return there
     if job.rank not in ranks:
-        job.others[group] = NonMember(group, ranks, job.rank)
+        job.others[group] = NonMember(group, ranks, job)
         return job.others[group]
-    made = Group(group, ranks, job.timeout_s)
-    job.found(made, Deadline(join_timeout_s(os.environ)))
+    made = Group(group, ranks, timeout_s)
+    job.found(made, job.deadline())
     job.makings.append(Making(made, lambda deadline: job.found(made, deadline)))
     return made
 
@@ -70,20 +73,21 @@ def create_variant(group: str, algo: str) -> Group:
     """
     job = default()
     made = Group(group, list(job.world.ranks), job.timeout_s)
-    job.found(made, Deadline(join_timeout_s(os.environ)), assemble.forced_algorithms(algo))
+    job.found(made, job.deadline(), assemble.forced_algorithms(algo))
     return made
 
 
-def split(color: int | None, key: int = 0, *, group: Group | str | None = None) -> Group:
+def split(color: int | None, key: int = 0, *, group: Group | str | None = None, timeout: Timeout = None) -> Group:
     """Split a group: the ranks that pass the same color form a new group, ordered by key, then by rank.
 
     All ranks of the group must call split; group=None splits the world. Return this rank's new group. A rank that
     passes color=None is in none of the new groups. It gets a Group whose truth value is False, like the one that
-    create_group returns to a rank that is not in the list. The errors are those of create_group. This is like
-    MPI_Comm_split.
+    create_group returns to a rank that is not in the list. timeout: the default timeout of the new group's calls; None
+    means that of `group`. The errors are those of create_group. This is like MPI_Comm_split.
     """
-    job = default()
     parent = resolve(group)
+    job = job_of(parent)
+    timeout_s = parent.timeout_s if timeout is None else seconds_of(timeout)
     color = None if color is None else _in_64_bits("color", color)
     key = _in_64_bits("key", key)
 
@@ -104,8 +108,8 @@ def split(color: int | None, key: int = 0, *, group: Group | str | None = None) 
         made.ranks, made.size = ranks, len(ranks)
         job.found(made, deadline)
 
-    made = Group("", [], job.timeout_s) if color is not None else NonMember("", None, job.rank)
-    found(Deadline(join_timeout_s(os.environ)))
+    made = Group("", [], timeout_s) if color is not None else NonMember("", None, job)
+    found(job.deadline())
     job.makings.append(Making(made, found))
     return made
 
@@ -115,17 +119,17 @@ def shrink(group: Group | str | None, name: str) -> Group:
 
     All surviving ranks must call shrink. The new group exists until rejoin(). The errors are those of create_group.
     """
-    job = default()
     parent = resolve(group)
+    job = job_of(parent)
     _check_name("shrink", name)
     if name in job.groups:
         raise ValueError(f"shrink: there is a group {name!r} already")
-    deadline = Deadline(join_timeout_s(os.environ))
+    deadline = job.deadline()
     ranks = parent.ranks
     if job.member:
         meeting = f"{job.epoch.number}:shrink to {name}:{parent.id}"
         ranks = job.member.meet(meeting, f"shrink to {name!r}", ranks, {}, deadline, survivors=True).ranks
-    made = Group(name, ranks, job.timeout_s)
+    made = Group(name, ranks, parent.timeout_s)
     job.found(made, deadline)
     return made
 
@@ -135,20 +139,32 @@ def destroy_group(group: Group | str) -> None:
 
     Raise ValueError for the world.
     """
-    job = default()
-    outside = job.others.get(group) if isinstance(group, str) else group
+    outside = default().others.get(group) if isinstance(group, str) else group
     if isinstance(outside, NonMember):
+        job = unforked(outside.job)
         job.makings = [making for making in job.makings if making.group is not outside]
         if job.others.get(outside.name) is outside:
             del job.others[outside.name]
         return
     found = resolve(group)
+    job = job_of(found)
     if found is job.world:
         raise ValueError("destroy_group: the group of all ranks ends with release()")
     del job.groups[found.name]
     job.makings = [making for making in job.makings if making.group is not found]
     found.drain()
     found.leave()
+    found.job = None
+
+
+def _current(job: Job) -> Job:
+    """Return the job that the user has passed. Raise TypeError if it is not a Job, and ValueError if it has ended."""
+    if not isinstance(job, Job):
+        raise TypeError(
+            f"create_group: job is a {type(job).__name__}; expected a Job that join() has returned, or None"
+        )
+    job_of(job.world)
+    return job
 
 
 def _check_name(function: str, name: str) -> None:

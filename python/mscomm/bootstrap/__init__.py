@@ -37,7 +37,12 @@ def find(
         from mscomm.bootstrap import by_hand
 
         return by_hand.launcher(init_method, rank, world_size)
-    return _detected(env)
+    launcher = _detected(env)
+    if launcher is None:
+        return None
+    from mscomm.bootstrap import again
+
+    return again.found(launcher, env)
 
 
 def _detected(env: Mapping[str, str]) -> Found | None:

@@ -1,22 +1,26 @@
-"""Joins the job that init(init_method=...) describes: its ranks meet at tcp://host:port or share an MPI communicator.
+"""Joins the job that init(init_method=...) describes: its ranks meet at tcp://host:port, or share an MPI communicator
+or a store of torch.distributed.
 
-A communicator is any object that has rank, size, Bcast and Allgather for plain buffers, as in mpi4py. This module does
-not import MPI.
+A communicator is any object that has rank, size, Bcast and Allgather for plain buffers, as in mpi4py. A store is any
+object that has set, get, add and wait, as in torch. This module imports neither MPI nor torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from mscomm.bootstrap import kvs
 from mscomm.bootstrap.invitation import Invitation, Launcher, Seat
 from mscomm.bootstrap.rendezvous import Meeting, Spot
+from mscomm.bootstrap.torch_store import TorchStore, name_of
 from mscomm.cluster.assemble import host_id
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.protection import Protection
+from mscomm.errors import BackendUnavailable
 
 _TCP = re.compile(r"tcp://(?:\[(?P<v6>[^]/]+)\]|(?P<host>[^]/:[]+)):(?P<port>\d{1,5})/?")
 _TEXT_BYTES = 256  # no text is longer
@@ -32,22 +36,30 @@ def launcher(init_method: Any, rank: int | None, world_size: int | None) -> Laun
             if given not in (None, own):
                 raise ValueError(f"init: {name}={given}, but the communicator says {own}; leave {name} out")
         return _Communicator(init_method) if init_method.size > 1 else None
+    if all(callable(getattr(init_method, name, None)) for name in ("set", "get", "add", "wait")):
+        return _Stored(init_method, *_place("a store", rank, world_size)) if world_size != 1 else None
     if not isinstance(init_method, str):
         raise TypeError(
-            f"init: init_method is a {type(init_method).__name__}; expected 'tcp://host:port' or an MPI communicator"
-            + (", because rank or world_size was given" if init_method is None else "")
+            f"init: init_method is a {type(init_method).__name__}; expected 'tcp://host:port', an MPI communicator or "
+            "a store of torch.distributed" + (", because rank or world_size was given" if init_method is None else "")
         )
     fields = _TCP.fullmatch(init_method)
     if not fields or not 0 < int(fields["port"]) < 1 << 16:
         raise ValueError(
             f"init: init_method={init_method!r}: expected tcp://host:port, or tcp://[address]:port for IPv6"
         )
-    if not isinstance(rank, int) or not isinstance(world_size, int) or not 0 <= rank < world_size:
+    host, port = fields["v6"] or fields["host"], int(fields["port"])
+    place = _place(repr(init_method), rank, world_size)
+    return _Tcp(host, port, *place) if world_size != 1 else None
+
+
+def _place(method: str, rank: Any, size: Any) -> tuple[int, int]:
+    if not isinstance(rank, int) or not isinstance(size, int) or not 0 <= rank < size:
         raise ValueError(
-            f"init: init_method={init_method!r} needs rank and world_size, 0 <= rank < world_size; "
-            f"got rank={rank!r}, world_size={world_size!r}"
+            f"init: init_method={method} needs rank and world_size, 0 <= rank < world_size; "
+            f"got rank={rank!r}, world_size={size!r}"
         )
-    return _Tcp(fields["v6"] or fields["host"], int(fields["port"]), rank, world_size) if world_size > 1 else None
+    return rank, size
 
 
 class _Tcp:
@@ -105,6 +117,52 @@ class _Store(NamedTuple):
 
     def answer(self, texts: Sequence[str], deadline: Deadline) -> None:
         self.comm.Bcast(bytearray(b"".join(map(_padded, texts))), root=0)
+
+
+class _Stored:
+    """The ranks pass each other texts through a store, in which each join has entries of its own.
+
+    First, rank 0 learns which ranks are on its host. If all are, they meet at a unix socket with a random name, and the
+    key is in a file: other users of this host can read the entries of a TCPStore. Otherwise, see kvs.Join.
+    """
+
+    NAME = "store"
+    _ANSWER = re.compile(r"(?P<local>\d{1,9}) (?P<several>several|[0-9a-f]{32})", re.ASCII)
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+
+    def accept(self, env: Mapping[str, str], deadline: Deadline, protection: Protection) -> Invitation:
+        # The store counts the joins of each rank. So this also works if a rank was started again in between, as long as
+        # all ranks were.
+        turn = int(self._store.add(f"mscomm/joins/{self._rank}", 1))
+        prefix = f"mscomm/{turn}"
+        seat = Seat(self._rank, self._size, None, one_host=False)
+        answer = self._hosts(TorchStore(self.NAME, self._store, f"{prefix}/hosts", seat), deadline)
+        fields = self._ANSWER.fullmatch(answer)
+        if not fields:
+            raise BackendUnavailable(
+                f"{self.NAME}: rank 0 has put {answer[:40]!r} into {name_of(self._store)}. Do all ranks run the same "
+                "mscomm?"
+            )
+        seat = seat._replace(local_rank=int(fields["local"]), one_host=fields["several"] != "several")
+        if seat.one_host:
+            advice = "Has rank 0 ended?"
+            spot = Spot(f"store {fields['several']}")
+            return Meeting(self.NAME, seat, spot, env, deadline, protection, advice).invitation()
+        store = TorchStore(self.NAME, self._store, prefix, seat)
+        return kvs.Join(self.NAME, seat, store, env, deadline, protection).invitation()
+
+    def _hosts(self, store: TorchStore, deadline: Deadline) -> str:
+        """Return this rank's number on its host, and a random name if all ranks are on one host."""
+        mine = hashlib.sha256(host_id().encode()).hexdigest()
+        if self._rank > 0:
+            return store.ask(mine, deadline)
+        hosts = [mine, *store.collect(deadline, wanted=True)]
+        several = secrets.token_hex(16) if len(set(hosts)) == 1 else "several"
+        answers = [f"{hosts[:rank].count(host)} {several}" for rank, host in enumerate(hosts)]
+        store.answer(answers, deadline)
+        return answers[0]
 
 
 def _all_gather(comm: Any, mine: bytes) -> list[bytes]:

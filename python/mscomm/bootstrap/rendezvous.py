@@ -43,12 +43,18 @@ _SILENCES = 3
 
 
 class Spot(NamedTuple):
-    """Where the ranks meet. `job`: text that identifies the job among all jobs that may use the same address."""
+    """Where the ranks meet.
+
+    job: text that identifies the job among all jobs that may use the same address. host: the name or address of rank
+    0's host. key_path: a file on a shared file system; rank 0 writes the key to it if the user provides no key. key: a
+    key that all ranks have already.
+    """
 
     job: str
-    host: str = ""  # the name or address of rank 0's host
+    host: str = ""
     ports: Sequence[int] = ()
-    key_path: str = ""  # a file on a shared file system; rank 0 writes the key to it if the user provides no key
+    key_path: str = ""
+    key: bytes = b""
 
 
 class Meeting(NamedTuple):
@@ -369,7 +375,9 @@ def _key(spot: Spot, address: Any, env: Mapping[str, str], protection: Protectio
     ranks call this function after they have connected. Raise FileNotFoundError if rank 0's file is missing.
     """
     path = _path(spot, address)
-    if users := environment.read("MSCOMM_JOB_KEY_FILE", env):
+    if spot.key:
+        key = spot.key
+    elif users := environment.read("MSCOMM_JOB_KEY_FILE", env):
         key = security.read_key(users)
     elif not path:
         key = security.job_key(env, address[0], address[1], protection)

@@ -1,8 +1,9 @@
-"""The store of torchrun's agents, through which a job on several hosts without a key file gets its key (sealed_key.py).
+"""Joins through a store of torch.distributed, such as the store of torchrun's agents, as a kvs.Store.
 
-The store outlives a restart of the ranks, and so do the entries of the start before. Therefore, rank 0 begins with a
+A store outlives a restart of the ranks, and so do the entries of the start before. Therefore, rank 0 begins with a
 random text, the name of this start, which is a part of the other entries' names. A rank that has read an old name reads
-it again while it waits. The answer to a rank has this rank's text in its name, which is a new public key in each start.
+it again while it waits. Each rank puts its text under a random token, and reads the entry `to/TOKEN`, which is for this
+rank alone, or `to/all`, which is for all ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 from mscomm.bootstrap.invitation import Seat
 from mscomm.cluster.deadline import Deadline
@@ -22,69 +24,103 @@ _PAUSES_S = (0.005, 0.1)  # the first and the longest pause between two looks at
 _LOOK_S = 0.5  # how long a rank waits for its answer before it looks whether another start has begun
 
 
+def connected(launcher: str, host: str, port: int, deadline: Deadline) -> Any:
+    """Return torch's TCPStore at this address. Raise BackendUnavailable if it cannot be reached."""
+    with _telling(launcher, _where(host, port)):
+        from torch.distributed import TCPStore  # slow to import
+
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=deadline.left()))
+
+
+def _where(host: str, port: int) -> str:
+    return f"torch's store at {host}, port {port}"
+
+
+def name_of(store: Any) -> str:
+    """Return the name of the store in error messages."""
+    inner = store
+    while hasattr(inner, "underlying_store"):  # a PrefixStore
+        inner = inner.underlying_store
+    if hasattr(inner, "host") and hasattr(inner, "port"):
+        return _where(inner.host, inner.port)
+    return f"the {type(inner).__name__}"
+
+
 class TorchStore:
-    """A kvs.Store in torch's TCPStore at this address. turn: how many joins of this process came before this one."""
+    """A kvs.Store in torch's store. prefix: begins the names of all entries; each join has its own."""
 
-    def __init__(self, launcher: str, host: str, port: int, turn: int, seat: Seat, deadline: Deadline) -> None:
-        self._launcher, self._where = launcher, f"torch's store at {host}, port {port}"
-        self._prefix, self._seat = f"mscomm/{turn}", seat
+    def __init__(self, launcher: str, store: Any, prefix: str, seat: Seat) -> None:
+        self._launcher, self._store, self._prefix, self._seat = launcher, store, prefix, seat
+        self._where = name_of(store)
         self._name = secrets.token_hex(8)  # on rank 0, of this start
-        self._asks: list[str] = []
-        with self._telling():
-            from torch.distributed import TCPStore  # slow to import
-
-            self._store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=deadline.left()))
+        self._tokens: list[str] = []  # on rank 0, of the ranks 1, 2, ...
 
     def ask(self, text: str, deadline: Deadline) -> str:
+        token = secrets.token_hex(8)
         while not deadline.passed:
-            name = self._get("start", deadline)
+            name = self._get(deadline, "start")
             if not re.fullmatch("[0-9a-f]{16}", name):
                 break
-            with self._telling():
-                self._store.set(f"{self._prefix}/{name}/{self._seat.rank}", text)
-            if answer := self._get(f"{name}/to/{text}", deadline.within(_LOOK_S)):
+            with _telling(self._launcher, self._where):
+                self._store.set(f"{self._prefix}/{name}/{self._seat.rank}", f"{token} {text}")
+            answer = self._get(deadline.within(_LOOK_S), f"{name}/to/{token}", f"{name}/to/all")
+            if answer:
                 return answer
         raise CollectiveTimeout(
-            f"{self._launcher}: rank 0 has put no key into {self._where} within {deadline.seconds:g} s: it has ended, "
-            "never calls mscomm.init(), or has a key file or certificates, which this rank does not have",
+            f"{self._launcher}: rank 0 has put no answer into {self._where} within {deadline.seconds:g} s: it has "
+            "ended, never calls mscomm.init(), or has a key file or certificates, which this rank does not have",
             waiting_for=(0,),
         )
 
     def collect(self, deadline: Deadline, wanted: bool) -> Sequence[str]:
-        with self._telling():
+        with _telling(self._launcher, self._where):
             self._store.set(f"{self._prefix}/start", self._name)
-        if wanted:
-            for rank in range(1, self._seat.size):
-                self._asks.append(self._get(f"{self._name}/{rank}", deadline))
-                if not self._asks[-1]:
-                    raise CollectiveTimeout(
-                        f"{self._launcher}: rank {rank} has put nothing into {self._where} within "
-                        f"{deadline.seconds:g} s: it has ended, never calls mscomm.init(), or has a key file or "
-                        "certificates, which rank 0 does not have",
-                        waiting_for=(rank,),
-                    )
-        return self._asks
+        texts = []
+        for rank in range(1, self._seat.size) if wanted else []:
+            token, _, text = self._get(deadline, f"{self._name}/{rank}").partition(" ")
+            if not token:
+                raise CollectiveTimeout(
+                    f"{self._launcher}: rank {rank} has put nothing into {self._where} within "
+                    f"{deadline.seconds:g} s: it has ended, never calls mscomm.init(), or has a key file or "
+                    "certificates, which rank 0 does not have",
+                    waiting_for=(rank,),
+                )
+            self._tokens.append(token)
+            texts.append(text)
+        return texts
 
     def answer(self, texts: Sequence[str], deadline: Deadline) -> None:
-        # If rank 0 gives up before all ranks have asked, torchrun ends the others.
-        with self._telling():
-            for ask, text in zip(self._asks, texts[1:], strict=False):
-                self._store.set(f"{self._prefix}/{self._name}/to/{ask}", text)
+        entries = dict(zip(self._tokens, texts[1:], strict=False)) if len(set(texts)) > 1 else {"all": texts[0]}
+        with _telling(self._launcher, self._where):
+            for to, text in entries.items():
+                self._store.set(f"{self._prefix}/{self._name}/to/{to}", text)
 
-    def _get(self, name: str, deadline: Deadline) -> str:
-        """Wait for the entry, and return its text; "" at the deadline."""
-        key, pause_s = f"{self._prefix}/{name}", _PAUSES_S[0]
-        with self._telling():
-            while not self._store.check([key]):  # torch's wait() prints lines at its deadline
+    def _get(self, deadline: Deadline, *names: str) -> str:
+        """Wait for one of the entries, and return its text; "" at the deadline."""
+        pause_s = _PAUSES_S[0]
+        with _telling(self._launcher, self._where):
+            while True:
+                for key in (f"{self._prefix}/{name}" for name in names):
+                    if self._has(key):
+                        return bytes(self._store.get(key)).decode("ascii", "replace")
                 if deadline.passed:
                     return ""
                 time.sleep(min(pause_s, deadline.left()))
                 pause_s = min(2 * pause_s, _PAUSES_S[1])
-            return bytes(self._store.get(key)).decode("ascii", "replace")
 
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _has(self, key: str) -> bool:
+        if hasattr(self._store, "check"):
+            return bool(self._store.check([key]))  # torch's wait() prints lines at its deadline
         try:
-            yield
-        except RuntimeError as error:  # all errors of torch's store
-            raise BackendUnavailable(f"{self._launcher}: {self._where}: {error}") from error
+            self._store.wait([key], timedelta(milliseconds=1))
+        except (RuntimeError, TimeoutError):  # it is not there yet
+            return False
+        return True
+
+
+@contextmanager
+def _telling(launcher: str, where: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # all errors of torch's stores
+        raise BackendUnavailable(f"{launcher}: {where}: {error}") from error

@@ -14,7 +14,7 @@ from mscomm import log
 from mscomm.bootstrap import kvs
 from mscomm.bootstrap.invitation import Invitation, Seat, turn
 from mscomm.bootstrap.rendezvous import Meeting, Spot, is_loopback_name, number, port_range, ports_after
-from mscomm.bootstrap.torch_store import TorchStore
+from mscomm.bootstrap.torch_store import TorchStore, connected
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.protection import Protection
 
@@ -53,7 +53,7 @@ def join(launcher: str, env: Mapping[str, str], deadline: Deadline, protection: 
     seat, spot = Seat(rank, size, local_rank, one_host), Spot(f"torch {host} {port} {life}", host, ports)
     has_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and importlib.util.find_spec("torch") is not None
     if has_store and not one_host and kvs.lacks_key(env, protection):
-        store = TorchStore(launcher, host, port, number_of_join, seat, deadline)
+        store = TorchStore(launcher, connected(launcher, host, port, deadline), f"mscomm/{number_of_join}", seat)
         invitation = kvs.Join(launcher, seat, store, env, deadline, protection).invitation()
         if rank == 0:
             log.warn(

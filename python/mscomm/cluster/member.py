@@ -177,7 +177,8 @@ class Member:
 
     def _known(self) -> dict[str, Any]:
         host = socket.gethostname()
-        return {"pid": os.getpid(), "hostname": host, "host": host, "link": self._own_address}
+        where = {"link": self._own_address, "listen": self._listen_at}
+        return {"pid": os.getpid(), "hostname": host, "host": host, **where}
 
     def rejoin(self, facts: Mapping[str, Any], deadline: Deadline) -> Welcome:
         """Wait for the next epoch, and return the Welcome of that epoch.

@@ -234,7 +234,7 @@ def serve() -> None:
             function, args = pickle.load(memory)  # noqa: S301
             result = function(*args)
             if job := sys.modules.get("mscomm.job"):
-                job.release()  # raises a failure of the job that no call has raised yet
+                job.leave_all()  # raises a failure of a job that no call has raised yet
             outcome = _result(pickler, result)
         except Exception as error:
             failure, outcome = error, _error(pickler, rank, error)
