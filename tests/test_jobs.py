@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -159,10 +162,115 @@ def test_a_forked_child_is_in_none_of_the_jobs(rank: int, group: mscomm.Group) -
 @ranks(2)
 def test_a_rank_that_does_not_join_again_is_waited_for_until_the_limit(rank: int, group: mscomm.Group) -> None:
     if rank == 1:
-        with pytest.raises(mscomm.BackendUnavailable, match=r"finds no hub of rank 0.*join number 2 of this process"):
+        with pytest.raises(
+            mscomm.BackendUnavailable, match=r"finds no hub of rank 0.*This would be job 1 that this process"
+        ):
             mscomm.join(join_timeout=0.5)
     everybody_is_here()
+    with mscomm.join() as job:  # the failed join does not count
+        assert mscomm.all_reduce(ONE, group=job.world) == 2
     assert mscomm.all_reduce(ONE) == 2
+
+
+@ranks(2)
+def test_jobs_of_different_names_never_meet(rank: int, group: mscomm.Group) -> None:
+    jobs = {}
+
+    def join(name: str) -> None:
+        jobs[name] = mscomm.join(name=name)
+
+    names = ["a", "b"] if rank else ["b", "a"]
+    threads = [threading.Thread(target=join, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name in ("a", "b"):
+        assert jobs[name].name == name
+        assert mscomm.all_gather_object(name, group=jobs[name].world) == [name, name]
+        jobs[name].release()
+    with pytest.raises(TypeError, match="name is a int"):
+        mscomm.join(name=3)
+
+
+@ranks(2)
+def test_an_error_of_another_job_ends_the_with_block_at_once(rank: int, group: mscomm.Group) -> None:
+    if rank == 0:
+        with pytest.raises(mscomm.Aborted, match="stop"), mscomm.join() as job:
+            mscomm.all_reduce(ONE, group=job.world, async_op=True)
+            while True:
+                mscomm.barrier()
+    else:
+        job = mscomm.join()
+        mscomm.abort("stop")
+        with pytest.raises(mscomm.Aborted, match=r"rank 0: Aborted: .*stop"):
+            mscomm.recv(np.empty(1), 0, group=job.world)
+        job.release()
+
+
+@ranks(2)
+def test_sys_exit_with_success_leaves_the_job_well(rank: int, group: mscomm.Group) -> None:
+    if rank == 0:
+        with pytest.raises(SystemExit), mscomm.join():
+            sys.exit(0)
+    else:
+        with mscomm.join():
+            everybody_left = time.monotonic() + 0.3
+            while time.monotonic() < everybody_left:
+                time.sleep(0.01)
+    assert mscomm.all_reduce(ONE) == 2
+
+
+@ranks(2)
+def test_a_released_job_is_freed_at_once(rank: int, group: mscomm.Group) -> None:
+    gc.collect()
+    gc.disable()
+    job = mscomm.join()
+    one, other = mscomm.create_group("one", [0], job=job), mscomm.create_group("other", [1], job=job)
+    mscomm.split(0, group=job.world)
+    heap = weakref.ref(job)
+    job.abort("file \udcff")  # can be encoded
+    with pytest.raises((mscomm.Aborted, mscomm.PeerLost)):
+        mscomm.barrier(group=job.world)
+    job.release()
+    with pytest.raises(ValueError, match="this process has left"):
+        job.abort("again")
+    with pytest.raises(ValueError, match="this process has left"):
+        job.rejoin()
+    mscomm.destroy_group(other if rank == 0 else one)  # of a job that has ended
+    del job, one, other
+    assert heap() is None
+    gc.enable()
+
+
+def test_each_job_has_records_of_its_own(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("""
+import mscomm
+mscomm.init()
+with mscomm.join(name="mine") as job:
+    if job.rank == 0: job.abort("stop")
+    for group in (job.world, None):
+        try:
+            mscomm.barrier(group=group)
+        except mscomm.Aborted: pass
+mscomm.barrier()
+mscomm.abort("all")
+try: mscomm.barrier()
+except mscomm.Aborted: pass
+""")
+    done = mscomm_run("-n", 2, script, env={"MSCOMM_RECORD": str(tmp_path / "record")})
+    kept = {path.name: json.loads(path.read_text())["job"] for path in (tmp_path / "record").iterdir()}
+    assert kept == {f"rank_{r}{job}.json": job[1:] for r in (0, 1) for job in ("", ".mine")}, done.stderr
+
+
+def test_init_in_a_job_checks_its_arguments(alone: mscomm.Group) -> None:
+    mscomm.init(rank=0, world_size=1)
+    for wrong in ({"rank": 1}, {"world_size": 2}):
+        with pytest.raises(RuntimeError, match="this process has joined as rank 0 of 1"):
+            mscomm.init(**wrong)
+    with pytest.raises(TypeError, match="device"):
+        mscomm.init(device="gpu")
 
 
 # -- through each launcher, again and again
@@ -257,12 +365,13 @@ def test_another_environment_describes_another_job(monkeypatch: pytest.MonkeyPat
 
     first = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "1"}
     invitation = Invitation("torchrun", Seat(0, 2, 0, True), None, b"k" * 32, "the hub")
-    monkeypatch.setattr(again, "_again", None)
-    assert again.found(torchrun, first) is torchrun
+    monkeypatch.setattr(again, "_first", None)
+    assert again.found(torchrun, first, "") is torchrun
     again.remember(torchrun, invitation, Epoch(), first)
-    assert isinstance(again.found(torchrun, dict(first)), again.Again)
-    assert again.found(torchrun, {**first, "TORCHELASTIC_RUN_ID": "2"}) is torchrun
-    assert again.found(torchrun, {**first, "WORLD_SIZE": "3"}) is torchrun
+    for same in (first, {**first, "MSCOMM_RANK": "7", "DEVICE_ID": "1"}):  # which torchrun.py does not read
+        assert isinstance(again.found(torchrun, same, ""), again.Again)
+    for other in ({**first, "TORCHELASTIC_RUN_ID": "2"}, {**first, "WORLD_SIZE": "3"}):
+        assert again.found(torchrun, other, "") is torchrun
 
 
 # -- through a store of torch.distributed
@@ -360,8 +469,12 @@ def test_what_a_store_lacks_is_told() -> None:
 
 
 def test_what_is_in_a_store_is_checked() -> None:
-    store = Dict()
-    store.set("mscomm/1/hosts/start", "0" * 16)
-    store.set("mscomm/1/hosts/" + "0" * 16 + "/to/all", "garbage \udcff".encode("utf-8", "replace").decode())
+    class Answers(Dict):
+        def set(self, key: str, value: str) -> None:
+            token = value.partition(" ")[0]
+            super().set(f"mscomm/hosts/{'0' * 16}/to/{token}", "garbage \N{SNOWMAN}")
+
+    store = Answers()
+    store.entries["mscomm/hosts/start"] = b"0" * 16
     with pytest.raises(mscomm.BackendUnavailable, match="rank 0 has put 'garbage"):
-        mscomm.init(init_method=store, rank=1, world_size=2)
+        mscomm.init(init_method=store, rank=1, world_size=2, join_timeout=20)

@@ -150,6 +150,7 @@ class Group:
         self.size = len(ranks)
         self.timeout_s = timeout_s
         self.job: Any = None  # the Job while the group can be used; this module is below job.py
+        self.job_name = ""
         self.record_dir = environment.read("MSCOMM_RECORD", os.environ)
         self._tracing = threading.Lock()  # protects _traced
         self.collecting = threading.RLock()  # protects the results of Works
@@ -536,12 +537,14 @@ class Group:
         for call in calls:
             call["line"] = self._lines.get(call["number"], "")
         rank = self.epoch.rank
-        suffix = "" if self.name == "world" else "." + re.sub(r"[^\w.-]", "_", self.name)
+        names = [self.job_name, "" if self.name == "world" else self.name]
+        suffix = "".join("." + re.sub(r"[^\w.-]", "_", name) for name in names if name)
         path = Path(self.record_dir, f"rank_{rank}{suffix}.json")
         partial = path.with_suffix(".partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            words = {"rank": rank, "size": self.size, "group": self.name, "cause": cause, "calls": calls}
+            about = {"rank": rank, "size": self.size, "job": self.job_name, "group": self.name}
+            words = {**about, "cause": cause, "calls": calls}
             partial.write_text(json.dumps(words, indent=1))
             partial.replace(path)
         except OSError as error:
@@ -561,7 +564,7 @@ class NonMember(Group):
         self.name = name
         if ranks is not None:
             self.ranks = ranks
-        self.job = job
+        self.job = job  # None when this process has left the job
         self._me = job.rank
 
     def __bool__(self) -> bool:

@@ -56,7 +56,7 @@ class Making(NamedTuple):
 class Job:
     """A job that join() has joined. The same object is used until release(), even after rejoin().
 
-    Attributes: world (the Group of all ranks, which functions of mscomm take as `group`); rank and size (of the world);
+    Attributes: name; world (the Group of all ranks, which functions of mscomm take as `group`); rank and size;
     local_rank; launcher ("mscomm run", "torchrun", ...); backend ("cpu", "nccl" or "hccl"); restarts (whether lost
     ranks are restarted, so that the others can rejoin()).
 
@@ -64,7 +64,8 @@ class Job:
     ...     total = mscomm.all_reduce(x, group=job.world)
     """
 
-    def __init__(self, epoch: assemble.Epoch, asked: assemble.Asked, algo: str, limits: Limits) -> None:
+    def __init__(self, epoch: assemble.Epoch, asked: assemble.Asked, algo: str, limits: Limits, name: str = "") -> None:
+        self.name = name
         self.epoch = epoch
         self.asked = asked
         self.algo = algo
@@ -76,6 +77,7 @@ class Job:
         # True in a forked child of the process that joined. Calls check this flag because getpid() is slow.
         self.forked = False
         self.world = Group("world", list(range(epoch.size)), self.timeout_s)
+        self.world.job_name = name
         self.groups: dict[str, Group] = {}  # by name, in the order of creation; the world comes first
         # groups, by name, for which this rank called create_group although it is not in the group
         self.others: dict[str, NonMember] = {}
@@ -91,10 +93,15 @@ class Job:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, Error):
-            # The other ranks must not wait for calls that this rank will not make.
-            self.abort(printable(f"rank {self.rank}: {type(error).__name__}: {error}"))
-        self.release()
+        left_well = error is None or isinstance(error, GeneratorExit) or _is_success(error)
+        if not left_well and self.is_ours:
+            assert error is not None
+            self.tell_of(error, f"{type(error).__name__}: {error}")  # the others must not wait for this rank
+        try:
+            self.release()
+        except Error:
+            if left_well:
+                raise
 
     @property
     def rank(self) -> int:
@@ -152,7 +159,7 @@ class Job:
                 raise
             raise cause from symptom
         group.enter(self.epoch, id, founded)
-        group.job = self
+        group.job, group.job_name = self, self.name
         self.groups[group.name] = group
         self.others.pop(group.name, None)
 
@@ -175,14 +182,13 @@ class Job:
         for this rank after this rank has left. An exit handler also calls release(). A second call does nothing.
         """
         global _default
-        if self not in _joined:
-            return
-        _joined.remove(self)
         if self is _default:
             _core.set_world(None)
             _default = None
-        if self.is_ours:
-            self._leave()
+        if self.world.job is not None and self.is_ours:
+            self._leave()  # if a signal handler interrupts it, the exit handler calls it again
+        with contextlib.suppress(ValueError):
+            _joined.remove(self)
 
     def _leave(self) -> None:
         groups = list(reversed(self.groups.values()))
@@ -204,14 +210,27 @@ class Job:
             failure = group.core.failure()
             if unseen is None and failure is not None and not group.raised:
                 unseen = failure.error
+        # These refer to this job. Without the cycles, its heap and its sockets are freed at once.
+        for other in self.others.values():
+            other.job = None
+        self.groups, self.others, self.makings = {}, {}, []
         if unseen is not None and not self.world.raised:
             raise unseen
 
     def abort(self, reason: str) -> None:
-        """Break all groups on all ranks: all current and later calls raise Aborted, with the reason as its text."""
+        """Break all groups on all ranks: all current and later calls raise Aborted. See the function abort()."""
+        job_of(self.world)
+        self._abort(f"rank {self.rank} called abort: {reason}")
+
+    def tell_of(self, error: BaseException, words: str) -> None:
+        """Abort the job because of an exception that ends this rank's part in it, unless all ranks know it already."""
+        if not (isinstance(error, Error) and any(group.raised for group in self.groups.values())):
+            self._abort(f"rank {self.rank}: {words}")
+
+    def _abort(self, text: str) -> None:
         for group in self.groups.values():
             group.raised = True
-        cause = Aborted(reason, [self.rank])
+        cause = Aborted(printable(text), [self.rank])
         if self.member is not None:
             self.member.report(cause)
         for group in self.groups.values():
@@ -219,6 +238,7 @@ class Job:
 
     def rejoin(self, timeout: float | timedelta | None = None) -> int:
         """Continue with all ranks in a new epoch after PeerLost. See the function rejoin(), which does the same."""
+        job_of(self.world)
         return self._rejoin(self.deadline() if timeout is None else Deadline(seconds_of(timeout)))
 
     def _rejoin(self, deadline: Deadline) -> int:
@@ -231,7 +251,7 @@ class Job:
             if self.epoch.heap is not None:
                 self.epoch.heap.retire()
             with links.unix_listener(128) as memory:
-                facts = assemble.facts(self.asked, self.size, self.algo, memory)
+                facts = assemble.facts(self.asked, self.size, self.algo, memory, self.name)
                 welcome = self.member.rejoin(facts, deadline)
                 try:
                     self._begin_epoch(self.member, welcome, memory, deadline)
@@ -311,10 +331,15 @@ def init(
     """
     global _default
     if _default is not None and _default.is_ours:
-        backend = _backend(backend_name)
-        if backend not in (AUTO, _default.backend):
+        _device(device)
+        if _backend(backend_name) not in (AUTO, _default.backend):
             raise RuntimeError(
                 f'init("{backend_name}"): this process has joined with backend {_default.backend}; call release() first'
+            )
+        if rank not in (None, _default.rank) or world_size not in (None, _default.size):
+            raise RuntimeError(
+                f"init: rank={rank}, world_size={world_size}: this process has joined as rank {_default.rank} of "
+                f"{_default.size}; call release() first, or join() another job"
             )
         return
     _default = join(
@@ -332,6 +357,7 @@ def init(
 def join(
     backend_name: str | None = None,
     *,
+    name: str = "",
     init_method: Any = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -342,10 +368,13 @@ def join(
     """Join a job like init(), but without making it the default job. Return the Job.
 
     The arguments and errors are those of init(). A process may be in several jobs at once. They have the same ranks if
-    they were joined through the same launcher, and each has groups, failures and time limits of its own. All ranks must
-    join their jobs in the same order. To use the job, pass job.world, or a group that was created with `job=job`, as
-    the `group` of a call. A process whose lost ranks are restarted (`mscomm run --max-restarts`, MS_ENABLE_RECOVERY)
-    can join only one job through its launcher.
+    they were joined through the same launcher, and each has groups, failures and time limits of its own. To use the
+    job, pass job.world, or a group that was created with `job=job`, as the `group` of a call. A process whose lost
+    ranks are restarted (`mscomm run --max-restarts`, MS_ENABLE_RECOVERY) can join only one job through its launcher.
+
+    name: the name of the job, which must be the same on all its ranks. A library that joins a job of its own passes its
+    name. All ranks must join jobs of the same name in the same order, and call one join after the other. Jobs of
+    different names never meet, so a rank may join them in another order than the other ranks.
 
     >>> with mscomm.join() as job:
     ...     mscomm.all_reduce(x, group=job.world)
@@ -363,21 +392,22 @@ def join(
 
     began = time.monotonic()
     log.version(f"mscomm {package_version()}, Python {platform.python_version()}, NumPy {np.__version__}")
-    launcher = bootstrap.find(os.environ, init_method, rank, world_size)
+    if not isinstance(name, str):
+        raise TypeError(f"join: name is a {type(name).__name__}, expected a str")
+    launcher = bootstrap.find(os.environ, init_method, rank, world_size, name)
     if log.enabled(log.INFO):
         _tell_launcher(launcher)
     if launcher is None:
         _tell_rank(0)
-        job = Job(assemble.alone(asked), asked, algo, limits)
+        job = Job(assemble.alone(asked), asked, algo, limits, name)
         job.found(job.world, deadline)
     else:
         invitation = launcher.accept(os.environ, deadline, protection())
-        device = invitation.device if asked.device is None else asked.device
+        device = invitation.device = invitation.device if asked.device is None else asked.device
         # The launcher's local rank is not valid if MSCOMM_HOST_ID defines the hosts.
         local_rank = None if environment.read("MSCOMM_HOST_ID", os.environ) else invitation.seat.local_rank
         asked = asked._replace(device=device, local_rank=local_rank)
-        job = _join(invitation, asked, algo, forced, limits, deadline)
-        again.remember(launcher, invitation, job.epoch, os.environ)
+        job = _join(invitation, asked, algo, forced, limits, name, deadline, launcher)
     _joined.append(job)
     if len(_joined) == 1:
         notices.know_rank(job.rank)
@@ -420,7 +450,9 @@ def _join(
     algo: str,
     forced: list[str],
     limits: Limits,
+    name: str,
     deadline: Deadline,
+    launcher: Launcher,
 ) -> Job:
     """Join the job to which this process is invited. Return when every rank is ready to use the world."""
     rank = None if invitation.seat.rank == UNKNOWN_RANK else invitation.seat.rank
@@ -437,13 +469,15 @@ def _join(
         failing.callback(member.close)
         memory = failing.enter_context(links.unix_listener(128))
         try:
-            facts = assemble.facts(asked, invitation.seat.size, algo, memory)
+            facts = assemble.facts(asked, invitation.seat.size, algo, memory, name)
         except BaseException as error:
             member.give_up(error)
             raise
         welcome = member.join(facts, deadline)
         _tell_rank(welcome.rank)
-        job = Job(assemble.Epoch(member, welcome, forced), asked, algo, limits)
+        job = Job(assemble.Epoch(member, welcome, forced), asked, algo, limits, name)
+        # All ranks have come. So all of them count this join, even if it fails from here on.
+        again.remember(launcher, invitation, job.epoch, os.environ)
         try:
             job._begin_epoch(member, welcome, memory, deadline)
         except PeerLost:
@@ -509,14 +543,9 @@ def release() -> None:
 
 def leave_all() -> None:
     """Leave all jobs, those that were joined last first. Raise the first failure that no call has raised yet."""
-    unseen: Error | None = None
-    for job in reversed(_joined[:]):
-        try:
-            job.release()
-        except Error as error:
-            unseen = unseen or error
-    if unseen is not None:
-        raise unseen
+    with contextlib.ExitStack() as jobs:  # leaves all of them, even if one raises
+        for job in _joined:
+            jobs.callback(job.release)
 
 
 def is_initialized() -> bool:
@@ -534,8 +563,7 @@ def abort(reason: str, group: Group | str | None = None) -> None:
         found = resolve(group)
         found.abort(printable(f"rank {found.epoch.rank} called abort: {reason}"))
         return
-    job = default()
-    job.abort(printable(f"rank {job.rank} called abort: {reason}"))
+    default().abort(reason)
 
 
 def rejoin(timeout: float | timedelta | None = None) -> int:
@@ -567,10 +595,12 @@ def _tell_others(error: BaseException, words: str) -> bool:
     """
     jobs = [job for job in _joined if job.is_ours and job.member is not None]
     for job in jobs:
-        told = isinstance(error, Error) and any(group.raised for group in job.groups.values())
-        if not told:
-            job.abort(printable(f"rank {job.rank}: {words}"))
+        job.tell_of(error, words)
     return bool(jobs)
+
+
+def _is_success(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 # -- the default job, and the ranks of its groups
@@ -620,6 +650,7 @@ def job_of(group: Group) -> Job:
 def _in_child() -> None:
     for job in _joined:
         job.forked = True
+    _joined.clear()
     _core.set_world(None)
 
 

@@ -141,7 +141,7 @@ def destroy_group(group: Group | str) -> None:
     """
     outside = default().others.get(group) if isinstance(group, str) else group
     if isinstance(outside, NonMember):
-        job = unforked(outside.job)
+        job = unforked(outside.job) if outside.job else default()
         job.makings = [making for making in job.makings if making.group is not outside]
         if job.others.get(outside.name) is outside:
             del job.others[outside.name]

@@ -27,9 +27,13 @@ LAUNCHERS = (
 
 
 def find(
-    env: Mapping[str, str], init_method: Any = None, rank: int | None = None, world_size: int | None = None
+    env: Mapping[str, str],
+    init_method: Any = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    name: str = "",
 ) -> Launcher | None:
-    """Return the launcher that the arguments of init() describe, or else the launcher that started this process.
+    """Return the launcher that the arguments of join() describe, or else the launcher that started this process.
 
     Return None if this process is a job of one rank.
     """
@@ -42,7 +46,7 @@ def find(
         return None
     from mscomm.bootstrap import again
 
-    return again.found(launcher, env)
+    return again.found(launcher, env, name)
 
 
 def _detected(env: Mapping[str, str]) -> Found | None:

@@ -9,77 +9,95 @@ computes from the first job where that is.
 
 from __future__ import annotations
 
-import itertools
 import os
+from collections import Counter
 from collections.abc import Mapping
 from types import ModuleType
 
 from mscomm import environment
-from mscomm.bootstrap.invitation import Invitation, Launcher, Seat
-from mscomm.bootstrap.rendezvous import Meeting, Spot, meeting_ports
+from mscomm.bootstrap.invitation import Found, Invitation, Launcher, Seat
+from mscomm.bootstrap.rendezvous import Meeting, Spot, high_ports
 from mscomm.cluster.assemble import Epoch
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.protection import Protection
 from mscomm.errors import BackendUnavailable
 
 
-class Again:
-    """A launcher for the later jobs of this process. first: the invitation to the first job."""
+class _First:
+    """What this process has learned in its first job."""
 
-    def __init__(self, launcher: Launcher, first: Invitation, epoch: Epoch, env: Mapping[str, str]) -> None:
-        self.NAME = launcher.NAME
-        self._first = first
-        self._restarts = epoch.restarts
-        self._given = _given(env)
+    def __init__(self, launcher: ModuleType, invitation: Invitation, epoch: Epoch, env: Mapping[str, str]) -> None:
+        self.launcher = launcher
+        self.given = _given(launcher, env)
+        self.key, self.device = invitation.key, invitation.device
+        self.restarts = epoch.restarts
         one_host = len(set(epoch.hosts)) == 1
-        self._seat = Seat(epoch.rank, epoch.size, first.seat.local_rank, one_host)
-        self._host = "" if one_host else epoch.facts[0]["listen"]
-        self._run = epoch.run.hex()
-        self._turns = itertools.count(2)
+        self.seat = Seat(epoch.rank, epoch.size, invitation.seat.local_rank, one_host)
+        self.host = "" if one_host else epoch.facts[0]["listen"]
+        self.run = epoch.run.hex()
+        self.joined: Counter[str] = Counter()  # how many jobs of each name have been joined since
 
-    def continues(self, launcher: Launcher, env: Mapping[str, str]) -> bool:
-        """Return whether the environment still describes the job that this process has joined."""
-        return self.NAME == launcher.NAME and self._given == _given(env)
+
+class Again:
+    """A launcher for the later jobs of this process. name: the name of the job."""
+
+    def __init__(self, first: _First, name: str) -> None:
+        self.NAME: str = first.launcher.NAME
+        self.first, self._name = first, name
 
     def accept(self, env: Mapping[str, str], deadline: Deadline, protection: Protection) -> Invitation:
-        if self._restarts:
+        first = self.first
+        if first.restarts:
             raise BackendUnavailable(
                 f"{self.NAME}: lost ranks of this job are restarted, so a process can join it only once, and this one "
                 "did so already: call init() once, and release() at the end"
             )
-        turn = next(self._turns)
-        job = f"{self.NAME} {self._run} {turn}"
-        ports = () if self._seat.one_host else meeting_ports(job, env)
-        spot = Spot(job, self._host, ports, key=self._first.key)
-        advice = f"This is join number {turn} of this process. All ranks must join equally often. Has rank 0 ended?"
-        invitation = Meeting(self.NAME, self._seat, spot, env, deadline, protection, advice).invitation()
-        invitation.device = self._first.device
+        turn = first.joined[self._name] + 1
+        job = f"{self.NAME} {first.run} {self._name!a} {turn}"
+        ports = () if first.seat.one_host else high_ports(job, env)
+        spot = Spot(job, first.host, ports, key=first.key)
+        named = f" of the name {self._name!r}" if self._name else ""
+        advice = (
+            f"This would be job {turn}{named} that this process joins after its first one. All ranks must join equally "
+            "often. Has rank 0 ended?"
+        )
+        invitation = Meeting(self.NAME, first.seat, spot, env, deadline, protection, advice).invitation()
+        invitation.device = first.device
         return invitation
 
-
-_again: Again | None = None
-
-
-def remember(launcher: Launcher, first: Invitation, epoch: Epoch, env: Mapping[str, str]) -> None:
-    """Keep what the next join needs. Call this when a job has been joined through any launcher."""
-    global _again
-    if isinstance(launcher, ModuleType):  # a launcher of this folder, and neither an Again nor one from by_hand.py
-        _again = Again(launcher, first, epoch, env)
+    def count(self) -> None:
+        self.first.joined[self._name] += 1
 
 
-def found(launcher: Launcher, env: Mapping[str, str]) -> Launcher:
-    """Return the launcher of this process, or its Again if this process has already joined a job through it."""
-    return _again if _again is not None and _again.continues(launcher, env) else launcher
+_first: _First | None = None
 
 
-def _given(env: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the variables that place this process in a job."""
-    return environment.given(env, environment.CLUSTER, environment.RUN, environment.LAUNCHER)
+def remember(launcher: Launcher, invitation: Invitation, epoch: Epoch, env: Mapping[str, str]) -> None:
+    """Keep what the next join needs. Call this when all ranks of a job have come, through whatever launcher."""
+    global _first
+    if isinstance(launcher, Again):
+        launcher.count()
+    elif isinstance(launcher, ModuleType):  # a launcher of this folder, and not one from by_hand.py
+        _first = _First(launcher, invitation, epoch, env)
+
+
+def found(launcher: Found, env: Mapping[str, str], name: str) -> Launcher:
+    """Return the launcher of this process, or an Again if this process has already joined a job through it.
+
+    If the variables that the launcher reads have changed, they describe another job.
+    """
+    if _first is not None and _first.launcher is launcher and _first.given == _given(_first.launcher, env):
+        return Again(_first, name)
+    return launcher
+
+
+def _given(launcher: ModuleType, env: Mapping[str, str]) -> Mapping[str, str]:
+    return environment.read_by(launcher.__name__.removeprefix("mscomm."), env)
 
 
 def _forget() -> None:
-    global _again
-    _again = None
+    global _first
+    _first = None
 
 
 # A forked child is not a rank. It must not meet the ranks in place of its parent.

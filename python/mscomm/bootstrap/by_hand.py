@@ -37,7 +37,8 @@ def launcher(init_method: Any, rank: int | None, world_size: int | None) -> Laun
                 raise ValueError(f"init: {name}={given}, but the communicator says {own}; leave {name} out")
         return _Communicator(init_method) if init_method.size > 1 else None
     if all(callable(getattr(init_method, name, None)) for name in ("set", "get", "add", "wait")):
-        return _Stored(init_method, *_place("a store", rank, world_size)) if world_size != 1 else None
+        place = _place("a store", rank, world_size)
+        return _Stored(init_method, *place) if world_size != 1 else None
     if not isinstance(init_method, str):
         raise TypeError(
             f"init: init_method is a {type(init_method).__name__}; expected 'tcp://host:port', an MPI communicator or "
@@ -120,7 +121,7 @@ class _Store(NamedTuple):
 
 
 class _Stored:
-    """The ranks pass each other texts through a store, in which each join has entries of its own.
+    """The ranks pass each other texts through a store; see torch_store.py.
 
     First, rank 0 learns which ranks are on its host. If all are, they meet at a unix socket with a random name, and the
     key is in a file: other users of this host can read the entries of a TCPStore. Otherwise, see kvs.Join.
@@ -133,12 +134,8 @@ class _Stored:
         self._store, self._rank, self._size = store, rank, size
 
     def accept(self, env: Mapping[str, str], deadline: Deadline, protection: Protection) -> Invitation:
-        # The store counts the joins of each rank. So this also works if a rank was started again in between, as long as
-        # all ranks were.
-        turn = int(self._store.add(f"mscomm/joins/{self._rank}", 1))
-        prefix = f"mscomm/{turn}"
         seat = Seat(self._rank, self._size, None, one_host=False)
-        answer = self._hosts(TorchStore(self.NAME, self._store, f"{prefix}/hosts", seat), deadline)
+        answer = self._hosts(TorchStore(self.NAME, self._store, "mscomm/hosts", seat), deadline)
         fields = self._ANSWER.fullmatch(answer)
         if not fields:
             raise BackendUnavailable(
@@ -150,7 +147,7 @@ class _Stored:
             advice = "Has rank 0 ended?"
             spot = Spot(f"store {fields['several']}")
             return Meeting(self.NAME, seat, spot, env, deadline, protection, advice).invitation()
-        store = TorchStore(self.NAME, self._store, prefix, seat)
+        store = TorchStore(self.NAME, self._store, "mscomm/hub", seat)
         return kvs.Join(self.NAME, seat, store, env, deadline, protection).invitation()
 
     def _hosts(self, store: TorchStore, deadline: Deadline) -> str:

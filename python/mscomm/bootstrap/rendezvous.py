@@ -151,6 +151,11 @@ def meeting_ports(job: str, env: Mapping[str, str]) -> Sequence[int]:
     """Return the hub's ports if the launcher names none: MSCOMM_PORT, or else eight ports derived from the job."""
     if port := environment.read("MSCOMM_PORT", env):
         return range(port, port + 1)
+    return high_ports(job, env)
+
+
+def high_ports(job: str, env: Mapping[str, str]) -> Sequence[int]:
+    """Return eight ports of MSCOMM_PORTS, or eight high ports if that is not set. They are derived from the job."""
     return _eight_of(environment.read("MSCOMM_PORTS", env) or _HIGH_PORTS, job)
 
 

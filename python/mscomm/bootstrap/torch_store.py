@@ -1,9 +1,9 @@
-"""Joins through a store of torch.distributed, such as the store of torchrun's agents, as a kvs.Store.
+"""A store of torch.distributed, such as the store of torchrun's agents, as a kvs.Store.
 
-A store outlives a restart of the ranks, and so do the entries of the start before. Therefore, rank 0 begins with a
-random text, the name of this start, which is a part of the other entries' names. A rank that has read an old name reads
-it again while it waits. Each rank puts its text under a random token, and reads the entry `to/TOKEN`, which is for this
-rank alone, or `to/all`, which is for all ranks.
+A store outlives a join and a restart of the ranks, and so do the entries of the join before. Therefore, rank 0 begins
+with a random text, the name of this join, which is a part of the other entries' names. A rank that has read an old name
+reads it again while it waits. Each rank puts its text with a random token, and the answer is under this token. So
+nobody takes an old entry for a new one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mscomm.cluster.deadline import Deadline
 from mscomm.errors import BackendUnavailable, CollectiveTimeout
 
 _PAUSES_S = (0.005, 0.1)  # the first and the longest pause between two looks at an entry
-_LOOK_S = 0.5  # how long a rank waits for its answer before it looks whether another start has begun
+_LOOK_S = 0.1  # how long a rank waits for its answer before it looks whether rank 0 has begun another join
 
 
 def connected(launcher: str, host: str, port: int, deadline: Deadline) -> Any:
@@ -52,7 +52,7 @@ class TorchStore:
     def __init__(self, launcher: str, store: Any, prefix: str, seat: Seat) -> None:
         self._launcher, self._store, self._prefix, self._seat = launcher, store, prefix, seat
         self._where = name_of(store)
-        self._name = secrets.token_hex(8)  # on rank 0, of this start
+        self._name = secrets.token_hex(8)  # on rank 0, of this join
         self._tokens: list[str] = []  # on rank 0, of the ranks 1, 2, ...
 
     def ask(self, text: str, deadline: Deadline) -> str:
@@ -63,8 +63,7 @@ class TorchStore:
                 break
             with _telling(self._launcher, self._where):
                 self._store.set(f"{self._prefix}/{name}/{self._seat.rank}", f"{token} {text}")
-            answer = self._get(deadline.within(_LOOK_S), f"{name}/to/{token}", f"{name}/to/all")
-            if answer:
+            if answer := self._get(deadline.within(_LOOK_S), f"{name}/to/{token}"):
                 return answer
         raise CollectiveTimeout(
             f"{self._launcher}: rank 0 has put no answer into {self._where} within {deadline.seconds:g} s: it has "
@@ -73,10 +72,11 @@ class TorchStore:
         )
 
     def collect(self, deadline: Deadline, wanted: bool) -> Sequence[str]:
+        """Return the texts even if they are not wanted, because answer() needs the tokens."""
         with _telling(self._launcher, self._where):
             self._store.set(f"{self._prefix}/start", self._name)
         texts = []
-        for rank in range(1, self._seat.size) if wanted else []:
+        for rank in range(1, self._seat.size):
             token, _, text = self._get(deadline, f"{self._name}/{rank}").partition(" ")
             if not token:
                 raise CollectiveTimeout(
@@ -90,23 +90,21 @@ class TorchStore:
         return texts
 
     def answer(self, texts: Sequence[str], deadline: Deadline) -> None:
-        entries = dict(zip(self._tokens, texts[1:], strict=False)) if len(set(texts)) > 1 else {"all": texts[0]}
+        # If rank 0 has failed in collect(), only the ranks that have come get an answer.
         with _telling(self._launcher, self._where):
-            for to, text in entries.items():
-                self._store.set(f"{self._prefix}/{self._name}/to/{to}", text)
+            for token, text in zip(self._tokens, texts[1:], strict=False):
+                self._store.set(f"{self._prefix}/{self._name}/to/{token}", text)
 
-    def _get(self, deadline: Deadline, *names: str) -> str:
-        """Wait for one of the entries, and return its text; "" at the deadline."""
-        pause_s = _PAUSES_S[0]
+    def _get(self, deadline: Deadline, name: str) -> str:
+        """Wait for the entry, and return its text; "" at the deadline."""
+        key, pause_s = f"{self._prefix}/{name}", _PAUSES_S[0]
         with _telling(self._launcher, self._where):
-            while True:
-                for key in (f"{self._prefix}/{name}" for name in names):
-                    if self._has(key):
-                        return bytes(self._store.get(key)).decode("ascii", "replace")
+            while not self._has(key):
                 if deadline.passed:
                     return ""
                 time.sleep(min(pause_s, deadline.left()))
                 pause_s = min(2 * pause_s, _PAUSES_S[1])
+            return bytes(self._store.get(key)).decode("ascii", "replace")
 
     def _has(self, key: str) -> bool:
         if hasattr(self._store, "check"):
@@ -122,5 +120,5 @@ class TorchStore:
 def _telling(launcher: str, where: str) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # all errors of torch's stores
+    except (RuntimeError, OSError, LookupError) as error:  # RuntimeError: all errors of torch's stores
         raise BackendUnavailable(f"{launcher}: {where}: {error}") from error

@@ -42,14 +42,15 @@ class Asked(NamedTuple):
     local_rank: int | None = None  # this rank's number on its host; None if the launcher does not provide it
 
 
-def facts(asked: Asked, size: int, algo: str, memory: socket.socket) -> dict[str, Any]:
+def facts(asked: Asked, size: int, algo: str, memory: socket.socket, name: str) -> dict[str, Any]:
     """Return the facts that this rank tells the other ranks about itself.
 
-    memory: the socket on which this rank listens for the other ranks of its host.
+    memory: the socket on which this rank listens for the other ranks of its host. name: the name of the job.
     """
     return {
         "version": package_version(),
         "backend": asked.backend,
+        "job": name,
         "size": size,
         "algo": algo,
         "host": host_id(),

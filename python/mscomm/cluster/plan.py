@@ -112,6 +112,7 @@ SHARED_FACTS = {
     "version": "install the same mscomm everywhere",
     "size": "start every rank with the same number of ranks",
     "backend": "call init() with the same backend on every rank",
+    "job": "give join() the same name on every rank, and join jobs of one name in the same order",
     "algo": "set MSCOMM_ALGO to the same text on every rank",
 }
 
