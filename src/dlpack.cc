@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <bit>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -50,6 +51,14 @@ struct Exchange {
   int (*describe)(void* object, Tensor* out);
   int (*current_stream)(int32_t device_type, int32_t device, void** out);
 };
+
+// Returns whether the storage of this PyTorch tensor has been resized to 0 bytes, as FSDP does. PyTorch then still adds the
+// tensor's offset to the null pointer. We ask for the offset only if the address is lower than usual, to save time.
+bool lacks_storage(const Array& array) {
+  const auto address = std::bit_cast<uintptr_t>(array.begin);
+  if (address >= uintptr_t{1} << 40) return false;
+  return address == array.given.attr("storage_offset")().cast<uintptr_t>() * size_of(*array.dtype);
+}
 
 }  // namespace
 
@@ -103,6 +112,7 @@ bool read_by_exchange(Array& array, PyObject* capsule) {
   }
   if (!in_order && step != 0) return false;  // if the array has no elements, any strides will do
   array.begin = static_cast<char*>(tensor.data) + tensor.byte_offset;
+  if (lacks_storage(array)) return false;
   if (!on_device) return true;
   void* stream = nullptr;
   if (api->current_stream(tensor.device_type, tensor.device, &stream) != 0) {

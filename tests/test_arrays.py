@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -218,19 +219,95 @@ def test_tensors_that_cannot_be_moved_are_refused_with_the_way_out(rank, group):
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
-@ranks(2)
+@ranks(N)
 def test_the_storage_of_a_tensor_can_be_resized_after_a_call(rank, group):
     """FSDP resizes storages. PyTorch cannot resize a storage after `x.numpy()`, so a call must not use `x.numpy()`."""
     import torch
 
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.ones(6, dtype=dtype)
-        total = mscomm.all_reduce(mscomm.all_reduce_(x))
-        parts = mscomm.all_to_all(x[::3])
-        mscomm.send(x, 1 - rank) if rank else mscomm.recv(total, 1 - rank)
-        for tensor in (x, total, parts):
-            tensor.untyped_storage().resize_(0)
-            assert tensor.untyped_storage().size() == 0
+    right, left = (rank + 1) % N, (rank - 1) % N
+    tensors: dict[str, torch.Tensor] = {}
+
+    def made(name: str, rows: int = 2 * N, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        tensors[f"{name} {len(tensors)}"] = x = torch.ones(rows, 5, dtype=dtype)
+        return x
+
+    for name, row in FUNCTIONS.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            got = row.call(made(name, row.given(HOW, rank), dtype), HOW, rank)
+            got = got[0] if isinstance(got, tuple) and row.counts else got
+            out = {} if got is None else {"out": made(f"out of {name}", len(got), dtype)}
+            row.call(made(name, row.given(HOW, rank), dtype), HOW, rank, **out)
+            if got is not None:
+                tensors[f"result of {name}, {dtype}"] = got
+        row.call(made(name, 2 * row.given(HOW, rank))[::2], HOW, rank)
+        row.call(made(name, row.given(HOW, rank)), HOW, rank, async_op=True).wait()
+    mscomm.all_reduce_(made("all_reduce_"))
+    mscomm.broadcast_(made("broadcast_"))
+    mscomm.all_reduce_(made("strided all_reduce_")[:, 1])
+    mscomm.all_reduce_many([made("all_reduce_many"), made("all_reduce_many")], out=[made("out"), made("out")])
+    sent = mscomm.send(made("send"), right, async_op=True)
+    mscomm.recv(made("recv"), left)
+    sent.wait()
+    mscomm.sendrecv(made("sendrecv"), right, made("sendrecv"), left)
+    mscomm.send_object(made("send_object"), rank)
+    mscomm.recv_object(rank)
+    mscomm.broadcast_object(made("broadcast_object"))
+    mscomm.all_gather_object([made("all_gather_object")])
+    mscomm.gather_object(made("gather_object"))
+    mscomm.scatter_object([made("scatter_object") for _ in range(N)])
+    mscomm.communication.comm_func.all_reduce(made("comm_func"))
+    mscomm.ops.AllGather()(made("ops"))
+    for name, tensor in tensors.items():
+        assert tensor.untyped_storage().resizable(), name
+        tensor.untyped_storage().resize_(0)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
+@ranks(2)
+def test_the_storage_of_a_parameter_can_be_resized_after_a_training(rank, group):
+    import torch
+
+    def wrapped(net: torch.nn.Module) -> mscomm.DistributedDataParallel:
+        return mscomm.DistributedDataParallel(net, gradient_as_bucket_view=True)
+
+    for train in (wrapped, mscomm.DistributedDataParallel, None):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+        reducer = None if train else mscomm.train.GradientReducer(net.parameters())
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        inputs = torch.ones(2, 4)
+        (train(net) if train else net)(inputs).sum().backward()
+        if reducer is not None:
+            reducer.wait()
+        optimizer.step()
+        mscomm.train.broadcast_parameters(net.state_dict())
+        with tempfile.TemporaryDirectory() as folder:
+            mscomm.save_checkpoint(net, f"{folder}/net.safetensors")
+            mscomm.load_param_into_net(net, mscomm.load_checkpoint(f"{folder}/net.safetensors"))
+        momenta = {f"momentum of {i}": state["momentum_buffer"] for i, state in optimizer.state_dict()["state"].items()}
+        for name, tensor in {"inputs": inputs, **net.state_dict(), **momenta}.items():
+            assert tensor.untyped_storage().resizable(), (train, name)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
+@ranks(1)
+def test_a_tensor_whose_storage_is_too_small_is_refused(rank, group):
+    import torch
+
+    words = "needs {} bytes of its storage, which was resized to {}; resize it back first"
+    x = torch.ones(100)
+    part, column = x[10:20], x.reshape(10, 10)[:, 1]
+    x.untyped_storage().resize_(0)
+    for tensor, needed in ((x, 400), (part, 80), (column, 368)):
+        for call in (mscomm.all_reduce, mscomm.all_reduce_, mscomm.all_gather, lambda one: mscomm.send(one, 0)):
+            with pytest.raises(TypeError, match=words.format(needed, 0)):
+                call(tensor)
+    assert mscomm.all_reduce(x[:0]).shape == (0,)
+    x.untyped_storage().resize_(100)
+    with pytest.raises(TypeError, match=words.format(368, 100)):
+        mscomm.all_reduce(column)
+    x.untyped_storage().resize_(400)
+    assert (mscomm.all_reduce_(x.fill_(3)) == 3).all()
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")

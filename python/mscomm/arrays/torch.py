@@ -66,11 +66,17 @@ def _on_cpu(x: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return the memory of a CPU tensor. Use its address, because x.numpy() would keep PyTorch from resizing x."""
     dtype = dtype_of(_code(x))
     try:
-        address = x.data_ptr()
-    except RuntimeError:
-        address = 0
-    if not address and x.numel():
-        raise TypeError(f"is a {type(x).__name__} without memory of its own; pass the tensor that it wraps")
+        address, storage = x.data_ptr(), x.untyped_storage()
+        there = storage.nbytes() if storage.data_ptr() or not storage.nbytes() else None
+    except (RuntimeError, NotImplementedError):
+        address, there = 0, None
+    if x.numel():
+        if there is None:
+            raise TypeError(f"is a {type(x).__name__} without memory of its own; pass the tensor that it wraps")
+        last = x.storage_offset() + sum(step * (extent - 1) for step, extent in zip(x.stride(), x.shape, strict=True))
+        needed = (last + 1) * dtype.itemsize
+        if there < needed:
+            raise TypeError(f"needs {needed} bytes of its storage, which was resized to {there}; resize it back first")
     return in_memory(x, address, tuple(x.shape), dtype, tuple(step * dtype.itemsize for step in x.stride()))
 
 
