@@ -35,12 +35,27 @@ struct Versioned {
 static_assert(offsetof(Versioned, tensor) == 32);
 
 // Returns the core's dtype for the elements of this tensor, or nullopt if there is none. `kinds` is in the order of DLPack's type
-// codes.
+// codes. The name of a dtype is its kind, which for numbers that may have several sizes is followed by the number of bits.
 std::optional<Dtype> dtype_of(const Tensor& tensor) {
-  static constexpr std::string_view kinds[] = {"int", "uint", "float", "", "bfloat", "complex", "bool"};
+  static constexpr std::string_view kinds[] = {"int",
+                                               "uint",
+                                               "float",
+                                               "",
+                                               "bfloat",
+                                               "complex",
+                                               "bool",
+                                               "",
+                                               "",
+                                               "",
+                                               "float8_e4m3fn",
+                                               "float8_e4m3fnuz",
+                                               "float8_e5m2",
+                                               "float8_e5m2fnuz",
+                                               "float8_e8m0fnu"};
   if (tensor.lanes != 1 || tensor.code >= std::size(kinds) || kinds[tensor.code].empty()) return std::nullopt;
+  const std::string kind(kinds[tensor.code]), sized = kind + std::to_string(tensor.bits);
   for (size_t i = 0; i < dtypes.size(); i++)
-    if (dtypes[i].name.starts_with(kinds[tensor.code]) && dtypes[i].bytes * 8 == tensor.bits) return static_cast<Dtype>(i);
+    if ((dtypes[i].name == kind || dtypes[i].name == sized) && dtypes[i].bytes * 8 == tensor.bits) return static_cast<Dtype>(i);
   return std::nullopt;
 }
 

@@ -305,6 +305,7 @@ PYBIND11_MODULE(_core, module) {
   module.attr("collectives") = as_strings(collectives);
   module.attr("ops") = as_strings(ops);
   module.def("dtypes", [] { return as_strings(std::views::transform(dtypes, &DtypeRow::name)); });
+  module.def("itemsize", [](int dtype) { return dtypes.at(static_cast<size_t>(dtype)).bytes; });
   module.attr("object_dtype") = static_cast<int>(Dtype::object);
   module.def("supports", [](int dtype, int op) { return supports(static_cast<Dtype>(dtype), static_cast<Op>(op)); });
   module.def("compress", compress_array);

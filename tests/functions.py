@@ -32,6 +32,9 @@ def ops_of(dtype: np.dtype[Any], collective: str = "") -> list[str]:
     return [op for op in found if op != "avg" or collective not in SCANS]
 
 
+REDUCED = [dtype for dtype in DTYPES if ops_of(dtype)]  # all except float8, which is only moved
+
+
 IDENTITY: dict[str, Callable[[np.dtype[Any]], Any]] = {
     "sum": lambda dtype: 0,
     "prod": lambda dtype: 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,12 +11,13 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
-from functions import FUNCTIONS, How
+from functions import FUNCTIONS, How, bits
 from ranks import ranks, tell, until_told
 
 import mscomm
 from mscomm import _core
 from mscomm.arrays import LIBRARIES
+from mscomm.arrays.numpy import OF_ML_DTYPES
 
 N = 3
 HOW = How("sum", 1, [[2] * N] * N)
@@ -34,8 +36,8 @@ def torch() -> Library:
     known = [name for name in _core.dtypes() if hasattr(torch, name)]
 
     def made(x: np.ndarray[Any, Any]) -> torch.Tensor:
-        if x.dtype.name == "bfloat16":
-            return torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16)
+        if x.dtype.name in OF_ML_DTYPES:
+            return torch.from_numpy(x.view(f"u{x.itemsize}").copy()).view(getattr(torch, x.dtype.name))
         return torch.from_numpy(x.copy())
 
     return Library(made, lambda x: isinstance(x, torch.Tensor), known)
@@ -51,7 +53,7 @@ def jax() -> Library:
 def mindspore() -> Library:
     import mindspore
 
-    known = [name for name in _core.dtypes() if name not in ("uint16", "uint32", "uint64")]
+    known = [name for name in _core.dtypes() if not name.startswith(("uint16", "uint32", "uint64", "float8"))]
     return Library(lambda x: mindspore.Tensor(x.copy()), lambda x: isinstance(x, mindspore.Tensor), known)
 
 
@@ -97,7 +99,7 @@ def test_every_function_takes_and_gives_its_arrays(rank, group, name):
             assert library.is_one(got), (function, dtype, type(got))
             there = mscomm.arrays.memory_anywhere(got, "got", function)
             assert there.dtype == expected.dtype and there.shape == expected.shape, (function, dtype)
-            assert (there == expected).all(), (function, dtype)
+            assert (bits(there) == bits(expected)).all(), (function, dtype)
 
 
 @ranks(2)
@@ -142,9 +144,9 @@ def test_tensors_in_objects_stay_of_their_library(rank, group, name):
         for x, expected in zip(came, sent, strict=True):
             there = mscomm.arrays.memory_anywhere(x, "x", "test")
             assert library.is_one(x) and there.dtype == expected.dtype and there.shape == expected.shape, dtype
-            assert (there == expected).all(), dtype
+            assert (bits(there) == bits(expected)).all(), dtype
     if library.writable:
-        assert mscomm.all_reduce_(came[0]) is came[0]
+        assert mscomm.broadcast_(came[0]) is came[0]
 
 
 @each_library
@@ -182,7 +184,8 @@ def test_tensors_that_cannot_be_moved_are_refused_with_the_way_out(rank, group):
     for x, words in (
         (torch.ones(3, device="meta"), "all_reduce: x is on meta; .* use x.cpu()"),
         (torch.ones(3).to_sparse(), "all_reduce: x is a tensor of layout torch.sparse_coo; use x.to_dense()"),
-        (torch.ones(2, dtype=torch.float8_e4m3fn), "all_reduce: x has dtype torch.float8_e4m3fn, which mscomm does"),
+        (torch.ones(2, dtype=torch.float8_e4m3fn), "all_reduce: sum is not defined on float8_e4m3fn arrays"),
+        (torch.empty(2, dtype=torch.bits8), "all_reduce: x has dtype torch.bits8, which mscomm does not move"),
     ):
         with pytest.raises(TypeError, match=words):
             mscomm.all_reduce(x)
@@ -308,6 +311,91 @@ def test_a_tensor_whose_storage_is_too_small_is_refused(rank, group):
         mscomm.all_reduce(column)
     x.untyped_storage().resize_(400)
     assert (mscomm.all_reduce_(x.fill_(3)) == 3).all()
+
+
+def forget_ml_dtypes() -> None:
+    """Make this rank behave as if ml-dtypes were not installed."""
+    sys.modules["ml_dtypes"] = None  # type: ignore[assignment]  # an import then raises ImportError
+    mscomm.arrays.numpy._of_ml_dtypes.cache_clear()
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
+@ranks(N)
+def test_tensors_of_bfloat16_and_float8_are_moved_without_ml_dtypes(rank, group):
+    import torch
+
+    made = MADE["torch"]().made
+
+    def bits_of(x: torch.Tensor) -> np.ndarray[Any, Any]:
+        unsigned = {1: torch.uint8, 2: torch.uint16}[x.itemsize]
+        return x.contiguous().view(unsigned).numpy().reshape(-1)
+
+    forget_ml_dtypes()
+    for dtype in OF_ML_DTYPES:
+        inputs = [values(dtype, r) for r in range(N)]
+        for function, row in FUNCTIONS.items():
+            if row.has_op and dtype != "bfloat16":
+                with pytest.raises(TypeError, match=f"{function}: sum is not defined on {dtype} arrays"):
+                    row.call(made(inputs[rank]), HOW, rank)
+                continue
+            mine = [x[: row.given(HOW, r)] for r, x in enumerate(inputs)]
+            expected = row.model(HOW, mine, rank, None)
+            column = made(np.stack([mine[rank], mine[rank]], axis=1))[:, 0]
+            assert not column.is_contiguous() or not column.numel()
+            for x in (made(mine[rank]), column):
+                got = row.call(x, HOW, rank)
+                got = got[0] if isinstance(got, tuple) and row.counts else got
+                assert (got is None) == (expected is None), (function, dtype)
+                if expected is None:
+                    row.call(x, HOW, rank)
+                    continue
+                out = torch.zeros(*got.shape, 2).to(got.dtype)[..., 0]
+                row.call(x, HOW, rank, out=out)
+                for one in (got, out):
+                    assert one.dtype is x.dtype and one.shape == expected.shape, (function, dtype)
+                    assert (bits_of(one) == bits(expected)).all(), (function, dtype)
+        out = made(np.zeros_like(inputs[0]))
+        mscomm.sendrecv(made(inputs[rank]), (rank + 1) % N, out, (rank - 1) % N)
+        assert (bits_of(out) == bits(inputs[rank - 1])).all()
+        mine = mscomm.scatter(made(inputs[0][:N]) if rank == 0 else None, 0, out=made(np.zeros_like(inputs[0][:1])))
+        assert (bits_of(mine) == bits(inputs[0][rank])).all()
+    ones = torch.ones(5, dtype=torch.bfloat16)
+    assert all((x == N).all() for x in mscomm.all_reduce_many([ones, ones]))
+    assert (mscomm.train.broadcast_parameters([ones * rank], root=2)[0] == 2).all()
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
+@ranks(1)
+def test_what_reads_the_values_of_bfloat16_needs_ml_dtypes(rank, group):
+    import torch
+
+    forget_ml_dtypes()
+    x = torch.ones(3, dtype=torch.bfloat16)
+    net = torch.nn.Linear(2, 1).bfloat16()
+    words = "has dtype bfloat16, whose values mscomm reads only with ml-dtypes: pip install ml-dtypes"
+    for call in (
+        lambda: mscomm.broadcast_object(x),
+        lambda: mscomm.save_checkpoint({"x": x}, "unused"),
+        lambda: mscomm.train.GradientReducer([torch.nn.Parameter(x)]),
+        lambda: mscomm.load_param_into_net(net, {"bias": np.ones(1, np.float32)}),
+    ):
+        with pytest.raises(TypeError, match=words):
+            call()
+    with pytest.raises(TypeError, match="NumPy arrays of bfloat16 need ml-dtypes"):
+        mscomm.empty(3, torch.bfloat16)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
+@pytest.mark.parametrize("other", ["uint8", "float8_e5m2"])
+@pytest.mark.parametrize("function", ["broadcast", "sendrecv"])
+@ranks(2)
+def test_float8_is_a_dtype_of_its_own(rank, group, other, function):
+    import torch
+
+    kind = getattr(torch, other if rank else "float8_e4m3fn")
+    x, out = torch.zeros(4, dtype=kind), torch.zeros(4, dtype=kind)
+    with pytest.raises(mscomm.Mismatch, match=f"(?s)(?=.*float8_e4m3fn)(?=.*{other})"):
+        mscomm.broadcast(x) if function == "broadcast" else mscomm.sendrecv(x, 1 - rank, out, 1 - rank)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from functions import DTYPES, Array, algorithms_of, bits, folded, ops_of
+from functions import REDUCED, Array, algorithms_of, bits, folded, ops_of
 from ranks import ranks
 from test_conformance import OWN_ORDER, check_bits, shared, strided, values_of, wild, with_gaps
 
@@ -19,7 +19,7 @@ from mscomm import _core
 
 CANONICAL = [name for name in algorithms_of("all_reduce") if name not in OWN_ORDER]
 RUNS = 200
-FLOATS = [dtype for dtype in DTYPES if dtype.kind not in "biu"]
+FLOATS = [dtype for dtype in REDUCED if dtype.kind not in "biu"]
 LAYOUTS = [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1, 1]]  # the host of each rank
 
 
@@ -121,7 +121,7 @@ def write_checksums(rank: int, group: Any, n: int, algorithm: str, hosts: list[i
     one of the ranks also compares the result with the expected fold for these hosts.
     """
     lines = []
-    for dtype in DTYPES:
+    for dtype in REDUCED:
         for op in ops_of(dtype):
             for size in (1, 7, 257 * n + 1, 70_001):
                 inputs = [values_of(wild, dtype, r, (size,)) for r in range(n)]
@@ -148,7 +148,7 @@ def test_all_reduce_has_the_bits_of_the_host_layout_by_every_algorithm(tmp_path,
 @pytest.mark.parametrize("algorithm", algorithms_of("all_reduce"))
 @ranks(4, env={"MSCOMM_ALGO": "all_reduce={algorithm}"})
 def test_all_reduce_has_the_same_bits_when_it_is_called_again(rank, group, algorithm):
-    for dtype in DTYPES:
+    for dtype in REDUCED:
         for op in ops_of(dtype):
             x = values_of(wild, dtype, rank, (5001,))
             once, again = mscomm.all_reduce(x, op), mscomm.all_reduce(x, op)
@@ -158,7 +158,7 @@ def test_all_reduce_has_the_same_bits_when_it_is_called_again(rank, group, algor
 @pytest.mark.parametrize("algorithm", algorithms_of("scan"))
 @ranks(4, env={"MSCOMM_ALGO": "scan={algorithm}"})
 def test_the_last_scan_is_all_reduce_to_the_bit(rank, group, algorithm):
-    for dtype in DTYPES:
+    for dtype in REDUCED:
         for op in ops_of(dtype, "scan"):
             for size in (7, 70_001):
                 x = values_of(wild, dtype, rank, (size,))
@@ -174,7 +174,7 @@ def mixed_list(rank: int, op: str) -> list[Array]:
     0-dimensional.
     """
     arrays = []
-    for dtype in DTYPES:
+    for dtype in REDUCED:
         if op not in ops_of(dtype):
             continue
         values = wild(dtype, 4000 + rank)[rank:]

@@ -47,6 +47,8 @@ def some_arrays() -> dict[str, np.ndarray[Any, Any]]:
 def test_a_dtype_that_the_format_has_not_is_refused(tmp_path):
     with pytest.raises(TypeError, match=r"x has dtype complex128; safetensors files hold bool, int8"):
         tensorfile.write(tmp_path / "file", {"x": np.zeros(2, complex)}, {})
+    with pytest.raises(TypeError, match=r"x has dtype float8_e5m2; safetensors files hold bool, int8"):
+        tensorfile.write(tmp_path / "file", {"x": np.zeros(2, ml_dtypes.float8_e5m2)}, {})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -130,7 +130,7 @@ def same(a: Any, b: Any) -> bool:
 
 # --- what arrives unchanged -----------------------------------------------------------------------------------------
 
-DTYPES = [*"?bBhHiIlLefdFD", ">i4", ">f8", "S3", "U2", "M8[ns]", "m8[25s]", ml_dtypes.bfloat16]
+DTYPES = [*"?bBhHiIlLefdFD", ">i4", ">f8", "S3", "U2", "M8[ns]", "m8[25s]", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
 
 hashable_values = st.one_of(
     st.none(),

@@ -99,7 +99,8 @@ struct Functions {
 
 // HCCL's types in the order of Dtype, and its operations in the order of Op.
 constexpr Numbers numbers{
-    std::to_array<int>({-1, t_int8, t_int16, t_int32, t_int64, -1, -1, -1, -1, t_float16, t_bfloat16, t_float32, -1, -1, -1}),
+    std::to_array<int>({-1,         t_int8,    t_int16, t_int32, t_int64, -1, -1, -1, -1, t_float16,
+                        t_bfloat16, t_float32, -1,      -1,      -1,      -1, -1, -1, -1, -1}),
     std::to_array<int>({r_sum, r_prod, r_min, r_max, -1, -1, -1, -1}),
     t_int8,
 };

@@ -25,7 +25,7 @@ struct Part {
 // The library's numbers for types and operations. A number is -1 if the library cannot reduce the type, or does not know the
 // operation. Initialize the arrays with std::to_array, so that the build fails if a new Dtype or Op has no number.
 struct Numbers {
-  std::array<int, dtypes.size()> types;            // indexed by Dtype; -1 for bool and complex types
+  std::array<int, dtypes.size()> types;            // indexed by Dtype; -1 for bool, complex and float8 types
   std::array<int, mscomm::ops.size()> operations;  // indexed by Op
   int byte;  // the number of the type with which bools are reduced: each bool is a byte that is 0 or 1
 };

@@ -42,7 +42,8 @@ struct Functions {
 
 // NCCL's types in the order of Dtype, and its operations in the order of Op.
 constexpr Numbers numbers{
-    std::to_array<int>({-1, int8, -1, int32, int64, uint8, -1, uint32, uint64, float16, bfloat16, float32, float64, -1, -1}),
+    std::to_array<int>(
+        {-1, int8, -1, int32, int64, uint8, -1, uint32, uint64, float16, bfloat16, float32, float64, -1, -1, -1, -1, -1, -1, -1}),
     std::to_array<int>({sum, prod, min, max, avg, -1, -1, -1}),
     uint8,
 };

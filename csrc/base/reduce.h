@@ -27,8 +27,8 @@ struct Reduction {
   void (*identity)(void* out, size_t count);
 };
 
-// Returns whether op is defined on dtype. avg is not defined on bool and integers, min and max are not defined on complex
-// numbers, and the bitwise operations are defined only on bool and integers.
+// Returns whether op is defined on dtype. No op is defined on the float8 types. avg is not defined on bool and integers, min and
+// max are not defined on complex numbers, and the bitwise operations are defined only on bool and integers.
 bool supports(Dtype dtype, Op op);
 
 // Returns the functions for dtype and op, compiled for the best instruction set that this CPU has. Precondition: supports(dtype,

@@ -25,6 +25,11 @@ enum class Dtype : uint8_t {
   float64,
   complex64,
   complex128,
+  float8_e4m3fn,  // the float8 types are only moved, never reduced
+  float8_e4m3fnuz,
+  float8_e5m2,
+  float8_e5m2fnuz,
+  float8_e8m0fnu,
   object,  // the bytes of a Python object; used in messages only, never in collectives
 };
 
@@ -78,7 +83,7 @@ struct DtypeRow {
 
 // The tables below are indexed by the enums above. The enum values are part of the wire format. `dtypes` has only array element
 // types, so it has no row for Dtype::object.
-inline constexpr std::array<DtypeRow, 15> dtypes{{
+inline constexpr std::array<DtypeRow, 20> dtypes{{
     {"bool", 1},
     {"int8", 1},
     {"int16", 2},
@@ -94,6 +99,11 @@ inline constexpr std::array<DtypeRow, 15> dtypes{{
     {"float64", 8},
     {"complex64", 8},
     {"complex128", 16},
+    {"float8_e4m3fn", 1},
+    {"float8_e4m3fnuz", 1},
+    {"float8_e5m2", 1},
+    {"float8_e5m2fnuz", 1},
+    {"float8_e8m0fnu", 1},
 }};
 inline constexpr std::array<std::string_view, 8> ops{"sum", "prod", "min", "max", "avg", "band", "bor", "bxor"};
 inline constexpr std::array<std::string_view, 21> functions{

@@ -38,7 +38,6 @@ import numpy as np
 
 from mscomm import _core, arguments
 from mscomm.arrays import memory_anywhere, new
-from mscomm.arrays import numpy as host
 from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import dtype_code, dtype_named
 from mscomm.errors import Mismatch
@@ -735,7 +734,7 @@ def _fused(kinds: tuple[tuple[int, tuple[int, ...], bool], ...]) -> tuple[int, l
     # for each (dtype, on_device): the bucket that is being filled (a list of array indices), and its size in bytes
     filling: dict[tuple[int, bool], tuple[list[int], int]] = {}
     for i, (code, shape, on_device) in enumerate(kinds):
-        size = math.prod(shape) * host.dtype_of(code).itemsize
+        size = math.prod(shape) * _core.itemsize(code)
         if size >= ALONE_BYTES:
             parts.append([i])
             continue

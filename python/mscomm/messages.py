@@ -25,7 +25,7 @@ import numpy as np
 
 from mscomm import _core
 from mscomm.arguments import checked_rank
-from mscomm.arrays import fill, library, memory_anywhere, on_host, written
+from mscomm.arrays import described_on_host, fill, library, memory_anywhere, written
 from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import dtype_code, readable, writable
 from mscomm.group import Group, Timeout
@@ -198,7 +198,7 @@ def _sending(
     function: str, x: Any, dst: Any, tag: Any, tag_argument: str, group: Group
 ) -> tuple[int, int, int, np.ndarray[Any, Any]]:
     """Check the arguments. Return the message to send: its destination, tag, dtype number and array."""
-    source = readable(on_host(x, "x", function))
+    source = readable(described_on_host(x, "x", function))
     code = dtype_code(source.dtype)
     return checked_rank(function, "dst", dst, group), checked_tag(function, tag_argument, tag), code, source
 

@@ -27,7 +27,7 @@ import msgpack
 import numpy as np
 
 from mscomm import registry
-from mscomm.arrays.numpy import dtype_by_name
+from mscomm.arrays.numpy import OF_ML_DTYPES, dtype_by_name
 from mscomm.errors import Error
 
 DEEPEST = 128  # how deep containers may be nested; each level needs two Python stack frames
@@ -42,7 +42,8 @@ _SCALAR = 7  # followed by the dtype and the element
 _NAMED = 8  # followed by the name of a row of the registry, and the value that the row's encode() returned
 _PICKLE = 9  # followed by the name of the class and the pickle
 
-# Matches the numpy.dtype.str of dtypes that have the same meaning on every machine. bfloat16 is sent by name.
+# Matches the numpy.dtype.str of dtypes that have the same meaning on every machine. bfloat16 and float8 are sent by
+# name.
 _DTYPE = re.compile(
     r"[|<>](b1|[iu][1248]|f[248]|c8|c16|[SU][1-9]\d{0,8}|[mM]8(\[([1-9]\d{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
 )
@@ -430,17 +431,17 @@ def _a(name: str) -> str:
 
 def _name_of_dtype(dtype: np.dtype[Any]) -> str | None:
     """Return the name that represents the dtype in the bytes; None if arrays of this dtype cannot be sent."""
-    if dtype.name == "bfloat16":
-        return "bfloat16"
+    if dtype.name in OF_ML_DTYPES:
+        return dtype.name
     return dtype.str if _DTYPE.fullmatch(dtype.str) else None
 
 
 def _dtype(name: str) -> np.dtype[Any]:
-    if name == "bfloat16":
+    if name in OF_ML_DTYPES:
         try:
             return dtype_by_name(name)
-        except TypeError:
-            raise Error("unpack: received an array of bfloat16, which needs ml-dtypes: pip install ml-dtypes") from None
+        except TypeError as error:
+            raise Error(f"unpack: received an array of {name}: {error}") from None
     if not _DTYPE.fullmatch(name):
         raise ValueError(f"an array of dtype {name[:30]!r}, which pack does not write")
     try:

@@ -47,6 +47,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mscomm.arrays.device import OnDevice
+from mscomm.arrays.numpy import with_values
 
 # The top-level package of an array's type -> the name of a module in this folder.
 LIBRARIES = {
@@ -173,14 +174,31 @@ def on_cpu(x: Any) -> np.ndarray[Any, Any]:
     there = library(x, "x", "on_cpu").memory(x)
     if isinstance(there, OnDevice):
         raise TypeError(f"is on device {there.index}; copy it to the CPU first")
-    return there  # type: ignore[no-any-return]
+    return with_values(there)
 
 
 def on_host(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
     """Return the elements of x as a NumPy array: x's memory if x is on the CPU, otherwise a copy.
 
-    The copy is made after the work on the current stream has completed.
+    The copy is made after the work on the current stream has completed. Raise TypeError if NumPy lacks x's dtype.
     """
+    return _readable(described_on_host(x, argument, function), argument, function)
+
+
+def _readable(memory: np.ndarray[Any, Any], argument: str, function: str) -> np.ndarray[Any, Any]:
+    try:
+        return with_values(memory)
+    except TypeError as error:
+        raise TypeError(f"{function}: {argument} {error}") from None
+
+
+def values(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
+    """Do the same as memory_anywhere, but raise TypeError if NumPy lacks x's dtype."""
+    return _readable(memory_anywhere(x, argument, function), argument, function)
+
+
+def described_on_host(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
+    """Do the same as on_host, but without the check: NumPy may be able only to copy the elements."""
     there = memory_anywhere(x, argument, function)
     if not isinstance(there, OnDevice):
         return there
@@ -193,6 +211,8 @@ def on_host(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
 def fill(x: Any, numbers: np.ndarray[Any, Any], argument: str, function: str) -> None:
     """Convert `numbers` to x's dtype, and copy them into x, which has the same shape. x may be on a device."""
     there = memory_anywhere(x, argument, function)
+    if there.dtype != numbers.dtype:
+        _readable(there, argument, function)
     if not isinstance(there, OnDevice):
         there[...] = numbers
         return

@@ -11,7 +11,7 @@ from typing import Any
 from mscomm import _core
 from mscomm.arrays.device import OnDevice, on_device
 from mscomm.arrays.foreign import assign, from_host, new, on_host, packed
-from mscomm.arrays.numpy import dtype_by_name
+from mscomm.arrays.numpy import DTYPES, described_dtype
 
 __all__ = ["assign", "from_host", "is_array", "memory", "new", "on_host", "packed"]
 
@@ -41,7 +41,7 @@ def memory(x: Any) -> OnDevice:
         (x, capsule),
         address,
         shape,
-        dtype_by_name(dtype),
+        described_dtype(DTYPES.index(dtype)),
         strides,
         index,
         lambda: stream or 0,

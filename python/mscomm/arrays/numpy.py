@@ -16,8 +16,15 @@ from mscomm import _core
 Array = np.ndarray[Any, Any]
 
 DTYPES = tuple(_core.dtypes())
-# The core's number for each dtype. dtype_code() adds bfloat16 when it is first called for bfloat16.
-CODES: dict[np.dtype[Any], int] = {np.dtype(name): code for code, name in enumerate(DTYPES) if name != "bfloat16"}
+# The dtypes that NumPy has only if ml-dtypes is installed.
+OF_ML_DTYPES = tuple(name for name in DTYPES if name == "bfloat16" or name.startswith("float8"))
+# A dtype with one field for each of these names. NumPy can copy the elements of arrays with such a dtype, but cannot
+# compute with them.
+_STAND_INS = {name: np.dtype([(name, f"u{_core.itemsize(DTYPES.index(name))}")], align=True) for name in OF_ML_DTYPES}
+# The core's number for each dtype. dtype_code() adds a dtype of ml-dtypes when it is first called for this dtype.
+CODES: dict[np.dtype[Any], int] = {
+    _STAND_INS[name] if name in OF_ML_DTYPES else np.dtype(name): code for code, name in enumerate(DTYPES)
+}
 
 _NUMBERS: dict[type, type[np.generic]] = {
     bool: np.bool_,
@@ -36,7 +43,7 @@ def is_array(x: Any) -> bool:
 def dtype_code(dtype: np.dtype[Any]) -> int:
     """Return the core's number for dtype. Raise TypeError if mscomm does not move elements of this dtype.
 
-    bfloat16, a dtype of ml_dtypes, is recognised by its name.
+    The dtypes of ml_dtypes, such as bfloat16, are recognised by their names.
     """
     try:
         return CODES[dtype]
@@ -76,25 +83,52 @@ def dtype_named(given: Any) -> np.dtype[Any]:
 def dtype_of(code: int) -> np.dtype[Any]:
     """Return the NumPy dtype for a dtype number of the core.
 
-    Raise TypeError for bfloat16 if ml-dtypes is not installed.
+    Raise TypeError for bfloat16 and float8 if ml-dtypes is not installed.
     """
     return dtype_by_name(DTYPES[code])
 
 
-@functools.cache
-def dtype_by_name(name: str) -> np.dtype[Any]:
-    """Return the NumPy dtype for a dtype name of the core.
+def described_dtype(code: int) -> np.dtype[Any]:
+    """Return a dtype for an array that only describes memory with elements of this dtype number of the core.
 
-    Raise TypeError for bfloat16 if ml-dtypes is not installed.
+    If ml-dtypes is not installed, the dtype for bfloat16 and float8 is a stand-in, with which NumPy can only copy.
     """
-    if name != "bfloat16":
-        return np.dtype(name)
+    name = DTYPES[code]
+    return np.dtype(name) if name not in OF_ML_DTYPES else _of_ml_dtypes(name) or _STAND_INS[name]
+
+
+def with_values(memory: Array) -> Array:
+    """Return `memory`. Raise TypeError if NumPy cannot read its values, because ml-dtypes is not installed.
+
+    The error's text continues a sentence that begins with the name of the array.
+    """
+    name = next((name for name, dtype in _STAND_INS.items() if dtype == memory.dtype), None)
+    if name is not None:
+        raise TypeError(f"has dtype {name}, whose values mscomm reads only with ml-dtypes: pip install ml-dtypes")
+    return memory
+
+
+@functools.cache
+def _of_ml_dtypes(name: str) -> np.dtype[Any] | None:
     try:
         import ml_dtypes
     except ImportError:
-        raise TypeError("arrays of bfloat16 need ml-dtypes: pip install ml-dtypes") from None
-    bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-    return bfloat16
+        return None
+    kind = getattr(ml_dtypes, name, None)
+    return None if kind is None else np.dtype(kind)
+
+
+def dtype_by_name(name: str) -> np.dtype[Any]:
+    """Return the NumPy dtype for a dtype name of the core.
+
+    Raise TypeError for bfloat16 and float8 if ml-dtypes is not installed.
+    """
+    if name not in OF_ML_DTYPES:
+        return np.dtype(name)
+    dtype = _of_ml_dtypes(name)
+    if dtype is None:
+        raise TypeError(f"NumPy arrays of {name} need ml-dtypes: pip install 'ml-dtypes>=0.5'")
+    return dtype
 
 
 def memory(x: Any) -> Array:

@@ -13,11 +13,12 @@ import torch
 
 from mscomm.arrays.described import in_memory
 from mscomm.arrays.device import OnDevice, on_device
-from mscomm.arrays.numpy import DTYPES, dtype_of
+from mscomm.arrays.numpy import DTYPES, OF_ML_DTYPES, described_dtype, known_code
 
 namespace = torch
 
 _CODES = {getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)}
+_KINDS = {code: kind for kind, code in _CODES.items()}
 
 PLAIN = {torch.Tensor: "nccl", torch.nn.Parameter: "nccl"}
 plain = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # PyTorch has this from 2.10 on
@@ -64,7 +65,7 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def _on_cpu(x: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return the memory of a CPU tensor. Use its address, because x.numpy() would keep PyTorch from resizing x."""
-    dtype = dtype_of(_code(x))
+    dtype = described_dtype(_code(x))
     try:
         address, storage = x.data_ptr(), x.untyped_storage()
         there = storage.nbytes() if storage.data_ptr() or not storage.nbytes() else None
@@ -88,7 +89,7 @@ def _code(x: torch.Tensor) -> int:
 
 
 def _on_cuda(x: torch.Tensor) -> OnDevice:
-    dtype, index = dtype_of(_code(x)), x.get_device()
+    dtype, index = described_dtype(_code(x)), x.get_device()
     return on_device(
         x,
         x.data_ptr(),
@@ -116,9 +117,10 @@ def new(x: torch.Tensor, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], 
 
 
 def over(memory: np.ndarray[Any, Any]) -> torch.Tensor:
-    if memory.dtype.name == "bfloat16":
-        return torch.from_numpy(memory.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(memory)
+    code = known_code(memory.dtype)
+    if code is None or DTYPES[code] not in OF_ML_DTYPES:
+        return torch.from_numpy(memory)
+    return torch.from_numpy(memory.view(f"u{memory.itemsize}")).view(_KINDS[code])
 
 
 def of_numpy(numbers: np.ndarray[Any, Any]) -> torch.Tensor:

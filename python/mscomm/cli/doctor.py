@@ -37,7 +37,7 @@ _MADV_POPULATE_WRITE = 23  # since Linux 5.14; the mmap module has no name for i
 SCHEMA = "mscomm-doctor/1"
 OPTIONAL = {
     "mpi4py": "MPI beside mscomm, and `mscomm bench --vs openmpi`",
-    "ml-dtypes": "bfloat16 arrays of NumPy",
+    "ml-dtypes": "bfloat16 and float8 arrays of NumPy",
     "cryptography": "TLS with certificates, and mpirun on several hosts without a key file",
     "matplotlib": "`mscomm bench --plot`",
     "torch": "`mscomm bench --vs torch-gloo`",

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mscomm import log, objects
-from mscomm.arrays import library, memory_anywhere
+from mscomm.arrays import library, values
 from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import readable
 from mscomm.group import Group
@@ -160,7 +160,7 @@ class GradientReducer:
         join()."""
 
     def _memory(self, x: Any, name: str, function: str) -> np.ndarray[Any, Any]:
-        there = memory_anywhere(x, name, function)
+        there = values(x, name, function)
         if isinstance(there, OnDevice):
             self._group.check_device(function, name, there)
         return there

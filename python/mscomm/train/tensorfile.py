@@ -25,7 +25,8 @@ from mscomm.errors import on_failure
 
 Array = np.ndarray[Any, Any]
 
-HELD = tuple(name for name in DTYPES if name != "complex128")  # the dtypes that a file can hold
+# the dtypes that a file can hold
+HELD = tuple(name for name in DTYPES if name != "complex128" and not name.startswith("float8"))
 CHECKSUM = "mscomm.checksum"  # the metadata key of two checksums: one of the other metadata, and one of the arrays
 PARTIAL = ".partial"  # the suffix of a file that is still being written
 
@@ -34,7 +35,7 @@ def write(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str]) 
     """Write a file completely or not at all. The file gets its final name only when its whole content is on disk.
 
     The arrays may have any strides. An older file with the same name is replaced, but is unchanged after an OSError.
-    Raise TypeError for complex128, which the format does not support.
+    Raise TypeError for complex128, which the format does not support, and for float8.
     """
     for name, x in arrays.items():
         if x.dtype.name not in HELD:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mscomm.arrays import fill, memory_anywhere, names
+from mscomm.arrays import fill, names, values
 from mscomm.train.reducer import GradientReducer
 
 
@@ -76,7 +76,7 @@ def write_over(weights: dict[str, Any], given: dict[str, np.ndarray[Any, Any]]) 
     """Write the given arrays into the weights with these names. Raise ValueError if a shape differs, or if the dtypes
     differ and are not both float."""
     for name, x in given.items():
-        there = memory_anywhere(weights[name], name, "load")
+        there = values(weights[name], name, "load")
         if there.shape != x.shape:
             raise ValueError(f"{name} is {list(x.shape)} in the file, the network's is {list(there.shape)}")
         if there.dtype != x.dtype and not (_is_float(there.dtype) and _is_float(x.dtype)):
