@@ -329,6 +329,7 @@ PYBIND11_MODULE(_core, module) {
   py::class_<Heap, std::shared_ptr<Heap>>(module, "Heap")
       .def("allocate", &allocate)
       .def("in_use", &Heap::in_use)
+      .def("kept", &Heap::kept)
       .def("retire", &Heap::retire)
       .def("reserve_control", [](Heap& heap, int size) { return Arena::reserve(heap, size); })
       .def("release_control", [](Heap& heap, uint64_t control, int size) { Arena::release(heap, control, size); })

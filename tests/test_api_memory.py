@@ -73,6 +73,23 @@ def test_shared_memory_is_given_back_with_the_last_array(rank, group):
 
 
 @ranks(2)
+def test_the_memory_of_large_arrays_is_reused(rank, group):
+    heap = resolve(None).epoch.heap
+    mscomm.barrier()
+    before = heap.kept()
+    x = mscomm.empty(1 << 20)
+    x[...] = rank
+    address = x.ctypes.data
+    del x
+    assert heap.kept() == before + (4 << 20)
+    for _ in range(3):
+        x = mscomm.zeros((1 << 20) - 1)
+        assert x.ctypes.data == address and heap.kept() == before and not x.any()
+        assert (mscomm.all_reduce(x + rank + 1, out=x) == 3).all()
+        del x
+
+
+@ranks(2)
 def test_shared_memory_outlives_the_job(rank, group):
     x = mscomm.zeros(1000)
     mscomm.release()

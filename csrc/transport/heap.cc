@@ -19,15 +19,31 @@ const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
 constexpr uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 }  // namespace
 
-Heap::Heap(Mapping mapping) : owner_(getpid()), mapping_(std::move(mapping)) { free_[0] = mapping_.bytes(); }
+Heap::Heap(Mapping mapping)
+    : owner_(getpid()),
+      mapping_(std::move(mapping)),
+      most_kept_(std::min<uint64_t>(mapping_.bytes() / kept_share, most_kept_bytes)) {
+  free_[0] = mapping_.bytes();
+}
 
 void* Heap::allocate(size_t bytes) {
+  try {
+    if (void* const memory = allocate_once(bytes)) return memory;
+    if (!hand_back_kept()) return nullptr;
+  } catch (const Error&) {  // the host has no memory for the pages
+    if (!hand_back_kept()) throw;
+  }
+  return allocate_once(bytes);
+}
+
+void* Heap::allocate_once(size_t bytes) {
   const uint64_t unit = bytes > unshared_bytes ? page : line;
   const uint64_t need = round_up(bytes ? bytes : 1, unit);
   std::optional<uint64_t> start;
   {
     const std::lock_guard lock(mutex_);
     if (!shared_ || bytes > mapping_.bytes()) return nullptr;
+    if (const auto kept = reuse(need, bytes)) return mapping_.begin() + *kept;
     start = take(need, need >= huge_page ? huge_page : unit);
     if (!start) return nullptr;
     used_[*start] = {need, bytes};
@@ -55,18 +71,74 @@ void Heap::release(void* memory) {
     const uint64_t bytes = found->second.bytes;
     split(offset, offset + bytes, shared, withdrawn);
     used_.erase(found);
-    // Small arrays or control memory may use these pages next, and should not get huge pages.
-    if (bytes >= huge_page) want_huge_pages(memory, bytes, false);
+    if (bytes >= give_back_from) {
+      releases_++;
+      if (shared_ && withdrawn.empty() && bytes <= most_kept_) kept_.push_back({shared.front(), releases_}), shared.clear();
+      const auto dropped = drop_kept(false);
+      shared.insert(shared.end(), dropped.begin(), dropped.end());
+    }
   }
-  // The mutex is not held during the next two loops, because madvise() takes a long time. The range is now in neither used_ nor
-  // free_, so no other thread touches it.
   for (const auto& [begin, end] : withdrawn) madvise(mapping_.begin() + begin, end - begin, MADV_DONTNEED);
-  for (const auto& [begin, end] : shared) give_pages_back(begin, end);
+  hand_back(shared);
+}
+
+// Returns the offset of a kept range that fits an array of `need` bytes, and marks it as used. The range may be up to an eighth
+// larger than the array.
+std::optional<uint64_t> Heap::reuse(uint64_t need, size_t asked) {
+  const auto excess = [&](const Kept& one) {
+    const bool fits = one.bytes() >= need && one.bytes() - need <= need / 8 && (one.bytes() >= huge_page) == (need >= huge_page);
+    return fits ? one.bytes() - need : UINT64_MAX;
+  };
+  const auto best = std::ranges::min_element(kept_, {}, excess);
+  if (best == kept_.end() || excess(*best) == UINT64_MAX) return std::nullopt;
+  const uint64_t begin = best->range.first;
+  used_[begin] = {best->bytes(), asked};
+  kept_.erase(best);
+  return begin;
+}
+
+// Removes from kept_ what exceeds the limits, or everything, and returns it.
+std::vector<Heap::Range> Heap::drop_kept(bool all) {
+  std::vector<Range> dropped;
+  uint64_t total = 0;
+  for (const Kept& one : kept_) total += one.bytes();
+  auto end = kept_.begin();
+  for (; end != kept_.end() && (all || total > most_kept_ || end->release + kept_releases < releases_); ++end) {
+    total -= end->bytes();
+    dropped.push_back(end->range);
+  }
+  kept_.erase(kept_.begin(), end);
+  return dropped;
+}
+
+void Heap::hand_back(const std::vector<Range>& ranges) {
+  for (const auto& [begin, end] : ranges) {
+    // Small arrays or control memory may use these pages next, and should not get huge pages.
+    if (end - begin >= huge_page) want_huge_pages(mapping_.begin() + begin, end - begin, false);
+    give_pages_back(begin, end);
+  }
   const std::lock_guard lock(mutex_);
-  for (const auto& [begin, end] : shared) give(begin, end);
+  for (const auto& [begin, end] : ranges) give(begin, end);
+}
+
+bool Heap::hand_back_kept() {
+  std::vector<Range> dropped;
+  {
+    const std::lock_guard lock(mutex_);
+    dropped = drop_kept(true);
+  }
+  hand_back(dropped);
+  return !dropped.empty();
 }
 
 uint64_t Heap::reserve(size_t bytes) {
+  if (const auto start = reserve_once(bytes)) return *start;
+  hand_back_kept();
+  if (const auto start = reserve_once(bytes)) return *start;
+  throw Error("MemoryError", "no room for a group's control memory in the shared heap");
+}
+
+std::optional<uint64_t> Heap::reserve_once(size_t bytes) {
   const std::lock_guard lock(mutex_);
   std::erase_if(reserved_, [this](const auto& one) {
     const auto& [begin, memory] = one;
@@ -78,11 +150,11 @@ uint64_t Heap::reserve(size_t bytes) {
   // Reserve at least give_back_from bytes, so that the pages are returned to the kernel when the memory is released.
   const uint64_t need = round_up(std::max<uint64_t>(bytes, give_back_from), page);
   const auto start = take(need, page);
-  if (!start) throw Error("MemoryError", "no room for a group's control memory in the shared heap");
+  if (!start) return std::nullopt;
   // Small arrays may have left their contents in this range, so clear it.
   if (madvise(mapping_.begin() + *start, need, MADV_REMOVE) < 0) std::memset(mapping_.begin() + *start, 0, need);
   reserved_[*start] = {need};
-  return *start;
+  return start;
 }
 
 void Heap::release_when(uint64_t offset, std::function<bool()> unused) {
@@ -133,8 +205,11 @@ void Heap::give(uint64_t begin, uint64_t end) {
 }
 
 void Heap::retire() {
-  const std::lock_guard lock(mutex_);
-  shared_ = false;
+  {
+    const std::lock_guard lock(mutex_);
+    shared_ = false;
+  }
+  hand_back_kept();
 }
 
 std::optional<uint64_t> Heap::find(const void* memory, size_t bytes) const {
@@ -178,6 +253,13 @@ size_t Heap::in_use() const {
   const std::lock_guard lock(mutex_);
   size_t total = 0;
   for (const auto& [offset, room] : used_) total += room.bytes;
+  return total;
+}
+
+size_t Heap::kept() const {
+  const std::lock_guard lock(mutex_);
+  size_t total = 0;
+  for (const Kept& one : kept_) total += one.bytes();
   return total;
 }
 

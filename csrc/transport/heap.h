@@ -16,18 +16,23 @@ namespace mscomm {
 
 // Copying an array of up to this many bytes takes less time than sharing it.
 inline constexpr size_t unshared_bytes = 2 << 10;
-// When an array of at least this many bytes is released, its pages are returned to the kernel. The pages of a smaller array stay
-// in the heap for later arrays.
+// The pages of a released array of at least this many bytes are kept for a while, and then returned to the kernel. The pages of a
+// smaller array stay in the heap for later arrays.
 inline constexpr size_t give_back_from = 1 << 20;
+// The limits of what a heap keeps: a share of its size, a number of bytes, and how many later releases of arrays of at least
+// give_back_from bytes a kept array survives if it is not reused.
+inline constexpr size_t kept_share = 64;
+inline constexpr size_t most_kept_bytes = 256 << 20;
+inline constexpr uint64_t kept_releases = 64;
 
 class Heap {
  public:
   // Takes ownership of the mapping. The caller keeps the descriptor of the mapped file.
   explicit Heap(Mapping mapping);
 
-  // Allocates at least `bytes` bytes, and populates all their pages. Returns nullptr if the heap is full or no longer shared. The
-  // memory is aligned to 64 bytes. Memory of more than unshared_bytes has pages of its own. Memory of 2 MiB and more is aligned
-  // to 2 MiB.
+  // Allocates at least `bytes` bytes, all of whose pages exist. The contents are undefined. Returns nullptr if the heap is full
+  // or no longer shared. The memory is aligned to 64 bytes. Memory of more than unshared_bytes has pages of its own. Memory of 2
+  // MiB and more is aligned to 2 MiB.
   void* allocate(size_t bytes);
   // Frees memory from allocate(). Does nothing in a forked child, because the parent may still use the memory.
   void release(void* memory);
@@ -53,6 +58,8 @@ class Heap {
 
   // Returns the total size in bytes of the arrays in the heap, excluding control memory.
   size_t in_use() const;
+  // Returns the total size in bytes of the released arrays that the heap keeps for reuse.
+  size_t kept() const;
   const Mapping& mapping() const { return mapping_; }
 
  private:
@@ -66,22 +73,40 @@ class Heap {
   };
 
   using Range = std::pair<uint64_t, uint64_t>;  // [begin, end)
+  // The memory of a released array, with its pages. It is in neither free_ nor used_.
+  struct Kept {
+    Range range;
+    uint64_t release;  // the value of releases_ when the array was released
+    uint64_t bytes() const { return range.second - range.first; }
+  };
 
+  void* allocate_once(size_t bytes);
+  std::optional<uint64_t> reserve_once(size_t bytes);
+  // Returns the pages of these ranges, which are in none of the tables below, to the kernel, and makes the ranges free. The
+  // caller must not hold mutex_, because this takes a long time.
+  void hand_back(const std::vector<Range>& ranges);
+  // Hands back everything that is kept. Returns whether there was anything.
+  bool hand_back_kept();
   void give_pages_back(uint64_t begin, uint64_t end) const;
-  // Callers of the next four functions must hold mutex_.
+  // Callers of the functions below must hold mutex_.
+  std::optional<uint64_t> reuse(uint64_t need, size_t asked);
+  std::vector<Range> drop_kept(bool all);
   std::optional<uint64_t> exclusive(const void* memory, size_t bytes) const;
   std::optional<uint64_t> take(uint64_t need, uint64_t alignment);
   void split(uint64_t begin, uint64_t end, std::vector<Range>& shared, std::vector<Range>& withdrawn) const;
   void give(uint64_t begin, uint64_t end);
 
   const int owner_;           // the id of the process that created the heap
-  mutable std::mutex mutex_;  // protects everything below except mapping_, which never changes
+  mutable std::mutex mutex_;  // protects everything below except mapping_ and most_kept_, which never change
   Mapping mapping_;
+  const uint64_t most_kept_;  // in bytes
   bool shared_ = true;
   std::map<uint64_t, uint64_t> free_;  // offset -> bytes; adjacent ranges are merged
   std::map<uint64_t, Room> used_;
   std::map<uint64_t, Reserved> reserved_;
   std::vector<Range> withdrawn_;  // pages that are private now
+  std::vector<Kept> kept_;        // the oldest first
+  uint64_t releases_ = 0;         // the number of released arrays of at least give_back_from bytes
 };
 
 // The heaps of a host as one process sees them in one epoch: its own heap, and its mappings of the other ranks' heaps.

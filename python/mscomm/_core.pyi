@@ -90,6 +90,9 @@ class Heap:
     def in_use(self) -> int:
         """Return the total size in bytes of all arrays in the heap, rounded up. Control memory does not count."""
 
+    def kept(self) -> int:
+        """Return the total size in bytes of the released arrays whose memory the heap keeps for new arrays."""
+
     def retire(self) -> None:
         """End the epoch: no array is allocated or shared in this heap any more. Existing arrays stay valid."""
 

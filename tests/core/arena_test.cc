@@ -294,8 +294,9 @@ void views_that_share_a_page_are_not_offered() {
 }
 
 void heap_gives_each_byte_once() {
-  const int fd = make_memory("test-heap", 8u << 20);
-  Heap heap(Mapping(fd, 8u << 20));
+  constexpr size_t heap_bytes = 128u << 20;
+  const int fd = make_memory("test-heap", heap_bytes);
+  Heap heap(Mapping(fd, heap_bytes));
   close(fd);
   std::mt19937 random(7);
   std::vector<std::pair<unsigned char*, size_t>> live;
@@ -317,7 +318,7 @@ void heap_gives_each_byte_once() {
   }
   for (auto [memory, bytes] : live) heap.release(memory);
   CHECK(heap.in_use() == 0);
-  CHECK(heap.allocate(8u << 20) != nullptr);  // the whole heap is one free block again
+  CHECK(heap.allocate(heap_bytes) != nullptr);  // the whole heap is one free block again
   CHECK(heap.allocate(1) == nullptr);
 }
 

@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 #include <fstream>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "base/deadline.h"
 #include "base/error.h"
@@ -63,7 +65,7 @@ void long_arrays_have_huge_pages_and_short_ones_do_not() {
   size_t huge_page = 0;
   std::ifstream("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size") >> huge_page;
   if ((kind.find("a tmpfs") != 0 && kind.find("advise") == std::string::npos) || huge_page != 2u << 20) return;
-  constexpr size_t heap_bytes = 1u << 30, bytes = 8u << 20, control = 9u << 20;
+  constexpr size_t heap_bytes = 1u << 30, bytes = 8u << 20, control = 11u << 20;
   const int fd = make_memory("test-heap", heap_bytes);
   Heap heap(Mapping(fd, heap_bytes));
   close(fd);
@@ -72,11 +74,105 @@ void long_arrays_have_huge_pages_and_short_ones_do_not() {
   auto* array = static_cast<char*>(heap.allocate(bytes));
   CHECK(huge_kb(array, bytes) > 0);  // if memory is fragmented, perhaps only a part of the array has huge pages
   heap.release(array);
-  const char* reserved = heap.mapping().begin() + heap.reserve(control);
-  CHECK(reserved == array || reserved < array);  // begins at the array's old address or below it
+  CHECK(heap.kept() == bytes && huge_kb(array, bytes) > 0);
+  CHECK(heap.allocate(bytes - 4096) == array);  // reuses the array's memory
+  heap.release(array);
+  // There is no room for so much control memory, except where the array was.
+  const char* reserved = heap.mapping().begin() + heap.reserve(heap_bytes - (1u << 20));
+  CHECK(reserved < array && heap.kept() == 0);
   for (size_t at = 0; at < control; at += 4096) CHECK(reserved[at] == 0);
   CHECK(huge_kb(reserved, control) == 0);
   heap.release(small);
+}
+
+// Returns how many bytes of this file have pages.
+size_t pages_of(int fd) {
+  struct stat status{};
+  fstat(fd, &status);
+  return static_cast<size_t>(status.st_blocks) * 512;
+}
+
+// The pages of a released array are reused, and then returned: when too much is kept, when a kept array has not been reused for
+// a while, and when the heap retires.
+void released_memory_is_kept_for_a_while() {
+  constexpr size_t heap_bytes = 1u << 30, most = heap_bytes / kept_share, bytes = 1u << 20, large = 5u << 20;
+  const int fd = make_memory("test-heap", heap_bytes, false);
+  Heap heap(Mapping(fd, heap_bytes));
+  auto* array = static_cast<char*>(heap.allocate(bytes));
+  array[0] = 'a';
+  heap.release(array);
+  CHECK(heap.kept() == bytes && heap.in_use() == 0 && pages_of(fd) >= bytes);
+  CHECK(heap.allocate(bytes / 2) != array);  // much smaller
+  CHECK(heap.allocate(bytes + 1) != array);  // larger
+  CHECK(heap.kept() == bytes);
+  CHECK(heap.allocate(bytes - bytes / 16) == array && array[0] == 'a' && heap.kept() == 0);
+  CHECK(heap.find(array, bytes - bytes / 16));
+  heap.release(array);
+
+  // At most a share of the heap is kept, and nothing that is larger than this share.
+  std::vector<void*> burst;
+  for (int i = 0; i < 20; i++) burst.push_back(heap.allocate(large));
+  const size_t in_burst = pages_of(fd);
+  for (void* one : burst) heap.release(one);
+  CHECK(heap.kept() == most / large * large);
+  CHECK(pages_of(fd) == in_burst - 20 * large - bytes + heap.kept());
+  void* const huge = heap.allocate(most + 1);
+  heap.release(huge);
+  CHECK(heap.kept() == most / large * large);
+
+  // What is not reused is returned after some other releases. The array that is reused each time stays.
+  for (uint64_t i = 0; i <= kept_releases + 2; i++) heap.release(heap.allocate(bytes));
+  CHECK(heap.kept() == bytes);
+
+  // Withdrawn pages are never used again, so they are not kept.
+  array = static_cast<char*>(heap.allocate(bytes));
+  CHECK(heap.kept() == 0);
+  heap.withdraw(array, bytes, false);
+  heap.release(array);
+  CHECK(heap.kept() == 0 && heap.allocate(bytes) != array);
+
+  heap.release(heap.allocate(large));
+  CHECK(heap.kept() == large);
+  heap.retire();
+  CHECK(heap.kept() == 0);
+  close(fd);
+}
+
+// An array may need the memory that is kept for others.
+void kept_memory_is_given_to_an_array_that_needs_it() {
+  constexpr size_t heap_bytes = 128u << 20, kept = 2u << 20;
+  const int fd = make_memory("test-heap", heap_bytes, false);
+  Heap heap(Mapping(fd, heap_bytes));
+  close(fd);
+  heap.release(heap.allocate(kept));
+  CHECK(heap.kept() == kept);
+  void* const whole = heap.allocate(heap_bytes);
+  CHECK(whole != nullptr && heap.kept() == 0);
+  CHECK(heap.allocate(1) == nullptr);
+  heap.release(whole);
+}
+
+// Several threads allocate and release at the same time. Each array keeps what its thread wrote to it.
+void threads_share_what_is_kept() {
+  constexpr size_t heap_bytes = 256u << 20;
+  const int fd = make_memory("test-heap", heap_bytes, false);
+  Heap heap(Mapping(fd, heap_bytes));
+  close(fd);
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 3; thread++) {
+    threads.emplace_back([&heap, thread] {
+      for (int i = 0; i < 60; i++) {
+        const size_t bytes = (1u << 20) + static_cast<size_t>((i * 7 + thread) % 5) * 100'000;
+        auto* array = static_cast<char*>(heap.allocate(bytes));
+        array[0] = array[bytes - 1] = static_cast<char>(thread);
+        std::this_thread::yield();
+        CHECK(array[0] == thread && array[bytes - 1] == thread && heap.find(array, bytes));
+        heap.release(array);
+      }
+    });
+  }
+  for (std::thread& one : threads) one.join();
+  CHECK(heap.in_use() == 0 && heap.kept() <= heap_bytes / kept_share);
 }
 
 // The kernel takes a long time to free the pages of a large array. While one thread releases such an array, calls in other
@@ -119,6 +215,9 @@ void a_large_release_holds_up_nobody() {
 int main() {
   only_memory_is_taken_from_a_peer();
   long_arrays_have_huge_pages_and_short_ones_do_not();
+  released_memory_is_kept_for_a_while();
+  kept_memory_is_given_to_an_array_that_needs_it();
+  threads_share_what_is_kept();
   a_large_release_holds_up_nobody();
   return test::failed();
 }
