@@ -53,9 +53,12 @@ std::optional<Dtype> dtype_of(const Tensor& tensor) {
                                                "float8_e5m2fnuz",
                                                "float8_e8m0fnu"};
   if (tensor.lanes != 1 || tensor.code >= std::size(kinds) || kinds[tensor.code].empty()) return std::nullopt;
-  const std::string kind(kinds[tensor.code]), sized = kind + std::to_string(tensor.bits);
-  for (size_t i = 0; i < dtypes.size(); i++)
-    if ((dtypes[i].name == kind || dtypes[i].name == sized) && dtypes[i].bytes * 8 == tensor.bits) return static_cast<Dtype>(i);
+  const std::string_view kind = kinds[tensor.code];
+  for (size_t i = 0; i < dtypes.size(); i++) {
+    const auto& [name, bytes] = dtypes[i];
+    const bool same_kind = name.starts_with(kind) && name.find_first_not_of("0123456789", kind.size()) == name.npos;
+    if (same_kind && bytes * 8 == tensor.bits) return static_cast<Dtype>(i);
+  }
   return std::nullopt;
 }
 
