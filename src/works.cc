@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <limits>
 #include <utility>
 #include <vector>
 
@@ -29,11 +28,12 @@ Handle started(Calls& calls, std::shared_ptr<Started> one, bool part, const Star
 }
 
 // Waits for at most the given number of seconds, without the GIL. Returns whether the call or message has completed.
-bool ended_within(Work& work, double seconds) {
+bool ended_within(const Calls& calls, Work& work, std::optional<double> seconds) {
+  Communicator& group = *calls.group->communicator;
   for (const auto begun = Clock::now(); !work.done();) {
-    const double left_s = seconds - seconds_since(begun);
-    if (left_s <= 0) return false;
-    unlocked([&] { return work.wait(std::min(left_s, 0.05)); });
+    const auto left_s = seconds ? std::optional(*seconds - seconds_since(begun)) : std::nullopt;
+    if (left_s && *left_s <= 0) return false;
+    calls.group->called([&] { return group.wait(work, left_s); });
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
   }
   return true;
@@ -100,7 +100,7 @@ bool Handle::ended(std::optional<double> seconds) {
     }
     return true;
   }
-  if (!ended_within(*started_->work, seconds.value_or(std::numeric_limits<double>::infinity()))) return false;
+  if (!ended_within(*calls_, *started_->work, seconds)) return false;
   if (const auto error = started_->work->error()) raise_cause(*error);
   return true;
 }
@@ -211,7 +211,7 @@ void drain(Calls& calls) {
   std::vector<std::shared_ptr<Work>> works;
   for (const auto& one : calls.running)
     if (one->work) works.push_back(one->work);
-  for (const auto& work : works) (void)ended_within(*work, std::numeric_limits<double>::infinity());
+  for (const auto& work : works) (void)ended_within(calls, *work, {});
 }
 
 }  // namespace mscomm

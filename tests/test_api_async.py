@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import sys
 import threading
 import time
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from api import in_a_forked_child
-from ranks import ranks
+from ranks import everybody_is_here, ranks, tell, until_told, when_inside
 
 import mscomm
 from mscomm import arrays, collectives
@@ -38,6 +40,109 @@ def test_calls_beside_the_caller_are_carried_out_in_order(rank, group):
     assert all((work.wait(timeout=10) == 3).all() for work in works[::2])
     rows, counts = works[-1].wait()
     assert rows.tolist() == [1, 2, 2] and counts == [0, 1, 2]
+
+
+@ranks(2)
+def test_a_wait_completes_all_earlier_calls(rank, group):
+    x = np.full(1000, rank + 1.0)
+    works = [mscomm.all_reduce(x, "max", out=x, async_op=True)]
+    works += [mscomm.all_reduce(x, out=x, async_op=True) for _ in range(9)]
+    assert (works[5].wait() >= 2 * 2**5).all() and all(work.done() for work in works[:6])
+    assert (works[9].wait() == 2 * 2**9).all()
+
+
+@ranks(2)
+def test_a_call_that_nobody_waits_for_ends_all_the_same(rank, group):
+    for size in (1, 4 << 20):
+        for pause in (0, 0.02, 0.1):  # 0.1: the worker thread sleeps by then
+            work = mscomm.all_reduce(np.ones(size, np.float32), async_op=True)
+            while not work.done():
+                time.sleep(0.001)
+            time.sleep(pause)
+
+
+@ranks(2)
+def test_threads_wait_for_different_works(rank, group):
+    works = [mscomm.all_reduce(np.full(size, i), async_op=True) for i, size in enumerate((3, 100_000) * 10)]
+    results: dict[int, np.ndarray] = {}
+    threads = [
+        threading.Thread(target=lambda i=i: results.update({i: works[i].wait()}))
+        for i in (range(20) if rank else reversed(range(20)))
+    ]
+    for thread in threads:
+        thread.start()
+    assert mscomm.all_reduce(np.ones(1)) == [2]
+    for thread in threads:
+        thread.join()
+    assert all((results[i] == 2 * i).all() for i in range(20))
+
+
+@ranks(2, timeout_s=30)
+def test_a_wait_raises_the_timeout_of_its_call(rank, group):
+    if rank == 0:
+        with pytest.raises(mscomm.CollectiveTimeout, match=r"all_reduce #1 .*waiting for rank 1") as raised:
+            mscomm.all_reduce(np.ones(3), timeout=0.2, async_op=True).wait()
+        assert raised.value.waiting_for == (1,)
+        tell("timed out")
+    until_told("timed out")
+    with pytest.raises(mscomm.CollectiveTimeout):
+        mscomm.barrier()
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("what", ["call", "message"])
+@ranks(2, timeout_s=30)
+def test_a_handler_that_raises_ends_the_wait_but_not_the_call(rank, group, what):
+    x = np.ones(3)
+    mscomm.sendrecv(x, 1 - rank, np.empty(3), 1 - rank)
+
+    def stop(*_):
+        tell("stopped")
+        raise Stop
+
+    if rank == 0:
+        signal.signal(signal.SIGUSR1, stop)
+        out = np.zeros(3)
+        work = mscomm.all_reduce(x, out=out, async_op=True) if what == "call" else mscomm.recv(out, 1, async_op=True)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(Stop):
+            work.wait()
+        work.wait()
+        assert (out == (2 if what == "call" else 1)).all()
+    else:
+        until_told("stopped")
+        if what == "call":
+            mscomm.all_reduce(x)
+        else:
+            mscomm.send(x, 0)
+    everybody_is_here()
+    assert mscomm.all_reduce(np.ones(1)) == [2]
+
+
+@ranks(2, timeout_s=30)
+def test_a_wait_that_is_interrupted_for_good_ends_the_call(rank, group):
+    stopped = [0]
+
+    def stop(*_):
+        stopped[0] += 1
+        raise Stop
+
+    if rank == 0:
+        signal.signal(signal.SIGUSR1, stop)
+        when_inside(1, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+        work = mscomm.all_reduce(np.ones(3), async_op=True)
+        with pytest.raises(Stop):
+            work.wait()
+        if not work.done():  # the worker thread runs the call
+            mscomm.abort("rank 0 is interrupted in all_reduce #1")
+        assert isinstance(work.exception(), mscomm.Aborted)
+        tell("over")
+    until_told("over")
+    with pytest.raises(mscomm.Aborted, match=r"rank 0 .*interrupted in all_reduce #1"):
+        mscomm.barrier()
 
 
 @ranks(2)

@@ -63,6 +63,62 @@ def until_group_breaks() -> None:
 # --- what arrives ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("size", [2, LARGE])
+@links(2)
+@ranks(2, env=SPLIT)
+def test_messages_that_nobody_waits_for_move_all_the_same(rank, group, host, size):
+    for pause in (0, 0.02, 0.1):  # 0.1: the mailbox's thread sleeps by then
+        out = np.zeros(size, np.float32)
+        works = [mscomm.recv(out, 1 - rank, async_op=True)]
+        works.append(mscomm.send(value(rank, 1 - rank, size), 1 - rank, async_op=True))
+        while not all(work.done() for work in works):
+            time.sleep(0.001)
+        assert (out == value(1 - rank, rank, size)).all()
+        time.sleep(pause)
+
+
+@links(2)
+@ranks(2, env=SPLIT)
+def test_threads_that_wait_for_works_and_threads_that_do_not(rank, group, host):
+    peer = 1 - rank
+
+    def talk(tag, late):
+        for size in (1, 5000, LARGE // 8) * 3:
+            out = np.zeros(size, np.float32)
+            works = [mscomm.recv(out, peer, tag, async_op=True)]
+            works.append(mscomm.send(value(rank, peer, size), peer, tag, async_op=True))
+            while late and not all(work.done() for work in works):
+                time.sleep(0.001)
+            for work in works:
+                work.wait()
+            assert (out == value(peer, rank, size)).all()
+
+    def synchronous():
+        for size in (1, LARGE // 8) * 3:
+            out = np.zeros(size, np.float32)
+            mscomm.sendrecv(value(rank, peer, size), peer, out, peer, send_tag=9, recv_tag=9)
+            assert (out == value(peer, rank, size)).all()
+
+    in_threads(synchronous, *(lambda tag=tag: talk(tag, tag % 2) for tag in range(4)))
+
+
+@ranks(2)
+def test_a_message_that_is_waited_for_too_briefly_goes_on(rank, group):
+    out = np.zeros(3)
+    mscomm.sendrecv(np.ones(3), 1 - rank, out, 1 - rank)
+    if rank == 0:
+        work = mscomm.recv(out, 1, async_op=True)
+        with pytest.raises(TimeoutError, match="it is still running"):
+            work.wait(timeout=0.02)
+        assert not work.done()
+        tell("too brief")
+        work.wait()
+        assert (out == 7).all()
+    else:
+        until_told("too brief")
+        mscomm.send(np.full(3, 7.0), 0)
+
+
 @links(2)
 @ranks(2, env=SPLIT)
 def test_ping_pong(rank, group, host):

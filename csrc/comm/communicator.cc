@@ -14,6 +14,11 @@ namespace {
 thread_local bool worker_thread = false;
 
 constexpr double delivery_s = 5;  // how long close() waits for messages to reach the peers' kernels
+// The worker thread begins a queued call after grace_s. Many programs call Work.wait() earlier than that, and then wait() runs
+// the call. So that start() need not wake the worker in such a program, the worker checks every tick_s whether it is needed,
+// until linger_s after the last start().
+constexpr double grace_s = 200e-6, tick_s = 1e-3, linger_s = 50e-3;
+constexpr double patience_s = 1;  // see Patience
 
 // Describes the call briefly: "all_reduce #7 (4 MiB)".
 std::string brief(const Signature& call) {
@@ -34,6 +39,40 @@ std::mutex all_mutex;
 std::vector<Communicator*> all;
 
 }  // namespace
+
+// The Watch of a thread that runs queued calls in wait(). If a signal handler raises an exception, the call usually goes on, and
+// wait() throws the exception when the call has ended. But if the call does not end within patience_s, or if a handler raises a
+// second exception, then the call ends as a synchronous call does that is interrupted: the group is broken.
+class Communicator::Patience final : public Watch {
+ public:
+  explicit Patience(Communicator& group) : group_(group) {}
+
+  void look(const Deadline& deadline, const Missing& missing) override {
+    group_.look_at_group(deadline, missing);
+    bool ends = raised() && seconds_since(raised_at_) >= patience_s;
+    try {
+      group_.interrupt();
+    } catch (const Interrupted& signal) {
+      ends = raised();
+      if (!raised()) raised_at_ = Clock::now();
+      cause_ = signal.cause;
+    }
+    if (ends)
+      throw Error("Aborted", group_.name_of(group_.rank_) + " was interrupted in " + group_.current(),
+                  {group_.in_job(group_.rank_)});
+  }
+  bool broken() const override { return group_.broken(); }
+
+  bool raised() const { return cause_ != nullptr; }
+  void rethrow() const {
+    if (raised()) std::rethrow_exception(cause_);
+  }
+
+ private:
+  Communicator& group_;
+  std::exception_ptr cause_;  // what the handler raised
+  Clock::time_point raised_at_;
+};
 
 void Communicator::leave_caller(uint64_t ended) {
   {
@@ -121,8 +160,10 @@ uint64_t Communicator::take_numbers(int count) {
   return std::exchange(next_, next_ + count);
 }
 
-void Communicator::check_no_handler() const {
-  if (Caller::calls(*this))
+// Throws if this thread is in a signal handler that has interrupted a call of this group. number: of the call that the handler
+// makes or waits for.
+void Communicator::check_no_handler(uint64_t number) const {
+  if (Inside::calls(*this, number))
     throw Error("RuntimeError", "mscomm: a call in a signal handler that interrupted " + current() +
                                     " of the same group, group " + group_ +
                                     ": the two calls would wait for each other. Make this call after the other one has ended");
@@ -152,7 +193,7 @@ void Communicator::run(Call call, double timeout_s) {
   check(call);
   check_no_handler();
   Caller inside(*this, &call.signature);
-  execute(call, Deadline::from_first_look(timeout_s), inside.its_turn());
+  execute(call, Deadline::from_first_look(timeout_s), inside.its_turn(), *this);
   inside.ended();
 }
 
@@ -163,15 +204,18 @@ std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
   check(call);
   if (call.signature.number) throw Error("RuntimeError", "a call with a reserved number runs on the thread of its caller");
   auto work = std::make_shared<Work>();
+  bool must_wake = false;
   {
     const std::lock_guard lock(turn_mutex_);
     check_usable();
     if (!worker_) worker_ = start_thread([this] { this->work(); });
     jobs_.push_back({std::move(call), Deadline(timeout_s), work});
     work->number_ = jobs_.back().call.signature.number = next_++;
+    last_start_ = jobs_.back().deadline.start();
     callers_++;
+    must_wake = asleep_ || !waited_;
   }
-  job_->notify_one();
+  if (must_wake) job_->notify_one();
   return work;
 }
 
@@ -189,7 +233,7 @@ std::shared_ptr<Work> Communicator::start_on_device(Call call, double timeout_s)
     const std::lock_guard lock(state_mutex_);
     on_device_.insert(std::move(entry));
   }
-  execute(call, deadline, inside.its_turn());
+  execute(call, deadline, inside.its_turn(), *this);
   inside.ended();
   return work;
 }
@@ -256,26 +300,97 @@ void Communicator::complete(Work& work, const Transfer* message, const std::func
 // exiting.
 void Communicator::work() {
   worker_thread = true;
+  std::unique_lock turn(turn_mutex_);
   while (true) {
-    std::optional<Job> job;
-    {
-      std::unique_lock lock(turn_mutex_);
-      job_->wait(lock, [this] { return stopping_ || !jobs_.empty(); });
-      if (jobs_.empty()) return;
-      job.emplace(std::move(jobs_.front()));
-      jobs_.pop_front();
-    }
-    complete(*job->work, nullptr, [&] { execute(job->call, job->deadline, false); });
+    rest(turn);
+    if (jobs_.empty()) return;
+    run_queued(turn, nullptr, nullptr);
   }
 }
 
+// Lets the worker thread sleep until it must run queued calls or must end.
+void Communicator::rest(std::unique_lock<std::mutex>& turn) {
+  const auto sleep = [&](double seconds) { job_->wait_for(turn, std::chrono::duration<double>(seconds)); };
+  while (serving_ || !stopping_) {
+    const bool has_work = !jobs_.empty() && !serving_;
+    const double age_s = has_work ? seconds_since(jobs_.front().deadline.start()) : 0;
+    if (has_work && (hurry_ || age_s >= grace_s)) return;
+    if (has_work) {
+      sleep(grace_s - age_s);
+    } else if (seconds_since(last_start_) < linger_s) {
+      sleep(tick_s);
+    } else {
+      asleep_ = true;
+      job_->wait(turn);
+      asleep_ = false;
+    }
+  }
+}
+
+// Runs queued calls on this thread: all of them or, if `last` is given, those up to the call of `last`. The caller holds
+// turn_mutex_, which is released during the calls. patience: nullptr on the worker thread.
+void Communicator::run_queued(std::unique_lock<std::mutex>& turn, const Work* last, Patience* patience) {
+  serving_ = true;
+  waited_ = patience != nullptr;
+  for (bool goes_on = true; goes_on && !jobs_.empty();) {
+    const Job job = std::move(jobs_.front());
+    jobs_.pop_front();
+    const bool its_turn = running_ == job.work->number();
+    turn.unlock();
+    {
+      const Inside inside(*this, job.work->number());
+      Watch& watch = patience ? static_cast<Watch&>(*patience) : *this;
+      const auto part = [&] { execute(job.call, job.deadline, its_turn, watch); };
+      complete(*job.work, nullptr, std::ref(part));  // a reference, because a copy might need memory
+    }
+    goes_on = job.work.get() != last && !(patience && patience->raised());
+    turn.lock();
+  }
+  serving_ = false;
+  if (jobs_.empty()) hurry_ = false;
+  else job_->notify_one();
+}
+
+void Communicator::run_queued(const Work& work) {
+  if (work.done()) return;
+  check_no_handler(work.number());
+  std::unique_lock turn(turn_mutex_);
+  if (serving_ || std::ranges::none_of(jobs_, [&](const Job& job) { return job.work.get() == &work; })) return;
+  Patience patience(*this);
+  run_queued(turn, &work, &patience);
+  turn.unlock();
+  patience.rethrow();
+}
+
+// Lets the worker thread begin the queued calls now.
+void Communicator::hurry() {
+  {
+    const std::lock_guard lock(turn_mutex_);
+    if (jobs_.empty()) return;
+    hurry_ = true;
+  }
+  job_->notify_one();
+}
+
+bool Communicator::wait(Work& work, std::optional<double> timeout_s) {
+  const double sleep_s = std::min(timeout_s.value_or(longest_sleep_ms * 1e-3), longest_sleep_ms * 1e-3);
+  if (const Transfer* transfer = work.transfer_.get()) {
+    mailbox_.help(*transfer, sleep_s);
+    return work.wait(transfer->done() ? sleep_s : 0);
+  }
+  // A thread that runs a call cannot leave it when timeout_s has passed.
+  if (timeout_s) hurry();
+  else run_queued(work);
+  return work.wait(sleep_s);
+}
+
 // Runs one call. If the call fails, breaks the group, and throws the first cause of the group's failure.
-void Communicator::execute(const Call& call, const Deadline& deadline, bool its_turn) {
+void Communicator::execute(const Call& call, const Deadline& deadline, bool its_turn, Watch& watch) {
   try {
-    if (!its_turn) queue_for(call.signature, deadline);
+    if (!its_turn) queue_for(call.signature, deadline, watch);
     recorder_.begin(call.signature);
     next_notice_s_ = first_notice_s;
-    backend_of(call).run(call, {*this, deadline});
+    backend_of(call).run(call, {watch, deadline});
     // This process may have been stopped during the call, for example by SIGSTOP. In that case, its peers may have given up on
     // the call, broken the group and changed their data before this rank read the data. The result may then be wrong.
     if (broken()) throw_failure();
@@ -285,7 +400,8 @@ void Communicator::execute(const Call& call, const Deadline& deadline, bool its_
   if (!call.stream) recorder_.done(call.signature.number);
 }
 
-void Communicator::queue_for(const Signature& call, const Deadline& deadline) {
+void Communicator::queue_for(const Signature& call, const Deadline& deadline, Watch& watch) {
+  hurry();
   const uint64_t number = call.number;
   std::unique_lock lock(turn_mutex_);
   while (running_ != number) {
@@ -295,7 +411,7 @@ void Communicator::queue_for(const Signature& call, const Deadline& deadline) {
     // The error names no missing ranks, because only the running call's thread knows which ranks are missing.
     if (deadline.passed() && !broken())
       throw timed_out(brief(call) + " on " + name_of(rank_), deadline, "waiting for its turn, after " + current());
-    look(deadline, {});
+    watch.look(deadline, {});
     lock.lock();
   }
 }
@@ -457,11 +573,15 @@ Error Communicator::timed_out(const std::string& what, const Deadline& deadline,
 }
 
 void Communicator::look(const Deadline& deadline, const Missing& missing) {
+  look_at_group(deadline, missing);
+  if (!worker_thread) interrupt();
+}
+
+void Communicator::look_at_group(const Deadline& deadline, const Missing& missing) {
   if (broken()) throw_failure();
   const std::vector<int> ranks = missing();
   if (deadline.passed()) throw timed_out(current(), deadline, "waiting for " + named(ranks), ranks);
   look_for_the_dead(ranks, missing);
-  if (!worker_thread) interrupt();
   const double waited_s = seconds_since(deadline.start());
   // A call that is waiting for its turn has no missing ranks and prints no notice. The running call prints the notice.
   if (!ranks.empty() && waited_s >= next_notice_s_) say_waiting(waited_s, ranks, missing.by_memory);

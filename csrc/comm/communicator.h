@@ -46,8 +46,8 @@ struct Where {
   std::string text;
 };
 
-// A call or a message that has been started and may still be in progress. A call runs on the group's worker thread or on the
-// device.
+// A call or a message that has been started and may still be in progress. A call runs on the group's worker thread, on a thread
+// that waits for it (Communicator::wait()), or on the device.
 class Work {
  public:
   Work() = default;
@@ -55,7 +55,7 @@ class Work {
   uint64_t number() const { return number_; }  // the number of the call; 0 for a message
   // Returns whether the call or message has completed, with or without an error.
   bool done() const { return done_.load(); }
-  // Waits for at most timeout_s seconds. Returns whether the call or message has completed.
+  // Sleeps for at most timeout_s seconds. Returns whether the call or message has completed.
   bool wait(double timeout_s);
   // Returns the error with which the call or message has failed, if any.
   std::optional<Error> error() const { return done() ? error_ : std::nullopt; }
@@ -72,6 +72,7 @@ class Work {
   std::unique_ptr<std::condition_variable> ended_ = std::make_unique<std::condition_variable>();
   const int owner_ = getpid();  // the process that created this Work; a forked child has only a copy
   uint64_t number_ = 0;
+  std::shared_ptr<Transfer> transfer_;  // nullptr for a call
   std::optional<Error> error_;
   std::optional<Matched> matched_;
   std::atomic<bool> done_{false};
@@ -107,9 +108,14 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // signature's number must be 0 or a reserved number. Throws Error, or whatever the interrupt hook throws. After an exception,
   // the group is broken, unless the call was refused before it began.
   void run(Call call, double timeout_s);
-  // Starts a call. If its arrays are on a device, start() itself enqueues it. If not, the worker thread runs it after all earlier
-  // calls of the group. x and out must live until the returned Work has completed.
+  // Starts a call. If its arrays are on a device, start() itself enqueues it. If not, it runs after all earlier calls of the
+  // group: on the worker thread, or in wait(). x and out must live until the returned Work has completed.
   std::shared_ptr<Work> start(Call call, double timeout_s);
+  // Waits for a call or a message, and returns whether it has completed. If timeout_s is nullopt and no thread has begun the
+  // call, this thread runs the queued calls up to this one. So a call that is waited for at once needs no other thread.
+  // Otherwise, wait() returns after timeout_s or longest_sleep_ms at the latest, so that the caller can check for signals. Throws
+  // what the interrupt hook has thrown while this thread ran calls.
+  bool wait(Work& work, std::optional<double> timeout_s);
   // Returns the backend of the group's device. Throws if the group is broken or has no device.
   VendorBackend& device() const;
   // Returns whether device().pack() can scale elements with a kernel and, if the dtypes differ, also cast them.
@@ -122,7 +128,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // threads may call this at the same time, even while collective calls are running. The link to a peer must exist before the
   // first send to that peer.
   std::vector<Matched> run(std::span<const Message> messages, const Deadline& deadline);
-  // Starts one message and returns. The mailbox's thread then waits for the message to complete.
+  // Starts one message and returns. The mailbox's thread and wait() then move its bytes.
   std::shared_ptr<Work> start(const Message& message, const Deadline& deadline);
   // Adds the link for messages to a peer (if `sends` is true) or from a peer. If the link has a secret, waits for at most
   // handshake_s, until the peer has called add_link(), too.
@@ -160,49 +166,58 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   bool broken() const override { return broken_.load(std::memory_order_relaxed); }
 
  private:
-  // Marks the current thread as being inside run() or start_on_device(). The mark lasts until the Caller is destroyed. close()
-  // waits until no thread is marked.
+  // Marks the current thread as being inside the call with this number, until the mark is destroyed. number: 0 for a message.
+  class Inside {
+   public:
+    Inside(const Communicator& group, uint64_t number) : number(number), group_(group), outer_(innermost_) { innermost_ = this; }
+    ~Inside() { innermost_ = outer_; }
+    // Returns whether this thread is inside a call of the group with at most this number, possibly in a signal handler that has
+    // interrupted the call.
+    static bool calls(const Communicator& group, uint64_t at_most) {
+      for (const Inside* one = innermost_; one; one = one->outer_)
+        if (one->number && one->number <= at_most && &one->group_ == &group) return true;
+      return false;
+    }
+    Inside(const Inside&) = delete;
+    Inside& operator=(const Inside&) = delete;
+
+    uint64_t number;
+
+   private:
+    const Communicator& group_;
+    // Usually nullptr. If this mark was set in a signal handler that interrupted a call, outer_ is the mark of that call.
+    const Inside* const outer_;
+    static inline thread_local const Inside* innermost_ = nullptr;
+  };
+  // Marks the current thread as being inside run() or start_on_device(). close() waits until no thread is a Caller.
   class Caller {
    public:
     // Gives the call the next number, unless the call already has a reserved number. For a message, which has no number, `call`
     // is nullptr.
-    explicit Caller(Communicator& group, Signature* call = nullptr) : group_(group), outer_(innermost_) {
+    explicit Caller(Communicator& group, Signature* call = nullptr) : group_(group), inside_(group, 0) {
       const std::lock_guard lock(group_.turn_mutex_);
       const uint64_t first = group_.take_numbers(call && call->number == 0 ? 1 : 0);
       if (call) {
-        number_ = call->number = call->number == 0 ? first : call->number;
-        its_turn_ = group_.running_ == number_;
+        inside_.number = call->number = call->number == 0 ? first : call->number;
+        its_turn_ = group_.running_ == call->number;
       }
       group_.callers_++;
-      innermost_ = this;
     }
-    ~Caller() {
-      innermost_ = outer_;
-      group_.leave_caller(ended_ ? number_ : 0);
-    }
+    ~Caller() { group_.leave_caller(ended_ ? inside_.number : 0); }
     // Returns whether all earlier calls had already completed when this Caller was created.
     bool its_turn() const { return its_turn_; }
     // Records that the call has completed without an error. When this Caller is destroyed, it is the next call's turn.
     void ended() { ended_ = true; }
-    // Returns whether this thread is inside a call of the group, possibly in a signal handler that has interrupted the call.
-    static bool calls(const Communicator& group) {
-      for (const Caller* one = innermost_; one; one = one->outer_)
-        if (one->number_ && &one->group_ == &group) return true;
-      return false;
-    }
     Caller(const Caller&) = delete;
     Caller& operator=(const Caller&) = delete;
 
    private:
     Communicator& group_;
-    uint64_t number_ = 0;  // the number of the call; 0 for a message
+    Inside inside_;
     bool its_turn_ = false, ended_ = false;
-    // Usually nullptr. If this Caller was created in a signal handler that interrupted a call, outer_ is the Caller of the
-    // interrupted call.
-    const Caller* const outer_;
-    static inline thread_local const Caller* innermost_ = nullptr;
   };
   class Delivery;
+  class Patience;
   // Thrown by look() if the interrupt hook throws. cause: what the hook threw.
   struct Interrupted {
     std::exception_ptr cause;
@@ -222,16 +237,21 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // Throws if this is a forked child or the group is broken. Call this before taking any lock, because in a forked child a mutex
   // may be locked forever. Then call it again while holding the lock, because the group may have been broken in the meantime.
   void check_usable() const;
-  void check_no_handler() const;
+  void check_no_handler(uint64_t number = std::numeric_limits<uint64_t>::max()) const;
   uint64_t take_numbers(int count);  // the caller must hold turn_mutex_; returns the first number
   void check(const Call& call) const;
   std::shared_ptr<Work> start_on_device(Call call, double timeout_s);
   Backend& backend_of(const Call& call) const { return call.stream ? static_cast<Backend&>(*device_) : *backend_; }
   void complete(Work& work, const Transfer* message, const std::function<void()>& part);
   void work();
+  void rest(std::unique_lock<std::mutex>& turn);
+  void run_queued(std::unique_lock<std::mutex>& turn, const Work* last, Patience* patience);
+  void run_queued(const Work& work);
+  void hurry();
   void stop_worker();
-  void execute(const Call& call, const Deadline& deadline, bool its_turn);
-  void queue_for(const Signature& call, const Deadline& deadline);
+  void execute(const Call& call, const Deadline& deadline, bool its_turn, Watch& watch);
+  void queue_for(const Signature& call, const Deadline& deadline, Watch& watch);
+  void look_at_group(const Deadline& deadline, const Missing& missing);
   [[noreturn]] void fail(const Call* call, const std::string& message);
   void break_off(const Call& call, const Failure& failure);
   [[noreturn]] void throw_failure() const;
@@ -266,8 +286,9 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   Recorder& recorder_;
   Hooks hooks_;
 
-  std::mutex turn_mutex_;  // protects next_, running_, callers_, jobs_, stopping_ and the creation of worker_
-  // turn_ is notified when running_ or callers_ changes. job_ is notified when the worker thread has something to do.
+  // Protects next_, running_, callers_, the creation of worker_, and what belongs to the queue: jobs_ to last_start_.
+  std::mutex turn_mutex_;
+  // turn_ is notified when running_ or callers_ changes. job_ wakes the worker thread (see rest()).
   std::unique_ptr<std::condition_variable> turn_ = std::make_unique<std::condition_variable>();
   std::unique_ptr<std::condition_variable> job_ = std::make_unique<std::condition_variable>();
   uint64_t next_ = 1;
@@ -276,8 +297,13 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // The number of Callers, plus the number of calls and messages that the worker thread or the mailbox's thread still has to
   // complete.
   int callers_ = 0;
-  std::deque<Job> jobs_;
-  bool stopping_ = false;
+  std::deque<Job> jobs_;          // the calls that have been started and that no thread has begun, in the order of their numbers
+  bool serving_ = false;          // whether a thread is running queued calls; only one thread does this at a time
+  bool hurry_ = false;            // whether a thread that does not run queued calls itself waits for one of them
+  bool asleep_ = false;           // whether the worker thread sleeps until it is notified
+  bool waited_ = false;           // whether the last queued call ran in wait(), not on the worker thread
+  bool stopping_ = false;         // whether the worker thread must end when no queued calls are left
+  Clock::time_point last_start_;  // when the newest call was queued
   std::unique_ptr<std::thread> worker_;  // created by the first start()
 
   mutable std::mutex state_mutex_;  // protects failure_, left_, expected_, delivering_ and on_device_; never held while waiting

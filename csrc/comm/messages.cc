@@ -12,8 +12,9 @@ namespace mscomm {
 // wait at the same time.
 class Communicator::Delivery final : public Watch {
  public:
-  // calls_python: whether the waiting thread may call Python. It is true for a caller's thread. It is false for the mailbox's
-  // thread, because a call into Python might never return while the process is exiting.
+  // calls_python: whether the waiting thread may call Python. It is true for a caller's thread. It is false for a message that
+  // has been started, because the mailbox's thread calls look(), and a call into Python might never return while the process is
+  // exiting.
   Delivery(Communicator& group, const Message& message, bool calls_python)
       : group_(group), message_(message), calls_python_(calls_python) {
     if (!calls_python_) return;
@@ -118,7 +119,7 @@ std::shared_ptr<Work> Communicator::start(const Message& message, const Deadline
   try {
     const auto work = std::make_shared<Work>();
     const auto delivery = std::make_shared<Delivery>(*this, message, false);
-    const std::shared_ptr<Transfer> transfer = mailbox_.start(message);
+    const std::shared_ptr<Transfer> transfer = work->transfer_ = mailbox_.start(message);
     mailbox_.detach(transfer, {*delivery, deadline}, [this, work, delivery, transfer](const std::optional<Error>& error) {
       complete(*work, transfer.get(), [&] {
         if (!error) return;

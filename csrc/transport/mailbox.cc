@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <cstring>
 #include <new>
 #include <utility>
@@ -18,6 +19,10 @@ namespace {
 
 constexpr size_t piece_bytes = 256u << 10;  // the maximum number of bytes that one system call moves while mutex_ is held
 constexpr int messages_a_turn = 64;         // the maximum number of messages read from one link before it is the next link's turn
+// If no thread waits for a detached transfer, the mailbox's own thread begins to move its bytes after grace_s. Many programs call
+// Work.wait() earlier than that, and then moving the bytes takes no other thread. So that detach() need not wake the mailbox's
+// thread in such a program, the thread checks every tick_s whether it is needed, until linger_s after the last detach().
+constexpr double grace_s = 200e-6, tick_s = 1e-3, linger_s = 50e-3;
 
 using Kind = Envelope::Kind;
 
@@ -74,12 +79,14 @@ void Mailbox::check_peer(int peer) const {
 std::shared_ptr<Transfer> Mailbox::start(const Message& message) {
   if (message.sends || message.peer != any_source) check_peer(message.peer);
   auto transfer = std::make_shared<Transfer>(message);
-  const auto lock = enter();
+  auto lock = enter();
   if (shut_) finish(transfer, shut_);
   else if (message.sends) begin_send(transfer);
   else begin_recv(transfer);
-  wake_driver();
+  // If the send was written whole, the driver has nothing to do for it.
+  if (!message.sends || outgoing_[message.peer].writes() || !transfer->done()) wake_driver();
   tell_finished();
+  tell_ended(lock);
   return transfer;
 }
 
@@ -87,8 +94,11 @@ void Mailbox::begin_send(const Shared& send) {
   if (send->peer != rank_) {
     Outgoing& link = outgoing_[send->peer];
     if (!link.stream) throw Error("RuntimeError", text(*send) + ": there is no link to it yet");
-    if (link.ended) finish(send, lost(*send, link));
-    else link.queue.push_back(send);
+    if (link.ended) return finish(send, lost(*send, link));
+    link.queue.push_back(send);
+    // As in move_some(), read the returned credit first.
+    step(link, [&] { return read_returns(link); });
+    step(link, [&] { return write_some(link); });
     return;
   }
   const Envelope header = header_of(*send, Kind::whole);
@@ -135,23 +145,63 @@ void Mailbox::begin_recv(const Shared& recv) {
 void Mailbox::wait(const std::shared_ptr<Transfer>& transfer, const Wait& wait) {
   auto lock = enter();
   auto looked = Clock::now();
+  waiting_++;
   try {
     while (!transfer->done()) {
       const bool idle = !turn(lock);
+      tell_ended(lock);
       if (transfer->done() || (!idle && seconds_since(looked) <= longest_sleep_ms * 1e-3)) continue;
+      // look() may wait for Python, and meanwhile the mailbox's own thread must move the bytes of the detached transfers.
+      leave();
       lock.unlock();
-      wait.look({[&] { return missing(*transfer); }, false});
+      const auto back = [&] {
+        lock.lock();
+        waiting_++;
+      };
+      try {
+        wait.look({[&] { return missing(*transfer); }, false});
+      } catch (...) {
+        back();
+        throw;
+      }
+      back();
       looked = Clock::now();
-      lock.lock();
     }
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();
     drop(transfer, Error("Aborted", text(*transfer) + " was given up"));
-    changed_->notify_all();
+    leave();
     throw;
   }
-  changed_->notify_all();  // another thread may become the driver now
+  leave();
   if (transfer->error_) throw *transfer->error_;
+}
+
+void Mailbox::help(const Transfer& transfer, double timeout_s) {
+  auto lock = enter();
+  const Deadline deadline(timeout_s);
+  waiting_++;
+  try {
+    while (!transfer.done() && !deadline.passed()) {
+      const double left_ms = (timeout_s - seconds_since(deadline.start())) * 1e3;
+      turn(lock, static_cast<int>(std::clamp(std::ceil(left_ms), 0.0, 1.0 * longest_sleep_ms)));
+      helped_ = transfer.done();
+      tell_ended(lock);
+    }
+  } catch (...) {
+    if (!lock.owns_lock()) lock.lock();
+    leave();
+    throw;
+  }
+  leave();
+}
+
+// Called with mutex_ locked, by a thread that stops waiting.
+void Mailbox::leave() {
+  changed_->notify_all();  // another thread may become the driver now
+  if (--waiting_ > 0 || detached_.empty()) return;
+  unattended_since_ = Clock::now();
+  if (asleep_) detaching_->notify_one();
 }
 
 bool Mailbox::ended(int peer) const {
@@ -160,17 +210,17 @@ bool Mailbox::ended(int peer) const {
 }
 
 void Mailbox::detach(std::shared_ptr<Transfer> transfer, const Wait& wait, Ended ended) {
-  const auto lock = enter();
+  auto lock = enter();
+  if (transfer->done()) {
+    lock.unlock();
+    return ended(transfer->error_);
+  }
   if (stopping_) throw Error("RuntimeError", text(*transfer) + ": the group was released");
   if (!thread_) thread_ = start_thread([this] { serve(); });
-  const bool done = transfer->done();
-  detached_.push_back({std::move(transfer), wait, std::move(ended)});
-  detaching_->notify_one();
-  if (!done) return;
-  // The transfer completed before it was put into the list. So wake the mailbox's own thread, which may be waiting for other
-  // transfers.
-  wake_driver();
-  changed_->notify_all();
+  last_detach_ = Clock::now();
+  if (detached_.empty()) unattended_since_ = last_detach_;
+  detached_.push_back(std::make_shared<Detached>(Detached{std::move(transfer), wait, std::move(ended)}));
+  if (asleep_ || !helped_) detaching_->notify_one();
 }
 
 // The main function of the mailbox's own thread. It catches all exceptions, because an uncaught exception would end the process.
@@ -186,37 +236,25 @@ void Mailbox::serve() {
 
 // Waits for detached transfers, and calls their callbacks when they have completed. Returns when the mailbox ends.
 void Mailbox::serve_detached() {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   auto looked = Clock::now();
   while (true) {
-    std::list<Detached> ended;
-    for (auto it = detached_.begin(); it != detached_.end();) {
-      const auto one = it++;
-      if (stopping_) drop(one->transfer, Error("Aborted", text(*one->transfer) + " had not ended when the group was released"));
-      if (one->transfer->done()) ended.splice(ended.end(), detached_, one);
-    }
-    if (!ended.empty()) {
-      lock.unlock();
-      for (const Detached& one : ended) one.ended(one.transfer->error_);
-      ended.clear();
-      lock.lock();
-      continue;
-    }
+    if (stopping_)
+      for (const auto& one : detached_)
+        drop(one->transfer, Error("Aborted", text(*one->transfer) + " had not ended when the group was released"));
+    if (tell_ended(lock)) continue;
     if (stopping_) return;
-    if (detached_.empty()) {
-      changed_->notify_all();  // another thread may become the driver now
-      detaching_->wait(lock, [this] { return stopping_ || !detached_.empty(); });
-      looked = Clock::now();
-      continue;
-    }
-    const bool idle = !turn(lock);
-    if (!idle && seconds_since(looked) <= longest_sleep_ms * 1e-3) continue;
-    // Only this thread removes elements from the list, so the pointers stay valid.
-    std::vector<Detached*> all;
-    for (Detached& one : detached_) all.push_back(&one);
+    const bool needed = !detached_.empty() && waiting_ == 0 && seconds_since(unattended_since_) >= grace_s;
+    bool idle = false;
+    if (needed) helped_ = false, idle = !turn(lock);
+    else rest(lock);
+    if (detached_.empty()) looked = Clock::now();
+    if (detached_.empty() || (!idle && seconds_since(looked) <= longest_sleep_ms * 1e-3)) continue;
+    // Another thread may remove elements from the list meanwhile.
+    const std::vector<std::shared_ptr<Detached>> all(detached_.begin(), detached_.end());
     lock.unlock();
     std::vector<std::pair<Shared, Error>> failed;
-    for (Detached* one : all) {
+    for (const auto& one : all) {
       const Transfer& transfer = *one->transfer;
       try {
         one->wait.look({[&] { return missing(transfer); }, false});
@@ -228,9 +266,40 @@ void Mailbox::serve_detached() {
     }
     lock.lock();
     for (const auto& [transfer, error] : failed) drop(transfer, error);
+    if (!failed.empty()) wake_driver();  // the driver may be in help() for one of these transfers
     changed_->notify_all();
     looked = Clock::now();
   }
+}
+
+// Lets the mailbox's own thread sleep while it need not move bytes.
+void Mailbox::rest(Lock& lock) {
+  changed_->notify_all();  // another thread may become the driver now
+  const bool has_work = !detached_.empty();
+  const auto sleep = [&](double seconds) { detaching_->wait_for(lock, std::chrono::duration<double>(seconds)); };
+  if (has_work && waiting_ == 0) return sleep(std::max(0.0, grace_s - seconds_since(unattended_since_)));
+  if (seconds_since(last_detach_) < linger_s) return sleep(tick_s);
+  asleep_ = true;
+  if (has_work) sleep(longest_sleep_ms * 1e-3);
+  else detaching_->wait(lock);
+  asleep_ = false;
+}
+
+// Takes the detached transfers that have completed out of the list, and calls their callbacks without holding mutex_. Returns
+// whether there were any.
+bool Mailbox::tell_ended(Lock& lock) {
+  if (!std::exchange(unreported_, false)) return false;
+  std::list<std::shared_ptr<Detached>> ended;
+  for (auto it = detached_.begin(); it != detached_.end();) {
+    const auto one = it++;
+    if ((*one)->transfer->done()) ended.splice(ended.end(), detached_, one);
+  }
+  if (ended.empty()) return false;
+  lock.unlock();
+  for (const auto& one : ended) one->ended(one->transfer->error_);
+  ended.clear();
+  lock.lock();
+  return true;
 }
 
 // --- ending the mailbox ---
@@ -284,9 +353,9 @@ void Mailbox::close_descriptors() {
 
 // --- moving bytes: one waiting thread (the driver) polls for all waiting threads ---
 
-std::unique_lock<std::mutex> Mailbox::enter() const {
+Mailbox::Lock Mailbox::enter() const {
   entering_++;
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   entering_--;
   return lock;
 }
@@ -303,9 +372,9 @@ void Mailbox::tell_finished() {
 
 // Moves the bytes that can move now, for all transfers. If no bytes can move, this thread becomes the driver, and polls until
 // bytes can move or another thread wakes it. If another thread is already the driver, only waits until changed_ is notified. Both
-// waits take at most longest_sleep_ms. Returns false if nothing happened in that time.
-bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
-  if (driving_) return changed_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms)) == std::cv_status::no_timeout;
+// waits take at most sleep_ms. Returns false if nothing happened in that time.
+bool Mailbox::turn(Lock& lock, int sleep_ms) {
+  if (driving_) return changed_->wait_for(lock, std::chrono::milliseconds(sleep_ms)) == std::cv_status::no_timeout;
   const bool moved = move_some();
   tell_finished();
   if (moved) {
@@ -324,7 +393,7 @@ bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
   for (const Incoming& link : incoming_) add(link, reads(link));
   driving_ = true;
   lock.unlock();
-  const int ready = links.wait(longest_sleep_ms);
+  const int ready = links.wait(sleep_ms);
   lock.lock();
   driving_ = false;
   uint64_t wakes;
@@ -632,7 +701,7 @@ void Mailbox::finish(const Shared& transfer, std::optional<Error> error) {
   if (transfer->done()) return;
   transfer->error_ = std::move(error);
   transfer->done_ = true;
-  finished_ = true;
+  finished_ = unreported_ = true;
 }
 
 // Ends a transfer, and also its link if the transfer has begun. Called when the thread that waits for the transfer gives up.
@@ -669,6 +738,7 @@ void Mailbox::end_all(const Error& why) {
   for (Incoming& link : incoming_) end(link, {"Aborted", shut_->what()});
   wake_driver();
   changed_->notify_all();
+  detaching_->notify_one();
 }
 
 Error Mailbox::lost(const Transfer& transfer, const Link& link) const {

@@ -136,20 +136,23 @@ class Mailbox {
   void add_link(bool sends, int peer, Stream stream);
 
   // Starts a send or a recv, and returns without waiting. Several threads may call this at the same time. A message to this rank
-  // itself, or a message that has already arrived, is copied at once. All other bytes move later, in wait() or on the mailbox's
-  // own thread. A recv from any source does not end when peers close their links, so the Watch of the recv must detect that no
-  // peer is left.
+  // itself, or a message that has already arrived, is copied at once. A send to a peer is written at once as far as the link
+  // accepts it. All other bytes move later, in wait(), in help() or on the mailbox's own thread. A recv from any source does not
+  // end when peers close their links, so the Watch of the recv must detect that no peer is left.
   std::shared_ptr<Transfer> start(const Message& message);
   // Returns when the transfer has completed, or throws the transfer's error. If wait.look() throws, the transfer is dropped. If
   // the transfer had begun by then, its link ends too.
   void wait(const std::shared_ptr<Transfer>& transfer, const Wait& wait);
   // Returns whether the link from `peer` has ended and all its data has been read.
   bool ended(int peer) const;
-  // Lets the mailbox's own thread wait for the transfer. When the transfer has completed, that thread calls `ended` with the
-  // transfer's error, or with nullopt if there is no error. The Watch must not call Python, and must live until `ended` has
-  // returned.
+  // Lets the mailbox's own thread wait for the transfer. When the transfer has completed, `ended` is called with the transfer's
+  // error, or with nullopt if there is no error: by detach() itself, by the mailbox's own thread, or by another thread that is
+  // inside a function of the mailbox. The Watch must not call Python, and must live until `ended` has been destroyed.
   using Ended = std::function<void(const std::optional<Error>&)>;
   void detach(std::shared_ptr<Transfer> transfer, const Wait& wait, Ended ended);
+  // Moves bytes on this thread until the detached transfer has completed, for at most timeout_s seconds. While any thread is in
+  // wait() or help(), the mailbox's own thread moves no bytes, so that no thread must be woken when a message arrives.
+  void help(const Transfer& transfer, double timeout_s);
 
   // Ends all links and transfers. Any thread may call shut_down() at any time. It calls no callback, and waits only for mutex_.
   // No thread holds mutex_ for longer than it takes to copy one piece for each link, or one message to this rank itself.
@@ -224,10 +227,14 @@ class Mailbox {
     Ended ended;
   };
 
-  std::unique_lock<std::mutex> enter() const;
+  using Lock = std::unique_lock<std::mutex>;
+  Lock enter() const;
   void wake_driver() const;
   void tell_finished();
-  bool turn(std::unique_lock<std::mutex>& lock);
+  bool tell_ended(Lock& lock);
+  void leave();
+  void rest(Lock& lock);
+  bool turn(Lock& lock, int sleep_ms = longest_sleep_ms);
   bool end_silent_links();
   std::vector<int> missing(const Transfer& transfer) const;
   void serve();
@@ -275,8 +282,8 @@ class Mailbox {
   // mutex_ protects everything below. Threads hold it while bytes move, but not while they wait or run a callback.
   mutable std::mutex mutex_;
   mutable std::atomic<int> entering_{0};  // how many threads are waiting for mutex_; the driver lets them go first
-  // changed_ is notified when a transfer completes, when the mailbox ends, and when the driver stops driving. While thread_ has
-  // no transfers, it waits on detaching_, which is notified when there is a new transfer and when the mailbox ends.
+  // changed_ is notified when a transfer completes, when the mailbox ends, and when the driver stops driving. While thread_ need
+  // not move bytes, it waits on detaching_ (see rest()).
   std::unique_ptr<std::condition_variable> changed_ = std::make_unique<std::condition_variable>();
   std::unique_ptr<std::condition_variable> detaching_ = std::make_unique<std::condition_variable>();
   std::vector<Outgoing> outgoing_;
@@ -284,9 +291,15 @@ class Mailbox {
   std::deque<Shared> posted_for_any_;  // recvs from any source that have no message yet, in order
   uint64_t last_turn_ = 0;             // the turn number most recently given to a posted recv or a kept message
   int first_ = 0;                      // the peer whose links are served first; changes each time, so that no peer starves
-  std::list<Detached> detached_;
-  bool driving_ = false;   // whether a waiting thread (the driver) is polling for all waiting threads
-  bool finished_ = false;  // whether a transfer has completed since changed_ was last notified
+  std::list<std::shared_ptr<Detached>> detached_;
+  int waiting_ = 0;                     // the number of threads in wait() or help() that can move bytes
+  Clock::time_point last_detach_;       // when detached_ last got a transfer
+  Clock::time_point unattended_since_;  // since when detached_ has transfers, and no thread waits; valid only if this is so
+  bool asleep_ = false;                 // whether thread_ sleeps until it is notified
+  bool helped_ = false;                 // whether the last bytes of detached transfers were moved by help(), not by thread_
+  bool driving_ = false;                // whether a waiting thread (the driver) is polling for all waiting threads
+  bool finished_ = false;               // whether a transfer has completed since changed_ was last notified
+  bool unreported_ = false;             // whether a transfer has completed since tell_ended() last looked for one
   bool stopping_ = false;
   std::optional<Error> shut_;
   std::unique_ptr<std::thread> thread_;  // created by the first detach()

@@ -278,6 +278,10 @@ class Work:
         Raise TimeoutError if the call has not completed in time; the call then continues. timeout: a number of seconds
         or a timedelta; None sets no limit. For a call on the device, wait() without a timeout returns at once, and the
         array library's current stream waits for the call.
+
+        If no thread has begun the call yet, wait() without a timeout runs it. If a signal handler then raises an
+        exception, wait() raises this exception when the call has ended. If the call does not end within a second, it
+        fails with Aborted.
         """
 
     def done(self) -> bool:
@@ -572,7 +576,7 @@ class Group:
     def start_send(
         self, peer: int, tag: int, dtype: int, x: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
     ) -> Work:
-        """Start a send. The mailbox's thread waits for it to complete. The group keeps x alive until then."""
+        """Start a send. The mailbox's thread and Work.wait() complete it. The group keeps x alive until then."""
 
     def start_recv(
         self, peer: int, tag: int, dtype: int, out: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /

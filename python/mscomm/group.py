@@ -328,7 +328,7 @@ class Group:
         self.ended()
 
     def start(self, call: _core.Call, seconds: float, number: int = 0, *, part: bool = False) -> Work:
-        """Start a call on the group's worker thread, or on a stream of the device. The core keeps the arrays alive.
+        """Queue a call, or enqueue it on a stream of the device. The core keeps the arrays alive.
 
         Return the call's Work. number: as in run(). part: whether the Work is for together(). If so, the Work does not
         call call.result(). The argument `result` of together() must do that.
