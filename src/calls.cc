@@ -282,7 +282,7 @@ Share share_of(const Wanted& wanted, const Shape& whole, size_t me, size_t n) {
   if (wanted.rows) {
     const auto& rows = *wanted.rows;
     if (what == Collective::all_to_all) {
-      extent = sum(rows, me, n, n);
+      extent = wanted.recv_rows ? sum(*wanted.recv_rows, 0, n) : sum(rows, me, n, n);
     } else {
       before = sum(rows, 0, me);
       extent = gathers(what) ? sum(rows, 0, n) : rows[me];
@@ -526,7 +526,9 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
     if (what == Collective::all_to_all) signature.shape[0] = 0;
     const uint64_t row = shape.row();
     call.counts = *wanted.rows;
-    for (uint64_t& count : call.counts) count *= row;
+    if (wanted.recv_rows) call.recv_counts = *wanted.recv_rows;
+    for (auto* counts : {&call.counts, &call.recv_counts})
+      for (uint64_t& count : *counts) count *= row;
   }
   signature.count = 1;
   for (size_t i = 0; i < signature.dims; i++) signature.count *= signature.shape[i];

@@ -105,6 +105,9 @@ struct Wanted {
   // The number of rows of each rank, if the ranks may have different numbers. For all_to_all, n numbers for each sender, in rank
   // order: how many rows the sender sends to each of the n ranks.
   std::optional<std::vector<uint64_t>> rows{};
+  // Only in an all_to_all in which each rank knows only its own numbers: how many rows this rank receives from each rank. `rows`
+  // then holds how many rows it sends to each rank.
+  std::optional<std::vector<uint64_t>> recv_rows{};
   uint64_t digest = 0;
   bool head = false;
 };

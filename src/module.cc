@@ -221,8 +221,8 @@ Array array_of(const Group& group, int function, py::object x, const std::string
 
 PreparedCall prepare(const Group& group, int function, const py::object& x, py::object out, std::optional<int> what,
                      const py::object& op, const py::object& root, const py::object& stream,
-                     std::optional<std::vector<uint64_t>> rows, uint64_t digest, bool head,
-                     const std::optional<std::pair<py::tuple, int>>& told, const std::string& out_argument) {
+                     std::optional<std::vector<uint64_t>> rows, std::optional<std::vector<uint64_t>> recv_rows, uint64_t digest,
+                     bool head, const std::optional<std::pair<py::tuple, int>>& told, const std::string& out_argument) {
   const Wanted wanted{.function = static_cast<Function>(function),
                       .what = static_cast<Collective>(what.value_or(function)),
                       .op = given_or_null(op),
@@ -230,6 +230,7 @@ PreparedCall prepare(const Group& group, int function, const py::object& x, py::
                       .stream = given_or_null(stream),
                       .out_argument = out_argument,
                       .rows = std::move(rows),
+                      .recv_rows = std::move(recv_rows),
                       .digest = digest,
                       .head = head};
   std::optional<Array> array;
@@ -546,8 +547,8 @@ If it has completed without an error, out holds the result.)")
            py::arg("stream") = py::none())
       .def("prepare", &prepare, py::arg("function"), py::arg("x"), py::arg("out") = py::none(), py::kw_only(),
            py::arg("what") = py::none(), py::arg("op") = py::none(), py::arg("root") = py::none(), py::arg("stream") = py::none(),
-           py::arg("rows") = py::none(), py::arg("digest") = 0, py::arg("head") = false, py::arg("told") = py::none(),
-           py::arg("out_argument") = "out")
+           py::arg("rows") = py::none(), py::arg("recv_rows") = py::none(), py::arg("digest") = 0, py::arg("head") = false,
+           py::arg("told") = py::none(), py::arg("out_argument") = "out")
       .def("part",
            [](const Group& group, int function, const py::tuple& shape) {
              return as_tuple(part_of(group.ready(), static_cast<Function>(function), shape_of(shape)));

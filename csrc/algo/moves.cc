@@ -23,8 +23,13 @@ Moves::Moves(const Call& call, int n, int me, Of of)
       got_.emplace_back(0, n);
       continue;
     }
-    sent_.emplace_back(call.counts.data() + rank * ranks, n, 1, element);
-    got_.emplace_back(call.counts.data() + rank, n, ranks, element);
+    if (call.recv_counts.empty()) {
+      sent_.emplace_back(call.counts.data() + rank * ranks, n, 1, element);
+      got_.emplace_back(call.counts.data() + rank, n, ranks, element);
+    } else {
+      sent_.emplace_back(call.counts.data(), n, 1, element);
+      got_.emplace_back(call.recv_counts.data(), n, 1, element);
+    }
   }
 }
 

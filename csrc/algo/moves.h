@@ -24,7 +24,7 @@ class Moves {
   // and to this rank. With this_rank, an uneven all_to_all takes less time to prepare, but Move::from is valid only in moves
   // from this rank, and Move::to only in moves to this rank.
   enum class Of { all_ranks, this_rank };
-  // n: the number of ranks in the group. me: this rank.
+  // n: the number of ranks in the group. me: this rank. If the call has recv_counts, `of` must be this_rank.
   Moves(const Call& call, int n, int me, Of of);
 
   // Returns -1 if every rank may send to every other rank. Otherwise, returns the root, which is either the only sender or the

@@ -109,32 +109,37 @@ bool worth_pulling(const Call& call, bool for_all, size_t largest_x, int n) {
   return n == 2 && (call.signature.root < 0 || largest_x <= pulled_from_root_bytes);
 }
 
-}  // namespace
+// Copies this rank's parts of x of every rank to out. source_x: returns the address of the given rank's x.
+template <typename SourceX>
+void take(const Call& call, const Moves& moves, int n, int me, const SourceX& source_x) {
+  for (int source = 0; source < n; source++) {
+    const Move move = moves.between(source, me);
+    if (move.bytes) copy(call.result() + move.to, source_x(source) + move.from, move.bytes);
+  }
+}
 
-void moves_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
+// An in-place all_to_all overwrites data that other ranks still need. So this rank does not offer its array, and the data goes
+// through staging.
+Call as_posted(const Call& call) {
+  const bool hidden = call.signature.what == Collective::all_to_all && call.x == call.out;
+  return hidden ? Call{.signature = call.signature}
+                : Call{.signature = call.signature,
+                       .x = call.x,
+                       .x_bytes = call.x_bytes,
+                       .out = call.out,
+                       .out_bytes = call.out_bytes};
+}
+
+// Moves messages that are not tiny. met: whether the first round of the call is already over.
+void move_large(const Call& call, const Ranks& ranks, const Moves& moves, bool met, const Wait& wait) {
   Arena& arena = *ranks.arena;
   const int n = arena.size(), me = arena.rank();
-  const Moves moves(call, n, me, Moves::Of::all_ranks);
   const char* const x = moves.source_array(call, ranks);
   const Blocks blocks = moves.blocks_of(me);
   const bool for_all = blocks.size() == 1;
-  const size_t largest_x = moves.largest_x();
-  // An in-place all_to_all overwrites data that other ranks still need. So this rank does not offer its array, and the data goes
-  // through staging.
-  const bool hidden = call.signature.what == Collective::all_to_all && call.x == call.out;
-  const Call unoffered{.signature = call.signature};
-  const Call& posted = hidden ? unoffered : call;
-  if (largest_x <= tiny_bytes) {
-    meet_with(x, blocks.total(), largest_x, posted, arena, wait);
-    for (int source = 0; source < n; source++) {
-      const Move move = moves.between(source, me);
-      if (move.bytes) copy(call.result() + move.to, arena.tiny(source, largest_x) + move.from, move.bytes);
-    }
-    return;
-  }
-  const bool pull = worth_pulling(call, for_all, largest_x, n);
+  const bool pull = worth_pulling(call, for_all, moves.largest_x(), n);
   Staging staging(arena, x, blocks);
-  staging.enter(posted, pull ? Pulled::x : Pulled::nothing, wait);
+  if (!met) staging.enter(as_posted(call), pull ? Pulled::x : Pulled::nothing, wait);
   std::optional<Ways> ways(std::in_place, moves, arena, for_all, false);
   if (pull && ways->largest_staged() > 0 && arena.can_pull(wait)) ways.emplace(moves, arena, for_all, true);
 
@@ -148,6 +153,10 @@ void moves_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
     copy(arena.at(destination, arena.posted(destination).out_offset + move.to, move.bytes) + begin, x + move.from + begin, share);
   }
   const size_t steps = staging.steps(ways->largest_staged());
+  if (met && steps > 0) {
+    staging.put(0);
+    arena.round(wait);
+  }
   for (size_t k = 0; k < std::max<size_t>(1, steps); k++) {
     const bool last = k + 1 >= steps;
     if (!last) staging.put(k + 1);
@@ -169,6 +178,58 @@ void moves_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
     if (!last || ways->touched()) arena.round(wait);
   }
   arena.steps() += steps;
+}
+
+// An all_to_all in which each rank knows only its own counts. In the first round, every rank shows its counts, followed by its x
+// if x is tiny. Then all ranks know the whole table of counts. If some x is not tiny, they continue as in any other all_to_all.
+void move_by_own_counts(const Call& call, const Ranks& ranks, const Wait& wait) {
+  Arena& arena = *ranks.arena;
+  const int n = arena.size(), me = arena.rank();
+  const size_t row_bytes = n * sizeof(uint64_t), limit = std::max(2 * row_bytes, tiny_bytes);
+  if (2 * row_bytes > chunk_bytes)
+    throw Error("ValueError", "all_to_all_v with recv_counts: a host has more than " +
+                                  std::to_string(chunk_bytes / 2 / sizeof(uint64_t)) + " ranks of the group");
+  const uint64_t step = arena.steps();
+  char* const shown = arena.chunk(me, step);
+  copy(shown, call.counts.data(), row_bytes);
+  copy(shown + row_bytes, call.recv_counts.data(), row_bytes);
+  if (call.x_bytes <= limit - 2 * row_bytes) copy(shown + 2 * row_bytes, call.x, call.x_bytes);
+  arena.post(as_posted(call), worth_pulling(call, false, call.x_bytes, n) ? Pulled::x : Pulled::nothing);
+  meet(arena, wait);
+  arena.steps()++;
+
+  // Copy the numbers before they are checked, because they are in memory that other ranks can write.
+  Call whole = call;
+  whole.recv_counts.clear();
+  whole.counts.resize(n * n);
+  std::vector<uint64_t> expected(n * n);  // expected[d * n + s]: how many elements rank d expects from rank s
+  for (int rank = 0; rank < n; rank++) {
+    copy(&whole.counts[rank * n], arena.chunk(rank, step), row_bytes);
+    copy(&expected[rank * n], arena.chunk(rank, step) + row_bytes, row_bytes);
+  }
+  for (int source = 0; source < n; source++)
+    for (int destination = 0; destination < n; destination++) {
+      const uint64_t sends = whole.counts[source * n + destination], expects = expected[destination * n + source];
+      if (sends != expects) throw counts_differ(call.signature, arena.in_job(source), sends, arena.in_job(destination), expects);
+    }
+  check(whole, me, n);
+  const Moves moves(whole, n, me, Moves::Of::all_ranks);
+  if (moves.largest_x() > limit - 2 * row_bytes) return move_large(whole, ranks, moves, true, wait);
+  take(whole, moves, n, me, [&](int source) { return arena.chunk(source, step) + 2 * row_bytes; });
+}
+
+}  // namespace
+
+void moves_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
+  if (!call.recv_counts.empty()) return move_by_own_counts(call, ranks, wait);
+  Arena& arena = *ranks.arena;
+  const int n = arena.size(), me = arena.rank();
+  const Moves moves(call, n, me, Moves::Of::all_ranks);
+  const size_t largest_x = moves.largest_x();
+  if (largest_x > tiny_bytes) return move_large(call, ranks, moves, false, wait);
+  // A tiny x is copied before out is written, so a call in place needs no copy of its own.
+  meet_with(moves.sends(me) ? call.x : nullptr, moves.blocks_of(me).total(), largest_x, as_posted(call), arena, wait);
+  take(call, moves, n, me, [&](int source) { return arena.tiny(source, largest_x); });
 }
 
 }  // namespace mscomm

@@ -16,7 +16,8 @@ void HostBackend::run(const Call& call, const Wait& wait) {
   if (algorithm.carrier != Carrier::mesh && arena_) carried_.arena += call.x_bytes + call.out_bytes;
   if (algorithm.carrier != Carrier::arena) {
     carried_.mesh += call.x_bytes + call.out_bytes;
-    mesh_->begin(call.signature);
+    if (call.recv_counts.empty()) mesh_->begin(call.signature);
+    else mesh_->begin(call.signature, call.counts, call.recv_counts);
   }
   algorithm.run(call, {layout_, arena_.get(), mesh_.get(), scratch_}, wait);
 }

@@ -41,6 +41,7 @@ Elements elements(const Call& call, size_t me, size_t n) {
   const uint64_t whole = counts.empty() ? count * (gathers(what) ? n : 1) : *sum(counts, 0, counts.size(), 1);
   if (what == Collective::barrier) return {};
   if (gathers(what)) return {own, whole};
+  if (!call.recv_counts.empty()) return {*sum(counts, 0, n, 1), *sum(call.recv_counts, 0, n, 1)};
   if (what == Collective::all_to_all && !counts.empty()) return {*sum(counts, me * n, n, 1), *sum(counts, me, n, n)};
   if (divides(what) && what != Collective::all_to_all) return {whole, own};
   return {count, count};
@@ -77,19 +78,30 @@ void check(const Call& call, int rank, int size) {
   if (*count != signature.count)
     refuse(std::to_string(signature.count) + " elements, expected " + std::to_string(*count) + ", the product of the shape");
   if (call.counts.empty()) {
+    if (!call.recv_counts.empty()) refuse("receive counts, but no send counts");
     if (divides(what) && *count % n)
       refuse(std::to_string(*count) + " elements, expected a multiple of the " + std::to_string(n) + " ranks");
   } else {
-    const bool square = what == Collective::all_to_all;
+    const bool local = !call.recv_counts.empty(), square = what == Collective::all_to_all && !local;
     const size_t expected = gathers(what) || divides(what) ? square ? n * n : n : 0;
     if (call.counts.size() != expected)
       refuse(std::to_string(call.counts.size()) + " counts, expected " +
              (expected ? std::to_string(expected) + (square ? ", from each rank to each" : ", one for each rank") : "none"));
     const Size total = sum(call.counts, 0, expected, 1);
     if (!product(total, call.element_bytes())) refuse("the counts add up to more bytes than this machine can count");
-    if (*total != *count && !(square && *count == 0))
+    if (*total != *count && !((square || local) && *count == 0))
       refuse("the counts add up to " + std::to_string(*total) + " elements, expected " + std::to_string(*count) +
              ", the product of the shape");
+    if (local) {
+      if (what != Collective::all_to_all || call.stream || call.recv_counts.size() != n)
+        refuse(std::to_string(call.recv_counts.size()) + " receive counts, expected " +
+               (what == Collective::all_to_all && !call.stream ? "one for each rank" : "none"));
+      if (!product(sum(call.recv_counts, 0, n, 1), call.element_bytes()))
+        refuse("the receive counts add up to more bytes than this machine can count");
+      if (call.counts[me] != call.recv_counts[me])
+        refuse("the rank sends " + std::to_string(call.counts[me]) + " elements to itself, but expects " +
+               std::to_string(call.recv_counts[me]));
+    }
   }
 
   const bool at_root = !rooted(what) || rank == signature.root;
@@ -157,6 +169,20 @@ Error mismatch(const std::string& who, const std::vector<std::pair<std::string, 
           who + " made different calls: " + text +
               ". Every rank must make the same calls in the same order, with the same shapes, types and options",
           others};
+}
+
+Error counts_differ(const Signature& call, int source, uint64_t sent, int destination, uint64_t expected) {
+  uint64_t row = 1;  // the number of elements in a row; rows are what the user counts
+  for (int i = 1; i < call.dims; i++) row *= call.shape[i];
+  const auto rows = [row](uint64_t count) {
+    const uint64_t number = count / std::max<uint64_t>(1, row);
+    return std::to_string(number) + (number == 1 ? " row" : " rows");
+  };
+  const std::string from = "rank " + std::to_string(source), to = "rank " + std::to_string(destination);
+  return {"Mismatch",
+          call.text() + ": " + from + " sends " + rows(sent) + " to " + to + ", but " + to + " expects " + rows(expected) +
+              " from " + from + ". What a rank passes in send_counts for another rank, that rank must pass in recv_counts",
+          {source, destination}};
 }
 
 #if defined(__x86_64__)

@@ -60,6 +60,10 @@ struct Call {
   // such numbers with one row for each sender. All ranks have the same counts. The counts add up to signature.count, except in an
   // all_to_all whose signature.count is 0.
   std::vector<uint64_t> counts{};
+  // Empty unless the call is an all_to_all in which each rank knows only its own counts. recv_counts then holds the number of
+  // elements that this rank receives from each rank, and counts has only one row: the numbers that this rank sends. The ranks
+  // compare these numbers before they use any data.
+  std::vector<uint64_t> recv_counts{};
   // The caller's stream. The call runs on the device after the work that is already on this stream. nullopt if the arrays are in
   // CPU memory.
   std::optional<void*> stream{};
@@ -89,6 +93,10 @@ struct Differs {
 // with the ranks that made it. The call of the lowest rank must come first, because Error::ranks lists the ranks of all later
 // calls.
 Error mismatch(const std::string& who, const std::vector<std::pair<std::string, std::vector<int>>>& callers);
+
+// Returns the error for two ranks of an all_to_all if `source` sends a different number of elements than `destination` expects.
+// The ranks are job ranks.
+Error counts_differ(const Signature& call, int source, uint64_t sent, int destination, uint64_t expected);
 
 // Whether this CPU is an AMD Zen 3 or Zen 4. On these, `rep movsb` takes up to 14 times as long if `to` is 1 to 31 bytes above
 // `from`, modulo the page size (glibc bug 30994). The kernel uses it in all copies, and memcpy uses it in copies that are longer

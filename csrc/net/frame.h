@@ -18,9 +18,11 @@ struct Header {
   uint32_t epoch = 0;
   uint32_t source = 0;
   Signature signature;
-  uint64_t reserved = 0;
+  // How many elements the sender of this header sends to the receiver, and how many it expects from the receiver. Both are 0
+  // unless the call has recv_counts.
+  uint64_t sends = 0, expects = 0;
 };
-static_assert(sizeof(Header) == 160);
+static_assert(sizeof(Header) == 168);
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire is little endian; this machine needs a conversion here");
 
 }  // namespace mscomm

@@ -40,6 +40,7 @@ class Arena {
 
   int rank() const { return rank_; }
   int size() const { return control_.size(); }
+  int in_job(int rank) const { return ranks_[rank]; }
 
   // Enters the state ENTERED of docs/design/0001-call.md: tells the other ranks about this call, and offers them x and out if
   // these arrays are in the heap and larger than unoffered_bytes(). The first round of the call must follow. pulled: the arrays

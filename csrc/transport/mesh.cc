@@ -21,8 +21,10 @@ Mesh::Mesh(std::vector<int> ranks, int rank, uint32_t epoch, std::vector<std::op
     if (links[peer]) links_[peer].stream.emplace(std::move(*links[peer]));
 }
 
-void Mesh::begin(const Signature& mine) {
+void Mesh::begin(const Signature& mine, std::span<const uint64_t> sends, std::span<const uint64_t> expects) {
   mine_ = mine;
+  sends_.assign(sends.begin(), sends.end());
+  expects_.assign(expects.begin(), expects.end());
   looked_ = Clock::now();
   others_ = Others::none;
   for (Link& link : links_) link.greeted = link.announced = link.due = link.receiving = false;
@@ -49,7 +51,7 @@ void Mesh::send(std::span<const Piece> out) {
   size_t longest = 0;
   for (const Piece& piece : out) {
     Link& link = links_[piece.peer];
-    if (!link.announced) greet(link, true);
+    if (!link.announced) greet(piece.peer, true);
     longest = std::max(longest, piece.bytes);
   }
   for (size_t at = 0; at < longest; at += turn_bytes)
@@ -92,8 +94,14 @@ void Mesh::transfer(std::span<const Piece> in, const Wait& wait, bool sends_all)
   for (Link& link : links_) link.receiving = false;
 }
 
-void Mesh::greet(Link& link, bool payload) {
-  link.outbox.push_back({.payload = payload, .epoch = epoch_, .source = static_cast<uint32_t>(rank_), .signature = mine_});
+void Mesh::greet(int peer, bool payload) {
+  Link& link = links_[peer];
+  link.outbox.push_back({.payload = payload,
+                         .epoch = epoch_,
+                         .source = static_cast<uint32_t>(rank_),
+                         .signature = mine_,
+                         .sends = sends_.empty() ? 0 : sends_[peer],
+                         .expects = expects_.empty() ? 0 : expects_[peer]});
   link.greeted = true;
   link.announced |= payload;
 }
@@ -199,6 +207,9 @@ bool Mesh::compare_inbox(int peer) {
   if (theirs.number > mine_.number) return false;
   if (theirs.number == mine_.number) {
     if (theirs != mine_) throw Differs{{{rank_, mine_}, {peer, theirs}}};
+    const uint64_t sent = sends_.empty() ? 0 : sends_[peer], expected = expects_.empty() ? 0 : expects_[peer];
+    if (header.sends != expected) throw counts_differ(mine_, ranks_[peer], header.sends, ranks_[rank_], expected);
+    if (header.expects != sent) throw counts_differ(mine_, ranks_[rank_], sent, ranks_[peer], header.expects);
     link.due = header.payload;
   } else {
     // This is the header of an earlier call, which this rank completed without waiting for the header. That was correct only if
@@ -240,8 +251,8 @@ void Mesh::poll_links(const Wait& wait) {
   // If wait() has timed out, send the header of the current call to each peer whose data is missing. Do not send the header
   // earlier, because a peer may have sent its data and exited. If we sent anything to such a peer, our kernel would discard the
   // peer's data that we have not read yet.
-  for (Link& link : links_)
-    if (ready == 0 && link.stream && !link.greeted && !link.received()) greet(link, false);
+  for (int peer = 0; peer < size(); peer++)
+    if (const Link& link = links_[peer]; ready == 0 && link.stream && !link.greeted && !link.received()) greet(peer, false);
   if (ready <= 0) look(wait);
   for (size_t i = 0; ready > 0 && i < peers.size(); i++)
     if (links.readable(i)) receive_some(peers[i]);

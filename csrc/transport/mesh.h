@@ -36,8 +36,9 @@ class Mesh {
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(links_.size()); }
 
-  // Starts a call. Compares `mine` with the headers that peers have already sent. Does not wait.
-  void begin(const Signature& mine);
+  // Starts a call. Compares `mine` with the headers that peers have already sent. Does not wait. sends, expects: empty, or how
+  // many elements this rank sends to each rank and expects from each rank. The peers check these numbers, too.
+  void begin(const Signature& mine, std::span<const uint64_t> sends = {}, std::span<const uint64_t> expects = {});
   // Queues the pieces. Later calls to receive(), exchange() and progress() send them. The peers take turns, so that only one link
   // at a time uses the wire. In a peer's turn, this rank sends a part of that peer's piece. If that peer is not reading, the wire
   // is free, so this rank also sends data to the other peers. The data of a piece must stay unchanged until the next exchange()
@@ -95,7 +96,7 @@ class Mesh {
   };
 
   void transfer(std::span<const Piece> in, const Wait& wait, bool sends_all);
-  void greet(Link& link, bool payload);
+  void greet(int peer, bool payload);
   // Returns the peer whose turn it is, or -1 if no piece is queued.
   int next();
   bool send_some(int peer);
@@ -117,6 +118,7 @@ class Mesh {
   std::vector<Link> links_;
   Recorded recorded_;
   Signature mine_;
+  std::vector<uint64_t> sends_, expects_;  // copies, because a header may arrive when the call has ended
   // When look() was last called, or when the current call began if that was later. A call may have many short exchanges, so this
   // time is kept from one exchange to the next.
   Clock::time_point looked_;

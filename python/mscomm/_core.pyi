@@ -466,6 +466,7 @@ class Group:
         root: int | None = None,
         stream: int | None = None,
         rows: Sequence[int] | None = None,
+        recv_rows: Sequence[int] | None = None,
         digest: int = 0,
         head: bool = False,
         told: tuple[tuple[int, ...], int] | None = None,
@@ -476,8 +477,9 @@ class Group:
         x: an array as the user passed it, or an Array. x is None in a barrier, and may be None in a scatter on a rank
         that is not the root. out: None creates a new array of x's type. what: the collective; None means the collective
         with the function's name. rows: in an uneven call, the number of rows of each rank; in all_to_all_v, the send
-        counts of rank 0, then those of rank 1, and so on. digest, head: see Signature in csrc/base/call.h. told: if x
-        is None in a scatter, the shape and dtype of the root's x.
+        counts of rank 0, then those of rank 1, and so on. recv_rows: in an all_to_all_v in which each rank knows only
+        its own counts, the number of rows from each rank; rows then holds only this rank's send counts. digest, head:
+        see Signature in csrc/base/call.h. told: if x is None in a scatter, the shape and dtype of the root's x.
         """
 
     def part(self, function: int, shape: tuple[int, ...], /) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ def checked_counts(
         rows = [operator.index(count) for count in counts]
     except TypeError:
         raise TypeError(f"{function}: {argument} must be a list of ints, one row count for each rank") from None
-    if len(rows) != group.size or min(rows) < 0:
+    if len(rows) != group.size or min(rows) < 0 or sum(rows) > sys.maxsize:
         raise ValueError(f"{function}: {argument} is {rows}; it needs {group.size} row counts, one for each rank")
     if shape is not None and (not shape or shape[0] != sum(rows)):
         has = f"x of shape {shape} has {shape[0]}" if shape else "x is a scalar"

@@ -440,6 +440,7 @@ def all_to_all_v(
     x: Any,
     send_counts: Sequence[int],
     *,
+    recv_counts: Sequence[int] | None = None,
     out: Any = None,
     group: Group | str | None = None,
     timeout: Timeout = None,
@@ -450,8 +451,12 @@ def all_to_all_v(
 
     The first send_counts[0] rows of x go to rank 0, the next send_counts[1] rows go to rank 1, and so on. send_counts
     must add up to x.shape[0]. `rows` is out, or a new array of x's type. It holds the received rows in rank order:
-    recv_counts[s] rows from rank s. x.shape[1:] and the dtype must be the same on all ranks. If any rank's out has the
-    wrong shape, all ranks raise Mismatch.
+    recv_counts[s] rows from rank s. x.shape[1:] and the dtype must be the same on all ranks.
+
+    If each rank knows how many rows it will receive from every rank, pass recv_counts. The call then exchanges no
+    counts before the data, so it takes less time. Either all ranks must pass recv_counts, or none. If a rank expects
+    more or fewer rows than another rank sends to it, both ranks raise Mismatch, as the other ranks do in this call or
+    in their next one. Without recv_counts, all ranks raise Mismatch if any rank's out has the wrong shape.
 
     >>> mscomm.all_to_all_v(np.arange(3), [1, 2])                          # on 2 ranks: rank 0, rank 1
     (array([0, 0]), [1, 1])
@@ -461,6 +466,24 @@ def all_to_all_v(
     function = FUNCTION["all_to_all_v"]
     given = group.core.array(function, x, stream=stream)
     sent = arguments.checked_counts("all_to_all_v", "send_counts", send_counts, group, given.shape)
+    received = None
+    if recv_counts is not None:
+        received = arguments.checked_counts("all_to_all_v", "recv_counts", recv_counts, group, None)
+        me = group.rank
+        if sent[me] != received[me]:
+            raise ValueError(
+                f"all_to_all_v: send_counts[{me}] is {sent[me]} and recv_counts[{me}] is {received[me]} on rank {me} "
+                "itself; both are the rows that the rank keeps"
+            )
+        if not given.on_device:
+            call = group.core.prepare(function, given, out, what=FUNCTION["all_to_all"], rows=sent, recv_rows=received)
+            seconds = group.seconds(timeout)
+            if async_op:
+                fills = "all_to_all_v" if call.result_fills_out else ""
+                work = group.start(call, seconds, part=True)
+                return group.together([work], lambda: (call.result(), received), fills)
+            group.run(call, seconds)
+            return call.result(), received
     n = group.size
     table = np.empty((n, n), np.int64)  # table[s, d]: how many rows rank s sends to rank d
     head = group.core.prepare(
@@ -468,13 +491,17 @@ def all_to_all_v(
     )
 
     def data() -> tuple[_core.Call, Callable[[], Any]]:
+        coming = table[:, group.rank].tolist()
+        if received is not None and received != coming:
+            rank = group.ranks[group.rank]
+            raise Mismatch(f"all_to_all_v: rank {rank} has recv_counts {received}, but the ranks send {coming}", [rank])
         call = _late(
             group,
             lambda: group.core.prepare(
                 function, given, out, what=FUNCTION["all_to_all"], rows=table.reshape(-1).tolist()
             ),
         )
-        return call, lambda: (call.result(), table[:, group.rank].tolist())
+        return call, lambda: (call.result(), coming)
 
     return group.call_after(head, data, timeout, async_op, given.on_device)
 

@@ -115,6 +115,30 @@ void wrong_counts_are_refused() {
   });
 }
 
+// In an all_to_all, a rank may give only its own counts.
+void own_counts_are_checked() {
+  Call right = make_call(Collective::all_to_all, Dtype::float32, 0, "12345678901234567890", 5, nullptr, 3, 0);
+  char out[12];
+  right.out = out;
+  right.counts = {2, 0, 3}, right.recv_counts = {1, 0, 2};
+  CHECK(refused(right, 1) == false && refused(right, 0, "2 elements to itself, but expects 1"));
+  Call call = right;
+  call.recv_counts.pop_back();
+  CHECK(refused(call, 1, "2 receive counts, expected one for each rank"));
+  call.counts.clear();
+  CHECK(refused(call, 1, "no send counts"));
+  for (const uint64_t wrong : {uint64_t{3}, ~uint64_t{0}, ~uint64_t{0} / 4 + 1}) {
+    call = right, call.counts[0] = wrong;
+    CHECK(refused(call, 1));
+    call = right, call.recv_counts[0] = wrong;
+    CHECK(refused(call, 1));
+  }
+  call = right, call.signature.what = Collective::reduce_scatter;
+  CHECK(refused(call, 1, "receive counts, expected none"));
+  const Error error = counts_differ(right.signature, 3, 2, 1, 0);
+  CHECK(error.kind == "Mismatch" && error.ranks == std::vector({3, 1}));
+}
+
 void roots_that_are_none_are_refused() {
   on_every_call([](const Call& right, int rank) {
     Call call = right;
@@ -278,6 +302,7 @@ int main() {
   for (const bool slow : {false, true}) copies_are_right_at_all_distances(slow);
   wrong_sizes_are_refused();
   wrong_counts_are_refused();
+  own_counts_are_checked();
   roots_that_are_none_are_refused();
   operations_that_are_not_defined_are_refused();
   shapes_that_wrap_around_are_refused();

@@ -162,7 +162,13 @@ class Case {
     return what_ != Collective::all_to_all || x_count_ == expected_.size();
   }
 
+  // Makes an uneven all_to_all twice: with the counts of all ranks, and with only this rank's counts.
   void run(const ThreadRank& me, bool x_in_heap, bool out_in_heap, bool in_place) {
+    run_once(me, x_in_heap, out_in_heap, in_place, false);
+    if (what_ == Collective::all_to_all && !amounts_.even) run_once(me, x_in_heap, out_in_heap, in_place, true);
+  }
+
+  void run_once(const ThreadRank& me, bool x_in_heap, bool out_in_heap, bool in_place, bool own_counts) {
     const size_t x_room = x_count_ + offset_of_x_, out_room = expected_.size() + offset_of_out_;
     in_place &= fits_in_place();
     Array<uint32_t> given(me.heap, in_place ? std::max(x_room, out_room) : x_count_, x_in_heap);
@@ -170,14 +176,21 @@ class Case {
     uint32_t* x = in_place ? given.data + offset_of_x_ : given.data;
     uint32_t* out = in_place ? given.data + offset_of_out_ : taken.data;
     if (x_count_) std::memcpy(x, x_, 4 * x_count_);
-    me.group->run(call(x, out), 60);
+    me.group->run(own_counts ? with_own_counts(call(x, out)) : call(x, out), 60);
     const bool right = expected_.empty() || std::memcmp(out, expected_.data(), 4 * expected_.size()) == 0;
     // If the call is not in place, x must be unchanged.
     const bool kept = in_place || x_count_ == 0 || std::memcmp(x, x_, 4 * x_count_) == 0;
     if (!CHECK(right) || !CHECK(kept))
-      std::fprintf(stderr, "  %s, %zu ranks, %s, %zu of rank %zu, root %d%s%s%s\n", std::string(name(what_)).c_str(), n_,
+      std::fprintf(stderr, "  %s, %zu ranks, %s, %zu of rank %zu, root %d%s%s%s%s\n", std::string(name(what_)).c_str(), n_,
                    amounts_.name.c_str(), x_count_, me_, root_, x_in_heap ? ", x in heap" : "",
-                   out_in_heap ? ", out in heap" : "", in_place ? ", in place" : "");
+                   out_in_heap ? ", out in heap" : "", in_place ? ", in place" : "", own_counts ? ", own counts" : "");
+  }
+
+  Call with_own_counts(Call call) const {
+    call.counts.assign(amounts_.from_to[me_].begin(), amounts_.from_to[me_].end());
+    for (const auto& row : amounts_.from_to) call.recv_counts.push_back(row[me_]);
+    call.signature.digest = 0;
+    return call;
   }
 
   Call call(const uint32_t* x, uint32_t* out) const {
