@@ -26,7 +26,7 @@ PYTHON_LAYERS = (
     *("_core", "version", "errors", "environment", "tracebacks", "log", "writing", "dtype", "common"),
     *("arrays", "registry", "packing", "accelerators", "cluster", "bootstrap", "notices", "context", "exits"),
     *("launching", "group", "arguments", "job", "subgroups", "collectives", "messages", "objects"),
-    *("communication", "ops", "dataset", "train", "mscomm", "bench", "cli", "__main__"),
+    *("communication", "ops", "dataset", "train", "mscomm", "torch", "bench", "cli", "__main__"),
 )
 
 CORE_FILES = sorted(path for folder in (CSRC, SRC) for path in folder.rglob("*") if path.suffix in (".h", ".cc", ".cu"))

@@ -1,0 +1,144 @@
+"""The Works that the calls of a ProcessGroup return, and the thread that completes their futures."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work as _TorchWork
+
+import mscomm
+
+
+@contextlib.contextmanager
+def telling() -> Iterator[None]:
+    """Raise the errors of mscomm as they are, but let that of a time limit say "Timed out", as those of gloo do."""
+    try:
+        yield
+    except mscomm.CollectiveTimeout as error:
+        raise mscomm.CollectiveTimeout(f"mscomm: Timed out in {error}", error.ranks, error.waiting_for) from error
+
+
+class Work(_TorchWork):
+    """The Work of one call of a ProcessGroup, which consists of calls of mscomm.
+
+    parts: the Works of these calls; none if they have ended. finish: what to do when they have ended, such as copying
+    the result to its tensors. tensors: the result.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Any],
+        finish: Callable[[], object] | None,
+        tensors: Sequence[Any],
+        status: mscomm.Status | None = None,
+    ) -> None:
+        super().__init__()
+        self._parts = parts
+        self._finish = finish
+        self._tensors = list(tensors)
+        self._status = status
+        self._ending = threading.Lock()  # only one thread finishes
+        self._future: torch.futures.Future[list[Any]] | None = None
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait for the end of the call. timeout: a timedelta; None, 0 and less stand for the time limit of the call."""
+        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        with telling():
+            for part in self._parts:
+                part.wait(seconds if seconds > 0 else None)
+            self._end()
+        return True
+
+    def _end(self) -> None:
+        with self._ending:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                finish()
+            self._parts = ()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        errors = (part.exception() for part in self._parts)
+        return next((error for error in errors if error is not None), None)
+
+    def result(self) -> list[Any]:
+        self.wait()
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[list[Any]]:
+        """Return a future of the list of tensors. A callback of another future may wait for it."""
+        if self._future is None:
+            base: torch.futures.Future[Any] = torch.futures.Future()
+            # An exception that is set on a future would reach the reducer of DistributedDataParallel as a value. If a
+            # callback raises it, the reducer raises it, too.
+            self._future = base.then(_value_or_raise)
+            if not self._parts or _completer.is_here():
+                self._complete(base)
+            else:
+                _completer.add(lambda: self._complete(base))
+        return self._future
+
+    def _complete(self, base: torch.futures.Future[Any]) -> None:
+        try:
+            self.wait()
+        except BaseException as error:  # _value_or_raise raises it
+            base.set_result(error)
+        else:
+            base.set_result(self._tensors)
+
+    def _source_rank(self) -> int:
+        """Return the sender of a message from any source, as a rank in the group."""
+        assert self._status is not None and self._status.source is not None
+        return self._status.source
+
+
+def _value_or_raise(done: torch.futures.Future[Any]) -> Any:
+    value = done.value()
+    if isinstance(value, BaseException):
+        raise value
+    return value
+
+
+class _Completer:
+    """A thread that completes futures, in the order in which they were asked for.
+
+    A callback of a future may wait for a later future, as the hook PowerSGD does. It asks for that future in this
+    thread, which then waits for it on the spot.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def is_here(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def add(self, complete: Callable[[], None]) -> None:
+        if self._thread is None:
+            with self._starting:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="mscomm-futures", daemon=True)
+                    self._thread.start()
+        self._waiting.put(complete)
+
+    def _run(self) -> None:
+        while True:
+            self._waiting.get()()
+
+
+_completer = _Completer()

@@ -1,0 +1,161 @@
+"""mscomm as a backend of torch.distributed: the same programs give the same tensors as over gloo."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from sessions import clean_environment
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_available() or not hasattr(torch.distributed, "all_gather_single"):
+    pytest.skip("needs torch.distributed of PyTorch 2.13 or later", allow_module_level=True)
+
+HERE = Path(__file__).parent
+
+# With 2 ranks, both backends add the same two numbers. With more ranks, they add in different orders, so that sums of
+# float32 differ in the last bits. 4 training steps make that at most this much, relative or absolute.
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+# bfloat16 and float16 have 8 and 11 bits.
+CLOSE_HALF = {"rtol": 1e-2, "atol": 1e-2}
+
+
+def torchrun(size: int, script: Path, *words: object, **env: str) -> subprocess.CompletedProcess[str]:
+    program = shutil.which("torchrun", path=f"{sys.prefix}/bin")
+    command = [program, "--standalone", "--nproc_per_node", str(size), str(script), *map(str, words)]
+    env = clean_environment(OMP_NUM_THREADS="1", **env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_same_programs_give_the_same_tensors(size: int, tmp_path: Path) -> None:
+    results = {}
+    for backend in ("gloo", "mscomm"):
+        done = torchrun(size, HERE / "torch_cases.py", backend, tmp_path / backend)
+        assert done.returncode == 0, done.stderr[-6000:]
+        results[backend] = [torch.load(f"{tmp_path / backend}.{rank}") for rank in range(size)]
+    for rank in range(size):
+        theirs, ours = results["gloo"][rank], results["mscomm"][rank]
+        assert list(theirs) == list(ours)
+        for case in theirs:
+            for expected, got in zip(theirs[case], ours[case], strict=True):
+                half = expected.dtype in (torch.bfloat16, torch.float16) or "fp16" in case
+                limits = {"rtol": 0, "atol": 0} if size == 2 else CLOSE_HALF if half else CLOSE
+                where = f"{case}, rank {rank}: "
+                torch.testing.assert_close(got, expected, **limits, msg=where.__add__)
+
+
+SCRIPT = """
+import os, signal, sys, time, torch, torch.distributed as dist
+rank = int(os.environ["RANK"])
+{body}
+"""
+
+
+def run(size: int, tmp_path: Path, body: str, **env: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(body=body))
+    return torchrun(size, script, **env)
+
+
+def test_import_torch_registers_the_backend(tmp_path: Path) -> None:
+    body = """
+assert "mscomm" in dist.Backend.backend_list and "mscomm.torch.process_group" not in sys.modules
+for turn in range(2):  # a group can be made again
+    dist.init_process_group("mscomm")
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    assert x.tolist() == [2, 2, 2] and dist.get_backend() == "mscomm"
+    dist.destroy_process_group()
+sys.stdout.write("done\\n")
+"""
+    done = run(2, tmp_path, body)
+    assert done.returncode == 0 and done.stdout.count("done") == 2, done.stderr
+
+
+@pytest.mark.parametrize("first", ["import torch", "import mscomm.torch"])
+def test_either_can_be_imported_first_and_without_autoload(first: str) -> None:
+    code = f"{first}; import mscomm.torch, torch.distributed as dist; assert 'mscomm' in dist.Backend.backend_list"
+    for autoload in ("0", "1"):
+        env = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_time_limit_says_timed_out_and_names_the_rank(tmp_path: Path) -> None:
+    body = """
+from datetime import timedelta
+dist.init_process_group("mscomm", timeout=timedelta(seconds=20))
+group = dist.new_group(timeout=timedelta(seconds=0.5))
+try:
+    if rank == 0: dist.all_reduce(torch.ones(1), group=group)
+except RuntimeError as error:
+    sys.stdout.write(f"{error}\\n")
+dist.barrier()
+"""
+    done = run(2, tmp_path, body)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r" Timed out .*waiting for rank 1 ", done.stdout), done.stdout
+
+
+def test_a_killed_rank_is_named_by_the_others_in_backward(tmp_path: Path) -> None:
+    body = """
+dist.init_process_group("mscomm")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1000, 1000))
+for step in range(1000):
+    if rank == 1 and step == 5:
+        open(sys.argv[0] + ".killed", "w").write(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        model(torch.ones(4, 1000)).sum().backward()
+    except RuntimeError as error:
+        open(f"{sys.argv[0]}.{rank}", "w").write(f"{time.time()} {error}")
+        break
+time.sleep(1)
+"""
+    run(3, tmp_path, body)
+    killed = float((tmp_path / "script.py.killed").read_text())
+    for rank in (0, 2):
+        seen, _, text = (tmp_path / f"script.py.{rank}").read_text().partition(" ")
+        assert "rank 1 (pid" in text, text
+        assert float(seen) - killed < 10
+
+
+def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
+    body = """
+dist.init_process_group("mscomm")
+x = torch.ones(4)
+for call, words in (
+    (lambda: dist.all_to_all_single(torch.empty(3), x), "cannot share equally"),
+    (lambda: dist.all_gather([torch.empty(4)], x), "1 tensors for 2 ranks"),
+    (lambda: dist.all_reduce(torch.empty(2, device="meta")), "is on meta"),
+    (lambda: dist.all_reduce(torch.ones(2).to_sparse(), op=dist.ReduceOp.MAX), "only be summed"),
+):
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(words)
+dist.all_reduce(x)  # the group still works
+sys.stdout.write(f"{x.tolist()}\\n")
+dist.destroy_process_group()
+"""
+    done = run(2, tmp_path, body)
+    assert done.returncode == 0 and done.stdout.count("[2.0, 2.0, 2.0, 2.0]") == 2, done.stderr
+
+
+def test_a_script_that_does_not_destroy_the_group_ends_well(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = run(2, tmp_path, 'dist.init_process_group("mscomm")\nwork = dist.all_reduce(torch.ones(1), async_op=True)')
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - began < 60
+    assert signal.SIGKILL.name not in done.stderr
