@@ -59,7 +59,7 @@ def create(options: Any) -> ProcessGroup:
     return ProcessGroup(options.store, _job, group)
 
 
-class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
     """A process group whose calls mscomm makes. torch.distributed's functions call its methods; see there."""
 
     supports_tensor_alloc = False

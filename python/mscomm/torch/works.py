@@ -23,7 +23,7 @@ def telling() -> Iterator[None]:
         raise mscomm.CollectiveTimeout(f"mscomm: Timed out in {error}", error.ranks, error.waiting_for) from error
 
 
-class Work(_TorchWork):
+class Work(_TorchWork):  # type: ignore[misc, unused-ignore]
     """The Work of one call of a ProcessGroup, which consists of calls of mscomm.
 
     parts: the Works of these calls; none if they have ended. finish: what to do when they have ended, such as copying
