@@ -40,7 +40,9 @@ CASES = {
     "numpy, timeout": (ON_THE_CPU, "mscomm.all_reduce(x, out=x, timeout=60)", 4_300),
     "numpy, async_op": (ON_THE_CPU, "mscomm.all_reduce(x, out=x, async_op=True).wait()", 12_100),
     "numpy, strided": (STRIDED, "mscomm.all_reduce(x)", 7_100),
-    "torch": (TENSOR, "mscomm.all_reduce(x, out=x)", 7_900),
+    # About 1,100 of these instructions ask PyTorch for the storage's offset (lacks_storage in src/dlpack.cc). Valgrind
+    # gives out low addresses, at which the core asks; usually it does not.
+    "torch": (TENSOR, "mscomm.all_reduce(x, out=x)", 9_300),
     "device": (ON_A_DEVICE, "mscomm.all_reduce(x, out=x)", 20_000),
 }
 

@@ -259,7 +259,7 @@ def test_other_threads_run_while_a_large_array_is_released(rank, group):
     thread = threading.Thread(target=count)
     thread.start()
     for _ in range(100):
-        x = mscomm.empty(32 << 20)
+        x = mscomm.empty(80 << 20)  # 320 MiB: more than the heap keeps for reuse
         before = steps[0]
         del x
         meanwhile = steps[0] - before

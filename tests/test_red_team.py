@@ -32,7 +32,7 @@ from mscomm import errors, packing, train
 from mscomm.cluster import links, security
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.frames import Frames
-from mscomm.cluster.hello import CONTROL, DATA, LAUNCHER, Hello, Identity, named
+from mscomm.cluster.hello import CONTROL, DATA, LAUNCHER, WIRE, Hello, Identity, named
 from mscomm.cluster.tls import TlsStream
 from mscomm.errors import on_failure
 
@@ -312,10 +312,10 @@ def test_a_hello_of_an_older_version_is_refused(victim: Victim) -> None:
     def attack() -> None:
         with dial(victim) as sock:
             sock.sendall(b"MSCM\1\0\1\0" + os.urandom(32))
-            assert sock.recv(8) == b"MSCM\2\0\1\0"
+            assert sock.recv(8) == b"MSCM" + bytes([WIRE, 0, 1, 0])
             assert len(sock.recv(100)) == 64 and sock.recv(1) == b""
 
-    attacked(victim, attack, "a connection speaks wire version 1, this mscomm speaks 2")
+    attacked(victim, attack, f"a connection speaks wire version 1, this mscomm speaks {WIRE}")
 
 
 @pytest.mark.parametrize(
