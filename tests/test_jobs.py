@@ -61,8 +61,10 @@ def test_groups_belong_to_their_jobs(rank: int, group: mscomm.Group) -> None:
         assert "pair" not in job.groups
         if mine:
             assert mscomm.all_reduce(np.float32([rank]), group="pair") == 1
-        sent = [mscomm.send_object({"from": rank}, 2, group=job.world)] if rank == 1 else None
-        assert sent or rank != 2 or mscomm.recv_object(1, group=job.world) == {"from": 1}
+        if rank == 1:
+            mscomm.send_object({"from": rank}, 2, group=job.world)
+        elif rank == 2:
+            assert mscomm.recv_object(1, group=job.world) == {"from": 1}
 
 
 @ranks(3)
@@ -215,9 +217,7 @@ def test_sys_exit_with_success_leaves_the_job_well(rank: int, group: mscomm.Grou
             sys.exit(0)
     else:
         with mscomm.join():
-            everybody_left = time.monotonic() + 0.3
-            while time.monotonic() < everybody_left:
-                time.sleep(0.01)
+            time.sleep(0.3)  # if the other rank aborted the job meanwhile, release() would raise the error
     assert mscomm.all_reduce(ONE) == 2
 
 
@@ -228,7 +228,7 @@ def test_a_released_job_is_freed_at_once(rank: int, group: mscomm.Group) -> None
     job = mscomm.join()
     one, other = mscomm.create_group("one", [0], job=job), mscomm.create_group("other", [1], job=job)
     mscomm.split(0, group=job.world)
-    heap = weakref.ref(job)
+    there = weakref.ref(job)
     job.abort("file \udcff")  # can be encoded
     with pytest.raises((mscomm.Aborted, mscomm.PeerLost)):
         mscomm.barrier(group=job.world)
@@ -239,7 +239,7 @@ def test_a_released_job_is_freed_at_once(rank: int, group: mscomm.Group) -> None
         job.rejoin()
     mscomm.destroy_group(other if rank == 0 else one)  # of a job that has ended
     del job, one, other
-    assert heap() is None
+    assert there() is None
     gc.enable()
 
 

@@ -185,10 +185,12 @@ class Job:
         if self is _default:
             _core.set_world(None)
             _default = None
-        if self.world.job is not None and self.is_ours:
-            self._leave()  # if a signal handler interrupts it, the exit handler calls it again
-        with contextlib.suppress(ValueError):
-            _joined.remove(self)
+        try:
+            if self.world.job is not None and self.is_ours:
+                self._leave()
+        finally:  # if a signal handler has interrupted _leave(), the exit handler calls it again
+            if self.world.job is None and self in _joined:
+                _joined.remove(self)
 
     def _leave(self) -> None:
         groups = list(reversed(self.groups.values()))

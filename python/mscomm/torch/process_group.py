@@ -346,9 +346,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
             else:
                 continue
             self._store.set(f"{prefix} end", "failed")
-            raise RuntimeError(
-                f"{text}. {f'Original exception: rank {rank} did not call it in time' if missing else ''}"
-            )
+            raise RuntimeError(text)
         self._store.set(f"{prefix} end", "failed" if missing else "all")
         if missing:
             raise RuntimeError(f"Ranks {', '.join(map(str, missing))} failed to pass {what}")

@@ -44,7 +44,6 @@ class Work(_TorchWork):  # type: ignore[misc, unused-ignore]
         self._status = status
         self._ending = threading.Lock()  # only one thread finishes
         self._future: torch.futures.Future[list[Any]] | None = None
-        self._error: BaseException | None = None
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait for the end of the call. timeout: a timedelta; None, 0 and less stand for the time limit of the call."""
