@@ -423,6 +423,15 @@ PYBIND11_MODULE(_core, module) {
   module.def("open_nccl",
              [](const Places& places) { return unlocked([&] { return std::shared_ptr(open_nccl(candidates_of(places))); }); });
 
+  py::class_<Completions, std::shared_ptr<Completions>>(module, "Completions")
+      .def(py::init<>())
+      .def_property_readonly("fd", &Completions::fd)
+      .def("add",
+           [](Completions& completions, uint64_t token) {
+             completions.expect();
+             completions.add(token);
+           })
+      .def("take", &Completions::take);
   py::class_<Handle>(module, "Work", R"(A call that was started with `async_op=True`, and runs while the caller continues.
 
 A Work keeps x and out alive. Do not touch x and out until the call has completed. When wait() has returned, out is
@@ -449,6 +458,8 @@ If it has completed without an error, out holds the result.)")
       .def("exception", &Handle::exception, "Return the error of a call that has failed, otherwise None.")
       .def("_join", &Handle::join)
       .def("_failed", &Handle::failed)
+      .def("_when_ended", &Handle::when_ended)
+      .def("_hurry", &Handle::hurry)
       .def("matched", [](const Handle& handle) {
         const auto matched = handle.matched();
         return matched ? std::optional(received(*matched)) : std::nullopt;

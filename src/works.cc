@@ -122,6 +122,17 @@ bool Handle::done() {
   return true;
 }
 
+void Handle::when_ended(std::shared_ptr<Completions> list, uint64_t token) const {
+  check_process();
+  list->expect();
+  started_->work->when_ended([list = std::move(list), token] { list->add(token); });
+}
+
+void Handle::hurry() const {
+  check_process();
+  calls_->group->communicator->hurry();
+}
+
 py::object Handle::exception() const {
   check_process();
   if (!started_->work->done()) return py::none();

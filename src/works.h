@@ -9,6 +9,7 @@
 
 #include "comm/communicator.h"
 #include "src/calls.h"
+#include "src/completions.h"
 
 namespace mscomm {
 
@@ -48,7 +49,12 @@ class Handle {
   bool failed() const { return started_ && started_->work->done() && started_->work->error(); }
   // Returns the error if the call or message has failed. Otherwise, returns None.
   py::object exception() const;
+  // Makes the call or message add `token` to the list when it has completed, with or without an error.
+  void when_ended(std::shared_ptr<Completions> list, uint64_t token) const;
   std::optional<Matched> matched() const { return started_ ? started_->work->matched() : std::nullopt; }
+
+  // Lets the worker thread begin the call at once, if no thread has begun it.
+  void hurry() const;
 
   // For the garbage collector.
   int traverse(visitproc visit, void* arg) const;
@@ -73,8 +79,7 @@ class Handle {
 };
 
 // Both overloads of start() keep the arrays alive until the call or message has completed, even if the user drops the handle.
-// number: the number that was reserved for the call, or 0 to use the next number. Only a call on a device can have a reserved
-// number. part: as in the constructor of Handle.
+// number: the number that was reserved for the call, or 0 to use the next number. part: as in the constructor of Handle.
 Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, double timeout_s, uint64_t number, bool part);
 Handle start(Calls& calls, py::array array, const Message& message, const Deadline& deadline);
 

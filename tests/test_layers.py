@@ -25,8 +25,8 @@ CORE_SEES = {layer: set(CORE_LAYERS[: place + 1]) for place, layer in enumerate(
 PYTHON_LAYERS = (
     *("_core", "version", "errors", "environment", "tracebacks", "log", "writing", "dtype", "common"),
     *("arrays", "registry", "packing", "accelerators", "cluster", "bootstrap", "notices", "context", "exits"),
-    *("launching", "group", "arguments", "job", "subgroups", "collectives", "messages", "objects"),
-    *("communication", "ops", "dataset", "train", "mscomm", "torch", "bench", "cli", "__main__"),
+    *("launching", "completing", "works", "group", "arguments", "job", "subgroups", "collectives", "messages"),
+    *("objects", "communication", "ops", "dataset", "train", "mscomm", "torch", "bench", "cli", "__main__"),
 )
 
 CORE_FILES = sorted(path for folder in (CSRC, SRC) for path in folder.rglob("*") if path.suffix in (".h", ".cc", ".cu"))

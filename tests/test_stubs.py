@@ -26,7 +26,7 @@ STUB = ROOT / "python/mscomm/_core.pyi"
 # Differences that stubtest must accept: what pybind11 adds to every class, and classes without a constructor
 # (make_heap() makes a Heap, and so on).
 PYBIND11 = """
-mscomm\\._core\\.(Array|Call|Failure|Group|Heap|Layout|Peers|Runtime|Tls|Vendor|Work)
+mscomm\\._core\\.(Array|Call|Completions|Failure|Group|Heap|Layout|Peers|Runtime|Tls|Vendor|Work)
 mscomm\\._core\\.(Array|Call|Failure|Heap|Runtime|Vendor)\\.__init__
 """
 

@@ -75,12 +75,15 @@ class Communicator::Patience final : public Watch {
 };
 
 void Communicator::leave_caller(uint64_t ended) {
+  bool next_is_queued = false;
   {
     const std::lock_guard lock(turn_mutex_);
     callers_--;
     if (ended) running_ = ended + 1;
+    next_is_queued = !serving_ && !jobs_.empty();
   }
   turn_->notify_all();
+  if (next_is_queued) job_->notify_one();
 }
 
 Work::~Work() {
@@ -93,14 +96,25 @@ bool Work::wait(double timeout_s) {
   return ended_->wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return done(); });
 }
 
-void Work::end(std::optional<Error> error, std::optional<Matched> matched) {
+void Work::when_ended(std::function<void()> after) {
   {
     const std::lock_guard lock(mutex_);
+    if (!done()) return after_.push_back(std::move(after));
+  }
+  after();
+}
+
+void Work::end(std::optional<Error> error, std::optional<Matched> matched) {
+  std::vector<std::function<void()>> after;
+  {
+    const std::lock_guard lock(mutex_);
+    after.swap(after_);
     error_ = std::move(error);
     matched_ = matched;
     done_ = true;
   }
   ended_->notify_all();
+  for (const auto& function : after) function();
 }
 
 Communicator::Communicator(std::string group, std::vector<int> ranks, int rank, std::shared_ptr<Peers> peers,
@@ -202,18 +216,20 @@ void Communicator::run(Call call, double timeout_s) {
 std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
   if (call.stream) return start_on_device(std::move(call), timeout_s);
   check(call);
-  if (call.signature.number) throw Error("RuntimeError", "a call with a reserved number runs on the thread of its caller");
+  const bool reserved = call.signature.number != 0;
   auto work = std::make_shared<Work>();
   bool must_wake = false;
   {
     const std::lock_guard lock(turn_mutex_);
     check_usable();
     if (!worker_) worker_ = start_thread([this] { this->work(); });
-    jobs_.push_back({std::move(call), Deadline(timeout_s), work});
-    work->number_ = jobs_.back().call.signature.number = next_++;
-    last_start_ = jobs_.back().deadline.start();
+    work->number_ = call.signature.number = reserved ? call.signature.number : next_;
+    const auto later = std::ranges::find_if(jobs_, [&](const Job& job) { return job.work->number_ > work->number_; });
+    // The worker thread may be waiting for this call, or a caller may be waiting for its turn after this call.
+    must_wake = asleep_ || !waited_ || later != jobs_.end() || in_queue_ > 0;
+    last_start_ = jobs_.insert(later, Job{std::move(call), Deadline(timeout_s), work})->deadline.start();
+    if (!reserved) next_++;
     callers_++;
-    must_wake = asleep_ || !waited_;
   }
   if (must_wake) job_->notify_one();
   return work;
@@ -308,15 +324,25 @@ void Communicator::work() {
   }
 }
 
+// Returns whether a thread may begin the first queued call. Before its turn it may not, because a call with a lower, reserved
+// number may still be started. If the call must fail, execute() throws the error. The caller holds turn_mutex_.
+bool Communicator::can_begin() const {
+  if (jobs_.empty()) return false;
+  const Job& first = jobs_.front();
+  return first.work->number_ == running_ || broken() || first.deadline.passed();
+}
+
 // Lets the worker thread sleep until it must run queued calls or must end.
 void Communicator::rest(std::unique_lock<std::mutex>& turn) {
   const auto sleep = [&](double seconds) { job_->wait_for(turn, std::chrono::duration<double>(seconds)); };
   while (serving_ || !stopping_) {
-    const bool has_work = !jobs_.empty() && !serving_;
-    const double age_s = has_work ? seconds_since(jobs_.front().deadline.start()) : 0;
-    if (has_work && (hurry_ || age_s >= grace_s)) return;
-    if (has_work) {
+    const bool ready = !serving_ && can_begin();
+    const double age_s = ready ? seconds_since(jobs_.front().deadline.start()) : 0;
+    if (ready && (hurry_ || in_queue_ > 0 || age_s >= grace_s)) return;
+    if (ready) {
       sleep(grace_s - age_s);
+    } else if (!serving_ && !jobs_.empty()) {
+      sleep(longest_sleep_ms * 1e-3);
     } else if (seconds_since(last_start_) < linger_s) {
       sleep(tick_s);
     } else {
@@ -327,12 +353,12 @@ void Communicator::rest(std::unique_lock<std::mutex>& turn) {
   }
 }
 
-// Runs queued calls on this thread: all of them or, if `last` is given, those up to the call of `last`. The caller holds
-// turn_mutex_, which is released during the calls. patience: nullptr on the worker thread.
+// Runs queued calls on this thread: all of them or, if `last` is given, those up to the call of `last`. Stops at a call that may
+// not begin yet. The caller holds turn_mutex_, which is released during the calls. patience: nullptr on the worker thread.
 void Communicator::run_queued(std::unique_lock<std::mutex>& turn, const Work* last, Patience* patience) {
   serving_ = true;
-  waited_ = patience != nullptr;
-  for (bool goes_on = true; goes_on && !jobs_.empty();) {
+  for (bool goes_on = true; goes_on && can_begin();) {
+    waited_ = patience != nullptr;
     const Job job = std::move(jobs_.front());
     jobs_.pop_front();
     const bool its_turn = running_ == job.work->number();
@@ -347,22 +373,25 @@ void Communicator::run_queued(std::unique_lock<std::mutex>& turn, const Work* la
     turn.lock();
   }
   serving_ = false;
-  if (jobs_.empty()) hurry_ = false;
-  else job_->notify_one();
+  hurry_ = !jobs_.empty() && (hurry_ || (last && !last->done()));
+  if (!jobs_.empty()) job_->notify_one();
 }
 
 void Communicator::run_queued(const Work& work) {
   if (work.done()) return;
   check_no_handler(work.number());
   std::unique_lock turn(turn_mutex_);
-  if (serving_ || std::ranges::none_of(jobs_, [&](const Job& job) { return job.work.get() == &work; })) return;
+  if (std::ranges::none_of(jobs_, [&](const Job& job) { return job.work.get() == &work; })) return;
+  if (serving_) {
+    hurry_ = true;
+    return;
+  }
   Patience patience(*this);
   run_queued(turn, &work, &patience);
   turn.unlock();
   patience.rethrow();
 }
 
-// Lets the worker thread begin the queued calls now.
 void Communicator::hurry() {
   {
     const std::lock_guard lock(turn_mutex_);
@@ -401,6 +430,11 @@ void Communicator::execute(const Call& call, const Deadline& deadline, bool its_
 }
 
 void Communicator::queue_for(const Signature& call, const Deadline& deadline, Watch& watch) {
+  struct Here {
+    explicit Here(std::atomic<int>& count) : count(count) { count++; }
+    ~Here() { count--; }
+    std::atomic<int>& count;
+  } const here(in_queue_);
   hurry();
   const uint64_t number = call.number;
   std::unique_lock lock(turn_mutex_);

@@ -61,13 +61,16 @@ class Work {
   std::optional<Error> error() const { return done() ? error_ : std::nullopt; }
   // Returns the source and the tag of the message. Valid only for a recv that has completed without an error.
   std::optional<Matched> matched() const { return done() ? matched_ : std::nullopt; }
+  // Makes the thread that completes the call or message call `after`. If it has already completed, calls `after` at once. `after`
+  // must return at once and must not throw, because that thread may hold a lock of the communicator.
+  void when_ended(std::function<void()> after);
 
  private:
   friend class Communicator;
   void end(std::optional<Error> error, std::optional<Matched> matched = {});
 
-  // Held while error_, matched_ and done_ are set. After done_ has become true, error_ and matched_ are read without mutex_,
-  // because they do not change any more.
+  // Held while error_, matched_ and done_ are set, and while after_ is used. After done_ has become true, error_ and matched_ are
+  // read without mutex_, because they do not change any more.
   std::mutex mutex_;
   std::unique_ptr<std::condition_variable> ended_ = std::make_unique<std::condition_variable>();
   const int owner_ = getpid();  // the process that created this Work; a forked child has only a copy
@@ -76,6 +79,7 @@ class Work {
   std::optional<Error> error_;
   std::optional<Matched> matched_;
   std::atomic<bool> done_{false};
+  std::vector<std::function<void()>> after_;
 };
 
 class Communicator final : public Watch, private VendorBackend::Observer {
@@ -109,13 +113,16 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // the group is broken, unless the call was refused before it began.
   void run(Call call, double timeout_s);
   // Starts a call. If its arrays are on a device, start() itself enqueues it. If not, it runs after all earlier calls of the
-  // group: on the worker thread, or in wait(). x and out must live until the returned Work has completed.
+  // group: on the worker thread, or in wait(). x and out must live until the returned Work has completed. The signature's number
+  // must be 0 or a reserved number. If it is reserved, calls with higher numbers may have been started before.
   std::shared_ptr<Work> start(Call call, double timeout_s);
   // Waits for a call or a message, and returns whether it has completed. If timeout_s is nullopt and no thread has begun the
   // call, this thread runs the queued calls up to this one. So a call that is waited for at once needs no other thread.
   // Otherwise, wait() returns after timeout_s or longest_sleep_ms at the latest, so that the caller can check for signals. Throws
   // what the interrupt hook has thrown while this thread ran calls.
   bool wait(Work& work, std::optional<double> timeout_s);
+  // Lets the worker thread begin the queued calls now, because no thread may call wait() soon.
+  void hurry();
   // Returns the backend of the group's device. Throws if the group is broken or has no device.
   VendorBackend& device() const;
   // Returns whether device().pack() can scale elements with a kernel and, if the dtypes differ, also cast them.
@@ -244,10 +251,10 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   Backend& backend_of(const Call& call) const { return call.stream ? static_cast<Backend&>(*device_) : *backend_; }
   void complete(Work& work, const Transfer* message, const std::function<void()>& part);
   void work();
+  bool can_begin() const;
   void rest(std::unique_lock<std::mutex>& turn);
   void run_queued(std::unique_lock<std::mutex>& turn, const Work* last, Patience* patience);
   void run_queued(const Work& work);
-  void hurry();
   void stop_worker();
   void execute(const Call& call, const Deadline& deadline, bool its_turn, Watch& watch);
   void queue_for(const Signature& call, const Deadline& deadline, Watch& watch);
@@ -297,13 +304,16 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // The number of Callers, plus the number of calls and messages that the worker thread or the mailbox's thread still has to
   // complete.
   int callers_ = 0;
-  std::deque<Job> jobs_;          // the calls that have been started and that no thread has begun, in the order of their numbers
-  bool serving_ = false;          // whether a thread is running queued calls; only one thread does this at a time
-  bool hurry_ = false;            // whether a thread that does not run queued calls itself waits for one of them
-  bool asleep_ = false;           // whether the worker thread sleeps until it is notified
-  bool waited_ = false;           // whether the last queued call ran in wait(), not on the worker thread
-  bool stopping_ = false;         // whether the worker thread must end when no queued calls are left
-  Clock::time_point last_start_;  // when the newest call was queued
+  // The calls that have been started and that no thread has begun, in the order of their numbers. Between two of them, a reserved
+  // number may be missing, whose call has not been started yet.
+  std::deque<Job> jobs_;
+  bool serving_ = false;                 // whether a thread is running queued calls; only one thread does this at a time
+  std::atomic<int> in_queue_{0};         // the number of threads that wait for the turn of a call
+  bool hurry_ = false;                   // whether a thread that does not run queued calls itself waits for one of them
+  bool asleep_ = false;                  // whether the worker thread sleeps until it is notified
+  bool waited_ = false;                  // whether the last queued call ran in wait(), not on the worker thread
+  bool stopping_ = false;                // whether the worker thread must end when no queued calls are left
+  Clock::time_point last_start_;         // when the newest call was queued
   std::unique_ptr<std::thread> worker_;  // created by the first start()
 
   mutable std::mutex state_mutex_;  // protects failure_, left_, expected_, delivering_ and on_device_; never held while waiting

@@ -61,7 +61,6 @@ from mscomm.errors import Error as Error
 from mscomm.errors import Mismatch as Mismatch
 from mscomm.errors import PeerLost as PeerLost
 from mscomm.group import Group as Group
-from mscomm.group import Work as Work
 from mscomm.job import Job as Job
 from mscomm.job import abort as abort
 from mscomm.job import get_backend as get_backend
@@ -107,5 +106,6 @@ from mscomm.train import TimeMonitor as TimeMonitor
 from mscomm.train import load_checkpoint as load_checkpoint
 from mscomm.train import load_param_into_net as load_param_into_net
 from mscomm.train import save_checkpoint as save_checkpoint
+from mscomm.works import Work as Work
 
 __version__: str

@@ -266,6 +266,20 @@ def embedded_image() -> tuple[bytes, str]:
     The image is empty if mscomm was built without nvcc.
     """
 
+class Completions:
+    """A list of the calls that have completed."""
+
+    def __init__(self) -> None: ...
+    @property
+    def fd(self) -> int:
+        """An eventfd that is readable if the list is not empty."""
+
+    def add(self, token: int, /) -> None:
+        """Add a token to the list at once."""
+
+    def take(self) -> list[int]:
+        """Return the tokens of the calls that have completed since the last take()."""
+
 class Work:
     """A call that was started with `async_op=True`, and runs while the caller continues."""
 
@@ -301,6 +315,12 @@ class Work:
 
         A Work that combines several calls uses this method to wait for each of them.
         """
+
+    def _when_ended(self, completions: Completions, token: int, /) -> None:
+        """Add token to the list when the call has completed, with or without an error."""
+
+    def _hurry(self) -> None:
+        """Begin the call at once in the core's worker thread, unless a thread has begun it."""
 
     def _failed(self) -> bool:
         """Return whether the call has completed with an error. Unlike exception(), this does not create the error."""

@@ -41,8 +41,9 @@ from mscomm.arrays import memory_anywhere, new
 from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import dtype_code, dtype_named
 from mscomm.errors import Mismatch
-from mscomm.group import Group, Timeout
+from mscomm.group import Group
 from mscomm.job import resolve, shared_empty
+from mscomm.works import Timeout
 
 Array = np.ndarray[Any, Any]
 F = TypeVar("F", bound=Callable[..., Any])

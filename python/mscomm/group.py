@@ -1,4 +1,4 @@
-"""Defines Group, whose methods run the calls of a group of ranks, and the handles of asynchronous calls."""
+"""Defines Group, whose methods run the calls of a group of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,117 +22,14 @@ from mscomm.arrays.device import OnDevice
 from mscomm.cluster.assemble import Epoch, Founded
 from mscomm.cluster.deadline import Deadline, seconds_of
 from mscomm.cluster.message_links import MessageLinks
-from mscomm.errors import Aborted, Error, on_failure
+from mscomm.errors import Aborted, Error
 from mscomm.notices import warn_once
 from mscomm.tracebacks import PACKAGE
+from mscomm.works import Following, Several, Work
 
 _LINES_KEPT = 1024
 
 Array = np.ndarray[Any, Any]
-Timeout = float | timedelta | None
-
-Work = _core.Work
-
-
-class _Beside:
-    """A function that runs on its own thread."""
-
-    def __init__(self, group: Group, function: Callable[[], Any]) -> None:
-        self.result: Any = None
-        self._group = group
-        self._error: BaseException | None = None
-        self._ended = threading.Event()
-        self._process = os.getpid()
-        thread = threading.Thread(target=self._run, args=(function,), name="mscomm-call", daemon=True)
-        group.beside.add(thread)  # Group.drain() waits for this thread
-        with on_failure(group.beside.discard, thread):
-            thread.start()
-
-    def _run(self, function: Callable[[], Any]) -> None:
-        try:
-            self.result = function()
-        except BaseException as error:  # _join() raises this error
-            self._error = error
-        self._ended.set()
-        self._group.beside.discard(threading.current_thread())
-
-    def done(self) -> bool:
-        if self._process != os.getpid():
-            raise RuntimeError("mscomm: this call was made in the parent process, before the fork")
-        return self._ended.is_set()
-
-    def _join(self, seconds: float | None, /) -> bool:
-        without_limit = seconds is None or seconds > threading.TIMEOUT_MAX
-        ended = self.done() or self._ended.wait(None if without_limit else seconds)
-        if self._error is not None:
-            self._group.raise_cause(self._error)
-        return ended
-
-    def _failed(self) -> bool:
-        return self._error is not None
-
-    def exception(self) -> BaseException | None:
-        return self._group.cause_of(self._error) if self.done() and self._error is not None else None
-
-
-class _Several(Work):
-    """The Work of a call that consists of several calls, or whose result is computed in Python.
-
-    result: a function that computes the result. fills: if the result is also written to arrays that the user passed,
-    the name of the function that the user called; otherwise "".
-    """
-
-    def __init__(self, group: Group, parts: Sequence[Work | _Beside], result: Callable[[], Any], fills: str) -> None:
-        super().__init__()
-        self._group = group
-        self._fills = fills
-        self._process = os.getpid()
-        self._parts = parts
-        self._result: Callable[[], Any] | None = result  # None when self._value holds the result
-        self._making = False  # whether self._result() is running
-        self._value: Any = None
-
-    def wait(self, timeout: Timeout = None) -> Any:
-        seconds = None if timeout is None else seconds_of(timeout)
-        if not self._join(seconds):
-            raise TimeoutError(f"Work.wait: the call did not end within {seconds:g} s; it is still running")
-        self._collect()
-        self.done()  # releases the arrays if the call has completed
-        return self._value
-
-    def _collect(self) -> None:
-        with self._group.collecting:  # only one of several waiting threads computes the result
-            # If _making is True, a signal handler has interrupted self._result() and called wait().
-            if self._result is not None and not self._making:
-                self._making = True
-                try:
-                    self._value = self._result()
-                    self._result = None
-                finally:
-                    self._making = False
-
-    def _join(self, seconds: float | None, /) -> bool:
-        deadline = None if seconds is None else Deadline(seconds)
-        return all(part._join(None if deadline is None else deadline.rest()) for part in self._parts)
-
-    def done(self) -> bool:
-        if not all(part.done() for part in self._parts):
-            return False
-        if not any(part._failed() for part in self._parts):
-            self._collect()
-            self._parts = ()  # releases the arrays
-        return True
-
-    is_completed = done
-
-    def exception(self) -> BaseException | None:
-        errors = (part.exception() for part in self._parts)
-        return next((error for error in errors if error is not None), None)
-
-    def __del__(self) -> None:
-        unfilled = self._fills and self._result is not None and self._process == os.getpid()
-        if unfilled and not any(part._failed() for part in self._parts):
-            self._group.unfilled(self._fills)
 
 
 class Group:
@@ -168,7 +64,7 @@ class Group:
         self._cause: Error | None = None  # the failure that every call raises; None if the group is not broken
         # the line of Python code of each call, by call number
         self._lines: dict[int, str] | None = {} if self.record_dir else None
-        self.beside: set[threading.Thread] = set()  # threads of _Beside that have not ended
+        self.following: set[Following] = set()  # started calls with a head that have not ended
         # the highest number of a call that has a line in the log; None if calls are not logged
         self._traced: int | None = 0 if log.enabled(log.TRACE) else None
         mine = epoch.accelerator
@@ -230,29 +126,34 @@ class Group:
         first = self.reserve(2)
         left = seconds_left(seconds)
 
-        def second() -> tuple[_core.Call, Callable[[], Any]]:
+        what = f"{function} #{first}"
+
+        def start(call: _core.Call) -> Work:
+            return self.start(call, left(), first + 1, part=True)
+
+        with self.committed(what):
+            if async_op and not on_device:
+                following = Following(self, self.start(head, seconds, first, part=True), then, start, what)
+                return self.together([following], lambda: following.result)
             self.run(head, seconds, first)
             try:
-                return then()
+                call, result = then()
             except Error as symptom:
-                self.core.abort(self.settle(symptom))
-                self.fail(symptom)
+                self.fail_after_head(symptom)
+            if async_op:
+                return self.together([start(call)], result, function if call.result_fills_out else "")
+            self.run(call, left(), first + 1)
+        return result()
 
-        def both() -> Any:
-            with self.committed(f"{function} #{first}"):
-                call, result = second()
-                self.run(call, left(), first + 1)
-            return result()
+    def fail_after_head(self, error: BaseException) -> NoReturn:
+        """Raise an error that occurred after a head. If it is an mscomm error, first break the group.
 
-        if not async_op:
-            return both()
-        with self.committed(f"{function} #{first}"):
-            if on_device:
-                call, result = second()
-                fills = function if call.result_fills_out else ""
-                return self.together([self.start(call, left(), first + 1, part=True)], result, fills)
-            beside = _Beside(self, both)
-        return self.together([beside], lambda: beside.result)
+        The caller is in committed(), which breaks the group if it is another error.
+        """
+        if isinstance(error, Error):
+            self.core.abort(self.settle(error))
+            self.fail(error)
+        raise error
 
     def check_device(self, function: str, argument: str, there: OnDevice) -> None:
         """Raise TypeError unless the array is on the device with which this rank joined the job."""
@@ -335,14 +236,14 @@ class Group:
         """
         return self.core.start(call, seconds, number, part)
 
-    def together(self, parts: Sequence[Work | _Beside], result: Callable[[], Any], fills: str = "") -> Work:
-        """Combine several parts into one Work. Its wait() returns what result() returns. fills: as in _Several."""
-        return _Several(self, parts, result, fills)
+    def together(self, parts: Sequence[Work | Following], result: Callable[[], Any], fills: str = "") -> Work:
+        """Combine several parts into one Work. Its wait() returns what result() returns. fills: as in Several."""
+        return Several(self, parts, result, fills)
 
     def drain(self) -> None:
         """Wait until all asynchronous calls have ended. Do not raise their errors."""
-        for thread in tuple(self.beside):
-            thread.join()
+        for call in tuple(self.following):
+            call.drain()
         self.core.drain()
 
     def _interrupted(self, error: BaseException) -> None:

@@ -28,8 +28,9 @@ from mscomm.arguments import checked_rank
 from mscomm.arrays import described_on_host, fill, library, memory_anywhere, written
 from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import dtype_code, readable, writable
-from mscomm.group import Group, Timeout
+from mscomm.group import Group
 from mscomm.job import resolve
+from mscomm.works import Timeout
 
 LAST_TAG = _core.last_tag  # 2^31 - 1
 

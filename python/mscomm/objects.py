@@ -38,11 +38,12 @@ from mscomm import _core
 from mscomm.arguments import checked_rank
 from mscomm.arrays.numpy import dtype_code
 from mscomm.collectives import FUNCTION, gather_rows
-from mscomm.group import Group, Timeout, seconds_left
+from mscomm.group import Group, seconds_left
 from mscomm.job import resolve
 from mscomm.messages import LAST_TAG, Status, checked_source, checked_tag
 from mscomm.packing import pack, unpack
 from mscomm.registry import register_object as register_object
+from mscomm.works import Timeout
 
 # send_object sends two messages. The first holds the length of the packed object and the tag of the second message,
 # which holds the packed object itself. Each object gets its own tag for the second message, above the range of user

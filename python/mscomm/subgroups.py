@@ -8,8 +8,9 @@ import re
 from mscomm.arguments import checked_rank
 from mscomm.cluster import assemble
 from mscomm.cluster.deadline import Deadline, seconds_of
-from mscomm.group import Group, NonMember, Timeout, printable
+from mscomm.group import Group, NonMember, printable
 from mscomm.job import WORLD_NAMES, Job, Making, default, job_of, resolve, unforked
+from mscomm.works import Timeout
 
 _NAME_BYTES = 200
 _NAME_OF_SPLIT = re.compile(r"\.\d+\.-?\d+$")

@@ -1,5 +1,6 @@
 // Tests the arena protocol. The ranks are threads that share one mapping of each heap. `make test` runs this test under
 // ThreadSanitizer and AddressSanitizer.
+#include <atomic>
 #include <chrono>
 #include <random>
 #include <thread>
@@ -76,6 +77,28 @@ void started_calls_keep_their_order(const ThreadRank& me) {
     CHECK(work->wait(60));
     CHECK(work->done() && !work->error());
   }
+}
+
+// A call with a reserved number may be started after calls with higher numbers, and still runs before them.
+void a_reserved_call_is_started_late(const ThreadRank& me) {
+  const size_t count = 3;
+  float a[count] = {1, 2, 3}, b[count] = {}, c[count] = {};
+  std::atomic<int> told = 0;
+  for (int repeat = 0; repeat < 10; repeat++) {
+    Call first = make_call(Collective::all_reduce, Dtype::float32, -1, a, count, b, count, count);
+    first.signature.number = me.group->reserve(1);
+    const auto later = me.group->start(make_call(Collective::all_reduce, Dtype::float32, -1, b, count, c, count, count), 60);
+    later->when_ended([&] { told++; });
+    if (repeat % 2) CHECK(!later->wait(0.01));
+    const auto early = me.group->start(std::move(first), 60);
+    CHECK(early->number() + 1 == later->number());
+    CHECK(later->wait(60) && early->done() && !later->error() && c[2] == 27);
+  }
+  const auto ended = me.group->start(make_call(Collective::barrier, Dtype::uint8, -1, nullptr, 0, nullptr, 0, 0), 60);
+  CHECK(ended->wait(60));
+  ended->when_ended([&] { told++; });  // is called at once
+  for (const auto begun = Clock::now(); told < 11 && seconds_since(begun) < 60;) std::this_thread::yield();
+  CHECK(told == 11);
 }
 
 void started_call_fails_as_the_others(const ThreadRank& me) {
@@ -489,6 +512,7 @@ int main() {
   every_collective_in_every_memory();
   groups_share_the_heaps();
   for (bool spin : {false, true}) on_threads(3, "arena", spin, started_calls_keep_their_order);
+  for (bool spin : {false, true}) on_threads(3, "arena", spin, a_reserved_call_is_started_late);
   on_threads(3, "arena", false, started_call_fails_as_the_others);
   on_threads(3, "arena", false, mismatch_is_seen_by_all);
   every_mismatch_is_seen();

@@ -1,9 +1,8 @@
-"""The Works that the calls of a ProcessGroup return, and the thread that completes their futures."""
+"""The Works that the calls of a ProcessGroup return."""
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch._C._distributed_c10d import Work as _TorchWork
 
 import mscomm
+from mscomm.works import when_done
 
 
 @contextlib.contextmanager
@@ -85,10 +85,10 @@ class Work(_TorchWork):  # type: ignore[misc, unused-ignore]
             # An exception that is set on a future would reach the reducer of DistributedDataParallel as a value. If a
             # callback raises it, the reducer raises it, too.
             self._future = base.then(_value_or_raise)
-            if not self._parts or _completer.is_here():
-                self._complete(base)
+            if self._parts:
+                when_done(self._parts, lambda: self._complete(base))
             else:
-                _completer.add(lambda: self._complete(base))
+                self._complete(base)
         return self._future
 
     def _complete(self, base: torch.futures.Future[Any]) -> None:
@@ -110,34 +110,3 @@ def _value_or_raise(done: torch.futures.Future[Any]) -> Any:
     if isinstance(value, BaseException):
         raise value
     return value
-
-
-class _Completer:
-    """A thread that completes futures, in the order in which they were asked for.
-
-    A callback of a future may wait for a later future, as the hook PowerSGD does. It asks for that future in this
-    thread, which then waits for it on the spot.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
-
-    def is_here(self) -> bool:
-        return threading.current_thread() is self._thread
-
-    def add(self, complete: Callable[[], None]) -> None:
-        if self._thread is None:
-            with self._starting:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="mscomm-futures", daemon=True)
-                    self._thread.start()
-        self._waiting.put(complete)
-
-    def _run(self) -> None:
-        while True:
-            self._waiting.get()()
-
-
-_completer = _Completer()

@@ -21,7 +21,8 @@ import numpy as np
 from mscomm import _core, collectives
 from mscomm.arrays import fill, on_host
 from mscomm.arrays.numpy import dtype_by_name
-from mscomm.group import Group, Work
+from mscomm.group import Group
+from mscomm.works import Work
 
 FIRST_BYTES = 1 << 20  # small, so that the first reduction begins early in the backward pass
 LINE_BYTES = 64  # each gradient begins on a cache line

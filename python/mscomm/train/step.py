@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mscomm import collectives, objects
-from mscomm.group import Group, Work
+from mscomm.group import Group
 from mscomm.train.buckets import Bucket, Layout, layouts
+from mscomm.works import Work
 
 # What a rank does next inside join(). LEFT: the rank has no batches left. FORWARD: it begins a forward pass, before
 # which DistributedDataParallel sends buffers. REDUCES: it reduces gradients.

@@ -1,0 +1,103 @@
+"""Calls functions when asynchronous calls have completed.
+
+One thread waits for the completions of all groups, and calls the functions. A function that may block, for example in
+Work.wait(), must not delay the completions that it waits for. So before such a function is called, another thread takes
+over the waiting.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from mscomm import _core
+
+# A step does not block, does not raise, and returns None or a function that may block.
+Step = Callable[[], Callable[[], object] | None]
+
+
+class _Completing:
+    def __init__(self) -> None:
+        self._completions = _core.Completions()
+        self._tokens = itertools.count()
+        self._steps: dict[int, Step] = {}  # what to call for each token
+        self._leading = threading.Lock()  # held by the thread that waits for completions
+        self._blocking: collections.deque[Callable[[], object]] = collections.deque()  # protected by _leading
+        self._counting = threading.Lock()  # protects _waiting
+        # The number of threads that wait for completions, or for _leading: at most two. The second one takes over while
+        # the first one calls a function.
+        self._waiting = 0
+        self._add_thread()
+
+    def call_after(self, work: _core.Work | None, step: Step) -> None:
+        token = next(self._tokens)
+        self._steps[token] = step
+        if work is None:
+            self._completions.add(token)
+        else:
+            work._when_ended(self._completions, token)
+
+    def _add_thread(self) -> None:
+        threading.Thread(target=self._serve, name="mscomm-completing", daemon=True).start()
+        self._waiting += 1
+
+    def _serve(self) -> None:
+        while True:
+            with self._leading:
+                function = self._next_blocking()
+            with self._counting:
+                self._waiting -= 1
+                if not self._waiting:
+                    with contextlib.suppress(RuntimeError):  # no memory for a thread, so all others wait for this one
+                        self._add_thread()
+            try:
+                function()
+            except BaseException:
+                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+            del function  # may hold the last references to large arrays
+            with self._counting:
+                if self._waiting >= 2:
+                    return
+                self._waiting += 1
+
+    def _next_blocking(self) -> Callable[[], object]:
+        """Call steps until one returns a function that may block. Return that function."""
+        while not self._blocking:
+            os.read(self._completions.fd, 8)
+            for token in self._completions.take():
+                function = self._steps.pop(token)()
+                if function is not None:
+                    self._blocking.append(function)
+        return self._blocking.popleft()
+
+
+_completing: _Completing | None = None
+_creating = threading.Lock()
+
+
+def call_after(work: Any, step: Step) -> None:
+    """Call the step when a Work of the core has completed, with or without an error. work: None means at once.
+
+    The thread that waits for completions calls the step.
+    """
+    global _completing
+    with _creating:
+        if _completing is None:
+            _completing = _Completing()
+        completing = _completing
+    completing.call_after(work, step)
+
+
+def _in_child() -> None:
+    """Forget the thread that only the parent process has."""
+    global _completing, _creating
+    _completing, _creating = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_child)

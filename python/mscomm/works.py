@@ -1,0 +1,250 @@
+"""The Works of asynchronous calls that consist of several calls of the core, and functions that follow a Work."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from mscomm import _core, completing
+from mscomm.cluster.deadline import Deadline, seconds_of
+from mscomm.errors import on_failure
+
+Timeout = float | timedelta | None
+Work = _core.Work
+Group = Any  # a mscomm.group.Group, which this module is below
+
+
+class Following:
+    """A head that has been started, and the call that follows it.
+
+    When the head has completed, then() prepares the second call, and start() starts it. When this call has completed,
+    the result is computed. A thread that waits does these steps itself. If none waits, the thread of completing.py does
+    them.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        head: Work,
+        then: Callable[[], tuple[_core.Call, Callable[[], Any]]],
+        start: Callable[[_core.Call], Work],
+        what: str,
+    ) -> None:
+        self.result: Any = None
+        self._group = group
+        self._then: Callable[[], tuple[_core.Call, Callable[[], Any]]] | None = then
+        self._start = start
+        self._what = what
+        self._make: Callable[[], Any] | None = None  # computes the result
+        self._error: BaseException | None = None  # an error that occurred neither in the head nor in the second call
+        self._moved = threading.Condition()  # protects _part, _step, _mover and _over; notified when these change
+        self._part = head  # later the second call
+        self._step: completing.Step | None = self._follow  # what follows _part; None while a thread does it
+        self._mover = 0  # the thread that does it
+        self._over = False
+        self._hurried = False  # whether a function waits for the end
+        self._after: list[completing.Step] = []
+        self._process = os.getpid()
+        group.following.add(self)  # Group.drain() waits for this call
+        with on_failure(group.following.discard, self):
+            completing.call_after(head, functools.partial(self._go_on, head))
+
+    def _go_on(self, part: Work) -> Callable[[], object] | None:
+        """Do what follows `part`, which has completed, unless another thread has begun to. May return a function that
+        blocks; then this thread must call it."""
+        with self._moved:
+            if self._part is not part or self._step is None:
+                return None
+            step, self._step = self._step, None
+            self._mover = threading.get_ident()
+        return step()
+
+    def _follow(self) -> Callable[[], object] | None:
+        if self._part._failed():
+            self._end()
+            return None
+        try:
+            assert self._then is not None
+            call, self._make = self._then()
+            part = self._start(call)
+            with self._moved:
+                self._part, self._step = part, self._finish
+                self._moved.notify_all()
+            if self._hurried:
+                part._hurry()
+            completing.call_after(part, functools.partial(self._go_on, part))
+        except BaseException as error:
+            return functools.partial(self._break, error)
+        return None
+
+    def _break(self, error: BaseException) -> None:
+        """Break the group because of an error after the head. May block until the hub has decided the cause."""
+        try:
+            with self._group.committed(self._what):
+                self._group.fail_after_head(error)
+        except BaseException as cause:
+            self._error = cause
+        self._end()
+
+    def _finish(self) -> None:
+        try:
+            if self._make is not None and not self._part._failed():
+                self.result = self._make()
+        except BaseException as error:  # _join() raises this error
+            self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        self._then = self._make = None  # releases the arrays
+        self._group.following.discard(self)
+        with self._moved:
+            self._over = True
+            self._moved.notify_all()
+        self._call_after_steps()
+
+    def call_after(self, step: completing.Step) -> None:
+        """Call the step after the end, in the thread of completing.py."""
+        self._after.append(step)
+        if self._over:
+            self._call_after_steps()
+
+    def _call_after_steps(self) -> None:
+        with contextlib.suppress(IndexError):  # two threads may be here; each step is popped once
+            while True:
+                completing.call_after(None, self._after.pop())
+
+    def _hurry(self) -> None:
+        self._hurried = True
+        self._part._hurry()
+
+    def drain(self) -> None:
+        """Wait for the end. Do not raise the error of the call."""
+        self._hurry()
+        with self._moved:
+            self._moved.wait_for(lambda: self._over)
+
+    def done(self) -> bool:
+        if self._process != os.getpid():
+            raise RuntimeError("mscomm: this call was made in the parent process, before the fork")
+        return self._over or self._part._failed()
+
+    def _join(self, seconds: float | None, /) -> bool:
+        deadline = Deadline(float("inf") if seconds is None else seconds)
+        while not self.done():
+            part = self._part
+            if not part._join(None if seconds is None else deadline.rest()):
+                return False
+            function = self._go_on(part)
+            if function is not None:
+                function()
+            elif not self._wait_for_move(part, deadline):
+                return False
+        if self._error is not None:
+            self._group.raise_cause(self._error)
+        return self._part._join(seconds)
+
+    def _wait_for_move(self, part: Work, deadline: Deadline) -> bool:
+        """Wait until another thread has done what follows `part`."""
+        with self._moved:
+            moved = self._part is not part or self._over
+            if not moved and self._mover == threading.get_ident():
+                raise RuntimeError(f"mscomm: a signal handler that interrupted {self._what} waits for this call")
+            return self._moved.wait_for(
+                lambda: self._part is not part or self._over, min(deadline.rest(), threading.TIMEOUT_MAX)
+            )
+
+    def _failed(self) -> bool:
+        return self._error is not None or self._part._failed()
+
+    def exception(self) -> BaseException | None:
+        return self._part.exception() if self._error is None else self._group.cause_of(self._error)
+
+
+class Several(Work):
+    """The Work of a call that consists of several calls, or whose result is computed in Python.
+
+    result: a function that computes the result. fills: if the result is also written to arrays that the user passed,
+    the name of the function that the user called; otherwise "".
+    """
+
+    def __init__(self, group: Group, parts: Sequence[Work | Following], result: Callable[[], Any], fills: str) -> None:
+        super().__init__()
+        self._group = group
+        self._fills = fills
+        self._process = os.getpid()
+        self._parts = parts
+        self._result: Callable[[], Any] | None = result  # None when self._value holds the result
+        self._making = False  # whether self._result() is running
+        self._value: Any = None
+
+    def wait(self, timeout: Timeout = None) -> Any:
+        seconds = None if timeout is None else seconds_of(timeout)
+        if not self._join(seconds):
+            raise TimeoutError(f"Work.wait: the call did not end within {seconds:g} s; it is still running")
+        self._collect()
+        self.done()  # releases the arrays if the call has completed
+        return self._value
+
+    def _collect(self) -> None:
+        with self._group.collecting:  # only one of several waiting threads computes the result
+            # If _making is True, a signal handler has interrupted self._result() and called wait().
+            if self._result is not None and not self._making:
+                self._making = True
+                try:
+                    self._value = self._result()
+                    self._result = None
+                finally:
+                    self._making = False
+
+    def _join(self, seconds: float | None, /) -> bool:
+        deadline = None if seconds is None else Deadline(seconds)
+        return all(part._join(None if deadline is None else deadline.rest()) for part in self._parts)
+
+    def done(self) -> bool:
+        if not all(part.done() for part in self._parts):
+            return False
+        if not any(part._failed() for part in self._parts):
+            self._collect()
+            self._parts = ()  # releases the arrays
+        return True
+
+    is_completed = done
+
+    def exception(self) -> BaseException | None:
+        errors = (part.exception() for part in self._parts)
+        return next((error for error in errors if error is not None), None)
+
+    def __del__(self) -> None:
+        unfilled = self._fills and self._result is not None and self._process == os.getpid()
+        if unfilled and not any(part._failed() for part in self._parts):
+            self._group.unfilled(self._fills)
+
+
+def when_done(works: Sequence[Work], function: Callable[[], object]) -> None:
+    """Call the function in another thread when all the Works have completed, with or without an error.
+
+    The function may block, and may wait for other Works. If it raises an exception, threading.excepthook prints it.
+    """
+    parts = [part for work in works for part in (work._parts if isinstance(work, Several) else (work,))]
+    for part in parts:
+        part._hurry()
+    left = iter(parts)
+
+    def step() -> Callable[[], object] | None:
+        for part in left:
+            if part.done():
+                continue
+            if isinstance(part, Following):
+                part.call_after(step)
+            else:
+                completing.call_after(part, step)
+            return None
+        return function
+
+    if step() is not None:
+        completing.call_after(None, lambda: function)
