@@ -25,31 +25,6 @@ from ratio import interval, ratio
 STEPS = 4  # how many steps of one kind are taken in a row
 
 
-def network(name: str) -> tuple[Any, Any, Any]:
-    """Return the network `name`, a batch of inputs for it, and their labels."""
-    import torch
-    from torch import nn
-
-    torch.manual_seed(0)
-    if name == "mlp":  # much data to exchange, little to compute
-        return (
-            nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)),
-            torch.randn(64, 512),
-            torch.randint(0, 10, (64,)),
-        )
-    if name == "deep":  # many small gradients
-        layers = [layer for _ in range(40) for layer in (nn.Linear(128, 128), nn.LayerNorm(128), nn.ReLU())]
-        return nn.Sequential(*layers, nn.Linear(128, 10)), torch.randn(64, 128), torch.randint(0, 10, (64,))
-    blocks: list[Any] = []
-    for before, after in ((3, 32), (32, 64), (64, 128), (128, 256)):
-        blocks += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(8, after), nn.ReLU(), nn.MaxPool2d(2)]
-    return (
-        nn.Sequential(*blocks, nn.Flatten(), nn.Linear(256 * 4, 10)),
-        torch.randn(16, 3, 32, 32),
-        torch.randint(0, 10, (16,)),
-    )
-
-
 NETWORKS = ("mlp", "deep", "cnn")
 
 
@@ -57,6 +32,7 @@ def be_a_rank(options: argparse.Namespace) -> None:
     import numpy as np
     import torch
     import torch.distributed as dist
+    from networks import network
     from torch.nn.functional import cross_entropy
 
     import mscomm
@@ -66,7 +42,7 @@ def be_a_rank(options: argparse.Namespace) -> None:
     mscomm.init()
     rank, size = mscomm.get_rank(), mscomm.get_group_size()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{options.port}", rank=rank, world_size=size)
-    ours, images, labels = network(options.network)
+    ours, (images, labels) = network(options.network)
     theirs = torch.nn.parallel.DistributedDataParallel(network(options.network)[0], gradient_as_bucket_view=True)
     reducer = GradientReducer(ours.parameters(), bucket_mb=options.bucket_mb)
     optimizers = {id(model): torch.optim.SGD(model.parameters(), 0.01) for model in (ours, theirs)}

@@ -23,6 +23,7 @@ _LINES = {
     "mscomm, private": ("mscomm, ordinary NumPy arrays", "#6baed6", "s"),
     "fused": ("mscomm, all_reduce_many", "#08519c", "o"),
     "each": ("mscomm, one all_reduce each", "#6baed6", "s"),
+    "torch-mscomm": ("mscomm (torch.distributed)", "#08519c", "o"),
     "torch-gloo": ("gloo (torch.distributed)", "#d95f02", "^"),
     "torch-gloo-4": ("gloo, its interface named four times", "#fdae6b", "^"),
     "openmpi": ("Open MPI", "#7a5195", "v"),
