@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 import mscomm
-from mscomm.torch.works import Work, telling
+from mscomm.arguments import checked_rank
+from mscomm.arrays.described import in_memory
+from mscomm.arrays.numpy import dtype_code, dtype_named
+from mscomm.collectives import FUNCTION
+from mscomm.messages import checked_source, checked_tag
+from mscomm.torch.works import Work, timed_out
 
 _OPS = {
     dist.ReduceOp.SUM: "sum",
@@ -24,7 +31,12 @@ _OPS = {
     dist.ReduceOp.BXOR: "bxor",
 }
 
-Call = Callable[[bool], Any]  # makes a call of mscomm; the argument says whether with async_op
+_ENDED = Work((), None, ())  # of every call without async_op
+_NO_LIMIT = timedelta(0)
+# From this number of bytes on, the core reads and writes shared memory directly; see mscomm.empty.
+_SHARED_FROM = 16 << 10
+
+Call = Callable[..., Any]  # makes a call of mscomm; the arguments are group, timeout and async_op
 
 
 class _Job:
@@ -43,7 +55,7 @@ def create(options: Any) -> ProcessGroup:
     global _job
     limit = options.timeout
     ranks = list(options.global_ranks_in_group)
-    with telling():
+    try:
         if _job is None or not ranks:
             job = mscomm.join(
                 "gloo",
@@ -56,6 +68,8 @@ def create(options: Any) -> ProcessGroup:
             _job, group = _Job(job), job.world
         else:
             group = mscomm.create_group(f"torch {options.group_id}", ranks, timeout=limit, job=_job.job)
+    except mscomm.CollectiveTimeout as error:
+        raise timed_out(error) from error
     return ProcessGroup(options.store, _job, group)
 
 
@@ -128,7 +142,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
 
     def allreduce(self, tensors: list[Any], opts: Any = None) -> Work:
         opts = opts or dist.AllreduceOptions()
-        if any(tensor.layout == torch.sparse_coo for tensor in tensors):
+        if tensors and tensors[0].layout is torch.sparse_coo:
             return self._sparse(tensors, opts)
         return self._reduced(tensors, opts)
 
@@ -137,23 +151,22 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
 
     def _reduced(self, tensors: list[Any], opts: Any) -> Work:
         op, scale = _op(opts)
-        places = [_Place(tensor, real=True) for tensor in tensors]
-        for place in places:
-            if scale is not None:
-                place.flat.mul_(scale)
-        calls = [self._calling(mscomm.all_reduce_, place.flat, op, opts=opts) for place in places]
-        return self._made(calls, opts, tensors, _put_back(places))
+        flats, finish = _flats(tensors, real=True)
+        if scale is not None:
+            for flat in flats:
+                flat.mul_(scale)
+        calls = [functools.partial(mscomm.all_reduce_, flat, op) for flat in flats]
+        return self._made(calls, opts, tensors, finish)
 
     def _sparse(self, tensors: list[Any], opts: Any) -> Work:
         if opts.reduceOp != dist.ReduceOp.SUM:
             raise ValueError("allreduce: sparse tensors can only be summed")
         for tensor in tensors:
             mine = tensor.detach().coalesce()
-            with telling():
-                places, values = (
-                    mscomm.all_gather_v(x.contiguous(), group=self._group, timeout=self._limit(opts))[0]
-                    for x in (mine.indices().t(), mine.values())
-                )
+            gathers = [
+                functools.partial(mscomm.all_gather_v, x.contiguous()) for x in (mine.indices().t(), mine.values())
+            ]
+            (places, _), (values, _) = self._called(gathers, opts, False)
             total = torch.sparse_coo_tensor(places.t(), values, tensor.shape).coalesce()
             with torch.no_grad():
                 tensor.copy_(total)
@@ -161,45 +174,40 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
 
     def broadcast(self, tensors: list[Any], opts: Any = None) -> Work:
         opts = opts or dist.BroadcastOptions()
-        places = [_Place(tensor) for tensor in tensors]
-        calls = [self._calling(mscomm.broadcast_, place.flat, opts.rootRank, opts=opts) for place in places]
-        return self._made(calls, opts, tensors, _put_back(places))
+        flats, finish = _flats(tensors)
+        calls = [functools.partial(mscomm.broadcast_, flat, opts.rootRank) for flat in flats]
+        return self._made(calls, opts, tensors, finish)
 
     def reduce(self, tensors: list[Any], opts: Any = None) -> Work:
         opts = opts or dist.ReduceOptions()
         op, scale = _op(opts)
-        places = [_Place(tensor, real=True) for tensor in tensors]
+        flats, finish = _flats(tensors, real=True)
         calls = []
-        for place in places:
-            x = place.flat if scale is None else place.flat * scale
-            out = place.flat if self._group.rank == opts.rootRank else None
-            calls.append(self._calling(mscomm.reduce, x, opts.rootRank, op, out=out, opts=opts))
-        return self._made(calls, opts, tensors, _put_back(places))
+        for flat in flats:
+            x = flat if scale is None else flat * scale
+            out = flat if self._group.rank == opts.rootRank else None
+            calls.append(functools.partial(mscomm.reduce, x, opts.rootRank, op, out=out))
+        return self._made(calls, opts, tensors, finish)
 
     def all_gather_single(self, output: Any, mine: Any, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [mine], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Any], mine: list[Any], opts: Any = None) -> Work:
         opts = opts or dist.AllgatherOptions()
-        places = [_Place(output) for output in outputs]
-        calls = [
-            self._calling(mscomm.all_gather, _Place(x).flat, out=place.flat, opts=opts)
-            for x, place in zip(mine, places, strict=True)
-        ]
-        return self._made(calls, opts, outputs, _put_back(places))
+        flats, finish = _flats(outputs)
+        calls = [functools.partial(mscomm.all_gather, _flat(x), out=flat) for x, flat in zip(mine, flats, strict=True)]
+        return self._made(calls, opts, outputs, finish)
 
     def allgather(self, outputs: list[list[Any]], mine: list[Any], opts: Any = None) -> Work:
         opts = opts or dist.AllgatherOptions()
         calls, ends = [], []
         for parts, x in zip(outputs, mine, strict=True):
             _check_count("allgather", parts, self._group.size)
-            flat = _Place(x).flat
-            if all(part.numel() == flat.numel() for part in parts):
-                whole = flat.new_empty(len(parts) * flat.numel())
-                calls.append(self._calling(mscomm.all_gather, flat, out=whole, opts=opts))
-            else:
-                whole = flat.new_empty(sum(part.numel() for part in parts))
-                calls.append(self._calling(mscomm.all_gather_v, flat, out=whole, opts=opts))
+            flat = _flat(x)
+            counts = [part.numel() for part in parts]
+            whole = self._staging(sum(counts), flat)
+            call: Call = mscomm.all_gather if counts == [flat.numel()] * len(counts) else mscomm.all_gather_v
+            calls.append(functools.partial(call, flat, out=whole))
             ends.append((whole, parts))
         return self._made(calls, opts, [part for parts in outputs for part in parts], lambda: _scattered(ends))
 
@@ -211,24 +219,25 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         opts = opts or dist.GatherOptions()
         calls, ends = [], []
         for i, x in enumerate(mine):
-            flat, whole = _Place(x).flat, None
+            flat, whole = _flat(x), None
             if self._group.rank == opts.rootRank:
                 _check_count("gather", outputs[i], self._group.size)
-                whole = flat.new_empty(self._group.size * flat.numel())
+                whole = self._staging(self._group.size * flat.numel(), flat)
                 ends.append((whole, outputs[i]))
-            calls.append(self._calling(mscomm.gather, flat, opts.rootRank, out=whole, opts=opts))
+            calls.append(functools.partial(mscomm.gather, flat, opts.rootRank, out=whole))
         return self._made(calls, opts, [part for parts in outputs for part in parts], lambda: _scattered(ends))
 
     def scatter(self, outputs: list[Any], parts: list[list[Any]], opts: Any = None) -> Work:
         opts = opts or dist.ScatterOptions()
-        calls, places = [], [_Place(output) for output in outputs]
-        for i, place in enumerate(places):
+        flats, finish = _flats(outputs)
+        calls = []
+        for i, flat in enumerate(flats):
             whole = None
             if self._group.rank == opts.rootRank:
                 _check_count("scatter", parts[i], self._group.size)
-                whole = _joined(parts[i])
-            calls.append(self._calling(mscomm.scatter, whole, opts.rootRank, out=place.flat, opts=opts))
-        return self._made(calls, opts, outputs, _put_back(places))
+                whole = self._joined([_flat(part) for part in parts[i]])
+            calls.append(functools.partial(_scatter, whole, opts.rootRank, flat))
+        return self._made(calls, opts, outputs, finish)
 
     def reduce_scatter_single(self, output: Any, x: Any, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [x], opts)
@@ -236,49 +245,51 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
     def reduce_scatter_single_coalesced(self, outputs: list[Any], xs: list[Any], opts: Any = None) -> Work:
         opts = opts or dist.ReduceScatterOptions()
         op, scale = _op(opts)
-        places = [_Place(output, real=True) for output in outputs]
+        flats, finish = _flats(outputs, real=True)
         calls = []
-        for x, place in zip(xs, places, strict=True):
-            flat = _Place(x, real=True).flat
+        for x, out in zip(xs, flats, strict=True):
+            flat = _flat(x, real=True)
             flat = flat if scale is None else flat * scale
-            calls.append(self._calling(mscomm.reduce_scatter, flat, op, out=place.flat, opts=opts))
-        return self._made(calls, opts, outputs, _put_back(places))
+            calls.append(functools.partial(mscomm.reduce_scatter, flat, op, out=out))
+        return self._made(calls, opts, outputs, finish)
 
     def reduce_scatter(self, outputs: list[Any], xs: list[list[Any]], opts: Any = None) -> Work:
         opts = opts or dist.ReduceScatterOptions()
         op, scale = _op(opts)
-        places = [_Place(output, real=True) for output in outputs]
+        outs, finish = _flats(outputs, real=True)
         calls = []
-        for parts, place in zip(xs, places, strict=True):
+        for parts, out in zip(xs, outs, strict=True):
             _check_count("reduce_scatter", parts, self._group.size)
-            flats = [_Place(part, real=True).flat for part in parts]
-            whole = torch.cat(flats)
+            flats = [_flat(part, real=True) for part in parts]
+            whole = self._joined(flats)
             if scale is not None:
                 whole.mul_(scale)
             counts = [flat.numel() for flat in flats]
-            call, more = (mscomm.reduce_scatter, ()) if len(set(counts)) == 1 else (mscomm.reduce_scatter_v, (counts,))
-            calls.append(self._calling(call, whole, *more, op, out=place.flat, opts=opts))
-        return self._made(calls, opts, outputs, _put_back(places))
+            if len(set(counts)) == 1:
+                calls.append(functools.partial(mscomm.reduce_scatter, whole, op, out=out))
+            else:
+                calls.append(functools.partial(mscomm.reduce_scatter_v, whole, counts, op, out=out))
+        return self._made(calls, opts, outputs, finish)
 
     def all_to_all_single(
         self, output: Any, x: Any, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
     ) -> Work:
         opts = opts or dist.AllToAllOptions()
-        place, flat = _Place(output), _Place(x).flat
+        (out,), finish = _flats([output])
         counts = self._counts("input", x, input_splits)
         received = self._counts("output", output, output_splits)
-        return self._exchanged(flat, counts, place.flat, received, opts, [output], _put_back([place]))
+        return self._exchanged(_flat(x), counts, out, received, opts, [output], finish)
 
     def alltoall(self, outputs: list[Any], xs: list[Any], opts: Any = None) -> Work:
         opts = opts or dist.AllToAllOptions()
         _check_count("alltoall", outputs, self._group.size)
         _check_count("alltoall", xs, self._group.size)
-        flats = [_Place(x).flat for x in xs]
+        flats = [_flat(x) for x in xs]
         received = [output.numel() for output in outputs]
-        whole = flats[0].new_empty(sum(received))
+        whole = self._staging(sum(received), flats[0])
         counts = [flat.numel() for flat in flats]
         end = [(whole, outputs)]
-        return self._exchanged(torch.cat(flats), counts, whole, received, opts, outputs, lambda: _scattered(end))
+        return self._exchanged(self._joined(flats), counts, whole, received, opts, outputs, lambda: _scattered(end))
 
     def _exchanged(
         self,
@@ -288,10 +299,10 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         received: list[int],
         opts: Any,
         outputs: list[Any],
-        finish: Callable[[], None],
+        finish: Callable[[], None] | None,
     ) -> Work:
         # A rank whose parts are equal does not know whether those of the other ranks are, so all make the uneven call.
-        call = self._calling(mscomm.all_to_all_v, flat, counts, recv_counts=received, out=out, opts=opts)
+        call = functools.partial(mscomm.all_to_all_v, _array(flat), counts, recv_counts=received, out=_array(out))
         return self._made([call], opts, outputs, finish)
 
     def _counts(self, what: str, tensor: Any, splits: Sequence[int]) -> list[int]:
@@ -313,7 +324,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
 
     def barrier(self, opts: Any = None) -> Work:
         opts = opts or dist.BarrierOptions()
-        return self._made([self._calling(mscomm.barrier, opts=opts)], opts, [], None)
+        return self._made([mscomm.barrier], opts, [], None)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait in rank 0 for each other rank, and name those that do not come. The group can be used afterwards.
@@ -369,8 +380,13 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
     # -- messages
 
     def send(self, tensors: list[Any], dst: int, tag: int = 0) -> Work:
-        with telling():
-            parts = [mscomm.send(_Place(x).flat, dst, tag, group=self._group, async_op=True) for x in tensors]
+        group = self._group
+        peer, tag = checked_rank("send", "dst", dst, group), checked_tag("send", "tag", tag)
+        xs = [_array(_flat(tensor)) for tensor in tensors]
+        try:
+            parts = [group.start_send(peer, tag, dtype_code(x.dtype), x, group.timeout_s) for x in xs]
+        except mscomm.CollectiveTimeout as error:  # from the link to dst, which the first send sets up
+            raise timed_out(error) from error
         return Work(parts, None, tensors)
 
     def recv(self, tensors: list[Any], src: int, tag: int = 0) -> Work:
@@ -380,68 +396,93 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         return self._received(tensors, mscomm.ANY_SOURCE, tag)
 
     def _received(self, tensors: list[Any], src: Any, tag: int) -> Work:
-        status = mscomm.Status()
-        places = [_Place(tensor) for tensor in tensors]
-        with telling():
-            parts = [
-                mscomm.recv(place.flat, src, tag, status=status, group=self._group, async_op=True) for place in places
-            ]
-        return Work(parts, _put_back(places), tensors, status)
+        group = self._group
+        wanted = checked_source("recv", src, tag, "tag", None, group)
+        flats, finish = _flats(tensors)
+        outs = [_array(flat) for flat in flats]
+        return Work(
+            [group.start_recv(*wanted, dtype_code(out.dtype), out, group.timeout_s) for out in outs], finish, tensors
+        )
 
     # -- making calls
 
-    def _limit(self, opts: Any) -> float | None:
-        """Return the time limit of one call in seconds; None for that of the group."""
-        seconds = opts.timeout.total_seconds() if hasattr(opts, "timeout") else 0.0
-        return seconds if seconds > 0 else None
-
-    def _calling(self, function: Callable[..., Any], *args: Any, opts: Any, **options: Any) -> Call:
-        limit = self._limit(opts)
-        return lambda beside: function(*args, **options, group=self._group, timeout=limit, async_op=beside)
-
-    def _made(self, calls: list[Call], opts: Any, tensors: list[Any], finish: Callable[[], None] | None) -> Work:
+    def _made(self, calls: Sequence[Call], opts: Any, tensors: list[Any], finish: Callable[[], None] | None) -> Work:
         """Make the calls. With opts.asyncOp, return before they end."""
-        with telling():
-            if getattr(opts, "asyncOp", True):
-                return Work([call(True) for call in calls], finish, tensors)
-            for call in calls:
-                call(False)
+        beside = opts.asyncOp
+        made = self._called(calls, opts, beside)
+        if beside:
+            return Work(made, finish, tensors)
         if finish is not None:
             finish()
-        return Work((), None, tensors)
+        return _ENDED
+
+    def _called(self, calls: Sequence[Call], opts: Any, beside: bool) -> list[Any]:
+        limit = opts.timeout
+        limit = limit if limit > _NO_LIMIT else None  # None stands for the time limit of the group
+        try:
+            return [call(group=self._group, timeout=limit, async_op=beside) for call in calls]
+        except mscomm.CollectiveTimeout as error:
+            raise timed_out(error) from error
+
+    def _staging(self, count: int, like: Any) -> Any:
+        """Return an uninitialised tensor of one dimension. If it is large, it is in memory that the ranks share."""
+        heap, size = self._group.epoch.heap, count * like.element_size()
+        memory = heap.allocate(size) if heap is not None and size >= _SHARED_FROM else None
+        return like.new_empty(count) if memory is None else torch.from_numpy(memory[:size]).view(like.dtype)
+
+    def _joined(self, flats: list[Any]) -> Any:
+        return torch.cat(flats, out=self._staging(sum(flat.numel() for flat in flats), flats[0]))
 
 
-class _Place:
-    """The memory of a tensor, as a tensor of one dimension.
+def _flat(tensor: Any, real: bool = False) -> Any:
+    """Return the elements of a tensor as a tensor of one dimension.
 
-    flat: shares the memory of the tensor if that is in C order; otherwise, put_back() copies flat to the tensor. `data`
-    has a version counter of its own: autograd must not see that a call has written the tensor, as with gloo. real:
-    whether a complex tensor is seen as twice as many real numbers, as sums are.
+    The result shares the memory of the tensor if that is in C order. `data` has a version counter of its own: autograd
+    must not see that a call has written the tensor, as with gloo. real: whether complex numbers are seen as twice as
+    many real numbers, as sums are.
     """
-
-    def __init__(self, tensor: Any, real: bool = False) -> None:
-        if tensor.device.type != "cpu":
-            raise ValueError(f"mscomm: a tensor is on {tensor.device}; this process group is for tensors on the CPU")
-        if tensor.layout != torch.strided:
-            raise ValueError(f"mscomm: a tensor has the layout {tensor.layout}; expected a dense tensor")
-        self._target = tensor.data
-        whole = self._target.resolve_conj().resolve_neg().contiguous()
-        self._copied = whole.data_ptr() != self._target.data_ptr()
-        self._whole = whole
-        flat = whole.view(-1)
-        self.flat = torch.view_as_real(flat).view(-1) if real and flat.is_complex() else flat
-
-    def put_back(self) -> None:
-        if self._copied:
-            self._target.copy_(self._whole)
+    if not tensor.is_cpu:
+        raise ValueError(f"mscomm: a tensor is on {tensor.device}; this process group is for tensors on the CPU")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"mscomm: a tensor has the layout {tensor.layout}; expected a dense tensor")
+    flat = tensor.data
+    if flat.is_neg() or flat.is_conj() or not flat.is_contiguous():
+        flat = flat.resolve_conj().resolve_neg().contiguous()
+    if flat.dim() != 1:
+        flat = flat.view(-1)
+    return torch.view_as_real(flat).view(-1) if real and flat.is_complex() else flat
 
 
-def _put_back(places: list[_Place]) -> Callable[[], None]:
-    def put() -> None:
-        for place in places:
-            place.put_back()
+def _flats(tensors: Sequence[Any], real: bool = False) -> tuple[list[Any], Callable[[], None] | None]:
+    """Return _flat() of tensors that a call writes, and a function that copies back those that share no memory."""
+    flats = [_flat(tensor, real) for tensor in tensors]
+    copies = [pair for pair in zip(tensors, flats, strict=True) if pair[0].data_ptr() != pair[1].data_ptr()]
 
-    return put
+    def put_back() -> None:
+        for tensor, flat in copies:
+            tensor.data.copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+    return flats, put_back if copies else None
+
+
+def _array(flat: Any) -> np.ndarray[Any, Any]:
+    """Return the memory of a tensor of one dimension. flat.numpy() would keep PyTorch from resizing the tensor."""
+    return in_memory(flat, flat.data_ptr(), (flat.numel(),), _dtype(flat.dtype), None)
+
+
+@functools.cache
+def _dtype(kind: Any) -> np.dtype[Any]:
+    return dtype_named(kind)
+
+
+def _scatter(whole: Any, root: int, out: Any, *, group: mscomm.Group, timeout: Any, async_op: bool) -> Any:
+    """Do the same as mscomm.scatter, but do not send the shape first: `out` tells it to every rank."""
+    x = None if whole is None else _array(whole)
+    target = _array(out)
+    told = ((out.numel() * group.size,), dtype_code(target.dtype))
+    call = group.core.prepare(FUNCTION["scatter"], x, target, root=root, told=told)
+    seconds = group.seconds(timeout)
+    return group.start(call, seconds) if async_op else group.run(call, seconds)
 
 
 def _op(opts: Any) -> tuple[str, Any]:
@@ -459,14 +500,8 @@ def _check_count(function: str, tensors: Sequence[Any], size: int) -> None:
         raise ValueError(f"{function}: the list has {len(tensors)} tensors for {size} ranks")
 
 
-def _joined(parts: Sequence[Any]) -> Any:
-    return torch.cat([_Place(part).flat for part in parts])
-
-
 def _scattered(ends: Sequence[tuple[Any, Sequence[Any]]]) -> None:
     """Copy each whole tensor to its parts."""
     for whole, parts in ends:
-        begin = 0
-        for part in parts:
-            part.data.copy_(whole[begin : begin + part.numel()].view(part.shape))
-            begin += part.numel()
+        for part, flat in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
+            part.data.copy_(flat if part.dim() == 1 else flat.view(part.shape))

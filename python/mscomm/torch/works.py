@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +13,9 @@ import mscomm
 from mscomm.works import when_done
 
 
-@contextlib.contextmanager
-def telling() -> Iterator[None]:
-    """Raise the errors of mscomm as they are, but let that of a time limit say "Timed out", as those of gloo do."""
-    try:
-        yield
-    except mscomm.CollectiveTimeout as error:
-        raise mscomm.CollectiveTimeout(f"mscomm: Timed out in {error}", error.ranks, error.waiting_for) from error
+def timed_out(error: mscomm.CollectiveTimeout) -> mscomm.CollectiveTimeout:
+    """Return the error of a time limit with a text that contains "Timed out", as that of gloo does."""
+    return mscomm.CollectiveTimeout(f"mscomm: Timed out in {error}", error.ranks, error.waiting_for)
 
 
 class Work(_TorchWork):  # type: ignore[misc, unused-ignore]
@@ -35,23 +30,24 @@ class Work(_TorchWork):  # type: ignore[misc, unused-ignore]
         parts: Sequence[Any],
         finish: Callable[[], object] | None,
         tensors: Sequence[Any],
-        status: mscomm.Status | None = None,
     ) -> None:
         super().__init__()
         self._parts = parts
         self._finish = finish
         self._tensors = list(tensors)
-        self._status = status
+        self._first = parts[0] if parts else None  # tells the source of a message
         self._ending = threading.Lock()  # only one thread finishes
         self._future: torch.futures.Future[list[Any]] | None = None
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait for the end of the call. timeout: a timedelta; None, 0 and less stand for the time limit of the call."""
         seconds = timeout.total_seconds() if timeout is not None else 0.0
-        with telling():
+        try:
             for part in self._parts:
                 part.wait(seconds if seconds > 0 else None)
-            self._end()
+        except mscomm.CollectiveTimeout as error:
+            raise timed_out(error) from error
+        self._end()
         return True
 
     def _end(self) -> None:
@@ -101,8 +97,9 @@ class Work(_TorchWork):  # type: ignore[misc, unused-ignore]
 
     def _source_rank(self) -> int:
         """Return the sender of a message from any source, as a rank in the group."""
-        assert self._status is not None and self._status.source is not None
-        return self._status.source
+        assert self._first is not None
+        matched = self._first.matched()
+        return int(matched[0])
 
 
 def _value_or_raise(done: torch.futures.Future[Any]) -> Any:
