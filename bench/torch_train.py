@@ -32,7 +32,7 @@ import torch.distributed as dist
 from networks import network
 from ratio import interval, ratio
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -67,7 +67,20 @@ def fsdp2(model: Any, kind: str, groups: dict[str, Any]) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-WRAPPERS: dict[str, Callable[[Any, str, dict[str, Any]], Any]] = {"ddp": ddp, "fsdp2": fsdp2}
+def fsdp2_shared(model: Any, kind: str, groups: dict[str, Any]) -> Any:
+    """Let FSDP2 ask the process group for the memory of its buffers. gloo has none, so torch allocates it as before."""
+    model = fsdp2(model, kind, groups)
+    for layer in (model, *model):
+        if isinstance(layer, FSDPModule):
+            layer.set_allocate_memory_from_process_group_for_comm(True)
+    return model
+
+
+WRAPPERS: dict[str, Callable[[Any, str, dict[str, Any]], Any]] = {
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    "fsdp2-shared": fsdp2_shared,
+}
 
 
 # -- in a rank

@@ -153,6 +153,50 @@ dist.destroy_process_group()
     assert done.returncode == 0 and done.stdout.count("[2.0, 2.0, 2.0, 2.0]") == 2, done.stderr
 
 
+def test_large_lists_and_strided_complex_tensors(tmp_path: Path) -> None:
+    body = """
+dist.init_process_group("mscomm")
+n, ranks = 10007, range(2)  # more than 16 KiB, and no whole number of pages
+parts = [torch.arange(n) * (i + 1) + rank for i in ranks]
+for kind in (torch.float32, torch.int64):
+    xs = [part.to(kind) for part in parts]
+    out = [torch.empty(n, dtype=kind) for _ in ranks]
+    dist.all_gather(out, xs[0])
+    assert all(torch.equal(out[i], (torch.arange(n) + i).to(kind)) for i in ranks)
+    dist.gather(xs[1], out if rank == 1 else None, 1)
+    assert rank == 0 or all(torch.equal(out[i], (torch.arange(n) * 2 + i).to(kind)) for i in ranks)
+    dist.reduce_scatter(out[0], xs)
+    assert torch.equal(out[0], (torch.arange(n) * 2 * (rank + 1) + 1).to(kind))
+    dist.scatter(out[0], xs if rank == 1 else None, 1)
+    assert torch.equal(out[0], (torch.arange(n) * (rank + 1) + 1).to(kind))
+    work = dist.all_to_all(out, xs, async_op=True)
+    work.wait()
+    assert all(torch.equal(out[i], (torch.arange(n) * (rank + 1) + i).to(kind)) for i in ranks)
+z = torch.complex(torch.arange(6.0), torch.ones(6)).view(2, 3)
+for view in (z.t(), z.conj()):
+    dist.group.WORLD.allreduce([view]).wait()
+assert torch.equal(z, torch.complex(torch.arange(6.0), torch.ones(6)).view(2, 3) * 4)
+x = dist.group.WORLD.allocate_tensor(n, dtype=torch.bfloat16, device=torch.device("cpu"))
+x.fill_(rank + 1)
+dist.all_reduce(x)
+assert x.shape == (n,) and x.eq(3).all()
+"""
+    done = run(2, tmp_path, body)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_scatter_of_another_size_is_a_mismatch(tmp_path: Path) -> None:
+    body = """
+dist.init_process_group("mscomm")
+try:
+    dist.scatter(torch.empty(3 + rank), [torch.ones(3), torch.ones(3)] if rank == 0 else None)
+except RuntimeError as error:
+    sys.stdout.write(f"{error}\\n")
+"""
+    done = run(2, tmp_path, body)
+    assert done.stdout.count("rank 1 called scatter #1 (float32[8], root 0)") == 2, done.stdout + done.stderr
+
+
 def test_a_script_that_does_not_destroy_the_group_ends_well(tmp_path: Path) -> None:
     began = time.monotonic()
     done = run(2, tmp_path, 'dist.init_process_group("mscomm")\nwork = dist.all_reduce(torch.ones(1), async_op=True)')

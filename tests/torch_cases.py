@@ -190,13 +190,16 @@ def fsdp1() -> Tensors:
         return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def sharded(mesh_shape: tuple[int, ...]) -> Tensors:
+def sharded(mesh_shape: tuple[int, ...], from_group: bool = False) -> Tensors:
     model = network()
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicas", "shards")[-len(mesh_shape) :])
     for layer in model:
         if isinstance(layer, nn.Linear):
             fsdp.fully_shard(layer, mesh=mesh)
     fsdp.fully_shard(model, mesh=mesh)
+    for layer in model.modules():
+        if isinstance(layer, fsdp.FSDPModule):
+            layer.set_allocate_memory_from_process_group_for_comm(from_group)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     for x in batches():
         optimizer.zero_grad()
@@ -284,6 +287,7 @@ CASES: dict[str, Callable[[], Tensors]] = {
     "zero": zero,
     "fsdp1": fsdp1,
     "fsdp2": lambda: sharded((SIZE,)),
+    "fsdp2, memory of the group": lambda: sharded((SIZE,), from_group=True),
     "hsdp": lambda: sharded((SIZE // 2, 2)),
     "dtensor": dtensors,
     "tensor parallel": tensor_parallel,

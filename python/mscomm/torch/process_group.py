@@ -76,8 +76,6 @@ def create(options: Any) -> ProcessGroup:
 class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
     """A process group whose calls mscomm makes. torch.distributed's functions call its methods; see there."""
 
-    supports_tensor_alloc = False
-
     def __init__(self, store: Any, job: _Job, group: mscomm.Group) -> None:
         super().__init__(group.rank, group.size)
         self._store = store
@@ -112,6 +110,13 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
 
     def _get_backend(self, device: torch.device) -> ProcessGroup:
         return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return bool(device.type == "cpu")
+
+    def allocate_tensor(self, size: int, *, dtype: Any, device: torch.device) -> Any:
+        """Return a tensor in memory that the ranks share. FSDP2 asks for it if the program says so."""
+        return self._staging(size, torch.empty(0, dtype=dtype, device=device))
 
     def get_group_store(self) -> Any:
         return self._store
@@ -455,14 +460,18 @@ def _flat(tensor: Any, real: bool = False) -> Any:
 
 def _flats(tensors: Sequence[Any], real: bool = False) -> tuple[list[Any], Callable[[], None] | None]:
     """Return _flat() of tensors that a call writes, and a function that copies back those that share no memory."""
-    flats = [_flat(tensor, real) for tensor in tensors]
-    copies = [pair for pair in zip(tensors, flats, strict=True) if pair[0].data_ptr() != pair[1].data_ptr()]
+    flats, copies = [], []
+    for tensor in tensors:
+        flat = _flat(tensor, real)
+        flats.append(flat)
+        if flat.data_ptr() != tensor.data_ptr():
+            copies.append((tensor, flat))
+    return flats, functools.partial(_put_back, copies) if copies else None
 
-    def put_back() -> None:
-        for tensor, flat in copies:
-            tensor.data.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
-    return flats, put_back if copies else None
+def _put_back(copies: list[tuple[Any, Any]]) -> None:
+    for tensor, flat in copies:
+        tensor.data.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
 
 def _array(flat: Any) -> np.ndarray[Any, Any]:
