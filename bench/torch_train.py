@@ -121,8 +121,8 @@ def measured(name: str, wrapper: str, groups: dict[str, Any], seconds: float) ->
         return took
 
     until = time.perf_counter() + seconds
-    times(1, 2)
-    first = times(1, 2)
+    times(1, 2)  # the first step of FSDP2 and the buckets of DistributedDataParallel take longer
+    first = times(1, 1)
     count = min(max(int(ROUND_S / first.mean()), 1), 50)
     left = torch.tensor(until - time.perf_counter())
     dist.broadcast(left, 0)
