@@ -1,10 +1,13 @@
-"""The examples for MindSpore and for JAX train on two real ranks, with the digits of `mscomm data make`."""
+"""The examples for MindSpore and for JAX train on two real ranks, with the digits of `mscomm data make`. The example
+for PyTorch generates the same tokens on each number of ranks.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -84,3 +87,37 @@ def test_without_a_folder_it_says_how_to_make_one(example: Path) -> None:
     done = run([sys.executable, example], TIMEOUT_S, clean_environment())
     assert (done.returncode, done.stdout) == (1, "")
     assert f"{example.name}: no data." in done.stderr and "mscomm data make --from digits" in done.stderr
+
+
+# -- tensor_parallel_inference.py, which raises an error if its tokens or logits are not those of one rank
+
+INFERENCE = EXAMPLES / "tensor_parallel_inference.py"
+
+
+@pytest.fixture(scope="module")
+def alone() -> str:
+    """Return the line of tokens that one rank generates."""
+    pytest.importorskip("torch")
+    done = run([sys.executable, INFERENCE], TIMEOUT_S, clean_environment(OMP_NUM_THREADS="1"))
+    assert done.returncode == 0, done.stderr
+    tokens, rate = done.stdout.splitlines()
+    assert re.fullmatch(r"ranks: 1; \d+ tokens/s; the logits of one rank differ by at most 0", rate)
+    words = tokens.removeprefix("tokens: ").split()
+    assert len(words) == 64 and len(set(words)) > 32  # not one token again and again, which would be equal by chance
+    return tokens
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_share_a_decoder_and_generate_the_tokens_of_one_rank(size: int, alone: str) -> None:
+    done = run([*MSCOMM, "run", "-n", str(size), INFERENCE], TIMEOUT_S, clean_environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"[0] {alone}\n[0] ranks: {size}; " in done.stdout
+
+
+def test_ranks_share_a_decoder_through_torch_distributed(alone: str) -> None:
+    torchrun = shutil.which("torchrun", path=f"{sys.prefix}/bin")
+    assert torchrun, "torch is installed, but not its torchrun"
+    command = [torchrun, "--standalone", "--nproc_per_node", "2", INFERENCE, "--through", "torch"]
+    done = run(command, TIMEOUT_S, clean_environment(OMP_NUM_THREADS="1"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"{alone}\nranks: 2; ")
