@@ -63,11 +63,16 @@ constexpr To narrow(From x) {
   return x;  // x already has the type To
 }
 
+// Rounds x to a bfloat16, which is in the upper half of the result. positive_nan: whether every NaN gets the same sign.
+template <bool positive_nan>
+constexpr uint32_t round_to_bfloat16(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x), sign = positive_nan ? 0 : bits & 0x80000000;
+  return choose(x != x, sign | 0x7fc00000, bits + 0x7fff + (bits >> 16 & 1));
+}
+
 template <>
 constexpr Bfloat16 narrow<Bfloat16, float>(float x) {
-  const uint32_t bits = std::bit_cast<uint32_t>(x);
-  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet_nan = (bits >> 16 & 0x8000) | 0x7fc0;
-  return {static_cast<uint16_t>(choose(x != x, quiet_nan, rounded))};
+  return {static_cast<uint16_t>(round_to_bfloat16<false>(x) >> 16)};
 }
 
 template <>

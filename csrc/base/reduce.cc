@@ -1,8 +1,8 @@
 // The reduction loops, one for each pair of element format and operation. All loops are compiled once for each instruction set,
 // and the instruction set is chosen at run time.
 //
-// Every reduction loop is an instance of pass(), which has no intrinsics. For each instruction set (a "level", see levels.h), the
-// body of pass() is inlined into a function that is compiled for that instruction set.
+// Every reduction loop is an instance of loop(), which has no intrinsics. For each instruction set (a "level", see levels.h), the
+// body of loop() is inlined into a function that is compiled for that instruction set.
 #include "base/reduce.h"
 
 #include <algorithm>
@@ -50,15 +50,18 @@ template <class T>
 }
 
 // Operations. combine() merges two accumulators, finish() turns the final accumulator into the value that is then rounded,
-// and identity is the neutral value of combine().
+// and identity is the neutral value of combine(). computes: whether combine() computes a new value, so that a NaN in the result
+// must be replaced with one_nan().
 
 template <class T>
 struct Arithmetic {
-  [[gnu::always_inline]] static T finish(T x, int) { return one_nan(x); }
+  static constexpr bool computes = true;
+  [[gnu::always_inline]] static T finish(T x, int) { return x; }
 };
 
 template <class T>
 struct Select {
+  static constexpr bool computes = false;
   [[gnu::always_inline]] static T finish(T x, int) { return x; }
 };
 
@@ -70,7 +73,7 @@ struct Sum : Arithmetic<T> {
 
 template <class T>
 struct Avg : Sum<T> {
-  [[gnu::always_inline]] static T finish(T x, int divisor) { return one_nan(x / static_cast<T>(divisor)); }
+  [[gnu::always_inline]] static T finish(T x, int divisor) { return x / static_cast<T>(divisor); }
 };
 
 template <class T>
@@ -129,7 +132,8 @@ struct Xor : Select<T> {
 
 // Element formats. An element in memory consists of `parts` values of type Part. A complex number has two such values, the real
 // and the imaginary one, except in a product, in which it is a single value of type Complex. Each value is accumulated in the
-// type Accumulator. Wide is the format of an element whose values have the type Accumulator.
+// type Accumulator. Wide is the format of an element whose values have the type Accumulator. narrow() rounds an accumulator to an
+// element. computed: whether the accumulator was computed, so that a NaN must be replaced with one_nan().
 
 template <class T, size_t parts_ = 1>
 struct Plain {
@@ -138,14 +142,20 @@ struct Plain {
   using Accumulator = T;
   using Wide = Plain;
   [[gnu::always_inline]] static T widen(T x) { return x; }
-  [[gnu::always_inline]] static T narrow(T x) { return x; }
+  template <bool computed>
+  [[gnu::always_inline]] static T narrow(T x) {
+    return computed ? one_nan(x) : x;
+  }
 };
 
 struct Bool : Plain<uint8_t> {
   using Wide = Bool;
   [[gnu::always_inline]] static uint8_t widen(uint8_t x) { return x != 0; }
   // Keeps only the lowest bit: true is stored as 1, but the identity of And has all bits set.
-  [[gnu::always_inline]] static uint8_t narrow(uint8_t x) { return x & 1; }
+  template <bool computed>
+  [[gnu::always_inline]] static uint8_t narrow(uint8_t x) {
+    return x & 1;
+  }
 };
 
 // Numbers of 16 bits (see numbers.h).
@@ -156,7 +166,28 @@ struct Half {
   using Accumulator = float;
   using Wide = Plain<float>;
   [[gnu::always_inline]] static float widen(T x) { return mscomm::widen(x); }
-  [[gnu::always_inline]] static T narrow(float x) { return mscomm::narrow<T>(x); }
+  template <bool computed>
+  [[gnu::always_inline]] static T narrow(float x) {
+    return mscomm::narrow<T>(computed ? one_nan(x) : x);
+  }
+};
+
+// Two bfloat16 in one word. A loop over such words takes half as long as one over single bfloat16, because all its values have 32
+// bits. So no instructions are needed that distribute the elements of one vector over two vectors of floats, or pack them again.
+struct Two {
+  float low, high;
+};
+
+struct TwoBfloat16 {
+  static constexpr size_t parts = 1;
+  using Part = uint32_t;
+  using Accumulator = Two;
+  static constexpr uint32_t high = 0xffff0000;
+  [[gnu::always_inline]] static Two widen(uint32_t x) { return {std::bit_cast<float>(x << 16), std::bit_cast<float>(x & high)}; }
+  template <bool computed>
+  [[gnu::always_inline]] static uint32_t narrow(Two x) {
+    return round_to_bfloat16<computed>(x.low) >> 16 | (round_to_bfloat16<computed>(x.high) & high);
+  }
 };
 
 // Loops over elements. load() and store() access part i of a buffer that need not be aligned.
@@ -175,26 +206,52 @@ template <class T>
 
 enum class As { element, accumulator };
 
-// out = first op rest[0] op rest[1] ..., where first and out hold elements or accumulators, and rest holds elements.
+template <template <class> class Operation, class T>
+[[gnu::always_inline]] inline T combine(T a, T b) {
+  if constexpr (!std::same_as<T, Two>) return Operation<T>::combine(a, b);
+  else return {Operation<float>::combine(a.low, b.low), Operation<float>::combine(a.high, b.high)};
+}
+
+template <template <class> class Operation, class T>
+[[gnu::always_inline]] inline T finished(T x, int divisor) {
+  if constexpr (!std::same_as<T, Two>) return Operation<T>::finish(x, divisor);
+  else return {Operation<float>::finish(x.low, divisor), Operation<float>::finish(x.high, divisor)};
+}
+
+// out = first op rest[0] op rest[1] ..., from value `begin` to `end`, where first and out hold elements or accumulators, and rest
+// holds elements.
 template <class Format, template <class> class Operation, As from, As to, class... Rest>
-[[gnu::always_inline]] inline void pass(void* out, const void* first, int divisor, size_t count, const Rest*... rest) {
+[[gnu::always_inline]] inline void loop(void* out, const void* first, int divisor, size_t begin, size_t end,
+                                        const Rest*... rest) {
   using Part = typename Format::Part;
   using Accumulator = typename Format::Accumulator;
   // ivdep: out may be one of the inputs, but no iteration depends on another one.
 #pragma GCC ivdep
-  for (size_t i = 0; i < count * Format::parts; ++i) {
+  for (size_t i = begin; i < end; ++i) {
     Accumulator x;
     if constexpr (from == As::element) {
       x = Format::widen(load<Part>(first, i));
     } else {
       x = load<Accumulator>(first, i);
     }
-    ((x = Operation<Accumulator>::combine(x, Format::widen(load<Part>(rest, i)))), ...);
+    ((x = combine<Operation>(x, Format::widen(load<Part>(rest, i)))), ...);
     if constexpr (to == As::element) {
-      store<Part>(out, i, Format::narrow(Operation<Accumulator>::finish(x, divisor)));
+      store<Part>(out, i, Format::template narrow<Operation<Accumulator>::computes>(finished<Operation>(x, divisor)));
     } else {
       store<Accumulator>(out, i, x);
     }
+  }
+}
+
+// The same for `count` elements.
+template <class Format, template <class> class Operation, As from, As to, class... Rest>
+[[gnu::always_inline]] inline void pass(void* out, const void* first, int divisor, size_t count, const Rest*... rest) {
+  // GCC does not vectorise loops that load or store accumulators of the type Two.
+  if constexpr (std::same_as<Format, Half<Bfloat16>> && from == As::element && to == As::element) {
+    loop<TwoBfloat16, Operation, from, to>(out, first, divisor, 0, count / 2, rest...);
+    if (count % 2) loop<Format, Operation, from, to>(out, first, divisor, count - 1, count, rest...);
+  } else {
+    loop<Format, Operation, from, to>(out, first, divisor, 0, count * Format::parts, rest...);
   }
 }
 
@@ -244,7 +301,7 @@ template <class Format, template <class> class Operation>
 template <class Format, template <class> class Operation>
 void identity(void* out, size_t count) {
   using Accumulator = typename Format::Accumulator;
-  const auto none = Format::narrow(Operation<Accumulator>::identity);
+  const auto none = Format::template narrow<false>(Operation<Accumulator>::identity);
   for (size_t i = 0; i < count * Format::parts; i++) store(out, i, none);
 }
 
