@@ -269,6 +269,24 @@ def test_workers_runs_a_whole_job() -> None:
     assert [row.split("|")[1].strip() for row in rows] == ["3", "20"]
 
 
+# -- torch_inference.py
+
+
+def test_torch_inference_measures_without_deepspeed(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    script = Path(BENCH, "torch_inference.py")
+    done = run([sys.executable, script, "-n", "2", "--rounds", "1"], 240, clean_environment())
+    assert done.returncode == 0, done.stderr
+    assert "DeepSpeed was not measured: give its unpacked source package with --deepspeed" in done.stderr
+    title, _, head, _, *rows = done.stdout.strip().splitlines()
+    assert (
+        title == "2 ranks, in brackets: range" and head == "| KiB | torch | mscomm | gloo | gloo/torch | gloo/mscomm |"
+    )
+    assert [row.split(" | ")[0] for row in rows] == [f"| {4 << shift}" for shift in range(9)]
+    done = run([sys.executable, script, "--deepspeed", tmp_path], 60, clean_environment())
+    assert done.returncode == 2 and f"{tmp_path} has no csrc/cpu/comm/shm.cpp" in done.stderr
+
+
 # -- builds.py
 
 BUILD = """#!{python}
