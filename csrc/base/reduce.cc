@@ -172,7 +172,7 @@ struct Half {
   }
 };
 
-// Two bfloat16 in one word. A loop over such words takes half as long as one over single bfloat16, because all its values have 32
+// Two bfloat16 in one word. A loop over such words takes less time than one over single bfloat16, because all its values have 32
 // bits. So no instructions are needed that distribute the elements of one vector over two vectors of floats, or pack them again.
 struct Two {
   float low, high;
