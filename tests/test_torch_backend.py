@@ -129,6 +129,28 @@ time.sleep(1)
         assert float(seen) - killed < 10
 
 
+def test_a_backward_pass_through_an_overwritten_tensor_warns(tmp_path: Path) -> None:
+    body = """
+import warnings
+dist.init_process_group("mscomm")
+def warned(call):
+    x = torch.ones(2, requires_grad=True)
+    y = x * 3
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        call(y)
+        y.sum().backward()
+    return [str(one.message) for one in seen]
+for call in (dist.all_reduce, lambda y: dist.broadcast(y, 0), lambda y: dist.all_reduce(y, async_op=True).wait()):
+    assert any("gradient of a tensor that a call of mscomm or torch.distributed" in text for text in warned(call))
+assert not warned(lambda y: dist.all_reduce(y.detach()))
+sys.stdout.write("done\\n")
+dist.destroy_process_group()
+"""
+    done = run(2, tmp_path, body)
+    assert done.returncode == 0 and done.stdout.count("done") == 2, done.stderr
+
+
 def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
     body = """
 dist.init_process_group("mscomm")

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as dcp
+import torch.distributed.nn.functional as autograd
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -163,11 +164,69 @@ def functional_calls() -> Tensors:
     return [functional.wait_tensor(one).detach() for one in (y, z, w, v)]
 
 
-def compiled() -> Tensors:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return functional.all_reduce(x * 2, "sum", dist.group.WORLD) + 1
+def differentiated(call: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
+    """Return the value of a call, and the gradient with respect to its argument."""
+    x = torch.arange(2.0 * SIZE).add(RANK).requires_grad_()
+    value = call(x * 3)
+    weights = torch.arange(float(value.numel())).add(RANK + 1).view(value.shape)
+    (value * weights).sum().backward()
+    return [value.detach(), x.grad]
 
-    return [torch.compile(step, backend="aot_eager", fullgraph=True)(torch.arange(4.0) + RANK)]
+
+def differentiable() -> Tensors:
+    def parts() -> Tensors:
+        return [torch.empty(2) for _ in range(SIZE)]
+
+    root = SIZE - 1
+    results = [
+        differentiated(lambda x: autograd.all_reduce(x)),
+        differentiated(lambda x: autograd.broadcast(x, root)),
+        differentiated(lambda x: torch.cat(autograd.all_gather(x))),
+        differentiated(lambda x: autograd.reduce_scatter(torch.empty(2), list(x.chunk(SIZE)))),
+        differentiated(lambda x: torch.cat(autograd.all_to_all(parts(), list(x.chunk(SIZE))))),
+        differentiated(lambda x: autograd.all_to_all_single(torch.empty(2 * SIZE), x)),
+        differentiated(lambda x: torch.cat(autograd.gather(x, root))),
+        differentiated(lambda x: autograd.scatter(list(x.chunk(SIZE)), root)),
+        differentiated(lambda x: autograd.reduce(x, root) if root == RANK else autograd.reduce(x, root) * 0),
+    ]
+    group = dist.group.WORLD
+    results += [
+        differentiated(lambda x: functional.all_reduce(x, "sum", group)),
+        differentiated(lambda x: functional.all_gather_single_autograd(x, 0, group)),
+        differentiated(lambda x: functional.reduce_scatter_single_autograd(x, "sum", 0, group)),
+        differentiated(lambda x: functional.all_to_all_single_autograd(x, [2] * SIZE, [2] * SIZE, group)),
+        differentiated(lambda x: torch.cat(functional.all_reduce_coalesced([x, x * 2], "sum", group))),
+        differentiated(lambda x: torch.cat(functional.all_gather_single_coalesced([x, x * 2], group))),
+    ]
+    return [tensor for result in results for tensor in result]
+
+
+def compiled(backend: str) -> Tensors:
+    group = dist.group.WORLD
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = functional.all_reduce(x * 2, "sum", group) + 1
+        z = functional.all_gather_single_autograd(y, 0, group)
+        w = functional.reduce_scatter_single_autograd(z * z, "sum", 0, group)
+        return functional.all_to_all_single_autograd(w, [2] * SIZE, [2] * SIZE, group) * x
+
+    def inplace(x: torch.Tensor) -> torch.Tensor:
+        y, out = x * 2, x.new_empty(SIZE * x.numel())
+        dist.all_reduce(y)
+        dist.all_gather_single(out, y)
+        return out + 1
+
+    x = torch.arange(2.0 * SIZE) + RANK
+    return [
+        *differentiated(torch.compile(step, backend=backend, fullgraph=True)),
+        torch.compile(inplace, backend=backend, fullgraph=True)(x),
+    ]
+
+
+def ddp_compiled(backend: str) -> Tensors:
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.001)
+    train(torch.compile(model, backend=backend), torch.optim.SGD(model.parameters(), 0.1), batches())
+    return [parameter.detach() for parameter in model.parameters()]
 
 
 def ddp_join() -> Tensors:
@@ -274,7 +333,10 @@ CASES: dict[str, Callable[[], Tensors]] = {
     "objects": objects,
     "groups": groups,
     "functional": functional_calls,
-    "compiled": compiled,
+    "autograd": differentiable,
+    "compiled eager": lambda: compiled("eager"),
+    "compiled aot_eager": lambda: compiled("aot_eager"),
+    "compiled inductor": lambda: compiled("inductor"),
     "ddp": trained,
     "ddp views": lambda: trained(gradient_as_bucket_view=True, static_graph=True),
     "ddp unused": lambda: trained(find_unused_parameters=True, bucket_cap_mb=0.001),
@@ -283,6 +345,8 @@ CASES: dict[str, Callable[[], Tensors]] = {
     "ddp PowerSGD": lambda: hooked(
         powerSGD_hook.PowerSGDState(dist.group.WORLD, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook
     ),
+    "ddp compiled aot_eager": lambda: ddp_compiled("aot_eager"),
+    "ddp compiled inductor": lambda: ddp_compiled("inductor"),
     "ddp join": ddp_join,
     "zero": zero,
     "fsdp1": fsdp1,

@@ -5,6 +5,7 @@ Calls on GPU tensors are enqueued on PyTorch's current stream for that GPU.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -152,15 +153,44 @@ def from_host(x: torch.Tensor, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
     return of_numpy(numbers).to(x.device)
 
 
-def _written(tensors: tuple[torch.Tensor]) -> None:
+def warn_if_differentiated(x: torch.Tensor) -> None:
+    """Warn in a backward pass that computes the gradient of x, whose values a call overwrites.
+
+    torch.distributed warns at this time, too. A leaf, such as a parameter, only gets new values, so its gradient is
+    right.
+    """
+    if x.requires_grad and x.grad_fn is not None and torch.is_grad_enabled():
+        x.register_hook(_warn)
+
+
+def _warn(_gradient: torch.Tensor) -> None:
+    warnings.warn(
+        "mscomm: this backward pass computes the gradient of a tensor that a call of mscomm or torch.distributed has"
+        " overwritten. Autograd does not know of that call, so the gradient may be wrong. Pass x.detach() to the call,"
+        " or call a function of torch.distributed.nn.functional, which autograd knows",
+        stacklevel=2,
+    )
+
+
+def _changed(tensors: tuple[torch.Tensor]) -> None:
     for x in tensors:
         if not x.is_inference():
             torch.autograd.graph.increment_version(x)
 
 
-# A function that tells autograd that tensors were written, as in-place operations do. A backward pass that needs the
-# old values then raises an error. PyTorch's own function for this is not public. mscomm uses it from PyTorch 2.10 on;
-# in earlier versions, that function does not skip inference-mode tensors.
-written: Callable[[tuple[torch.Tensor]], None] = (
-    getattr(torch._C, "_increment_version", _written) if plain else _written
+# PyTorch's own function for this is not public. mscomm uses it from PyTorch 2.10 on; in earlier versions, it does not
+# skip inference-mode tensors.
+_increment_version: Callable[[tuple[torch.Tensor]], None] = (
+    getattr(torch._C, "_increment_version", _changed) if plain else _changed
 )
+
+
+def written(tensors: tuple[torch.Tensor]) -> None:
+    """Tell autograd that tensors were written, as in-place operations do.
+
+    A backward pass that needs the old values then raises an error.
+    """
+    for x in tensors:
+        if x.requires_grad:
+            warn_if_differentiated(x)
+    _increment_version(tensors)

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
 
 import mscomm
 from mscomm.arguments import checked_rank
 from mscomm.arrays.described import in_memory
 from mscomm.arrays.numpy import dtype_code, dtype_named
+from mscomm.arrays.torch import warn_if_differentiated
 from mscomm.collectives import FUNCTION
 from mscomm.messages import checked_source, checked_tag
 from mscomm.torch.works import Work, timed_out
@@ -71,6 +73,33 @@ def create(options: Any) -> ProcessGroup:
     except mscomm.CollectiveTimeout as error:
         raise timed_out(error) from error
     return ProcessGroup(options.store, _job, group)
+
+
+def group(process_group: dist.ProcessGroup | None = None) -> mscomm.Group:
+    """Return the Group of mscomm whose calls the process group makes. mscomm's own calls take it as `group`.
+
+    process_group: a process group of the backend mscomm; None means torch's default process group. Calls through torch
+    and mscomm's own calls are calls of one group, so all ranks must make them in the same order.
+
+    >>> dist.init_process_group("mscomm")
+    >>> rows, counts = mscomm.all_gather_v(x, group=mscomm.torch.group())
+
+    Raise ValueError if the process group has another backend, if this rank is not in it, or if torch.distributed is not
+    initialized. Raise TypeError if process_group is not a process group.
+    """
+    found = dist.group.WORLD if process_group is None else process_group
+    if found is None:
+        raise ValueError('group: torch.distributed is not initialized; call init_process_group("mscomm") first')
+    if found is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: this rank is not in the process group; call group only on the ranks that are in it")
+    if not isinstance(found, dist.ProcessGroup):
+        raise TypeError(f"group: process_group is a {type(found).__name__}, expected a process group of torch")
+    if not isinstance(found, ProcessGroup):
+        raise ValueError(
+            f"group: the process group has the backend {dist.get_backend(found)}; create it with the backend mscomm, or"
+            " join a job with mscomm.init()"
+        )
+    return found._group
 
 
 class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
@@ -161,7 +190,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
             for flat in flats:
                 flat.mul_(scale)
         calls = [functools.partial(mscomm.all_reduce_, flat, op) for flat in flats]
-        return self._made(calls, opts, tensors, finish)
+        return self._made("all_reduce", calls, opts, tensors, finish)
 
     def _sparse(self, tensors: list[Any], opts: Any) -> Work:
         if opts.reduceOp != dist.ReduceOp.SUM:
@@ -181,7 +210,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         opts = opts or dist.BroadcastOptions()
         flats, finish = _flats(tensors)
         calls = [functools.partial(mscomm.broadcast_, flat, opts.rootRank) for flat in flats]
-        return self._made(calls, opts, tensors, finish)
+        return self._made("broadcast", calls, opts, tensors, finish)
 
     def reduce(self, tensors: list[Any], opts: Any = None) -> Work:
         opts = opts or dist.ReduceOptions()
@@ -192,7 +221,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
             x = flat if scale is None else flat * scale
             out = flat if self._group.rank == opts.rootRank else None
             calls.append(functools.partial(mscomm.reduce, x, opts.rootRank, op, out=out))
-        return self._made(calls, opts, tensors, finish)
+        return self._made("reduce", calls, opts, tensors, finish)
 
     def all_gather_single(self, output: Any, mine: Any, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [mine], opts)
@@ -201,7 +230,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         opts = opts or dist.AllgatherOptions()
         flats, finish = _flats(outputs)
         calls = [functools.partial(mscomm.all_gather, _flat(x), out=flat) for x, flat in zip(mine, flats, strict=True)]
-        return self._made(calls, opts, outputs, finish)
+        return self._made("all_gather", calls, opts, outputs, finish)
 
     def allgather(self, outputs: list[list[Any]], mine: list[Any], opts: Any = None) -> Work:
         opts = opts or dist.AllgatherOptions()
@@ -214,7 +243,8 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
             call: Call = mscomm.all_gather if counts == [flat.numel()] * len(counts) else mscomm.all_gather_v
             calls.append(functools.partial(call, flat, out=whole))
             ends.append((whole, parts))
-        return self._made(calls, opts, [part for parts in outputs for part in parts], lambda: _scattered(ends))
+        written = [part for parts in outputs for part in parts]
+        return self._made("all_gather", calls, opts, written, lambda: _scattered(ends))
 
     def allgather_coalesced(self, outputs: list[list[Any]], mine: list[Any], opts: Any = None) -> Work:
         by_input = [[ranks[i] for ranks in outputs] for i in range(len(mine))]
@@ -230,7 +260,8 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
                 whole = self._staging(self._group.size * flat.numel(), flat)
                 ends.append((whole, outputs[i]))
             calls.append(functools.partial(mscomm.gather, flat, opts.rootRank, out=whole))
-        return self._made(calls, opts, [part for parts in outputs for part in parts], lambda: _scattered(ends))
+        written = [part for parts in outputs for part in parts]
+        return self._made("gather", calls, opts, written, lambda: _scattered(ends))
 
     def scatter(self, outputs: list[Any], parts: list[list[Any]], opts: Any = None) -> Work:
         opts = opts or dist.ScatterOptions()
@@ -242,7 +273,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
                 _check_count("scatter", parts[i], self._group.size)
                 whole = self._joined([_flat(part) for part in parts[i]])
             calls.append(functools.partial(_scatter, whole, opts.rootRank, flat))
-        return self._made(calls, opts, outputs, finish)
+        return self._made("scatter", calls, opts, outputs, finish)
 
     def reduce_scatter_single(self, output: Any, x: Any, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [x], opts)
@@ -256,7 +287,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
             flat = _flat(x, real=True)
             flat = flat if scale is None else flat * scale
             calls.append(functools.partial(mscomm.reduce_scatter, flat, op, out=out))
-        return self._made(calls, opts, outputs, finish)
+        return self._made("reduce_scatter", calls, opts, outputs, finish)
 
     def reduce_scatter(self, outputs: list[Any], xs: list[list[Any]], opts: Any = None) -> Work:
         opts = opts or dist.ReduceScatterOptions()
@@ -274,7 +305,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
                 calls.append(functools.partial(mscomm.reduce_scatter, whole, op, out=out))
             else:
                 calls.append(functools.partial(mscomm.reduce_scatter_v, whole, counts, op, out=out))
-        return self._made(calls, opts, outputs, finish)
+        return self._made("reduce_scatter", calls, opts, outputs, finish)
 
     def all_to_all_single(
         self, output: Any, x: Any, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
@@ -308,7 +339,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
     ) -> Work:
         # A rank whose parts are equal does not know whether those of the other ranks are, so all make the uneven call.
         call = functools.partial(mscomm.all_to_all_v, _array(flat), counts, recv_counts=received, out=_array(out))
-        return self._made([call], opts, outputs, finish)
+        return self._made("all_to_all", [call], opts, outputs, finish)
 
     def _counts(self, what: str, tensor: Any, splits: Sequence[int]) -> list[int]:
         """Return how many elements of the tensor belong to each rank."""
@@ -329,7 +360,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
 
     def barrier(self, opts: Any = None) -> Work:
         opts = opts or dist.BarrierOptions()
-        return self._made([mscomm.barrier], opts, [], None)
+        return self._made("barrier", [mscomm.barrier], opts, [], None)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait in rank 0 for each other rank, and name those that do not come. The group can be used afterwards.
@@ -388,11 +419,15 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         group = self._group
         peer, tag = checked_rank("send", "dst", dst, group), checked_tag("send", "tag", tag)
         xs = [_array(_flat(tensor)) for tensor in tensors]
-        try:
-            parts = [group.start_send(peer, tag, dtype_code(x.dtype), x, group.timeout_s) for x in xs]
-        except mscomm.CollectiveTimeout as error:  # from the link to dst, which the first send sets up
-            raise timed_out(error) from error
-        return Work(parts, None, tensors)
+
+        def begin() -> Work:
+            try:
+                parts = [group.start_send(peer, tag, dtype_code(x.dtype), x, group.timeout_s) for x in xs]
+            except mscomm.CollectiveTimeout as error:  # from the link to dst, which the first send sets up
+                raise timed_out(error) from error
+            return Work(parts, None, tensors)
+
+        return _recorded("send", (), begin)
 
     def recv(self, tensors: list[Any], src: int, tag: int = 0) -> Work:
         return self._received(tensors, src, tag)
@@ -405,21 +440,30 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         wanted = checked_source("recv", src, tag, "tag", None, group)
         flats, finish = _flats(tensors)
         outs = [_array(flat) for flat in flats]
-        return Work(
-            [group.start_recv(*wanted, dtype_code(out.dtype), out, group.timeout_s) for out in outs], finish, tensors
-        )
+
+        def begin() -> Work:
+            parts = [group.start_recv(*wanted, dtype_code(out.dtype), out, group.timeout_s) for out in outs]
+            return Work(parts, finish, tensors)
+
+        return _recorded("recv", tensors, begin)
 
     # -- making calls
 
-    def _made(self, calls: Sequence[Call], opts: Any, tensors: list[Any], finish: Callable[[], None] | None) -> Work:
+    def _made(
+        self, name: str, calls: Sequence[Call], opts: Any, tensors: list[Any], finish: Callable[[], None] | None
+    ) -> Work:
         """Make the calls. With opts.asyncOp, return before they end."""
-        beside = opts.asyncOp
-        made = self._called(calls, opts, beside)
-        if beside:
-            return Work(made, finish, tensors)
-        if finish is not None:
-            finish()
-        return _ENDED
+
+        def begin() -> Work:
+            beside = opts.asyncOp
+            made = self._called(calls, opts, beside)
+            if beside:
+                return Work(made, finish, tensors)
+            if finish is not None:
+                finish()
+            return _ENDED
+
+        return _recorded(name, tensors, begin)
 
     def _called(self, calls: Sequence[Call], opts: Any, beside: bool) -> list[Any]:
         limit = opts.timeout
@@ -437,6 +481,23 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
 
     def _joined(self, flats: list[Any]) -> Any:
         return torch.cat(flats, out=self._staging(sum(flat.numel() for flat in flats), flats[0]))
+
+
+def _recorded(name: str, written: Sequence[Any], begin: Callable[[], Work]) -> Work:
+    """Return begin(), which makes a call. While a profiler records, the call is an event, which ends when the call ends.
+
+    written: the tensors that the call writes.
+    """
+    for tensor in written:
+        if tensor.requires_grad:
+            warn_if_differentiated(tensor)
+    if not profiler._is_profiler_enabled:
+        return begin()
+    with profiler.record_function(f"mscomm:{name}") as event:
+        work = begin()
+        if work is not _ENDED:
+            event._call_end_callbacks_on_future(work.get_future())
+    return work
 
 
 def _flat(tensor: Any, real: bool = False) -> Any:
