@@ -224,7 +224,7 @@ def compiled(backend: str) -> Tensors:
 
 
 def ddp_compiled(backend: str) -> Tensors:
-    model = DistributedDataParallel(network(), bucket_cap_mb=0.001)
+    model = DistributedDataParallel(network())
     train(torch.compile(model, backend=backend), torch.optim.SGD(model.parameters(), 0.1), batches())
     return [parameter.detach() for parameter in model.parameters()]
 

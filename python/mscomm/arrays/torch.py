@@ -166,16 +166,15 @@ def warn_if_differentiated(x: torch.Tensor) -> None:
 def _warn(_gradient: torch.Tensor) -> None:
     warnings.warn(
         "mscomm: this backward pass computes the gradient of a tensor that a call of mscomm or torch.distributed has"
-        " overwritten. Autograd does not know of that call, so the gradient may be wrong. Pass x.detach() to the call,"
-        " or call a function of torch.distributed.nn.functional, which autograd knows",
+        " overwritten. Autograd does not know what the call did, so the gradient may be wrong. Pass x.detach() to the"
+        " call, or call a function that autograd knows, such as those of torch.distributed.nn.functional",
         stacklevel=2,
     )
 
 
 def _changed(tensors: tuple[torch.Tensor]) -> None:
-    for x in tensors:
-        if not x.is_inference():
-            torch.autograd.graph.increment_version(x)
+    if not tensors[0].is_inference():
+        torch.autograd.graph.increment_version(tensors[0])
 
 
 # PyTorch's own function for this is not public. mscomm uses it from PyTorch 2.10 on; in earlier versions, it does not
@@ -186,11 +185,11 @@ _increment_version: Callable[[tuple[torch.Tensor]], None] = (
 
 
 def written(tensors: tuple[torch.Tensor]) -> None:
-    """Tell autograd that tensors were written, as in-place operations do.
+    """Tell autograd that the tensor was written, as in-place operations do.
 
-    A backward pass that needs the old values then raises an error.
+    A backward pass that needs the old values then raises an error. Every call with `out` calls this function, so it is
+    as fast as possible.
     """
-    for x in tensors:
-        if x.requires_grad:
-            warn_if_differentiated(x)
+    if tensors[0].requires_grad:
+        warn_if_differentiated(tensors[0])
     _increment_version(tensors)
