@@ -31,10 +31,11 @@ def torchrun(size: int, script: Path, *words: object, **env: str) -> subprocess.
     program = shutil.which("torchrun", path=f"{sys.prefix}/bin")
     command = [program, "--standalone", "--nproc_per_node", str(size), str(script), *map(str, words)]
     env = clean_environment(OMP_NUM_THREADS="1", **env)
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1300)  # the compiler takes a minute
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_same_programs_give_the_same_tensors(size: int, tmp_path: Path) -> None:
     results = {}

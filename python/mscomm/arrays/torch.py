@@ -159,7 +159,7 @@ def warn_if_differentiated(x: torch.Tensor) -> None:
     torch.distributed warns at this time, too. A leaf, such as a parameter, only gets new values, so its gradient is
     right.
     """
-    if x.requires_grad and x.grad_fn is not None and torch.is_grad_enabled():
+    if x.grad_fn is not None and torch.is_grad_enabled():
         x.register_hook(_warn)
 
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mscomm
 from mscomm.job import resolve
 from mscomm.torch.process_group import group as group_of
-from mscomm.torch.works import Work, telling
+from mscomm.torch.works import Work, uncompiled
 
 Hook = Callable[[mscomm.Group, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -56,6 +56,8 @@ def ddp_hook(
 def _averaged(state: mscomm.Group, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the gradients of a bucket over the group."""
     buffer = bucket.buffer()
-    with telling():
-        part = mscomm.all_reduce_(buffer, "avg", group=state, async_op=True)
+    part = mscomm.all_reduce_(buffer, "avg", group=state, async_op=True)
     return Work([part], None, [buffer]).get_future().then(lambda done: done.value()[0])
+
+
+uncompiled(_averaged)

@@ -20,7 +20,7 @@ from mscomm.arrays.numpy import dtype_code, dtype_named
 from mscomm.arrays.torch import warn_if_differentiated
 from mscomm.collectives import FUNCTION
 from mscomm.messages import checked_source, checked_tag
-from mscomm.torch.works import Work, timed_out
+from mscomm.torch.works import Work, timed_out, uncompiled
 
 _OPS = {
     dist.ReduceOp.SUM: "sum",
@@ -481,6 +481,9 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
 
     def _joined(self, flats: list[Any]) -> Any:
         return torch.cat(flats, out=self._staging(sum(flat.numel() for flat in flats), flats[0]))
+
+
+uncompiled(*vars(ProcessGroup).values())
 
 
 def _recorded(name: str, written: Sequence[Any], begin: Callable[[], Work]) -> Work:

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C._dynamo import eval_frame as _eval_frame
 from torch._C._distributed_c10d import Work as _TorchWork
 
 import mscomm
 from mscomm.works import when_done
+
+
+def uncompiled(*methods: Any) -> None:
+    """Let torch.compile run these functions, and what they call, as they are.
+
+    Torch calls the methods of a process group also while it runs a compiled module, and would compile them otherwise.
+    torch.compiler.disable would import the compiler, which takes seconds, so this calls what that calls.
+    """
+    skipped = _eval_frame._FrameAction.SKIP
+    for method in methods:
+        if isinstance(method, types.FunctionType):
+            _eval_frame.set_code_exec_strategy(method.__code__, _eval_frame._FrameExecStrategy(skipped, skipped))
 
 
 def timed_out(error: mscomm.CollectiveTimeout) -> mscomm.CollectiveTimeout:
@@ -100,6 +114,9 @@ class Work(_TorchWork):  # type: ignore[misc, unused-ignore]
         assert self._first is not None
         matched = self._first.matched()
         return int(matched[0])
+
+
+uncompiled(*vars(Work).values())
 
 
 def _value_or_raise(done: torch.futures.Future[Any]) -> Any:
