@@ -120,7 +120,7 @@ std::optional<Library> library_of(const Calls& calls, py::handle array) {
     return std::nullopt;
   }
   const auto item = [&](Py_ssize_t i) { return PyTuple_GET_ITEM(row, i); };
-  return Library{item(0), item(1), item(2), item(3), item(4)};
+  return Library{item(0), item(1), item(2), item(3), item(4), item(5)};
 }
 
 void read_memory(Array& array, py::object memory) {
@@ -359,7 +359,10 @@ void take_out(PreparedCall& ready, const Calls& calls, const Wanted& wanted, con
     if (wanted.stream) out.stream = stream_of(function, wanted.out_argument, out, wanted.stream), out.chosen = true;
   }
   if (!is_numpy(ready.out)) {
-    if (!out.library) ready.written = ours("mscomm.arrays", "written_all");
+    const auto is_tracked = [&](PyObject* attribute) {
+      return attribute != Py_None && taken(PyObject_GetAttr(ready.out.ptr(), attribute)).is(py::handle(Py_True));
+    };
+    if (!out.library || is_tracked(out.library->tracked)) ready.written = ours("mscomm.arrays", "written_all");
     else if (out.library->written != Py_None) ready.written = py::reinterpret_borrow<py::object>(out.library->written);
   }
   if (out.in_order) return;

@@ -32,7 +32,7 @@ struct Shape {
 // What an array library offers for arrays of one type. The fields are the same as in a row of `plain_types` in
 // python/mscomm/arrays/__init__.py.
 struct Library {
-  PyObject *plain, *empty, *written, *backend, *pending;
+  PyObject *plain, *empty, *written, *tracked, *backend, *pending;
 };
 
 // An array that the user passed, as its library describes it.

@@ -34,7 +34,9 @@ To make calls on its arrays cheap, the module may also define the following name
   None, and mscomm calls `memory`;
 * `pending`, if `plain` is an exchange API: a dict from a dtype's number to functions of x. Each function returns
   whether the library has deferred an operation on x, such as a negation. If so, x's memory does not hold x's values;
-* `empty(x, shape)` -> an array of x's type, dtype and device, in C order.
+* `empty(x, shape)` -> an array of x's type, dtype and device, in C order;
+* `written_untracked` and `TRACKED`, if the module has `written`: a faster function for each x whose attribute named
+  TRACKED is not True.
 """
 
 from __future__ import annotations
@@ -68,12 +70,14 @@ _found: dict[type, ModuleType] = {}
 class Plain(NamedTuple):
     """What a library's module defines to make calls on arrays of one type cheap; see the module docstring.
 
-    backend: the backend for arrays of this type on a device.
+    written: the module's written_untracked. tracked: its TRACKED. backend: the backend for arrays of this type on a
+    device.
     """
 
     plain: Any
     empty: Callable[[Any, tuple[int, ...]], Any]
     written: Callable[[tuple[Any]], None] | None
+    tracked: str | None
     backend: str
     pending: dict[int, tuple[Callable[[Any], bool], ...]]
 
@@ -103,8 +107,9 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
         if module.is_array(x):
             backend = getattr(module, "PLAIN", {}).get(type(x))
             if backend is not None and module.plain is not None:
-                written, pending = getattr(module, "written", None), getattr(module, "pending", {})
-                plain_types.setdefault(type(x), Plain(module.plain, module.empty, written, backend, pending))
+                written, tracked = getattr(module, "written_untracked", None), getattr(module, "TRACKED", None)
+                row = Plain(module.plain, module.empty, written, tracked, backend, getattr(module, "pending", {}))
+                plain_types.setdefault(type(x), row)
             return _found.setdefault(type(x), module)
     known = ", ".join(dict.fromkeys(LIBRARIES.values()))
     raise TypeError(

@@ -172,24 +172,20 @@ def _warn(_gradient: torch.Tensor) -> None:
     )
 
 
-def _changed(tensors: tuple[torch.Tensor]) -> None:
+def _increment_version(tensors: tuple[torch.Tensor]) -> None:
     if not tensors[0].is_inference():
         torch.autograd.graph.increment_version(tensors[0])
 
 
-# PyTorch's own function for this is not public. mscomm uses it from PyTorch 2.10 on; in earlier versions, it does not
-# skip inference-mode tensors.
-_increment_version: Callable[[tuple[torch.Tensor]], None] = (
-    getattr(torch._C, "_increment_version", _changed) if plain else _changed
+# A function that tells autograd that tensors were written, as in-place operations do. A backward pass that needs the
+# old values then raises an error. PyTorch's own function for this is not public. mscomm uses it from PyTorch 2.10 on;
+# in earlier versions, that function does not skip inference-mode tensors.
+written_untracked: Callable[[tuple[torch.Tensor]], None] = (
+    getattr(torch._C, "_increment_version", _increment_version) if plain else _increment_version
 )
+TRACKED = "requires_grad"
 
 
 def written(tensors: tuple[torch.Tensor]) -> None:
-    """Tell autograd that the tensor was written, as in-place operations do.
-
-    A backward pass that needs the old values then raises an error. Every call with `out` calls this function, so it is
-    as fast as possible.
-    """
-    if tensors[0].requires_grad:
-        warn_if_differentiated(tensors[0])
-    _increment_version(tensors)
+    warn_if_differentiated(tensors[0])
+    written_untracked(tensors)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C._dynamo import eval_frame as _eval_frame
 from torch._C._distributed_c10d import Work as _TorchWork
+from torch._C._dynamo import eval_frame as _eval_frame
 
 import mscomm
 from mscomm.works import when_done
