@@ -7,16 +7,21 @@ over the waiting.
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import itertools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from mscomm import _core
+from mscomm.errors import on_failure
+
+_PATIENCE_S = 5  # how long a process that exits waits for the functions that have begun
 
 # A step does not block, does not raise, and returns None or a function that may block.
 Step = Callable[[], Callable[[], object] | None]
@@ -33,6 +38,8 @@ class _Completing:
         # The number of threads that wait for completions, or for _leading: at most two. The second one takes over while
         # the first one calls a function.
         self._waiting = 0
+        self._threads: set[threading.Thread] = set()
+        self._ending = False
         self._add_thread()
 
     def call_after(self, work: _core.Work | None, step: Step) -> None:
@@ -44,13 +51,26 @@ class _Completing:
             work._when_ended(self._completions, token)
 
     def _add_thread(self) -> None:
-        threading.Thread(target=self._serve, name="mscomm-completing", daemon=True).start()
+        thread = threading.Thread(target=self._serve, name="mscomm-completing", daemon=True)
+        self._threads.add(thread)
+        with on_failure(self._threads.discard, thread):
+            thread.start()
         self._waiting += 1
+
+    def end(self) -> None:
+        """Call what can be called, and end the threads. The calls of all groups have ended."""
+        self._ending = True
+        self.call_after(None, lambda: None)  # wakes the thread that waits
+        until = time.monotonic() + _PATIENCE_S
+        for thread in tuple(self._threads):
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _serve(self) -> None:
         while True:
             with self._leading:
                 function = self._next_blocking()
+            if function is None:
+                return
             with self._counting:
                 self._waiting -= 1
                 if not self._waiting:
@@ -62,15 +82,20 @@ class _Completing:
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
             del function  # may hold the last references to large arrays
             with self._counting:
-                if self._waiting >= 2:
+                if self._waiting >= 2 and not self._ending:
+                    self._threads.discard(threading.current_thread())
                     return
                 self._waiting += 1
 
-    def _next_blocking(self) -> Callable[[], object]:
-        """Call steps until one returns a function that may block. Return that function."""
+    def _next_blocking(self) -> Callable[[], object] | None:
+        """Call steps until one returns a function that may block. Return that function, or None in the end."""
         while not self._blocking:
-            os.read(self._completions.fd, 8)
-            for token in self._completions.take():
+            if not self._ending:
+                os.read(self._completions.fd, 8)
+            tokens = self._completions.take()
+            if self._ending and not tokens:
+                return None
+            for token in tokens:
                 function = self._steps.pop(token)()
                 if function is not None:
                     self._blocking.append(function)
@@ -100,4 +125,13 @@ def _in_child() -> None:
     _completing, _creating = None, threading.Lock()
 
 
+def _at_exit() -> None:
+    if _completing is not None:
+        _completing.end()
+
+
 os.register_at_fork(after_in_child=_in_child)
+# CPython ends a thread that still wants to run Python code when the interpreter has ended. If the thread is inside C++
+# code at that time, such as a future of torch, this aborts the process. Exit handlers run in the reverse order, so this
+# one runs after that of a job, which ends the calls.
+atexit.register(_at_exit)

@@ -487,7 +487,7 @@ uncompiled(*vars(ProcessGroup).values())
 
 
 def _recorded(name: str, written: Sequence[Any], begin: Callable[[], Work]) -> Work:
-    """Return begin(), which makes a call. While a profiler records, the call is an event, which ends when the call ends.
+    """Return begin(), which makes a call. While a profiler records, this is an event, which ends when the call ends.
 
     written: the tensors that the call writes.
     """
