@@ -1,15 +1,17 @@
 """Functions that run commands. run() also kills processes that a command leaves behind. mscomm_run() starts a job with
-`mscomm run`. invoke() runs a click command in this process.
+`mscomm run`. invoke() runs a click command in this process. marked() finds all processes of a job.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -18,6 +20,7 @@ import psutil
 from click.testing import CliRunner, Result
 
 MSCOMM = [sys.executable, "-m", "mscomm"]
+MARK = "MSCOMM_SOAK_JOB"  # all processes of a job of a soak inherit this variable, whose value is the job's folder
 
 
 def run(
@@ -85,6 +88,28 @@ def kill(leader: int) -> None:
     for process in members(leader):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+def marked(folder: Path) -> Iterator[int]:
+    """Yield the process ids of a job's ranks, its hub, and its launcher, which have this folder as their MARK."""
+    mark = f"{MARK}={folder}".encode()
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                environ = Path(entry.path, "environ").read_bytes()
+            except OSError:  # the process has ended, or belongs to another user
+                continue
+            if mark in environ.split(b"\0"):
+                yield int(entry.name)
+
+
+def free_port() -> int:
+    """Return a port that is free now, below the range from which the kernel takes ports itself."""
+    with socket.socket() as sock:
+        while True:
+            with contextlib.suppress(OSError):
+                sock.bind(("", random.SystemRandom().randrange(10000, 32000)))
+                return int(sock.getsockname()[1])
 
 
 def _session(process: psutil.Process) -> int:

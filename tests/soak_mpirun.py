@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import interpreter
+from sessions import MARK, marked
 
 ENDS_WITHIN_S = 60  # a generous bound, even on a busy machine; on an idle machine, the processes end within a second
-MARK = "MSCOMM_SOAK_JOB"  # every process of the job inherits this environment variable, whose value is the job's folder
 MPIRUN = Path(sys.prefix, "bin", "mpirun")
 _FLAGS = [*(["--allow-run-as-root"] if os.getuid() == 0 else []), "--oversubscribe"]
 _IN_A_SCRIPT = ["sh", "-c", '"$@"; exit $?', "sh"]
@@ -59,7 +58,7 @@ class UnderMpirun:
         if code is not None and not self._killed:
             self.faults.append(f"mpirun ended by itself with status {code}")
             self._killed = True
-        left = list(self._processes()) if self._killed else [self._mpirun.pid]
+        left = list(marked(self.folder)) if self._killed else [self._mpirun.pid]
         if left and time.monotonic() > self._until:
             self.faults.append(f"processes {left} did not end within {ENDS_WITHIN_S} s")
             self.kill()
@@ -72,18 +71,6 @@ class UnderMpirun:
     def kill(self) -> None:
         self._mpirun.kill()
         self._mpirun.wait()
-        for pid in self._processes():
+        for pid in marked(self.folder):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-    def _processes(self) -> Iterator[int]:
-        """Yield the process ids of the job's ranks, its hub, mpirun, and the programs that mpirun has started."""
-        mark = f"{MARK}={self.folder}".encode()
-        for entry in os.scandir("/proc"):
-            if entry.name.isdigit():
-                try:
-                    environ = Path(entry.path, "environ").read_bytes()
-                except OSError:  # the process has ended, or belongs to another user
-                    continue
-                if mark in environ.split(b"\0"):
-                    yield int(entry.name)

@@ -25,7 +25,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -36,7 +35,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hosts import Host, Hosts
-from sessions import clean_environment
+from sessions import clean_environment, free_port
 
 WORKERS = 4
 ENDS_WITHIN_S = 60  # a generous bound, even on a busy machine; an idle machine runs a trial in a few seconds
@@ -117,7 +116,7 @@ class Trial:
         key = folder / "job.key"
         key.write_bytes(os.urandom(32))
         key.chmod(0o600)
-        job = {"MS_WORKER_NUM": str(WORKERS), "MS_SCHED_HOST": address, "MS_SCHED_PORT": str(_free_port())}
+        job = {"MS_WORKER_NUM": str(WORKERS), "MS_SCHED_HOST": address, "MS_SCHED_PORT": str(free_port())}
         job |= {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(folder / "recovery"), "TMPDIR": str(folder)}
         job |= {"MS_NODE_TIMEOUT": str(NODE_TIMEOUT_S), "MS_TOPO_TIMEOUT": str(LIMIT_S)}
         job |= {"MSCOMM_TIMEOUT": str(timeout_s)}
@@ -219,14 +218,6 @@ class Trial:
                 process.send_signal(signal.SIGCONT)
             process.kill()
             process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        while True:
-            with contextlib.suppress(OSError):
-                sock.bind(("", random.SystemRandom().randrange(10000, 32000)))
-                return int(sock.getsockname()[1])
 
 
 def _sum(path: Path) -> str:

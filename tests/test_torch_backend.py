@@ -107,27 +107,15 @@ dist.barrier()
     assert re.search(r" Timed out .*waiting for rank 1 ", done.stdout), done.stdout
 
 
-def test_a_killed_rank_is_named_by_the_others_in_backward(tmp_path: Path) -> None:
-    body = """
-signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to the others as soon as one rank has ended
-dist.init_process_group("mscomm")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1000, 1000))
-for step in range(1000):
-    if rank == 1 and step == 5:
-        open(sys.argv[0] + ".killed", "w").write(str(time.time()))
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        model(torch.ones(4, 1000)).sum().backward()
-    except RuntimeError as error:
-        open(f"{sys.argv[0]}.{rank}", "w").write(f"{time.time()} {error}")
-        break
-"""
-    run(3, tmp_path, body)
-    killed = float((tmp_path / "script.py.killed").read_text())
-    for rank in (0, 2):
-        seen, _, text = (tmp_path / f"script.py.{rank}").read_text().partition(" ")
-        assert "rank 1 (pid" in text, text
-        assert float(seen) - killed < 10
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_trainings_that_lose_a_rank() -> None:
+    """In a few trials of soak_torch.py, the other ranks name the killed rank, and end by themselves."""
+    seed = os.environ.get("MSCOMM_SOAK_SEED", str(int.from_bytes(os.urandom(3), "little")))
+    command = [sys.executable, str(HERE / "soak_torch.py"), "--ddp", "4", "--fsdp", "2", "--seed", seed]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
 
 
 def test_a_backward_pass_through_an_overwritten_tensor_warns(tmp_path: Path) -> None:
