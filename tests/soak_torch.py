@@ -1,7 +1,7 @@
 """Trainings of PyTorch over mscomm that each lose a rank: `python tests/soak_torch.py --ddp 50 --fsdp 20 --seed 7`.
 
-Each trial starts 2 to 4 ranks as plain processes, as a user does who sets MASTER_ADDR, RANK and so on. They train with
-DistributedDataParallel, or with FSDP2 (fully_shard). One rank kills itself with SIGKILL at a random moment of the
+Each trial has 2 to 4 ranks, which find each other through MASTER_ADDR, RANK and so on, without a launcher. They train
+with DistributedDataParallel, or with FSDP2 (fully_shard). One rank kills itself with SIGKILL at a random moment of the
 forward pass, the backward pass or the optimizer's step. If rank 0 is killed, torch's store ends with it.
 
 Every other rank must raise mscomm.PeerLost, a RuntimeError that names the killed rank and its process id. (In the
@@ -11,97 +11,48 @@ group; it catches the error and ends without that; or it does not catch the erro
 traceback. Nothing may be left behind.
 
 At the end, soak_torch.py prints how long it took from the kill until a rank raised the error. If a trial fails, it
-prints the trial, its logs, and how to run it alone: `--only KIND:INDEX`.
+prints the trial, its logs, and how to run it alone: `--only KIND:INDEX`. To save time, the ranks are forked from a
+process that has imported PyTorch (interpreter.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import faulthandler
 import json
 import os
 import random
 import signal
+import socket
 import statistics
-import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch._dynamo  # otherwise, each rank imports it, in DistributedDataParallel
+import torch.distributed as dist
+from interpreter import Interpreter
+from ranks import ranks
 from sessions import MARK, clean_environment, free_port, marked
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-ENDS_WITHIN_S = 60  # a generous bound, even on a busy machine; an idle machine runs a trial in a few seconds
+ENDS_WITHIN_S = 120  # a generous bound, even on a busy machine; an idle machine runs a trial in a few seconds
 RAISES_WITHIN_S = 10  # from the kill; also generous: an idle machine needs a few milliseconds
 KINDS = ("ddp", "fsdp")
 PHASES = ("forward", "backward", "step")
 ENDINGS = ("destroys", "ends", "raises")
-
-TRAINING = """
-import faulthandler, json, os, random, signal, sys, threading, time
-import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-
-faulthandler.enable()
-faulthandler.register(signal.SIGUSR1)
-trial, rank = json.loads(sys.argv[1]), int(os.environ["RANK"])
-torch.set_num_threads(1)
-torch.manual_seed(1)
-dist.init_process_group("mscomm")
-layers = [torch.nn.Linear(300, 300) for _ in range(4)]
-model = torch.nn.Sequential(*layers)
-if trial["kind"] == "ddp":
-    model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.3)  # one bucket for each layer
-else:
-    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in (*layers, model):
-        fully_shard(layer, mesh=mesh)
-optimizer = torch.optim.Adam(model.parameters(), 1e-4)
-took = {}
+ENVIRONMENT = clean_environment(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 
 
-def write(name, words):
-    with open(f"{name}.{rank}.draft", "w") as file:
-        json.dump(words, file)
-    os.replace(f"{name}.{rank}.draft", f"{name}.{rank}")
-
-
-def die():
-    write("killed", {"at": time.monotonic(), "pid": os.getpid(), "phase": phase})
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def enter(name, step):
-    global phase
-    phase = name
-    began[name] = time.monotonic()
-    if rank == trial["victim"] and step == trial["step"] and name == trial["phase"]:
-        threading.Timer(took[name] * trial["share"], die).start()
-
-
-try:
-    for step in range(1 << 30):
-        began = {}
-        optimizer.zero_grad()
-        enter("forward", step)
-        loss = model(torch.randn(32, 300)).square().mean()
-        enter("backward", step)
-        loss.backward()
-        enter("step", step)
-        optimizer.step()
-        times = [*began.values(), time.monotonic()]
-        took = {name: after - before for name, before, after in zip(began, times, times[1:])}
-except Exception as error:
-    kinds = [kind.__name__ for kind in type(error).__mro__]
-    write("saw", {"at": time.monotonic(), "kinds": kinds, "text": str(error)})
-    if trial["ending"] == "raises":
-        raise
-if trial["ending"] == "destroys":
-    dist.destroy_process_group()
-"""
+# -- the plan of a trial: a pure function of seed, kind and index
 
 
 def plan(seed: int, kind: str, index: int) -> dict[str, Any]:
@@ -113,89 +64,135 @@ def plan(seed: int, kind: str, index: int) -> dict[str, Any]:
         "victim": draw.randrange(size),
         "step": draw.randint(1, 10),
         "phase": draw.choice(PHASES),
-        "share": draw.random(),  # of the time that the phase took in the step before
+        "share": draw.random(),  # when in the phase, as a share of its time in the step before
         "ending": draw.choice(ENDINGS),
     }
 
 
-class Ranks:
-    """The ranks of a trial."""
+# -- what each rank of a trial does
+
+
+@ranks("size", init=None)
+def one_rank(rank: int, trial: dict[str, Any]) -> None:
+    """Train until an error is raised, write down what this rank saw, and end."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    torch.set_num_threads(1)
+    folder = Path(trial["folder"])
+    dist.init_process_group("mscomm")
+    try:
+        train(trial["kind"], Killer(trial, folder).enter if rank == trial["victim"] else lambda name, step: None)
+    except Exception as error:
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        saw = {"at": time.monotonic(), "kinds": kinds, "text": str(error)}
+        (folder / f"saw.{rank}").write_text(json.dumps(saw))
+        if trial["ending"] == "raises":
+            raise
+    if trial["ending"] == "destroys":
+        dist.destroy_process_group()
+
+
+def train(kind: str, enter: Callable[[str, int], None]) -> None:
+    """Train without end. Call enter() when a phase of a step begins."""
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(300, 300) for _ in range(4)]
+    model: Any = torch.nn.Sequential(*layers)
+    if kind == "ddp":
+        model = DistributedDataParallel(model, bucket_cap_mb=0.3)  # one bucket for each layer
+    else:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for module in (*layers, model):
+            fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-4)
+    for step in range(1 << 30):
+        optimizer.zero_grad()
+        enter("forward", step)
+        loss = model(torch.randn(32, 300)).square().mean()
+        enter("backward", step)
+        loss.backward()
+        enter("step", step)
+        optimizer.step()
+
+
+class Killer:
+    """Kills this process while it is in the phase that the trial names."""
 
     def __init__(self, trial: dict[str, Any], folder: Path) -> None:
         self._trial = trial
         self._folder = folder
-        (folder / "train.py").write_text(TRAINING)
-        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(trial["size"])}
-        env = clean_environment(**job, OMP_NUM_THREADS="1", **{MARK: str(folder)})
-        self._processes = []
-        for rank in range(trial["size"]):
-            with self._log(rank).open("wb") as log:
-                process = subprocess.Popen(
-                    [sys.executable, "train.py", json.dumps(trial)],
-                    cwd=folder,
-                    env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                )
-            self._processes.append(process)
+        self._phase = ""
+        self._began = 0.0
+        self._took: dict[str, float] = {}  # how long each phase took when it was entered last
 
-    def _log(self, rank: int) -> Path:
-        return self._folder / f"log.{rank}"
+    def enter(self, name: str, step: int) -> None:
+        now = time.monotonic()
+        self._took[self._phase] = now - self._began
+        self._phase, self._began = name, now
+        if step == self._trial["step"] and name == self._trial["phase"]:
+            threading.Timer(self._took[name] * self._trial["share"], self._kill).start()
 
-    def wrong(self) -> tuple[list[str], str, list[float]]:
-        """Wait for the end of all ranks. Return what went wrong, the phase of the kill, and how long each rank took
-        from the kill until it raised the error.
-        """
-        wrong = self._hanging()
+    def _kill(self) -> None:
+        words = json.dumps({"at": time.monotonic(), "pid": os.getpid(), "phase": self._phase})
+        (self._folder / "killed").write_text(words)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+# -- one trial, as seen from outside
+
+
+def run(interpreter: Interpreter, trial: dict[str, Any], folder: Path) -> tuple[list[str], str, list[float]]:
+    """Run the trial. Return what went wrong, the phase of the kill, and how long each rank took from the kill until it
+    raised the error.
+    """
+    size, victim = trial["size"], trial["victim"]
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
+    order = {"name": one_rank.__name__, "parameters": {"trial": {**trial, "folder": str(folder)}}, "init": None}
+    processes = []
+    for rank in range(size):
+        env = {**ENVIRONMENT, **job, "RANK": str(rank), "MSCOMM_RANK": str(rank), MARK: str(folder)}
+        ours, theirs = socket.socketpair()  # the interpreter expects a control link, which these ranks do not use
+        with ours, theirs:
+            processes.append(interpreter.start(order, env, folder / f"log.{rank}", theirs))
+    wrong = _ended(lambda: [one.pid for one in processes if one.poll() is None], "ranks")
+    wrong += _ended(lambda: list(marked(folder)), "other processes")
+    try:
+        killed = json.loads((folder / "killed").read_text())
+    except FileNotFoundError:
+        return [*wrong, "the victim was not killed"], "no phase", []
+    named, took = f"rank {victim} (pid {killed['pid']} ", []
+    for rank, process in enumerate(processes):
+        code, expected = process.wait(), -signal.SIGKILL if rank == victim else int(trial["ending"] == "raises")
+        if code != expected:
+            wrong.append(f"rank {rank} ended with {code}, expected {expected}")
+        if rank == victim:
+            continue
         try:
-            killed = json.loads((self._folder / f"killed.{self._trial['victim']}").read_text())
+            saw = json.loads((folder / f"saw.{rank}").read_text())
         except FileNotFoundError:
-            return [*wrong, "the victim was not killed"], "no", []
-        took = []
-        for rank, process in enumerate(self._processes):
-            code, victim = process.returncode, rank == self._trial["victim"]
-            expected = -signal.SIGKILL if victim else int(self._trial["ending"] == "raises")
-            if code != expected:
-                wrong.append(f"rank {rank} ended with {code}, expected {expected}")
-            if victim:
-                continue
-            try:
-                saw = json.loads((self._folder / f"saw.{rank}").read_text())
-            except FileNotFoundError:
-                wrong.append(f"rank {rank} raised nothing")
-                continue
-            took.append(saw["at"] - killed["at"])
-            named = f"rank {self._trial['victim']} (pid {killed['pid']} "
-            # DistributedDataParallel puts the name of the error that a future holds into the text of a RuntimeError.
-            lost = "PeerLost" in saw["kinds"] or (self._trial["kind"] == "ddp" and "PeerLost: " in saw["text"])
-            if "RuntimeError" not in saw["kinds"] or not lost or named not in saw["text"]:
-                wrong.append(f"rank {rank} raised {saw['kinds'][0]}: {saw['text']}")
-            if took[-1] > RAISES_WITHIN_S:
-                wrong.append(f"rank {rank} raised the error {took[-1]:.1f} s after the kill")
-            log = self._log(rank).read_text()
-            if (self._trial["ending"] == "raises") != ("Traceback" in log and named in log):
-                wrong.append(f"rank {rank} printed a wrong traceback, or none")
-        return wrong, killed["phase"], took
+            wrong.append(f"rank {rank} raised nothing")
+            continue
+        took.append(saw["at"] - killed["at"])
+        lost = "PeerLost" in saw["kinds"] or (trial["kind"] == "ddp" and "PeerLost: " in saw["text"])
+        if "RuntimeError" not in saw["kinds"] or not lost or named not in saw["text"]:
+            wrong.append(f"rank {rank} raised {saw['kinds'][0]}: {saw['text']}")
+        if took[-1] > RAISES_WITHIN_S:
+            wrong.append(f"rank {rank} raised the error {took[-1]:.1f} s after the kill")
+        log = (folder / f"log.{rank}").read_text()
+        if (trial["ending"] == "raises") != ("Traceback" in log and named in log):
+            wrong.append(f"rank {rank} printed a wrong traceback, or none")
+    return wrong, killed["phase"], took
 
-    def _hanging(self) -> list[str]:
-        """Wait until all processes of the trial have ended. End those that do not."""
-        until = time.monotonic() + ENDS_WITHIN_S
-        while (left := list(marked(self._folder))) and time.monotonic() < until:
-            for process in self._processes:
-                process.poll()
-            time.sleep(0.02)
-        for number in (signal.SIGUSR1, signal.SIGKILL):  # SIGUSR1 makes a rank print its stacks
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            time.sleep(1 if left else 0)
-        for process in self._processes:
-            process.wait()
-        return [f"processes {left} did not end within {ENDS_WITHIN_S} s"] if left else []
 
-    def logs(self) -> str:
-        return "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in sorted(self._folder.glob("log.*")))
+def _ended(left: Callable[[], list[int]], what: str) -> list[str]:
+    """Wait until no process is left. After ENDS_WITHIN_S, kill those that are left, and return a line about them."""
+    until = time.monotonic() + ENDS_WITHIN_S
+    while (pids := left()) and time.monotonic() < until:
+        time.sleep(0.05)
+    for number in (signal.SIGUSR1, signal.SIGKILL):  # SIGUSR1 makes a rank print its stacks
+        for pid in set(pids) & set(left()):
+            os.kill(pid, number)
+        time.sleep(1 if pids else 0)
+    return [f"{what} {pids} did not end within {ENDS_WITHIN_S} s"] if pids else []
 
 
 def main() -> int:
@@ -210,20 +207,23 @@ def main() -> int:
     took: list[float] = []
     trials = [(kind, index) for kind in KINDS for index in range(getattr(args, kind))]
     if args.only:
-        kind, _, index = args.only.partition(":")
-        trials = [(kind, int(index))]
+        kind, _, number = args.only.partition(":")
+        trials = [(kind, int(number))]
+    interpreter = Interpreter(__file__, ENVIRONMENT)
+    assert interpreter.suits(ENVIRONMENT), "the imports of soak_torch.py have started threads: it cannot fork the ranks"
     for kind, index in trials:
         trial = plan(args.seed, kind, index)
         with tempfile.TemporaryDirectory(prefix="mscomm-torch-") as folder:
-            ranks = Ranks(trial, Path(folder))
-            wrong, phase, times = ranks.wrong()
+            wrong, phase, times = run(interpreter, trial, Path(folder))
             phases[phase] += 1
             took += times
             if wrong:
                 failed += 1
                 print(f"FAILED {kind}:{index}: {json.dumps(trial)}\n  " + "\n  ".join(wrong))
-                print(f"{ranks.logs()}\nalone: python tests/soak_torch.py --seed {args.seed} --only {kind}:{index}")
-                sys.stdout.flush()
+                for log in sorted(Path(folder).glob("log.*")):
+                    print(f"--- {log.name}\n{log.read_text()[-6000:]}")
+                print(f"alone: python tests/soak_torch.py --seed {args.seed} --only {kind}:{index}", flush=True)
+    interpreter.close()
     words = ", ".join(f"{count} in {phase}" for phase, count in sorted(phases.items()))
     head = f"{len(trials)} trials in {time.monotonic() - began:.0f} s, seed {args.seed}"
     print(f"{head}: killed {words}; {failed} failed")

@@ -214,3 +214,39 @@ def test_a_script_that_does_not_destroy_the_group_ends_well(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - began < 60
     assert signal.SIGKILL.name not in done.stderr
+
+
+def test_callbacks_that_wait_for_their_future_at_exit_are_called(tmp_path: Path) -> None:
+    body = """
+dist.init_process_group("mscomm")
+for _ in range(20):
+    future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+    future.then(lambda done: (time.sleep(0.05), sys.stdout.write("called\\n")))
+"""
+    done = run(2, tmp_path, body)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("called") == 40
+
+
+def test_a_forked_child_can_make_a_group_of_its_own() -> None:
+    code = """
+import os, torch, torch.distributed as dist
+def use():
+    dist.init_process_group("mscomm", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()[0] == 1
+use()
+child = os.fork()
+if child:
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    dist.all_reduce(torch.ones(1))
+else:
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        assert "was forked from a rank" in str(error)
+    dist.destroy_process_group()
+    use()
+"""
+    env = clean_environment()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,8 +40,16 @@ def two(tmp_path: Path) -> Iterator[Hosts]:
         yield hosts
 
 
-def torchrun(hosts: Hosts, script: Path, *options: str, static: bool = False, **env: str) -> list[tuple[int, str, str]]:
-    """Run the script on four ranks, two on each host. Return each agent's exit code and output."""
+def torchrun(
+    hosts: Hosts,
+    script: Path,
+    *words: str | Path,
+    options: Sequence[str] = (),
+    per_host: int = 2,
+    static: bool = False,
+    **env: str,
+) -> list[tuple[int, str, str]]:
+    """Run the script with the arguments `words` on two hosts. Return each agent's exit code and output."""
     program = shutil.which("torchrun", path=f"{sys.prefix}/bin")
     if not program:
         pytest.skip("no torchrun")
@@ -50,8 +58,8 @@ def torchrun(hosts: Hosts, script: Path, *options: str, static: bool = False, **
     agents = []
     for i, host in enumerate(hosts):
         own = ["--master_addr", hosts[0].address, "--master_port", "29400", "--node_rank", str(i)] if static else meet
-        words = [program, "--nnodes", "2", "--nproc_per_node", "2", *own, "--local_addr", host.address, *options]
-        agents.append(host.start([*words, script], env))
+        own = [*own, "--nproc_per_node", str(per_host), "--local_addr", host.address, *options]
+        agents.append(host.start([program, "--nnodes", "2", *own, script, *words], env))
     return [finished(agent) for agent in agents]
 
 
@@ -83,7 +91,7 @@ if mscomm.get_rank() == 3 and not os.path.exists({str(tmp_path / "failed")!r}):
     os._exit(3)
 """
     script.write_text(f"import mscomm\n{KEYS.format(str(tmp_path / 'keys'))}\nmscomm.init()\n{fails}\n{BODY}")
-    ends = torchrun(two, script, "--max_restarts", "4")
+    ends = torchrun(two, script, options=["--max_restarts", "4"])
     assert [code for code, _, _ in ends] == [0, 0], ends
     assert {f"rank {rank} of 4" for rank in range(4)} == {line for _, out, _ in ends for line in out.splitlines()}
     keys = (tmp_path / "keys").read_bytes()

@@ -42,24 +42,27 @@ Call = Callable[..., Any]  # makes a call of mscomm; the arguments are group, ti
 
 
 class _Job:
-    """The job of the default process group. Its other process groups are groups of this job."""
+    """A job, and how many process groups use it."""
 
     def __init__(self, job: mscomm.Job) -> None:
         self.job = job
         self.users = 0
 
 
-_job: _Job | None = None
+_job: _Job | None = None  # of the default process group; the other process groups are groups of this job
 
 
 def create(options: Any) -> ProcessGroup:
-    """Create the ProcessGroup that torch asks for. options: torch's _DistributedBackendOptions."""
+    """Create the ProcessGroup that torch asks for. options: torch's _DistributedBackendOptions.
+
+    If the default process group has another backend, each process group is a job of its own.
+    """
     global _job
     limit = options.timeout
-    ranks = list(options.global_ranks_in_group)
+    ranks = list(options.global_ranks_in_group)  # empty for the default process group
     try:
         if _job is None or not ranks:
-            job = mscomm.join(
+            joined = mscomm.join(
                 "gloo",
                 init_method=options.store,
                 rank=options.group_rank,
@@ -67,12 +70,14 @@ def create(options: Any) -> ProcessGroup:
                 timeout=limit,
                 join_timeout=limit,
             )
-            _job, group = _Job(job), job.world
+            job, group = _Job(joined), joined.world
+            if not ranks:
+                _job = job
         else:
-            group = mscomm.create_group(f"torch {options.group_id}", ranks, timeout=limit, job=_job.job)
+            job, group = _job, mscomm.create_group(f"torch {options.group_id}", ranks, timeout=limit, job=_job.job)
     except mscomm.CollectiveTimeout as error:
         raise timed_out(error) from error
-    return ProcessGroup(options.store, _job, group)
+    return ProcessGroup(options.store, job, group)
 
 
 def group(process_group: dist.ProcessGroup | None = None) -> mscomm.Group:
@@ -511,7 +516,10 @@ def _flat(tensor: Any, real: bool = False) -> Any:
     many real numbers, as sums are.
     """
     if not tensor.is_cpu:
-        raise ValueError(f"mscomm: a tensor is on {tensor.device}; this process group is for tensors on the CPU")
+        raise ValueError(
+            f"mscomm: a tensor is on {tensor.device}; this process group is for tensors on the CPU, even if it was made "
+            'with "cpu:mscomm,cuda:nccl". Make another with torch.distributed.new_group(backend="nccl")'
+        )
     if tensor.layout is not torch.strided:
         raise ValueError(f"mscomm: a tensor has the layout {tensor.layout}; expected a dense tensor")
     flat = tensor.data
