@@ -216,6 +216,22 @@ def test_a_script_that_does_not_destroy_the_group_ends_well(tmp_path: Path) -> N
     assert signal.SIGKILL.name not in done.stderr
 
 
+def test_groups_beside_a_default_group_of_another_backend(tmp_path: Path) -> None:
+    body = """
+dist.init_process_group("gloo")
+for ranks in ([0, 1], [1, 2], [2, 0, 1]):
+    group = dist.new_group(ranks, backend="mscomm")
+    if rank in ranks:
+        x = torch.tensor([float(rank)])
+        dist.all_reduce(x, group=group)
+        assert x.item() == sum(ranks), (ranks, x)
+sys.stdout.write("done\\n")
+dist.destroy_process_group()
+"""
+    done = run(3, tmp_path, body)
+    assert done.returncode == 0 and done.stdout.count("done") == 3, done.stderr
+
+
 def test_callbacks_that_wait_for_their_future_at_exit_are_called(tmp_path: Path) -> None:
     body = """
 dist.init_process_group("mscomm")
