@@ -14,11 +14,11 @@ import itertools
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 from mscomm import _core
+from mscomm.cluster.deadline import Deadline
 from mscomm.errors import on_failure
 
 _PATIENCE_S = 5  # how long a process that exits waits for the functions that have begun
@@ -51,7 +51,7 @@ class _Completing:
             work._when_ended(self._completions, token)
 
     def _add_thread(self) -> None:
-        thread = threading.Thread(target=self._serve, name="mscomm-completing", daemon=True)
+        thread = threading.Thread(target=self._run, name="mscomm-completing", daemon=True)
         self._threads.add(thread)
         with on_failure(self._threads.discard, thread):
             thread.start()
@@ -61,9 +61,16 @@ class _Completing:
         """Call what can be called, and end the threads. The calls of all groups have ended."""
         self._ending = True
         self.call_after(None, lambda: None)  # wakes the thread that waits
-        until = time.monotonic() + _PATIENCE_S
-        for thread in tuple(self._threads):
-            thread.join(max(0.0, until - time.monotonic()))
+        deadline = Deadline(_PATIENCE_S)
+        while self._threads and not deadline.passed:  # a thread may still start others
+            for thread in tuple(self._threads):
+                thread.join(deadline.left())
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._threads.discard(threading.current_thread())
 
     def _serve(self) -> None:
         while True:
@@ -83,7 +90,6 @@ class _Completing:
             del function  # may hold the last references to large arrays
             with self._counting:
                 if self._waiting >= 2 and not self._ending:
-                    self._threads.discard(threading.current_thread())
                     return
                 self._waiting += 1
 

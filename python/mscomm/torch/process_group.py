@@ -517,8 +517,8 @@ def _flat(tensor: Any, real: bool = False) -> Any:
     """
     if not tensor.is_cpu:
         raise ValueError(
-            f"mscomm: a tensor is on {tensor.device}; this process group is for tensors on the CPU, even if it was made "
-            'with "cpu:mscomm,cuda:nccl". Make another with torch.distributed.new_group(backend="nccl")'
+            f"mscomm: a tensor is on {tensor.device}; this process group is for tensors on the CPU, even if it was "
+            'made with "cpu:mscomm,cuda:nccl". Make another with torch.distributed.new_group(backend="nccl")'
         )
     if tensor.layout is not torch.strided:
         raise ValueError(f"mscomm: a tensor has the layout {tensor.layout}; expected a dense tensor")
