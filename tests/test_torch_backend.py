@@ -95,7 +95,7 @@ def test_a_time_limit_says_timed_out_and_names_the_rank(tmp_path: Path) -> None:
     body = """
 from datetime import timedelta
 dist.init_process_group("mscomm", timeout=timedelta(seconds=20))
-group = dist.new_group(timeout=timedelta(seconds=0.5))
+group = dist.new_group(timeout=timedelta(seconds=3))
 try:
     if rank == 0: dist.all_reduce(torch.ones(1), group=group)
 except RuntimeError as error:
@@ -230,6 +230,57 @@ dist.destroy_process_group()
 """
     done = run(3, tmp_path, body)
     assert done.returncode == 0 and done.stdout.count("done") == 3, done.stderr
+
+
+def test_a_work_that_is_polled_or_dropped_fills_its_tensors(tmp_path: Path) -> None:
+    body = """
+dist.init_process_group("mscomm")
+x, polled, dropped = torch.ones(2, 2).t(), [torch.zeros(2, 2) for _ in range(2)], torch.zeros(2, 4)[:, ::2]
+work = dist.all_gather(polled, x, async_op=True)
+while not work.is_completed():
+    time.sleep(0.001)
+assert all(part.sum() == 4 for part in polled)
+dropped.fill_(1)
+dist.all_reduce(dropped, async_op=True)
+until = time.monotonic() + 60
+while dropped.sum() != 8:
+    assert time.monotonic() < until
+    time.sleep(0.001)
+sys.stdout.write("done\\n")
+"""
+    done = run(2, tmp_path, body)
+    assert done.returncode == 0 and done.stdout.count("done") == 2, done.stderr
+
+
+def test_methods_of_the_group_take_no_options(tmp_path: Path) -> None:
+    body = """
+dist.init_process_group("mscomm")
+group, x = dist.group.WORLD, torch.ones(2)
+y, parts = torch.zeros(4), [torch.zeros(2), torch.zeros(2)]
+mine = [[torch.ones(2), torch.ones(2)]] if rank == 0 else []
+assert group.allreduce([x.clone()]).result()[0].tolist() == [2, 2]
+for work, outputs in (
+    (group.broadcast([x]), [x]), (group.allgather([parts], [x]), parts), (group.all_gather_single(y, x), [y]),
+    (group.reduce([x.clone()]), []), (group.gather([parts] if rank == 0 else [], [x]), []),
+    (group.scatter([x], mine), [x]), (group.reduce_scatter([torch.zeros(2)], [[x, x]]), []),
+    (group.reduce_scatter_single(torch.zeros(1), x), []), (group.all_to_all_single(torch.zeros(2), x, [], []), []),
+    (group.alltoall(parts, [x, x]), parts), (group.barrier(), []),
+):
+    work.wait()
+    assert all((output == 1).all() for output in outputs)
+if rank == 0:
+    for call in (lambda: group.scatter([x], [[torch.ones(1), torch.ones(3)]]), lambda: group.gather([[y, y]], [x])):
+        try:
+            call()
+        except ValueError as error:
+            assert "elements, expected 2" in str(error)
+        else:
+            raise AssertionError
+group.barrier().wait()
+sys.stdout.write("done\\n")
+"""
+    done = run(2, tmp_path, body)
+    assert done.returncode == 0 and done.stdout.count("done") == 2, done.stderr
 
 
 def test_callbacks_that_wait_for_their_future_at_exit_are_called(tmp_path: Path) -> None:

@@ -224,7 +224,8 @@ std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
     check_usable();
     if (!worker_) worker_ = start_thread([this] { this->work(); });
     work->number_ = call.signature.number = reserved ? call.signature.number : next_;
-    const auto later = std::ranges::find_if(jobs_, [&](const Job& job) { return job.work->number_ > work->number_; });
+    auto later = jobs_.end();
+    while (later != jobs_.begin() && std::prev(later)->work->number_ > work->number_) --later;
     // The worker thread may be waiting for this call, or a caller may be waiting for its turn after this call.
     must_wake = asleep_ || !waited_ || later != jobs_.end() || in_queue_ > 0;
     last_start_ = jobs_.insert(later, Job{std::move(call), Deadline(timeout_s), work})->deadline.start();
@@ -374,7 +375,7 @@ void Communicator::run_queued(std::unique_lock<std::mutex>& turn, const Work* la
   }
   serving_ = false;
   hurry_ = !jobs_.empty() && (hurry_ || (last && !last->done()));
-  if (!jobs_.empty()) job_->notify_one();
+  if (!jobs_.empty() || stopping_) job_->notify_one();
 }
 
 void Communicator::run_queued(const Work& work) {
@@ -439,6 +440,7 @@ void Communicator::queue_for(const Signature& call, const Deadline& deadline, Wa
   const uint64_t number = call.number;
   std::unique_lock lock(turn_mutex_);
   while (running_ != number) {
+    if (broken()) throw_failure();
     turn_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms));
     if (running_ == number) break;
     lock.unlock();

@@ -23,7 +23,7 @@ from mscomm.errors import on_failure
 
 _PATIENCE_S = 5  # how long a process that exits waits for the functions that have begun
 
-# A step does not block, does not raise, and returns None or a function that may block.
+# A step does not block, and returns None or a function that may block.
 Step = Callable[[], Callable[[], object] | None]
 
 
@@ -86,7 +86,7 @@ class _Completing:
             try:
                 function()
             except BaseException:
-                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+                _print_exception()
             del function  # may hold the last references to large arrays
             with self._counting:
                 if self._waiting >= 2 and not self._ending:
@@ -102,10 +102,18 @@ class _Completing:
             if self._ending and not tokens:
                 return None
             for token in tokens:
-                function = self._steps.pop(token)()
+                try:
+                    function = self._steps.pop(token)()
+                except BaseException:  # this thread must go on for the other steps
+                    _print_exception()
+                    continue
                 if function is not None:
                     self._blocking.append(function)
         return self._blocking.popleft()
+
+
+def _print_exception() -> None:
+    threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
 
 _completing: _Completing | None = None

@@ -37,6 +37,7 @@ class Following:
     ) -> None:
         self.result: Any = None
         self._group = group
+        self._core = group.core  # rejoin() gives the group another core
         self._then: Callable[[], tuple[_core.Call, Callable[[], Any]]] | None = then
         self._start = start
         self._what = what
@@ -57,17 +58,29 @@ class Following:
     def _go_on(self, part: Work) -> Callable[[], object] | None:
         """Do what follows `part`, which has completed, unless another thread has begun to. May return a function that
         blocks; then this thread must call it."""
-        with self._moved:
-            if self._part is not part or self._step is None:
-                return None
-            step, self._step = self._step, None
-            self._mover = threading.get_ident()
-        return step()
+        step = None
+        try:
+            with self._moved:
+                if self._part is not part or self._step is None:
+                    return None
+                step, self._step = self._step, None
+                self._mover = threading.get_ident()
+            return step()
+        except BaseException:  # a signal handler has raised it in the main thread; another thread does the step
+            with self._moved:
+                again = step is not None and self._part is part and not self._over
+                if again:
+                    self._step = step
+            if again and threading.current_thread() is threading.main_thread():
+                completing.call_after(None, functools.partial(self._go_on, part))
+            raise
 
     def _follow(self) -> Callable[[], object] | None:
         if self._part._failed():
             self._end()
             return None
+        if self._group.core is not self._core:
+            return functools.partial(self._break, RuntimeError(f"mscomm: rejoin() has ended {self._what}"))
         try:
             assert self._then is not None
             call, self._make = self._then()
@@ -84,11 +97,13 @@ class Following:
 
     def _break(self, error: BaseException) -> None:
         """Break the group because of an error after the head. May block until the hub has decided the cause."""
-        try:
-            with self._group.committed(self._what):
-                self._group.fail_after_head(error)
-        except BaseException as cause:
-            self._error = cause
+        self._error = error
+        if self._group.core is self._core:
+            try:
+                with self._group.committed(self._what):
+                    self._group.fail_after_head(error)
+            except BaseException as cause:
+                self._error = cause
         self._end()
 
     def _finish(self) -> None:
@@ -236,15 +251,14 @@ def when_done(works: Sequence[Work], function: Callable[[], object]) -> None:
     left = iter(parts)
 
     def step() -> Callable[[], object] | None:
-        for part in left:
-            if part.done():
-                continue
-            if isinstance(part, Following):
-                part.call_after(step)
-            else:
-                completing.call_after(part, step)
-            return None
-        return function
+        part = next(left, None)
+        if part is None:
+            return function
+        if isinstance(part, Following):
+            part.call_after(step)
+        else:
+            completing.call_after(part, step)
+        return None
 
     if step() is not None:
         completing.call_after(None, lambda: function)

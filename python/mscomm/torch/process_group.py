@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.autograd import profiler
 
 import mscomm
@@ -33,7 +34,6 @@ _OPS = {
     dist.ReduceOp.BXOR: "bxor",
 }
 
-_ENDED = Work((), None, ())  # of every call without async_op
 _NO_LIMIT = timedelta(0)
 # From this number of bytes on, the core reads and writes shared memory directly; see mscomm.empty.
 _SHARED_FROM = 16 << 10
@@ -116,6 +116,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         self._job = job
         self._group = group
         self._name = self._desc = ""
+        self._is_down = False
         self._monitored = 0  # how many monitored barriers this rank has entered
         job.users += 1
 
@@ -167,8 +168,9 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         """Leave the group. When the last process group of the job has been shut down, leave the job."""
         global _job
         job = self._job
-        if self._group.job is None:
+        if self._group.job is None or self._is_down:
             return
+        self._is_down = True
         job.users -= 1
         if job.users == 0:
             if _job is job:
@@ -232,17 +234,18 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         return self.all_gather_single_coalesced([output], [mine], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Any], mine: list[Any], opts: Any = None) -> Work:
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         flats, finish = _flats(outputs)
         calls = [functools.partial(mscomm.all_gather, _flat(x), out=flat) for x, flat in zip(mine, flats, strict=True)]
         return self._made("all_gather", calls, opts, outputs, finish)
 
     def allgather(self, outputs: list[list[Any]], mine: list[Any], opts: Any = None) -> Work:
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         calls, ends = [], []
         for parts, x in zip(outputs, mine, strict=True):
-            _check_count("allgather", parts, self._group.size)
             flat = _flat(x)
+            _check_list("allgather", parts, self._group.size)
+            _check_list("allgather", [parts[self._group.rank]], 1, flat)
             counts = [part.numel() for part in parts]
             whole = self._staging(sum(counts), flat)
             call: Call = mscomm.all_gather if counts == [flat.numel()] * len(counts) else mscomm.all_gather_v
@@ -261,7 +264,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         for i, x in enumerate(mine):
             flat, whole = _flat(x), None
             if self._group.rank == opts.rootRank:
-                _check_count("gather", outputs[i], self._group.size)
+                _check_list("gather", outputs[i], self._group.size, flat)
                 whole = self._staging(self._group.size * flat.numel(), flat)
                 ends.append((whole, outputs[i]))
             calls.append(functools.partial(mscomm.gather, flat, opts.rootRank, out=whole))
@@ -275,7 +278,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         for i, flat in enumerate(flats):
             whole = None
             if self._group.rank == opts.rootRank:
-                _check_count("scatter", parts[i], self._group.size)
+                _check_list("scatter", parts[i], self._group.size, flat)
                 whole = self._joined([_flat(part) for part in parts[i]])
             calls.append(functools.partial(_scatter, whole, opts.rootRank, flat))
         return self._made("scatter", calls, opts, outputs, finish)
@@ -300,7 +303,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         outs, finish = _flats(outputs, real=True)
         calls = []
         for parts, out in zip(xs, outs, strict=True):
-            _check_count("reduce_scatter", parts, self._group.size)
+            _check_list("reduce_scatter", parts, self._group.size)
             flats = [_flat(part, real=True) for part in parts]
             whole = self._joined(flats)
             if scale is not None:
@@ -323,8 +326,8 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
 
     def alltoall(self, outputs: list[Any], xs: list[Any], opts: Any = None) -> Work:
         opts = opts or dist.AllToAllOptions()
-        _check_count("alltoall", outputs, self._group.size)
-        _check_count("alltoall", xs, self._group.size)
+        _check_list("alltoall", outputs, self._group.size)
+        _check_list("alltoall", xs, self._group.size)
         flats = [_flat(x) for x in xs]
         received = [output.numel() for output in outputs]
         whole = self._staging(sum(received), flats[0])
@@ -466,7 +469,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
                 return Work(made, finish, tensors)
             if finish is not None:
                 finish()
-            return _ENDED
+            return Work((), None, tensors)
 
         return _recorded(name, tensors, begin)
 
@@ -503,7 +506,7 @@ def _recorded(name: str, written: Sequence[Any], begin: Callable[[], Work]) -> W
         return begin()
     with profiler.record_function(f"mscomm:{name}") as event:
         work = begin()
-        if work is not _ENDED:
+        if work._parts:
             event._call_end_callbacks_on_future(work.get_future())
     return work
 
@@ -576,9 +579,16 @@ def _op(opts: Any) -> tuple[str, Any]:
     raise ValueError(f"mscomm: {opts.reduceOp} is not supported; use one of {', '.join(_OPS.values())}")
 
 
-def _check_count(function: str, tensors: Sequence[Any], size: int) -> None:
+def _check_list(function: str, tensors: Sequence[Any], size: int, like: Any = None) -> None:
+    """Raise ValueError unless the list has a tensor for each rank, all of one dtype. like: whose size they have."""
     if len(tensors) != size:
         raise ValueError(f"{function}: the list has {len(tensors)} tensors for {size} ranks")
+    first = tensors[0] if like is None else like
+    for tensor in tensors:
+        if tensor.dtype != first.dtype:
+            raise ValueError(f"{function}: the list has a tensor of {tensor.dtype}, expected {first.dtype}")
+        if like is not None and tensor.numel() != like.numel():
+            raise ValueError(f"{function}: the list has a tensor of {tensor.numel()} elements, expected {like.numel()}")
 
 
 def _scattered(ends: Sequence[tuple[Any, Sequence[Any]]]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+import time
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,11 +58,14 @@ class Work(_TorchWork):  # type: ignore[misc, unused-ignore]
     def wait(self, timeout: Any = None) -> bool:
         """Wait for the end of the call. timeout: a timedelta; None, 0 and less stand for the time limit of the call."""
         seconds = timeout.total_seconds() if timeout is not None else 0.0
+        until = time.monotonic() + seconds if seconds > 0 else None
         try:
             for part in self._parts:
-                part.wait(seconds if seconds > 0 else None)
+                part.wait(None if until is None else max(until - time.monotonic(), 1e-6))
         except mscomm.CollectiveTimeout as error:
             raise timed_out(error) from error
+        except TimeoutError as error:  # the call goes on
+            raise RuntimeError(f"mscomm: Timed out in {error}") from error
         self._end()
         return True
 
@@ -71,11 +76,21 @@ class Work(_TorchWork):  # type: ignore[misc, unused-ignore]
                 finish()
             self._parts = ()
 
+    def __del__(self) -> None:
+        # The user has dropped the Work of a call whose result is still to be copied to its tensors.
+        parts, finish = self._parts, self._finish
+        if finish is not None:
+            when_done(parts, functools.partial(_finish_unless_failed, parts, finish))
+
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
-        return all(part.done() for part in self._parts)
+        if not all(part.done() for part in self._parts):
+            return False
+        if self.exception() is None:
+            self._end()
+        return True
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
@@ -117,6 +132,11 @@ class Work(_TorchWork):  # type: ignore[misc, unused-ignore]
 
 
 uncompiled(*vars(Work).values())
+
+
+def _finish_unless_failed(parts: Sequence[Any], finish: Callable[[], object]) -> None:
+    if all(part.exception() is None for part in parts):
+        finish()
 
 
 def _value_or_raise(done: torch.futures.Future[Any]) -> Any:
