@@ -60,7 +60,7 @@ def torchrun(
         own = ["--master_addr", hosts[0].address, "--master_port", "29400", "--node_rank", str(i)] if static else meet
         own = [*own, "--nproc_per_node", str(per_host), "--local_addr", host.address, *options]
         agents.append(host.start([program, "--nnodes", "2", *own, script, *words], env))
-    return [finished(agent) for agent in agents]
+    return [finished(agent, timeout_s=120) for agent in agents]  # on a busy machine, importing torch takes long
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["c10d", "static"])
