@@ -202,6 +202,23 @@ class Cluster:
         member.dial_again = dial_later
         return gate
 
+    @contextlib.contextmanager
+    def losing(self, member, kind):
+        """Let frames of this kind be lost on their way to the member. Then end the hub, when one has been lost."""
+        lost, hears = threading.Event(), member._hear
+
+        def hear(frame):
+            if frame["t"] == kind:
+                lost.set()
+            else:
+                hears(frame)
+
+        member._hear = hear
+        yield
+        assert lost.wait(5)
+        self.end()
+        member._hear = hears
+
     def member(self, node_id):
         stream = greeted(self.address)
         member = Member(Frames(stream), key=ADMISSION[CONTROL], node_id=node_id, dial_again=self.dial_again)
@@ -358,14 +375,12 @@ def test_a_group_that_only_some_ranks_have_founded_fails_on_all(tmp_path, order)
     """The scheduler ends after rank 0 has learnt that all have met, and before rank 1 has learnt it."""
     with Cluster(2, tmp_path) as cluster:
         (first, here), (second, there) = cluster.joined()
-        hears, second._hear = second._hear, lambda frame: frame["t"] == "met" or hears(frame)
         group = "0:pair:0123456789abcdef:1"
-        late = Waits(cluster.found, second, Communicator(), group, [0, 1])
         founded = Communicator()
-        cluster.found(first, founded, group, [0, 1])
-        waits, has = (cluster.keep_away(member) for member in (second, first))
-        cluster.end()
-        second._hear = hears
+        with cluster.losing(second, "met"):
+            late = Waits(cluster.found, second, Communicator(), group, [0, 1])
+            cluster.found(first, founded, group, [0, 1])
+            waits, has = (cluster.keep_away(member) for member in (second, first))
         cluster.start()
         for gate, count in zip((waits, has) if order == "waits first" else (has, waits), (1, 2), strict=True):
             gate.set()
@@ -414,11 +429,9 @@ def test_a_bye_that_was_not_confirmed_is_said_again(tmp_path):
 def test_a_rank_whose_confirmation_was_lost_has_left(tmp_path):
     with Cluster(2, tmp_path) as cluster:
         (first, _), (second, _) = cluster.joined()
-        hears, second._hear = second._hear, lambda frame: frame["t"] == "bye" or hears(frame)
-        leaving = Waits(second.leave, 5)
-        eventually(lambda: cluster.hub._roster.left == [1])
-        cluster.end()
-        second._hear = hears
+        with cluster.losing(second, "bye"):
+            leaving = Waits(second.leave, 5)
+        assert cluster.hub._roster.left == [1]
         cluster.start()
         assert leaving.ended().error is None and "bye" not in second._unanswered
         Waits(first.leave, 5).ended()
