@@ -118,7 +118,7 @@ void Work::end(std::optional<Error> error, std::optional<Matched> matched) {
 }
 
 Communicator::Communicator(std::string group, std::vector<int> ranks, int rank, std::shared_ptr<Peers> peers,
-                           std::unique_ptr<Backend> backend, uint32_t epoch, Recorder& recorder, Hooks hooks)
+                           std::unique_ptr<Backend> backend, uint32_t epoch, bool spin, Recorder& recorder, Hooks hooks)
     : group_(std::move(group)),
       ranks_(std::move(ranks)),
       rank_(rank),
@@ -128,7 +128,7 @@ Communicator::Communicator(std::string group, std::vector<int> ranks, int rank, 
       hooks_(std::move(hooks)),
       left_(ranks_.size()),
       expected_(ranks_.size()),
-      mailbox_(ranks_, rank_, epoch) {
+      mailbox_(ranks_, rank_, epoch, spin) {
   static const int registered = pthread_atfork([] { all_mutex.lock(); }, [] { all_mutex.unlock(); }, in_child);
   if (registered != 0) throw system_error("pthread_atfork", registered);
   const std::lock_guard lock(all_mutex);

@@ -94,9 +94,10 @@ class Communicator final : public Watch, private VendorBackend::Observer {
     std::function<void()> failed;
   };
 
-  // ranks: the job rank of each rank of the group. rank: this rank's index in `ranks`. Errors and notices name job ranks.
+  // ranks: the job rank of each rank of the group. rank: this rank's index in `ranks`. Errors and notices name job ranks. spin:
+  // whether the host has a CPU for each rank.
   Communicator(std::string group, std::vector<int> ranks, int rank, std::shared_ptr<Peers> peers,
-               std::unique_ptr<Backend> backend, uint32_t epoch, Recorder& recorder, Hooks hooks);
+               std::unique_ptr<Backend> backend, uint32_t epoch, bool spin, Recorder& recorder, Hooks hooks);
   ~Communicator() override;
 
   // Adds a backend that runs the calls on device arrays. Call this before the group's first call.
@@ -138,7 +139,8 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // Starts one message and returns. The mailbox's thread and wait() then move its bytes.
   std::shared_ptr<Work> start(const Message& message, const Deadline& deadline);
   // Adds the link for messages to a peer (if `sends` is true) or from a peer. If the link has a secret, waits for at most
-  // handshake_s, until the peer has called add_link(), too.
+  // handshake_s, until the peer has called add_link(), too. Between ranks of one host, the messages move through memory in the
+  // sender's heap.
   void add_link(bool sends, int peer, int fd, const std::optional<Secret>& secret = {});
   // Tells the communicator that a link from the peer is being set up. From then on, a recv considers the peer gone only when that
   // link has ended, even if left() has been called for the peer or the peer's process has exited.
@@ -265,7 +267,8 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   void interrupt() const;
   void say(const std::string& text) const;
   std::string in_group() const { return group_ == "world" ? "" : "group " + group_ + ": "; }
-  // These three functions are in messages.cc:
+  // These four functions are in messages.cc:
+  void share_memory(Stream& stream, bool sends, int peer);
   std::string in_messages() const;
   const char* gone(int peer) const;
   bool expects(int peer) const;

@@ -60,9 +60,9 @@ Founded::Founded(Founding founding, const std::shared_ptr<Peers>& peers, std::fu
     }
     wake();
   };
-  communicator_ =
-      std::make_unique<Communicator>(std::move(founding.name), std::move(founding.ranks), rank, peers, std::move(backend),
-                                     founding.epoch, recorder_, Communicator::Hooks{std::move(interrupt), notice, wake});
+  communicator_ = std::make_unique<Communicator>(std::move(founding.name), std::move(founding.ranks), rank, peers,
+                                                 std::move(backend), founding.epoch, founding.spin, recorder_,
+                                                 Communicator::Hooks{std::move(interrupt), notice, wake});
 }
 
 std::vector<std::string> Founded::notices() {

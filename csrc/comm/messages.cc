@@ -3,8 +3,11 @@
 #include <poll.h>
 
 #include <list>
+#include <utility>
 
 #include "comm/communicator.h"
+#include "net/ring.h"
+#include "transport/control.h"
 
 namespace mscomm {
 
@@ -163,9 +166,37 @@ bool Communicator::expects(int peer) const {
 void Communicator::add_link(bool sends, int peer, int fd, const std::optional<Secret>& secret) {
   if (!sends) expect_incoming(peer);
   Stream stream(fd, name_of(peer), secret);
+  if (peers_->heaps && host_of(peer) == host_of(rank_) && !secret) share_memory(stream, sends, peer);
   Stream* const one = &stream;
   shake_hands({&one, 1}, Deadline(handshake_s));
   mailbox_.add_link(sends, peer, std::move(stream));
+}
+
+// Lets the bytes of a link between two ranks of one host move through memory in the heap of the rank that sends messages on it.
+void Communicator::share_memory(Stream& stream, bool sends, int peer) {
+  if (!sends) {
+    return stream.opens_shared([heaps = peers_->heaps, peer = in_job(peer)](uint64_t offset) -> char* {
+      try {
+        return offset == not_in_heap ? nullptr : heaps->at(peer, offset, Ring::memory_bytes);
+      } catch (const Error& error) {
+        throw Stream::Broken{error.what()};
+      }
+    });
+  }
+  Heap& heap = peers_->heaps->mine();
+  uint64_t offset = not_in_heap;
+  char* memory = nullptr;
+  try {
+    offset = heap.reserve(Ring::memory_bytes);
+    memory = heap.mapping().begin() + offset;
+    populate(memory, Ring::memory_bytes);
+    heap.release_when(offset, [memory] { return Ring::unused(memory); });
+  } catch (const Error&) {
+    // There is no memory for the ring, so the link uses its socket.
+    if (offset != not_in_heap) heap.release_when(std::exchange(offset, not_in_heap), [] { return true; });
+    memory = nullptr;
+  }
+  stream.share(memory, offset);
 }
 
 void Communicator::expect_incoming(int peer) {

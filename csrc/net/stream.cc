@@ -14,6 +14,8 @@
 #include <utility>
 
 #include "base/error.h"
+#include "net/awake.h"
+#include "net/ring.h"
 #include "net/tls.h"
 
 namespace mscomm {
@@ -46,7 +48,27 @@ Stream::Stream(int fd, std::string peer, const std::optional<Secret>& secret)
 Stream::Stream(Stream&&) noexcept = default;
 Stream::~Stream() = default;
 
+void Stream::share(char* memory, uint64_t offset) {
+  // A new socket has room for 8 bytes. If it has ended already, the first receive() says so.
+  (void)::send(fd(), &offset, sizeof offset, MSG_NOSIGNAL);
+  if (memory) ring_ = std::make_unique<Ring>(memory, fd(), true);
+}
+
+void Stream::opens_shared(std::function<char*(uint64_t offset)> open) { open_ = std::move(open); }
+
+// Returns whether the other end has told where the memory is.
+bool Stream::opened() {
+  while (told_got_ < sizeof told_) {
+    const size_t got = receive_plain(reinterpret_cast<char*>(&told_) + told_got_, sizeof told_ - told_got_);
+    if (got == 0) return false;
+    told_got_ += got;
+  }
+  if (char* const memory = std::exchange(open_, {})(told_)) ring_ = std::make_unique<Ring>(memory, fd(), false);
+  return true;
+}
+
 size_t Stream::send(const void* data, size_t bytes) {
+  if (ring_) return ring_->send(data, bytes);
   if (tls_) [[unlikely]]
     return tls_->send(data, bytes);
   const ssize_t moved = ::send(fd(), data, bytes, MSG_NOSIGNAL);
@@ -56,6 +78,8 @@ size_t Stream::send(const void* data, size_t bytes) {
 }
 
 size_t Stream::receive(void* data, size_t bytes) {
+  if (open_ && !opened()) return 0;
+  if (ring_) return ring_->receive(data, bytes);
   if (tls_) [[unlikely]]
     return tls_->receive(data, bytes);
   return receive_plain(data, bytes);
@@ -159,6 +183,7 @@ void deliver_all(std::vector<std::optional<Stream>> streams, double timeout_s) {
 }
 
 bool Stream::close_for_writing() {
+  if (ring_) ring_->close();
   try {
     if (tls_ && !tls_->close()) return false;
   } catch (const Broken&) {
@@ -168,14 +193,23 @@ bool Stream::close_for_writing() {
   return true;
 }
 
-void Stream::shut_down() const { ::shutdown(fd(), SHUT_RDWR); }
+void Stream::shut_down() const {
+  if (ring_) ring_->close();
+  ::shutdown(fd(), SHUT_RDWR);
+}
 
 void Stream::abandon() {
   fd_.close();
   (void)tls_.release();
+  (void)ring_.release();
 }
 
 size_t Poll::add(const Stream& stream, bool receives, bool sends) {
+  streams_++;
+  if (stream.ring_) {
+    rings_.push_back({stream.ring_.get(), polled_.size(), receives, sends});
+    return add(stream.fd());
+  }
   if (stream.shaking_hands()) {
     shaking_.push_back(polled_.size());
     // Before the handshake is complete, even a sender has to wait for the peer's bytes.
@@ -192,8 +226,23 @@ size_t Poll::add(int fd) {
   return polled_.size() - 1;
 }
 
-int Poll::wait(int ms) {
+int Poll::wait(int ms, const std::optional<Awake>& awake) {
+  const auto is_ready = [](const Ringed& one) { return one.ring->ready(one.receives, one.sends); };
+  const auto any_ready = [&] { return std::ranges::any_of(rings_, is_ready); };
+  // Nobody looks at the sockets meanwhile. So a thread that also waits for a stream without a Ring goes to sleep at once.
+  const bool stays_awake = awake && streams_ == rings_.size() && streams_ > 0;
+  if (stays_awake && awaits(awake->spin, any_ready, [&] { return awake->stop.load(); })) {
+    for (const Ringed& one : rings_)
+      if (is_ready(one)) polled_[one.entry].revents = POLLIN;
+    return static_cast<int>(std::ranges::count_if(rings_, is_ready));
+  }
+  for (const Ringed& one : rings_)
+    if (!one.ring->sleeps(one.receives, one.sends)) pending_.push_back(one.entry);
   const int ready = poll(polled_.data(), polled_.size(), pending_.empty() ? ms : 0);
+  for (const Ringed& one : rings_) {
+    one.ring->wakes();
+    if (polled_[one.entry].revents) one.ring->heard();
+  }
   for (const size_t entry : pending_) polled_[entry].revents |= POLLIN;
   for (const size_t entry : shaking_)
     if (polled_[entry].revents) polled_[entry].revents |= POLLIN;

@@ -1,13 +1,16 @@
 // A Stream moves bytes over one connected, authenticated, non-blocking socket. All other code moves bytes only with the functions
-// of Stream, and waits for them only with Poll. So other code need not know whether a Stream encrypts its bytes (see tls.h).
+// of Stream, and waits for them only with Poll. So other code need not know whether a Stream encrypts its bytes (see tls.h), or
+// moves them through memory that both ends share (see ring.h).
 #pragma once
 
 #include <poll.h>
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -19,6 +22,7 @@
 
 namespace mscomm {
 
+class Ring;
 class Tls;
 
 // The key of an encrypted link. Each copy is wiped when it is destroyed.
@@ -38,6 +42,13 @@ class Stream {
   ~Stream();
 
   const std::string& peer() const { return peer_; }
+
+  // Makes both ends move all bytes through a Ring. One end calls share(), before its first send(), and the other end calls
+  // opens_shared(), before its first receive(). memory: what this end has made for the Ring, or nullptr if it could make none;
+  // the bytes then move over the socket. offset: what the other end must know to find the memory. open: returns the memory for
+  // that offset, or throws Broken.
+  void share(char* memory, uint64_t offset);
+  void opens_shared(std::function<char*(uint64_t offset)> open);
 
   // send() and receive() move as many bytes as possible without waiting. They return the number of bytes moved, which may be 0.
   // They throw Broken if the link has ended. On an encrypted link, bytes that send() has not accepted may already be encrypted.
@@ -90,12 +101,18 @@ class Stream {
   void deliver(const Deadline& deadline);
   int fd() const { return fd_.get(); }
   size_t receive_plain(void* data, size_t bytes);
+  bool opened();
   bool pending_in_tls() const;
   bool shaking_hands() const;
 
   Descriptor fd_;
   std::string peer_;
-  std::unique_ptr<Tls> tls_;  // nullptr if the link is not encrypted
+  std::unique_ptr<Tls> tls_;    // nullptr if the link is not encrypted
+  std::unique_ptr<Ring> ring_;  // nullptr if the bytes move over the socket
+  // From opens_shared(). Empty after the offset has arrived. told_got: how many of the offset's bytes have arrived.
+  std::function<char*(uint64_t)> open_;
+  uint64_t told_ = 0;
+  size_t told_got_ = 0;
   // For check_silence(): when it last queried the kernel, and the time from which the silence of the peer's host is measured.
   Clock::time_point asked_{}, heard_{};
 };
@@ -107,9 +124,15 @@ class Poll {
   size_t add(const Stream& stream, bool receives, bool sends);
   // Adds a descriptor of another kind, such as an eventfd, which this thread wants to read. Returns the number of the entry.
   size_t add(int fd);
-  // Waits for at most `ms` milliseconds. Returns how many entries are ready: bytes can move, or the link has ended. Returns 0
-  // when the time has passed, and -1 if a signal ended the wait.
-  int wait(int ms);
+  // How to wait before the thread sleeps, if all streams have Rings. spin: whether the host has a CPU for each rank. stop: ends
+  // this part of the wait when it becomes true.
+  struct Awake {
+    bool spin;
+    const std::atomic<bool>& stop;
+  };
+  // Waits for at most about `ms` milliseconds. Returns how many entries are ready: bytes can move, or the link has ended. Returns
+  // 0 when the time has passed, and -1 if a signal ended the wait.
+  int wait(int ms, const std::optional<Awake>& awake = {});
   // Call this after wait() has returned more than 0. Returns whether there is something to read: bytes, or the end of the link.
   bool readable(size_t entry) const { return polled_[entry].revents & (POLLIN | POLLHUP | POLLERR); }
 
@@ -118,6 +141,13 @@ class Poll {
   std::vector<size_t> pending_;  // the entries of the streams that have bytes to return without waiting
   // The entries of the streams whose handshake is not complete. Whatever such a stream waits for, receive() must be called then.
   std::vector<size_t> shaking_;
+  struct Ringed {
+    Ring* ring;
+    size_t entry;
+    bool receives, sends;
+  };
+  std::vector<Ringed> rings_;
+  size_t streams_ = 0;  // how many entries are streams
 };
 
 // How long a new group, or a new link for messages, waits for its handshakes: as long as the hello does.

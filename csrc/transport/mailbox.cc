@@ -37,10 +37,11 @@ bool takes(const Transfer& recv, int64_t tag) { return recv.tag == tag || (recv.
 
 }  // namespace
 
-Mailbox::Mailbox(std::vector<int> ranks, int rank, uint32_t epoch)
+Mailbox::Mailbox(std::vector<int> ranks, int rank, uint32_t epoch, bool spin)
     : ranks_(std::move(ranks)),
       rank_(rank),
       epoch_(epoch),
+      spin_(spin),
       wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       outgoing_(ranks_.size()),
       incoming_(ranks_.size()) {
@@ -148,7 +149,7 @@ void Mailbox::wait(const std::shared_ptr<Transfer>& transfer, const Wait& wait) 
   waiting_++;
   try {
     while (!transfer->done()) {
-      const bool idle = !turn(lock);
+      const bool idle = !turn(lock, true);
       tell_ended(lock);
       if (transfer->done() || (!idle && seconds_since(looked) <= longest_sleep_ms * 1e-3)) continue;
       // look() may wait for Python, and meanwhile the mailbox's own thread must move the bytes of the detached transfers.
@@ -184,7 +185,7 @@ void Mailbox::help(const Transfer& transfer, double timeout_s) {
   try {
     while (!transfer.done() && !deadline.passed()) {
       const double left_ms = (timeout_s - seconds_since(deadline.start())) * 1e3;
-      turn(lock, static_cast<int>(std::clamp(std::ceil(left_ms), 0.0, 1.0 * longest_sleep_ms)));
+      turn(lock, true, static_cast<int>(std::clamp(std::ceil(left_ms), 0.0, 1.0 * longest_sleep_ms)));
       helped_ = transfer.done();
       tell_ended(lock);
     }
@@ -246,7 +247,7 @@ void Mailbox::serve_detached() {
     if (stopping_) return;
     const bool needed = !detached_.empty() && waiting_ == 0 && seconds_since(unattended_since_) >= grace_s;
     bool idle = false;
-    if (needed) helped_ = false, idle = !turn(lock);
+    if (needed) helped_ = false, idle = !turn(lock, false);
     else rest(lock);
     if (detached_.empty()) looked = Clock::now();
     if (detached_.empty() || (!idle && seconds_since(looked) <= longest_sleep_ms * 1e-3)) continue;
@@ -362,6 +363,7 @@ Mailbox::Lock Mailbox::enter() const {
 
 void Mailbox::wake_driver() const {
   const uint64_t one = 1;
+  woken_ = true;
   // The write fails only when the eventfd's counter is full, and then the driver wakes up anyway.
   if (driving_ && write(wake_fd_.get(), &one, sizeof one) < 0) return;
 }
@@ -372,8 +374,9 @@ void Mailbox::tell_finished() {
 
 // Moves the bytes that can move now, for all transfers. If no bytes can move, this thread becomes the driver, and polls until
 // bytes can move or another thread wakes it. If another thread is already the driver, only waits until changed_ is notified. Both
-// waits take at most sleep_ms. Returns false if nothing happened in that time.
-bool Mailbox::turn(Lock& lock, int sleep_ms) {
+// waits take at most sleep_ms. Returns false if nothing happened in that time. awake: whether this thread polls shared memory for
+// a while before it sleeps. The mailbox's own thread does not, because the program's threads need the CPU.
+bool Mailbox::turn(Lock& lock, bool awake, int sleep_ms) {
   if (driving_) return changed_->wait_for(lock, std::chrono::milliseconds(sleep_ms)) == std::cv_status::no_timeout;
   const bool moved = move_some();
   tell_finished();
@@ -392,8 +395,9 @@ bool Mailbox::turn(Lock& lock, int sleep_ms) {
   for (const Outgoing& link : outgoing_) add(link, link.reads());
   for (const Incoming& link : incoming_) add(link, reads(link));
   driving_ = true;
+  woken_ = false;
   lock.unlock();
-  const int ready = links.wait(sleep_ms);
+  const int ready = links.wait(sleep_ms, awake ? std::optional(Poll::Awake{spin_, woken_}) : std::nullopt);
   lock.lock();
   driving_ = false;
   uint64_t wakes;

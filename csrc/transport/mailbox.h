@@ -123,8 +123,8 @@ class Transfer : public Message {
 
 class Mailbox {
  public:
-  // ranks: the job rank of each rank of the group, for error messages.
-  Mailbox(std::vector<int> ranks, int rank, uint32_t epoch);
+  // ranks: the job rank of each rank of the group, for error messages. spin: whether the host has a CPU for each rank.
+  Mailbox(std::vector<int> ranks, int rank, uint32_t epoch, bool spin);
   ~Mailbox();
   Mailbox(const Mailbox&) = delete;
   Mailbox& operator=(const Mailbox&) = delete;
@@ -234,7 +234,7 @@ class Mailbox {
   bool tell_ended(Lock& lock);
   void leave();
   void rest(Lock& lock);
-  bool turn(Lock& lock, int sleep_ms = longest_sleep_ms);
+  bool turn(Lock& lock, bool awake, int sleep_ms = longest_sleep_ms);
   bool end_silent_links();
   std::vector<int> missing(const Transfer& transfer) const;
   void serve();
@@ -277,7 +277,9 @@ class Mailbox {
   const std::vector<int> ranks_;
   const int rank_;
   const uint32_t epoch_;
-  Descriptor wake_fd_;  // an eventfd that wakes the driver (see driving_) from poll(); -1 when closed
+  const bool spin_;
+  mutable std::atomic<bool> woken_{false};  // whether the driver has been woken since it began to wait
+  Descriptor wake_fd_;                      // an eventfd that wakes the driver (see driving_) from poll(); -1 when closed
 
   // mutex_ protects everything below. Threads hold it while bytes move, but not while they wait or run a callback.
   mutable std::mutex mutex_;

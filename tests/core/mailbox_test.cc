@@ -40,7 +40,7 @@ struct Group {
   explicit Group(int size, bool linked = true, std::array<int, 2> (*pair)() = unix_pair) {
     std::vector<int> ranks(static_cast<size_t>(size));
     std::iota(ranks.begin(), ranks.end(), 0);
-    for (int rank = 0; rank < size; rank++) boxes.push_back(std::make_unique<Mailbox>(ranks, rank, 7));
+    for (int rank = 0; rank < size; rank++) boxes.push_back(std::make_unique<Mailbox>(ranks, rank, 7, true));
     for (int from = 0; from < size && linked; from++)
       for (int to = 0; to < size; to++)
         if (from != to) link(from, to, pair);
@@ -537,7 +537,7 @@ void garbage_is_refused() {
     const size_t at = random() % sizeof header;
     bytes[at] = static_cast<unsigned char>(bytes[at] + 1 + random() % 255);
     const auto [wire, end] = unix_pair();
-    Mailbox box({0, 1}, 0, 7);
+    Mailbox box({0, 1}, 0, 7, true);
     box.add_link(false, 1, Stream(end, "rank 1"));
     CHECK(::send(wire, bytes, sizeof header, MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof header));
     close(wire);
@@ -562,7 +562,7 @@ void garbage_is_refused() {
     back.count = 1;
     back.id = 2;
     const auto [end, wire] = unix_pair();
-    Mailbox box({0, 1}, 0, 7);
+    Mailbox box({0, 1}, 0, 7, true);
     box.add_link(true, 1, Stream(end, "rank 1"));
     CHECK(::send(wire, &back, sizeof back, MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof back));
     returns_refused += has(error_of(box, start_send(box, 1, ints(large, 0))), "Error: send to rank 1, tag 0");
@@ -574,7 +574,7 @@ void garbage_is_refused() {
 // If a sender ignores the window, the receiver ends the link before its memory is full.
 void the_window_bounds_what_is_kept() {
   const auto [wire, end] = unix_pair();
-  Mailbox box({0, 1}, 0, 7);
+  Mailbox box({0, 1}, 0, 7, true);
   box.add_link(false, 1, Stream(end, "rank 1"));
   std::thread flood([wire = wire] {
     for (uint64_t id = 1;; id++) {
@@ -598,7 +598,7 @@ void the_window_bounds_what_is_kept() {
 // A peer that announces message after message does not fill this rank's memory.
 void announcements_are_bounded() {
   const auto [wire, end] = unix_pair();
-  Mailbox box({0, 1}, 0, 7);
+  Mailbox box({0, 1}, 0, 7, true);
   box.add_link(false, 1, Stream(end, "rank 1"));
   std::thread flood([wire = wire] {
     Envelope header{.kind = Envelope::Kind::announce, .epoch = 7, .source = 1, .tag = 1, .count = large};
@@ -613,7 +613,7 @@ void announcements_are_bounded() {
 
 void matched_messages_give_credit() {
   const auto [wire, end] = unix_pair();
-  Mailbox box({0, 1}, 0, 7);
+  Mailbox box({0, 1}, 0, 7, true);
   box.add_link(false, 1, Stream(end, "rank 1"));
   constexpr uint64_t messages = eager_window / 2 / eager_bytes + 1;
   std::thread sender([wire = wire] {

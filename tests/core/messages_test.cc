@@ -28,7 +28,7 @@ struct Rank {
                               },
                               {},
                               [this] { told++; }};
-    group = std::make_unique<Communicator>("world", ranks, rank, peers, std::make_unique<NoBackend>(), 7, recorder, hooks);
+    group = std::make_unique<Communicator>("world", ranks, rank, peers, std::make_unique<NoBackend>(), 7, true, recorder, hooks);
   }
 
   // Runs a send or recv. Returns the kind and text of its error, or "" if it succeeded.

@@ -456,7 +456,7 @@ void a_mesh_is_encrypted() {
 
 void messages_are_encrypted() {
   const Ends ends = tiny_pair();
-  Mailbox from({0, 1}, 0, 7), to({0, 1}, 1, 7);
+  Mailbox from({0, 1}, 0, 7, true), to({0, 1}, 1, 7, true);
   from.add_link(true, 1, Stream(ends[0], "rank 1", secret(false)));
   to.add_link(false, 0, Stream(ends[1], "rank 0", secret(true)));
   Patient watch;

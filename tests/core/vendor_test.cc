@@ -293,7 +293,7 @@ struct Rank {
     std::iota(ranks.begin(), ranks.end(), 0);
     auto peers = std::make_shared<Peers>(names, ranks, std::vector<Descriptor>(names.size()), nullptr);
     Communicator::Hooks hooks{{}, {}, [this] { told++; }};
-    group = std::make_unique<Communicator>("world", ranks, rank, peers, std::make_unique<NoBackend>(), 7, recorder, hooks);
+    group = std::make_unique<Communicator>("world", ranks, rank, peers, std::make_unique<NoBackend>(), 7, true, recorder, hooks);
     group->add_device(std::make_unique<VendorBackend>(vendor, device, 0, id, size, rank, Deadline(60), [] {}));
   }
 

@@ -20,7 +20,7 @@ constexpr size_t sizes[] = {0, 8, eager_bytes, most_bytes};
 
 class Game {
  public:
-  explicit Game(fuzz::Input& input) : input_(input), box_({0, 1}, 0, epoch), watch_(input, [this] { speak(); }) {
+  explicit Game(fuzz::Input& input) : input_(input), box_({0, 1}, 0, epoch, true), watch_(input, [this] { speak(); }) {
     box_.add_link(false, 1, sender_.link());
     box_.add_link(true, 1, receiver_.link());
   }
