@@ -34,14 +34,6 @@ std::string text(std::string_view function, std::string_view what) { return std:
 [[noreturn]] void type_error(Function function, std::string_view what) { throw py::type_error(text(name(function), what)); }
 [[noreturn]] void value_error(Function function, std::string_view what) { throw py::value_error(text(name(function), what)); }
 
-// Returns an attribute, such as a function, of one of our Python modules. The modules have already been loaded, except in some
-// tests.
-py::object ours(const char* module, const char* attribute) {
-  const auto name = py::reinterpret_steal<py::object>(PyUnicode_InternFromString(module));
-  const auto loaded = py::reinterpret_steal<py::object>(PyImport_GetModule(name.ptr()));
-  return (loaded ? loaded : py::module_::import(module)).attr(attribute);
-}
-
 // Takes ownership of a reference that a Python C API function has returned. Throws the Python exception if the reference is null.
 py::object taken(PyObject* result) {
   if (!result) throw py::error_already_set();
@@ -120,7 +112,7 @@ std::optional<Library> library_of(const Calls& calls, py::handle array) {
     return std::nullopt;
   }
   const auto item = [&](Py_ssize_t i) { return PyTuple_GET_ITEM(row, i); };
-  return Library{item(0), item(1), item(2), item(3), item(4), item(5)};
+  return Library{item(0), item(1), item(2), item(3), item(4), item(5), item(6)};
 }
 
 void read_memory(Array& array, py::object memory) {
@@ -139,14 +131,14 @@ void read_memory(Array& array, py::object memory) {
 
 // Describes an array that the user passed. Does not check whether the call can use the array.
 Array read(const Calls& calls, std::string_view function, std::string_view argument, py::object given) {
-  Array array{.given = std::move(given), .memory = {}, .packed = {}};
+  Array array{.given = std::move(given)};
   if (is_numpy(array.given) && (array.dtype = native_dtype(array.given))) {
     read_fields(array, array.given);
     return array;
   }
   if (const auto library = library_of(calls, array.given))
     if (read_plain(array, *library)) return array;
-  array = Array{.given = std::move(array.given), .memory = {}, .packed = {}};
+  array = Array{.given = std::move(array.given)};
   read_memory(array, ours("mscomm.arrays", "memory_anywhere")(array.given, argument, function));
   return array;
 }
@@ -158,7 +150,7 @@ Array new_like(py::handle ndarray, const Shape& shape, Dtype dtype) {
   const auto* const extents = reinterpret_cast<const Py_intptr_t*>(shape.extents.data());
   PyObject* const made =
       api.PyArray_NewFromDescr_(api.PyArray_Type_, descriptor, shape.dims, extents, nullptr, nullptr, 0, nullptr);
-  Array array{.given = taken(made), .memory = {}, .packed = {}, .dtype = dtype};
+  Array array{.given = taken(made), .dtype = dtype};
   read_fields(array, array.given);
   return array;
 }
@@ -329,6 +321,16 @@ void make_target(PreparedCall& ready, const Calls& calls, Function function, con
   }
 }
 
+// Returns the function to call when the array has been written, or null.
+py::object written_of(const Array& out) {
+  if (is_numpy(out.given)) return {};
+  const auto is_tracked = [&](PyObject* attribute) {
+    return attribute != Py_None && taken(PyObject_GetAttr(out.given.ptr(), attribute)).is(py::handle(Py_True));
+  };
+  if (!out.library || is_tracked(out.library->tracked)) return ours("mscomm.arrays", "written_all");
+  return out.library->written == Py_None ? py::object() : py::reinterpret_borrow<py::object>(out.library->written);
+}
+
 // Checks that the result can be written to ready.out, and makes ready.out the target of the call. If ready.out is not in C order,
 // the target is new memory, and PreparedCall::result() copies its contents to ready.out.
 void take_out(PreparedCall& ready, const Calls& calls, const Wanted& wanted, const Share& share, Dtype dtype) {
@@ -358,13 +360,7 @@ void take_out(PreparedCall& ready, const Calls& calls, const Wanted& wanted, con
     check_device(calls, function, wanted.out_argument, out);
     if (wanted.stream) out.stream = stream_of(function, wanted.out_argument, out, wanted.stream), out.chosen = true;
   }
-  if (!is_numpy(ready.out)) {
-    const auto is_tracked = [&](PyObject* attribute) {
-      return attribute != Py_None && taken(PyObject_GetAttr(ready.out.ptr(), attribute)).is(py::handle(Py_True));
-    };
-    if (!out.library || is_tracked(out.library->tracked)) ready.written = ours("mscomm.arrays", "written_all");
-    else if (out.library->written != Py_None) ready.written = py::reinterpret_borrow<py::object>(out.library->written);
-  }
+  ready.written = written_of(out);
   if (out.in_order) return;
   if (out.backend) {
     const Array strided = std::move(out);
@@ -378,6 +374,12 @@ void take_out(PreparedCall& ready, const Calls& calls, const Wanted& wanted, con
 }
 
 }  // namespace
+
+py::object ours(const char* module, const char* attribute) {
+  const auto name = py::reinterpret_steal<py::object>(PyUnicode_InternFromString(module));
+  const auto loaded = py::reinterpret_steal<py::object>(PyImport_GetModule(name.ptr()));
+  return (loaded ? loaded : py::module_::import(module)).attr(attribute);
+}
 
 bool Shape::operator==(const Shape& other) const {
   return dims == other.dims && dims <= max_dims && std::equal(extents.begin(), extents.begin() + dims, other.extents.begin());
@@ -421,6 +423,16 @@ Shape shape_of(py::handle tuple) {
 }
 
 static_assert(max_dims == 12);  // error messages in this file and in dlpack.cc say 12
+
+std::optional<Array> plain_on_host(const Calls& calls, py::object given) {
+  Array array{.given = std::move(given)};
+  if (is_numpy(array.given) && (array.dtype = native_dtype(array.given))) {
+    read_fields(array, array.given);
+    return array.in_order && array.shape.dims <= max_dims ? std::optional(std::move(array)) : std::nullopt;
+  }
+  const auto library = library_of(calls, array.given);
+  return library && read_plain(array, *library) && !array.backend ? std::optional(std::move(array)) : std::nullopt;
+}
 
 Array described(const Calls& calls, Function function, std::string_view argument, py::object given, py::handle stream) {
   Array array = read(calls, name(function), argument, std::move(given));
@@ -539,8 +551,12 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
 }
 
 void PreparedCall::hold_memory() {
-  for (auto* array : {&x, &target})
-    if (*array) (*array)->memory = memory_of(**array);
+  for (auto* array : {&x, &target}) {
+    if (!*array) continue;
+    Array& one = **array;
+    const bool quick = one.library && !one.backend && one.library->held != Py_None;
+    (quick ? one.held : one.memory) = quick ? taken(PyObject_CallOneArg(one.library->held, one.given.ptr())) : memory_of(one);
+  }
 }
 
 int PreparedCall::traverse(visitproc visit, void* arg) const {
@@ -549,6 +565,7 @@ int PreparedCall::traverse(visitproc visit, void* arg) const {
     Py_VISIT((*array)->given.ptr());
     Py_VISIT((*array)->memory.ptr());
     Py_VISIT((*array)->packed.ptr());
+    Py_VISIT((*array)->held.ptr());
   }
   Py_VISIT(out.ptr());
   Py_VISIT(out_memory.ptr());
@@ -580,6 +597,21 @@ py::object call(Calls& calls, const Wanted& wanted, py::object x, py::object out
   if (python) ready.call.signature.number = python.attr("next_number")().cast<uint64_t>();
   failing(calls, [&] { calls.group->called([&] { calls.group->communicator->run(std::move(ready.call), timeout_s); }); });
   if (python) python.attr("ended")();
+  return ready.result();
+}
+
+py::object message(Calls& calls, bool sends, int peer, int64_t tag, Array array, py::handle timeout, bool async_op) {
+  const double timeout_s = timeout ? seconds_of(timeout) : calls.timeout_s;
+  const Message one{sends, peer, tag, *array.dtype, array.begin, array.bytes};
+  PreparedCall ready;
+  if (!sends) {
+    ready.out = array.given;
+    ready.written = written_of(array);
+  }
+  (sends ? ready.x : ready.target) = std::move(array);
+  if (async_op) return py::cast(start(calls, std::make_shared<PreparedCall>(std::move(ready)), one, Deadline(timeout_s)));
+  if (!calls.running.empty()) forget_ended(calls);
+  failing(calls, [&] { calls.group->called([&] { calls.group->communicator->run({&one, 1}, Deadline(timeout_s)); }); });
   return ready.result();
 }
 

@@ -32,14 +32,15 @@ struct Shape {
 // What an array library offers for arrays of one type. The fields are the same as in a row of `plain_types` in
 // python/mscomm/arrays/__init__.py.
 struct Library {
-  PyObject *plain, *empty, *written, *tracked, *backend, *pending;
+  PyObject *plain, *empty, *written, *tracked, *backend, *pending, *held;
 };
 
 // An array that the user passed, as its library describes it.
 struct Array {
-  py::object given;   // what the user passed
-  py::object memory;  // a numpy.ndarray over the memory of `given`; empty if not created yet
-  py::object packed;  // a copy in C order, from which the call reads; empty if the call needs no copy
+  py::object given;     // what the user passed
+  py::object memory{};  // a numpy.ndarray over the memory of `given`; empty if not created yet
+  py::object packed{};  // a copy in C order, from which the call reads; empty if the call needs no copy
+  py::object held{};    // what Library::held has returned for `given`; empty if not called
   char* begin = nullptr;
   std::optional<Dtype> dtype{};  // nullopt if the core does not support this element type
   Shape shape{};
@@ -112,10 +113,17 @@ struct Wanted {
   bool head = false;
 };
 
+// Returns an attribute, such as a function, of one of our Python modules. The modules have already been loaded, except in some
+// tests.
+py::object ours(const char* module, const char* attribute);
+
 // If an argument is wrong, the functions below throw a TypeError or ValueError that names the function and the argument.
 
 // Describes the array `given`, and checks it as the x of a call.
 Array described(const Calls& calls, Function function, std::string_view argument, py::object given, py::handle stream);
+// Describes an array on the host whose elements lie in C order, if this takes no Python code of mscomm's. If not, returns
+// nullopt.
+std::optional<Array> plain_on_host(const Calls& calls, py::object given);
 Op checked_op(Function function, py::handle op);
 // Returns the shape of one part if an array of the given shape is divided into equal parts, one for each rank.
 Shape part_of(const Calls& calls, Function function, const Shape& shape);
@@ -133,5 +141,9 @@ py::tuple as_tuple(const Shape& shape);
 // Checks the arguments that the user passed, and runs the call. Returns the result or, with async_op, a Work. If `timeout` is
 // null, the group's timeout applies.
 py::object call(Calls& calls, const Wanted& wanted, py::object x, py::object out, py::handle timeout, bool async_op);
+
+// Sends the array, or receives into it. The arguments have been checked, except `timeout`. Returns None for a send, the array for
+// a recv or, with async_op, a Work.
+py::object message(Calls& calls, bool sends, int peer, int64_t tag, Array array, py::handle timeout, bool async_op);
 
 }  // namespace mscomm

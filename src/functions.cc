@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -11,12 +12,13 @@ namespace mscomm {
 
 namespace {
 
-enum Slot : size_t { x, out, op, root, group, timeout, async_op, stream, slots };
-constexpr std::array<const char*, slots> slot_names{"x", "out", "op", "root", "group", "timeout", "async_op", "stream"};
+enum Slot : size_t { x, out, op, root, group, timeout, async_op, stream, dst, src, tag, status, slots };
+constexpr std::array<const char*, slots> slot_names{"x",        "out",    "op",  "root", "group", "timeout",
+                                                    "async_op", "stream", "dst", "src",  "tag",   "status"};
 
 using Arguments = std::array<PyObject*, slots>;
 
-// A collective function of the Python module. The entries and the Python objects in them live as long as the process.
+// A function of the Python module. The entries and the Python objects in them live as long as the process.
 struct Entry {
   std::string name, doc;
   PyMethodDef definition{};
@@ -26,7 +28,9 @@ struct Entry {
   PyObject* model = nullptr;
 };
 
-std::array<Entry, collectives.size()> entries;
+// The collectives, in the order of the enum Collective, and then send and recv.
+constexpr size_t send_number = collectives.size(), recv_number = send_number + 1;
+std::array<Entry, recv_number + 1> entries;
 
 struct Callee {
   py::object core;
@@ -57,28 +61,66 @@ bool fit(const Entry& entry, PyObject* const* given, Py_ssize_t count, PyObject*
 // Returns the group that the `group` argument names. The Callee keeps the group alive during the call.
 Callee callee(PyObject* given) {
   if (given == Py_None && world.core) return world;
-  const py::object core = py::module_::import("mscomm.job").attr("resolve")(py::handle(given)).attr("core");
+  const py::object core = ours("mscomm.job", "resolve")(py::handle(given)).attr("core");
   return {core, &core.cast<Group&>().ready()};
+}
+
+py::object object(PyObject* argument) { return py::reinterpret_borrow<py::object>(argument); }
+// Returns null for None.
+py::handle handle(PyObject* argument) { return argument == Py_None ? py::handle() : py::handle(argument); }
+
+bool is_true(PyObject* argument) {
+  const int whether = PyObject_IsTrue(argument);
+  if (whether < 0) throw py::error_already_set();
+  return whether != 0;
+}
+
+py::object run_collective(size_t number, const Arguments& arguments) {
+  const Callee one = callee(arguments[group]);
+  // The enum Function begins with the collectives, in the order of the enum Collective.
+  const Wanted wanted{.function = static_cast<Function>(number),
+                      .what = static_cast<Collective>(number),
+                      .op = handle(arguments[op]),
+                      .root = handle(arguments[root]),
+                      .stream = handle(arguments[stream])};
+  return call(*one.calls, wanted, object(arguments[x]), object(arguments[out]), handle(arguments[timeout]),
+              is_true(arguments[async_op]));
+}
+
+// Returns the argument if it is an int from 0 to `last`.
+std::optional<int64_t> number_in(PyObject* argument, int64_t last) {
+  if (!PyLong_CheckExact(argument)) return std::nullopt;
+  int overflow = 0;
+  const long long number = PyLong_AsLongLongAndOverflow(argument, &overflow);  // -1 if the integer is too large
+  return number >= 0 && number <= last ? std::optional(number) : std::nullopt;
+}
+
+// Sends or receives a message. Returns null if this is left to the function in Python: the first message to a peer, a device
+// array or a strided array, a status to fill, and wrong arguments.
+py::object run_message(bool sends, const Arguments& arguments) {
+  const Callee one = callee(arguments[group]);
+  const Communicator& communicator = *one.calls->group->communicator;
+  auto peer = number_in(arguments[sends ? dst : src], communicator.size() - 1);
+  auto which = number_in(arguments[tag], last_tag);
+  if (!sends && !peer && ours("mscomm.messages", "ANY_SOURCE").ptr() == arguments[src]) peer = any_source;
+  if (!sends && !which && ours("mscomm.messages", "ANY_TAG").ptr() == arguments[tag]) which = any_tag;
+  if (!peer || !which || arguments[status] != Py_None || (sends && !communicator.reaches(static_cast<int>(*peer)))) return {};
+  auto array = plain_on_host(*one.calls, object(arguments[sends ? x : out]));
+  if (!array || !(sends || array->writable)) return {};
+  return message(*one.calls, sends, static_cast<int>(*peer), *which, *std::move(array), handle(arguments[timeout]),
+                 is_true(arguments[async_op]));
 }
 
 PyObject* enter(size_t number, PyObject* const* given, Py_ssize_t count, PyObject* names) {
   const Entry& entry = entries[number];
   Arguments arguments;
-  if (!fit(entry, given, count, names, arguments)) return PyObject_Vectorcall(entry.model, given, count, names);
+  const auto in_python = [&] { return PyObject_Vectorcall(entry.model, given, count, names); };
+  if (!fit(entry, given, count, names, arguments)) return in_python();
   try {
     try {
-      const auto object = [&](Slot slot) { return py::reinterpret_borrow<py::object>(arguments[slot]); };
-      const auto handle = [&](Slot slot) { return arguments[slot] == Py_None ? py::handle() : py::handle(arguments[slot]); };
-      const Callee one = callee(arguments[group]);
-      // The enum Function begins with the collectives, in the order of the enum Collective.
-      const Wanted wanted{.function = static_cast<Function>(number),
-                          .what = static_cast<Collective>(number),
-                          .op = handle(op),
-                          .root = handle(root),
-                          .stream = handle(stream)};
-      const int beside = PyObject_IsTrue(arguments[async_op]);
-      if (beside < 0) throw py::error_already_set();
-      return call(*one.calls, wanted, object(x), object(out), handle(timeout), beside != 0).release().ptr();
+      if (number < send_number) return run_collective(number, arguments).release().ptr();
+      py::object result = run_message(number == send_number, arguments);
+      return result ? result.release().ptr() : in_python();
     } catch (const Error& error) {
       raise(error);  // raise() runs Python code, in which a signal handler may raise another exception
       throw py::error_already_set();
@@ -100,13 +142,10 @@ PyObject* entered(PyObject*, PyObject* const* given, Py_ssize_t count, PyObject*
   return enter(number, given, count, names);
 }
 
-}  // namespace
-
-py::object collective_function(Collective what, const py::function& model, const std::string& signature) {
+py::object entry_of(size_t number, const py::function& model, const std::string& signature) {
   static constexpr auto functions = []<size_t... numbers>(std::index_sequence<numbers...>) {
     return std::array{entered<numbers>...};
-  }(std::make_index_sequence<collectives.size()>());
-  const auto number = static_cast<size_t>(what);
+  }(std::make_index_sequence<entries.size()>());
   Entry& entry = entries.at(number);
   entry = {};
   entry.name = model.attr("__name__").cast<std::string>();
@@ -130,6 +169,16 @@ py::object collective_function(Collective what, const py::function& model, const
   }
   const py::object module = py::module_::import("sys").attr("modules")[model.attr("__module__")];
   return py::reinterpret_steal<py::object>(PyCFunction_NewEx(&entry.definition, module.ptr(), model.attr("__module__").ptr()));
+}
+
+}  // namespace
+
+py::object collective_function(Collective what, const py::function& model, const std::string& signature) {
+  return entry_of(static_cast<size_t>(what), model, signature);
+}
+
+py::object message_function(bool sends, const py::function& model, const std::string& signature) {
+  return entry_of(sends ? send_number : recv_number, model, signature);
 }
 
 void set_world(py::object core) {

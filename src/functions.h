@@ -1,4 +1,4 @@
-// The collective functions of mscomm that the user calls.
+// The functions of mscomm that the user calls and that are implemented in C++, to save time: the collectives, send and recv.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -13,6 +13,9 @@ namespace mscomm {
 // of a small call. `model` is a function written in Python, with the same name, parameters and docstring. If the arguments of a
 // call do not match the parameters, the C++ function calls `model`, which raises TypeError.
 py::object collective_function(Collective what, const py::function& model, const std::string& signature);
+
+// Creates the Python function send (if `sends` is true) or recv. The C++ function also leaves all unusual calls to `model`.
+py::object message_function(bool sends, const py::function& model, const std::string& signature);
 
 // Sets the group for all calls without a `group` argument. core: an mscomm._core.Group, or None before init and after release.
 void set_world(py::object core);

@@ -121,7 +121,9 @@ Received send_and_receive(Group& group, int to, int64_t send_tag, int x_dtype, p
 template <bool sends>
 Handle start_message(Group& group, int peer, int64_t tag, int dtype, py::array array, double timeout_s, double spent_s) {
   const Message one = message(sends, peer, tag, dtype, array);
-  return start(group.ready(), std::move(array), one, Deadline(timeout_s, spent_s));
+  const auto kept = std::make_shared<PreparedCall>();
+  kept->x.emplace(Array{.given = std::move(array)});
+  return start(group.ready(), kept, one, Deadline(timeout_s, spent_s));
 }
 
 // Returns the Dtype of an array, using the name that NumPy or ml_dtypes gives the dtype.
@@ -481,6 +483,7 @@ If it has completed without an error, out holds the result.)")
   module.def("collective", [](int what, const py::function& model, const std::string& signature) {
     return collective_function(static_cast<Collective>(what), model, signature);
   });
+  module.def("message", &message_function);
   module.def("set_world", &set_world);
 
   py::class_<Layout>(module, "Layout")

@@ -111,7 +111,6 @@ void Handle::let_go() {
   if (!started_->work->done() || started_->work->error()) return;
   std::erase(calls_->running, started_);
   const auto call = std::move(started_->call);
-  const auto array = std::move(started_->array);
 }
 
 bool Handle::done() {
@@ -197,10 +196,12 @@ Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, double timeout_s,
   return handle;
 }
 
-Handle start(Calls& calls, py::array array, const Message& message, const Deadline& deadline) {
+Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, const Message& message, const Deadline& deadline) {
   auto one = std::make_shared<Started>();
-  one->array = std::move(array);
-  return started(calls, std::move(one), false, [&] { return calls.group->communicator->start(message, deadline); });
+  call->hold_memory();
+  one->call = std::move(call);
+  return failing(calls,
+                 [&] { return started(calls, one, false, [&] { return calls.group->communicator->start(message, deadline); }); });
 }
 
 void forget_ended(Calls& calls) {

@@ -16,8 +16,7 @@ namespace mscomm {
 // A call or a message that the core has started, and the objects that must live until it has completed.
 struct Started {
   std::shared_ptr<Work> work{};          // nullptr if not started yet
-  std::shared_ptr<PreparedCall> call{};  // nullptr if this is a message, or if the arrays have been released
-  py::object array{};                    // for a message: its array
+  std::shared_ptr<PreparedCall> call{};  // nullptr if the arrays have been released; of a message, it has only the array
   py::object current{};                  // for a call on a device: a function that returns the array library's current stream
   std::recursive_mutex collecting{};     // lets only one of several waiting threads create the result; locked without the GIL
 };
@@ -34,7 +33,7 @@ class Handle {
   // If the call or message has failed, wait() and join() throw the first cause of the group's failure instead of the error of
   // this call, because users should see the cause. exception() returns the cause for the same reason.
 
-  // Waits until the call or message has completed. Returns the result of a call, or None for a message. timeout: seconds or a
+  // Waits until the call or message has completed. Returns its result: for a send, None. timeout: seconds or a
   // timedelta, or None for no limit. For a call on a device, if the timeout is None, wait() does not wait for the device.
   // Instead, work that is enqueued later on the array library's current stream waits for the call.
   py::object wait(py::handle timeout);
@@ -81,7 +80,7 @@ class Handle {
 // Both overloads of start() keep the arrays alive until the call or message has completed, even if the user drops the handle.
 // number: the number that was reserved for the call, or 0 to use the next number. part: as in the constructor of Handle.
 Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, double timeout_s, uint64_t number, bool part);
-Handle start(Calls& calls, py::array array, const Message& message, const Deadline& deadline);
+Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, const Message& message, const Deadline& deadline);
 
 // Removes completed calls and messages from calls.running.
 void forget_ended(Calls& calls);

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -736,22 +735,17 @@ def test_abort_elsewhere_wakes_who_waits(rank, group, how):
             mscomm.recv(x, 1 - rank, async_op=True).wait()
 
 
-def until_in_a_message(thread: threading.Thread) -> None:
-    """Wait until the thread has been in group.py's send or recv for 0.2 s."""
-    seen = 0
-
-    def in_group() -> bool:
-        frame = sys._current_frames()[thread.ident]
-        return frame.f_code.co_filename.endswith("mscomm/group.py") and frame.f_code.co_name in ("send", "recv")
-
+def until_in_a_message(group: mscomm.Group | None = None) -> None:
+    """Wait until a thread has been in a send or recv of the group for 0.2 s."""
+    core, seen = mscomm.job.resolve(group).core, 0
     while seen < 20:
-        seen = seen + 1 if in_group() else 0
+        seen = seen + 1 if " and waits in " in core.where()[2] else 0
         time.sleep(0.01)
 
 
 def interrupt_in_a_message() -> None:
     """Wait until the main thread is waiting in send or recv. Then send SIGINT, as Ctrl-C does."""
-    until_in_a_message(threading.main_thread())
+    until_in_a_message()
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -862,16 +856,13 @@ def test_a_deadline_before_there_is_a_link_names_the_peer(rank, group):
 def test_a_group_that_is_destroyed_in_another_thread_ends_a_recv(rank, group):
     pair = mscomm.create_group("pair", [0, 1])
     if rank == 0:
-        receiving: list[threading.Thread] = []
 
         def receives():
-            receiving.append(threading.current_thread())
             with pytest.raises(mscomm.Aborted, match="released the group while a call or a message was running"):
                 mscomm.recv(np.zeros(1), 1, group=pair)
 
         def destroys():
-            wait_until(lambda: receiving)
-            until_in_a_message(receiving[0])
+            until_in_a_message(pair)
             mscomm.destroy_group(pair)
 
         in_threads(receives, destroys)

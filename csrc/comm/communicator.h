@@ -142,6 +142,8 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // handshake_s, until the peer has called add_link(), too. Between ranks of one host, the messages move through memory in the
   // sender's heap.
   void add_link(bool sends, int peer, int fd, const std::optional<Secret>& secret = {});
+  // Returns whether a message can be sent to the peer without setting up a link.
+  bool reaches(int peer) const { return peer == rank_ || mailbox_.has_link_to(peer); }
   // Tells the communicator that a link from the peer is being set up. From then on, a recv considers the peer gone only when that
   // link has ended, even if left() has been called for the peer or the peer's process has exited.
   void expect_incoming(int peer);

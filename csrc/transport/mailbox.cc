@@ -42,6 +42,7 @@ Mailbox::Mailbox(std::vector<int> ranks, int rank, uint32_t epoch, bool spin)
       rank_(rank),
       epoch_(epoch),
       spin_(spin),
+      linked_(ranks_.size()),
       wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       outgoing_(ranks_.size()),
       incoming_(ranks_.size()) {
@@ -66,6 +67,7 @@ void Mailbox::add_link(bool sends, int peer, Stream stream) {
   if (added.stream)
     throw Error("RuntimeError", "a second link for messages " + std::string(sends ? "to " : "from ") + named(peer));
   added.stream.emplace(std::move(stream));
+  if (sends) linked_[peer] = true;
   if (shut_) added.stream->shut_down();
   wake_driver();
 }

@@ -135,6 +135,8 @@ class Mailbox {
   // link from a peer, the Watch of a recv must detect that the peer is gone.
   void add_link(bool sends, int peer, Stream stream);
 
+  bool has_link_to(int peer) const { return linked_[peer]; }
+
   // Starts a send or a recv, and returns without waiting. Several threads may call this at the same time. A message to this rank
   // itself, or a message that has already arrived, is copied at once. A send to a peer is written at once as far as the link
   // accepts it. All other bytes move later, in wait(), in help() or on the mailbox's own thread. A recv from any source does not
@@ -279,6 +281,7 @@ class Mailbox {
   const uint32_t epoch_;
   const bool spin_;
   mutable std::atomic<bool> woken_{false};  // whether the driver has been woken since it began to wait
+  std::vector<std::atomic<bool>> linked_;   // for each peer, whether there is a link to it
   Descriptor wake_fd_;                      // an eventfd that wakes the driver (see driving_) from poll(); -1 when closed
 
   // mutex_ protects everything below. Threads hold it while bytes move, but not while they wait or run a callback.

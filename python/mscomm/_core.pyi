@@ -368,6 +368,12 @@ def collective(what: int, model: _F, signature: str, /) -> _F:
     model: a Python function with the same name, parameters and docstring. signature: the signature of model, as text.
     """
 
+def message(sends: bool, model: _F, signature: str, /) -> _F:
+    """Create the Python function send (if `sends` is True) or recv. See collective().
+
+    The function also runs the model for the first message to a rank, for strided arrays and for device arrays.
+    """
+
 def set_world(core: Group | None, /) -> None:
     """Set the group for calls without the argument `group`. core is None before init and after release."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,3 +82,10 @@ def checked_rank(function: str, argument: str, rank: Any, group: Group) -> int:
             f"{group.size - 1}"
         )
     return int(rank)
+
+
+def signature_text(function: Callable[..., Any]) -> str:
+    """Return the parameters of a function as text, without the annotations."""
+    signature = inspect.signature(function)
+    plain = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+    return str(signature.replace(parameters=plain, return_annotation=signature.empty))

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -65,10 +64,7 @@ def _collective(function: F) -> F:
 
     See src/functions.cc.
     """
-    signature = inspect.signature(function)
-    plain = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
-    text = str(signature.replace(parameters=plain, return_annotation=signature.empty))
-    return _core.collective(FUNCTION[function.__name__], function, text)
+    return _core.collective(FUNCTION[function.__name__], function, arguments.signature_text(function))
 
 
 @_collective

@@ -19,18 +19,20 @@ import dataclasses
 import enum
 import operator
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from mscomm import _core
-from mscomm.arguments import checked_rank
+from mscomm.arguments import checked_rank, signature_text
 from mscomm.arrays import described_on_host, fill, library, memory_anywhere, written
 from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import dtype_code, readable, writable
 from mscomm.group import Group
 from mscomm.job import resolve
 from mscomm.works import Timeout
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 LAST_TAG = _core.last_tag  # 2^31 - 1
 
@@ -67,6 +69,12 @@ class Status:
     count: int | None = None
 
 
+def _message(function: F) -> F:
+    """Let the core's function of the same name, signature and docstring take the usual calls. See src/functions.cc."""
+    return _core.message(function.__name__ == "send", function, signature_text(function))
+
+
+@_message
 def send(
     x: Any,
     dst: int,
@@ -108,6 +116,7 @@ def send(
     return group.start_send(*sending, seconds)
 
 
+@_message
 def recv(
     out: Any,
     src: int | Literal[_Any.ANY_SOURCE],

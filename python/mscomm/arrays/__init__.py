@@ -35,6 +35,8 @@ To make calls on its arrays cheap, the module may also define the following name
 * `pending`, if `plain` is an exchange API: a dict from a dtype's number to functions of x. Each function returns
   whether the library has deferred an operation on x, such as a negation. If so, x's memory does not hold x's values;
 * `empty(x, shape)` -> an array of x's type, dtype and device, in C order;
+* `held(x)`, if `memory` takes longer -> an object that keeps the memory of x on the CPU, even if the user assigns
+  different memory to x;
 * `written_untracked` and `TRACKED`, if the module has `written`: a faster function for each x whose attribute named
   TRACKED is not True.
 """
@@ -80,6 +82,7 @@ class Plain(NamedTuple):
     tracked: str | None
     backend: str
     pending: dict[int, tuple[Callable[[Any], bool], ...]]
+    held: Callable[[Any], Any] | None
 
 
 plain_types: dict[type, Plain] = {}
@@ -108,7 +111,8 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
             backend = getattr(module, "PLAIN", {}).get(type(x))
             if backend is not None and module.plain is not None:
                 written, tracked = getattr(module, "written_untracked", None), getattr(module, "TRACKED", None)
-                row = Plain(module.plain, module.empty, written, tracked, backend, getattr(module, "pending", {}))
+                pending, held = getattr(module, "pending", {}), getattr(module, "held", None)
+                row = Plain(module.plain, module.empty, written, tracked, backend, pending, held)
                 plain_types.setdefault(type(x), row)
             return _found.setdefault(type(x), module)
     known = ", ".join(dict.fromkeys(LIBRARIES.values()))

@@ -23,6 +23,7 @@ _KINDS = {code: kind for kind, code in _CODES.items()}
 
 PLAIN = {torch.Tensor: "nccl", torch.nn.Parameter: "nccl"}
 plain = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # PyTorch has this from 2.10 on
+held = torch.Tensor.detach
 pending = {
     code: (torch.Tensor.is_neg, torch.Tensor.is_conj) if kind.is_complex else (torch.Tensor.is_neg,)
     for kind, code in _CODES.items()

@@ -57,7 +57,7 @@ def _averaged(state: mscomm.Group, bucket: dist.GradBucket) -> torch.futures.Fut
     """Average the gradients of a bucket over the group."""
     buffer = bucket.buffer()
     part = mscomm.all_reduce_(buffer, "avg", group=state, async_op=True)
-    return Work([part], None, [buffer]).get_future().then(lambda done: done.value()[0])
+    return Work([buffer], [part]).get_future().then(lambda done: done.value()[0])
 
 
 uncompiled(_averaged)

@@ -37,26 +37,30 @@ def timed_out(error: mscomm.CollectiveTimeout) -> mscomm.CollectiveTimeout:
 class Work(_TorchWork):  # type: ignore[misc, unused-ignore]
     """The Work of one call of a ProcessGroup, which consists of calls of mscomm.
 
-    parts: the Works of these calls; none if they have ended. finish: what to do when they have ended, such as copying
-    the result to its tensors. tensors: the result.
+    tensors: the result. parts: the Works of these calls; none if they have ended. finish: what to do when they have
+    ended, such as copying the result to its tensors.
     """
 
+    _parts: Sequence[Any] = ()
+    _finish: Callable[[], object] | None = None
+    _future: torch.futures.Future[list[Any]] | None = None
+
     def __init__(
-        self,
-        parts: Sequence[Any],
-        finish: Callable[[], object] | None,
-        tensors: Sequence[Any],
+        self, tensors: list[Any], parts: Sequence[Any] = (), finish: Callable[[], object] | None = None
     ) -> None:
-        super().__init__()
-        self._parts = parts
-        self._finish = finish
-        self._tensors = list(tensors)
-        self._first = parts[0] if parts else None  # tells the source of a message
-        self._ending = threading.Lock()  # only one thread finishes
-        self._future: torch.futures.Future[list[Any]] | None = None
+        _TorchWork.__init__(self)
+        self._tensors = tensors
+        if parts:
+            self._parts = parts
+            self._first = parts[0]  # tells the source of a message
+            self._ending = threading.Lock()  # only one thread finishes
+            if finish is not None:
+                self._finish = finish
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait for the end of the call. timeout: a timedelta; None, 0 and less stand for the time limit of the call."""
+        if not self._parts:
+            return True
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         until = time.monotonic() + seconds if seconds > 0 else None
         try:
@@ -78,8 +82,8 @@ class Work(_TorchWork):  # type: ignore[misc, unused-ignore]
 
     def __del__(self) -> None:
         # The user has dropped the Work of a call whose result is still to be copied to its tensors.
-        parts, finish = self._parts, self._finish
-        if finish is not None:
+        if self._finish is not None:
+            parts, finish = self._parts, self._finish
             when_done(parts, functools.partial(_finish_unless_failed, parts, finish))
 
     def synchronize(self) -> None:
@@ -88,7 +92,7 @@ class Work(_TorchWork):  # type: ignore[misc, unused-ignore]
     def is_completed(self) -> bool:
         if not all(part.done() for part in self._parts):
             return False
-        if self.exception() is None:
+        if self._parts and self.exception() is None:
             self._end()
         return True
 
@@ -126,7 +130,6 @@ class Work(_TorchWork):  # type: ignore[misc, unused-ignore]
 
     def _source_rank(self) -> int:
         """Return the sender of a message from any source, as a rank in the group."""
-        assert self._first is not None
         matched = self._first.matched()
         return int(matched[0])
 
