@@ -16,7 +16,9 @@ namespace {
 constexpr size_t piece_bytes = 16 << 10;
 }  // namespace
 
-Ring::Ring(char* memory, int fd, bool makes) : memory_(memory), fd_(fd), me_(makes ? 0 : 1) {}
+Ring::Ring(char* memory, int fd, bool makes) : memory_(memory), fd_(fd), me_(makes ? 0 : 1) {
+  if (makes) shared().maker = introduction();
+}
 
 Ring::~Ring() {
   if (getpid() != owner_) return;
@@ -70,6 +72,18 @@ size_t Ring::receive(void* data, size_t bytes) {
   }
   if (done == 0 && bytes > 0 && ends) throw Stream::Broken{why_, 0, true};
   return done;
+}
+
+bool Ring::reads_maker() {
+  if (!reads_maker_) reads_maker_ = can_read(shared().maker);
+  return *reads_maker_;
+}
+
+bool Ring::read_from_maker(uint64_t address, void* to, size_t bytes) {
+  const bool read = read_process(shared().maker.process, address, to, bytes) == bytes;
+  // Before a sender gives up a message, and its program may change the array, it closes the link.
+  if (peer().closed.load(std::memory_order_acquire)) throw Stream::Broken{why_, 0, true};
+  return read;
 }
 
 bool Ring::ready(bool receives, bool sends) const {

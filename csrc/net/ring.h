@@ -8,12 +8,15 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
+
+#include "base/process_memory.h"
 
 namespace mscomm {
 
-// One end of the ring. All functions return without waiting. Only one thread at a time may call send(), receive() and close().
-// Other threads may call ready(), sleeps(), wakes() and heard() meanwhile.
+// One end of the ring. All functions return without waiting. Other threads may call ready(), sleeps(),
+// wakes() and heard() while one thread calls another function.
 class Ring {
  public:
   // The capacity of the lane from the end that made the memory to the other end, and of the lane back, which carries only
@@ -42,6 +45,12 @@ class Ring {
   // Tells the peer that this end sends and receives nothing more. The peer can still receive what has been sent.
   void close();
 
+  // Returns whether this end can read the memory of the process that made the ring. Only the other end may ask.
+  bool reads_maker();
+  // Copies bytes from that process to `to`. Returns whether they were copied; if not, their sender must send them. Throws
+  // Stream::Broken if the maker has closed the link: then the bytes may not be what it meant to send.
+  bool read_from_maker(uint64_t address, void* to, size_t bytes);
+
   // Returns whether both ends have been destroyed, so that no process uses the memory any more.
   static bool unused(const char* memory);
 
@@ -60,6 +69,7 @@ class Ring {
     Lane lanes[2];
     End ends[2];  // the end that made the memory, and the other end
     std::atomic<uint32_t> destroyed;
+    Introduction maker;
   };
   static_assert(sizeof(Shared) <= 4096 && std::atomic<uint64_t>::is_always_lock_free);
 
@@ -80,6 +90,7 @@ class Ring {
   uint64_t peer_read_ = 0;                        // out().read, when it was last loaded
   bool gone_ = false;                             // whether the socket has ended
   std::string why_ = "closed by the other side";  // how the link has ended, for error messages
+  std::optional<bool> reads_maker_;               // nullopt if not tried yet
   std::atomic<bool> heard_{false};
   const int owner_ = getpid();  // a forked child has a copy of the Ring, but is not an end of it
 };

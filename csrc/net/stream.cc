@@ -67,6 +67,10 @@ bool Stream::opened() {
   return true;
 }
 
+bool Stream::reads_peer() { return ring_ && ring_->reads_maker(); }
+
+bool Stream::read_from_peer(uint64_t address, void* to, size_t bytes) { return ring_->read_from_maker(address, to, bytes); }
+
 size_t Stream::send(const void* data, size_t bytes) {
   if (ring_) return ring_->send(data, bytes);
   if (tls_) [[unlikely]]

@@ -50,6 +50,11 @@ class Stream {
   void share(char* memory, uint64_t offset);
   void opens_shared(std::function<char*(uint64_t offset)> open);
 
+  // Returns whether this end, which has called opens_shared(), can read the memory of the other process. read_from_peer() does
+  // so, and returns whether it has read all bytes. It throws Broken if the other end has closed the link.
+  bool reads_peer();
+  bool read_from_peer(uint64_t address, void* to, size_t bytes);
+
   // send() and receive() move as many bytes as possible without waiting. They return the number of bytes moved, which may be 0.
   // They throw Broken if the link has ended. On an encrypted link, bytes that send() has not accepted may already be encrypted.
   // So the next send() must begin with the same bytes.

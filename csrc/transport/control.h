@@ -4,13 +4,12 @@
 // access which part of the control memory in which state.
 #pragma once
 
-#include <sys/types.h>
-
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 
 #include "base/call.h"
+#include "base/process_memory.h"
 
 namespace mscomm {
 
@@ -55,11 +54,8 @@ class Control {
     // the line of the previous round.
     Line lines[2];
     Post post[2];
-    // For pulls: the process id, and the address and value of a random number in the process's memory. A peer reads this number
-    // from the process to check that the process id refers to the right process.
-    alignas(64) pid_t process;
-    uint64_t token_address, token;
-    std::atomic<bool> reads_all;  // whether this rank can read the memory of every other rank
+    alignas(64) Introduction introduction;  // for pulls
+    std::atomic<bool> reads_all;            // whether this rank can read the memory of every other rank
     // The CPU (the low 16 bits) on which the rank last polled, and the round (the other bits) in which it did so. 0 means that
     // the rank is asleep.
     std::atomic<uint64_t> place;

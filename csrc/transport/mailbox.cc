@@ -135,7 +135,7 @@ void Mailbox::begin_recv(const Shared& recv) {
     } else if (source->ended) {
       finish(recv, lost(*recv, *source));
     } else {
-      clear_to_send(*source, recv, message.envelope.id);
+      accept(*source, recv, message.envelope);
     }
   } else if (recv->peer != any_source && incoming_[recv->peer].ended) {
     finish(recv, lost(*recv, incoming_[recv->peer]));
@@ -442,6 +442,7 @@ bool Mailbox::move_some() {
     Outgoing& to = outgoing_[from.peer];
     try {
       moved |= step(from, [&] { return read_some(from); });
+      moved |= step(from, [&] { return read_from_sender(from); });
       moved |= write_returns(from);
       // Before this rank writes, read the credit that the peer has returned. With more credit, more messages can be sent whole.
       moved |= step(to, [&] { return read_returns(to); });
@@ -496,7 +497,8 @@ bool Mailbox::write_some(Outgoing& link) {
     link.kind = send.cleared_ ? Kind::data : whole ? Kind::whole : Kind::announce;
     if (!send.cleared_) send.id_ = ++link.last_id;
     send.begun_ = true;
-    const Envelope header = header_of(send, link.kind);
+    Envelope header = header_of(send, link.kind);
+    if (link.kind == Kind::announce) header.address = reinterpret_cast<uintptr_t>(send.data);
     const auto* bytes = reinterpret_cast<const char*>(&header);
     link.head.assign(bytes, bytes + sizeof header);
     if (link.kind == Kind::whole) {
@@ -539,6 +541,9 @@ void Mailbox::take_return(Outgoing& link) {
     announced->second->cleared_ = true;
     link.queue.push_back(std::move(announced->second));
     link.waiting.erase(announced);
+  } else if (valid(back, link.peer) && back.kind == Kind::taken && announced != link.waiting.end()) {
+    finish(announced->second);
+    link.waiting.erase(announced);
   } else if (valid(back, link.peer) && back.kind == Kind::credit && back.count <= eager_window - link.credit) {
     link.credit += back.count;
   } else {
@@ -550,7 +555,7 @@ void Mailbox::take_return(Outgoing& link) {
 
 bool Mailbox::valid(const Envelope& envelope, int peer) const {
   return envelope.magic == envelope_magic && envelope.wire == wire_version && envelope.epoch == epoch_ &&
-         envelope.source == static_cast<uint32_t>(peer) && envelope.kind <= Kind::credit && envelope.dtype <= Dtype::object &&
+         envelope.source == static_cast<uint32_t>(peer) && envelope.kind <= Kind::taken && envelope.dtype <= Dtype::object &&
          envelope.count <= std::numeric_limits<size_t>::max() / size_of(envelope.dtype);
 }
 
@@ -599,7 +604,7 @@ void Mailbox::open(Incoming& link) {
     const Shared recv = match(link, header);
     if (!whole) {
       link.inbox_got = 0;
-      if (recv) clear_to_send(link, recv, header.id);
+      if (recv) accept(link, recv, header);
       else keep(link, header, {});
       return;
     }
@@ -668,8 +673,33 @@ void Mailbox::keep(Incoming& link, const Envelope& envelope, std::vector<char> p
   link.unexpected.push_back({envelope, ++last_turn_, std::move(payload)});
 }
 
-void Mailbox::clear_to_send(Incoming& link, const Shared& recv, uint64_t id) {
+// Gets the payload of an announced message that has been matched to the recv.
+void Mailbox::accept(Incoming& link, const Shared& recv, const Envelope& announced) {
   recv->begun_ = true;
+  if (announced.address && link.stream->reads_peer()) link.reading.push_back({recv, announced});
+  else clear_to_send(link, recv, announced.id);
+}
+
+// Reads one piece of an announced message from the memory of its sender.
+bool Mailbox::read_from_sender(Incoming& link) {
+  if (!link.alive() || link.reading.empty()) return false;
+  Read& one = link.reading.front();
+  const size_t now = std::min(one.recv->bytes - one.done, piece_bytes);
+  const bool read = link.stream->read_from_peer(one.announced.address + one.done, one.recv->at(one.done), now);
+  one.done += now;
+  if (read && one.done < one.recv->bytes) return true;
+  const Read ended = std::move(one);
+  link.reading.pop_front();
+  if (!read) {  // the kernel does not let this process read that memory; for example, a driver may have mapped it
+    clear_to_send(link, ended.recv, ended.announced.id);
+    return true;
+  }
+  link.outbox.push_back(envelope(Kind::taken, ended.announced.id));
+  finish(ended.recv);
+  return true;
+}
+
+void Mailbox::clear_to_send(Incoming& link, const Shared& recv, uint64_t id) {
   link.waiting.emplace(id, recv);
   link.outbox.push_back(envelope(Kind::clear, id));
 }
@@ -730,6 +760,7 @@ void Mailbox::end(Link& link, Ending ending) {
   const auto fail = [&](const Shared& transfer) { finish(transfer, lost(*transfer, link)); };
   if (link.current) fail(std::exchange(link.current, nullptr));
   for (const auto& [id, transfer] : std::exchange(link.waiting, {})) fail(transfer);
+  for (const Read& read : std::exchange(link.reading, {})) fail(read.recv);
   for (const Shared& transfer : std::exchange(link.queue, {})) fail(transfer);
   // If the peer is lost, a recv from any source may still receive a message from another peer. If the link from a peer ended for
   // another reason, a message for such a recv may have been lost, so the recv fails.

@@ -1,13 +1,14 @@
 // A mailbox moves a group's point-to-point messages. It has links of its own, so messages do not disturb collectives.
 //
-// A link carries messages from one rank to another. The receiver sends only two kinds of header back on the link: permission to
-// send a message's data, and credit to send more messages whole. If a message has at most eager_bytes, and the sender has enough
-// credit, the message is sent whole. Any other message is announced first, and its data follows after a recv has been matched to
-// it. So large messages from a peer use no mailbox memory, and small messages use at most eager_window for each peer. An
-// announcement reaches the receiver even if earlier messages still have no recv. So a program hangs only if it would also hang
-// with synchronous sends, which return only after their recv has been called. A send of at most eager_bytes may return before its
-// recv is called, but programs must not rely on that. A message from a rank to itself is copied at once, either to a waiting recv
-// or to a mailbox buffer.
+// A link carries messages from one rank to another. The receiver sends only three kinds of header back on the link: permission to
+// send a message's data, the news that it has read the data itself, and credit to send more messages whole. If a message has at
+// most eager_bytes, and the sender has enough credit, the message is sent whole. Any other message is announced first. After a
+// recv has been matched to it, its data follows, or a receiver on the same host reads the data from the sender's memory. So large
+// messages from a peer use no mailbox memory, and small messages use at most eager_window for each peer. An announcement reaches
+// the receiver even if earlier messages still have no recv. So a program hangs only if it would also hang with synchronous sends,
+// which return only after their recv has been called. A send of at most eager_bytes may return before its recv is called, but
+// programs must not rely on that. A message from a rank to itself is copied at once, either to a waiting recv or to a mailbox
+// buffer.
 //
 // A recv may accept any source or any tag. Matching follows the MPI rules: a message goes to the first recv that accepts it, in
 // the order in which the recvs were called. A recv takes the first message that it accepts, in the order in which the messages
@@ -63,6 +64,7 @@ struct Envelope {
     data,      // the payload of an announced message follows
     clear,     // receiver to sender: a recv was matched to the message with this id
     credit,    // receiver to sender: `count` bytes of whole messages have been matched to recvs
+    taken,     // receiver to sender: the receiver has read the payload of the announced message from the sender's memory
   };
 
   uint32_t magic = envelope_magic;
@@ -74,8 +76,10 @@ struct Envelope {
   int64_t tag = 0;
   uint64_t count = 0;  // the number of elements; in a header of kind credit, the number of bytes
   uint64_t id = 0;     // the number of the message on its link, counting from 1
+  // Of an announced message: where its payload is in the memory of the sender's process, for receivers on the same host.
+  uint64_t address = 0;
 };
-static_assert(sizeof(Envelope) == 40);
+static_assert(sizeof(Envelope) == 48);
 
 // One send or recv. The memory at `data` is in use until the transfer of the message has completed. A send only reads this
 // memory.
@@ -173,6 +177,12 @@ class Mailbox {
   struct Ending {
     std::string kind, why;
   };
+  // An announced message that this rank reads from the memory of the sender.
+  struct Read {
+    Shared recv;
+    Envelope announced;
+    size_t done = 0;  // in bytes
+  };
   // What the links to peers and the links from peers have in common.
   struct Link {
     int peer = 0;
@@ -185,6 +195,8 @@ class Mailbox {
     // Indexed by message number. On a link to a peer: announced sends that have not been cleared yet. On a link from a peer:
     // recvs that have asked for the data of an announced message.
     std::map<uint64_t, Shared> waiting;
+    // On a link from a peer: recvs whose message this rank reads from the memory of the sender, in order.
+    std::deque<Read> reading;
     Shared current;  // the transfer whose message is being written or read
     // The header that is being read. On a link to a peer, this is a header that the receiver sends back.
     Envelope inbox;
@@ -265,7 +277,9 @@ class Mailbox {
   Shared match(Incoming& link, const Envelope& envelope);
   bool fits(const Shared& recv, int peer, const Envelope& envelope);
   void keep(Incoming& link, const Envelope& envelope, std::vector<char> payload);
+  void accept(Incoming& link, const Shared& recv, const Envelope& announced);
   void clear_to_send(Incoming& link, const Shared& recv, uint64_t id);
+  bool read_from_sender(Incoming& link);
   void give_back(Incoming& link, size_t bytes);
 
   void finish(const Shared& transfer, std::optional<Error> error = {});
