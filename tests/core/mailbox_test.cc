@@ -1,5 +1,5 @@
 // Tests point-to-point messages: which messages arrive, in which order, and how waits end. The ranks are threads connected by
-// socket pairs.
+// socket pairs. The tests of a Group run twice: the bytes move over the sockets, and through memory that both ends share.
 #include "transport/mailbox.h"
 
 #include <poll.h>
@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "check.h"
+#include "ring_memory.h"
 #include "tcp_pair.h"
 
 using namespace mscomm;
@@ -36,6 +37,8 @@ std::array<int, 2> unix_pair() {
   return ends;
 }
 
+bool share_memory = false;  // whether the links of a Group share memory; main() sets this
+
 struct Group {
   explicit Group(int size, bool linked = true, std::array<int, 2> (*pair)() = unix_pair) {
     std::vector<int> ranks(static_cast<size_t>(size));
@@ -47,8 +50,14 @@ struct Group {
   }
   void link(int from, int to, std::array<int, 2> (*pair)() = unix_pair) {
     const auto [out, in] = pair();
-    (*this)[from].add_link(true, to, Stream(out, "rank " + std::to_string(to)));
-    (*this)[to].add_link(false, from, Stream(in, "rank " + std::to_string(from)));
+    Stream sends(out, "rank " + std::to_string(to)), receives(in, "rank " + std::to_string(from));
+    if (share_memory) {
+      char* const ring = memory.emplace_back(ring_memory()).get();
+      sends.share(ring, 0);
+      receives.opens_shared([ring](uint64_t) { return ring; });
+    }
+    (*this)[from].add_link(true, to, std::move(sends));
+    (*this)[to].add_link(false, from, std::move(receives));
   }
   Mailbox& operator[](int rank) { return *boxes[static_cast<size_t>(rank)]; }
   void on_threads(const std::function<void(int, Mailbox&)>& body) {
@@ -58,6 +67,7 @@ struct Group {
     for (std::thread& thread : threads) thread.join();
   }
 
+  std::vector<RingMemory> memory;  // declared first, because the links use it until they are destroyed
   std::vector<std::unique_ptr<Mailbox>> boxes;
 };
 
@@ -677,37 +687,42 @@ void more_than_2_GiB() {
 
 // With the argument "large", main() tests only the message of more than 2 GiB, which takes 8 GiB of memory.
 int main(int argc, char** argv) {
-  if (argc > 1 && std::strcmp(argv[1], "large") == 0) {
-    more_than_2_GiB();
-    return test::failed();
+  const bool tests_large = argc > 1 && std::strcmp(argv[1], "large") == 0;
+  for (const bool shares : {false, true}) {
+    share_memory = shares;
+    if (tests_large) {
+      more_than_2_GiB();
+      continue;
+    }
+    messages_of_one_tag_keep_their_order();
+    tags_are_received_in_any_order();
+    a_recv_sees_past_more_than_the_window();
+    rings_of_large_messages_do_not_deadlock();
+    a_rank_sends_to_itself();
+    a_send_to_itself_waits_for_nobody();
+    any_takes_what_comes();
+    the_recv_that_was_called_first_gets_the_message();
+    any_tag_leaves_the_bodies_of_objects_alone();
+    a_recv_from_any_outlives_links_and_takes_nothing_when_given_up();
+    a_recv_from_any_of_another_type_is_named();
+    threads_share_a_mailbox();
+    detached_transfers_end_by_themselves();
+    a_detached_transfer_keeps_its_deadline();
+    a_detached_watch_may_throw_anything();
+    a_link_may_come_late();
+    what_was_sent_before_a_close_arrives();
+    a_peer_that_is_gone_fails_an_announced_message();
+    a_recv_that_was_given_up_takes_no_message();
+    other_types_and_sizes_are_named();
+    shut_down_ends_all_waits();
+    close_ends_what_was_left_to_the_thread();
+    shut_down_lets_go_of_memory();
+    a_forked_child_lets_go();
   }
-  messages_of_one_tag_keep_their_order();
-  tags_are_received_in_any_order();
-  a_recv_sees_past_more_than_the_window();
-  rings_of_large_messages_do_not_deadlock();
-  a_rank_sends_to_itself();
-  a_send_to_itself_waits_for_nobody();
-  any_takes_what_comes();
-  the_recv_that_was_called_first_gets_the_message();
-  any_tag_leaves_the_bodies_of_objects_alone();
-  a_recv_from_any_outlives_links_and_takes_nothing_when_given_up();
-  a_recv_from_any_of_another_type_is_named();
-  threads_share_a_mailbox();
-  detached_transfers_end_by_themselves();
-  a_detached_transfer_keeps_its_deadline();
-  a_detached_watch_may_throw_anything();
-  a_link_may_come_late();
-  what_was_sent_before_a_close_arrives();
-  a_peer_that_is_gone_fails_an_announced_message();
-  a_recv_that_was_given_up_takes_no_message();
-  other_types_and_sizes_are_named();
-  shut_down_ends_all_waits();
-  close_ends_what_was_left_to_the_thread();
-  shut_down_lets_go_of_memory();
+  if (tests_large) return test::failed();
   garbage_is_refused();
   the_window_bounds_what_is_kept();
   announcements_are_bounded();
   matched_messages_give_credit();
-  a_forked_child_lets_go();
   return test::failed();
 }
