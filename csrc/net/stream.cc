@@ -46,7 +46,16 @@ Stream::Stream(int fd, std::string peer, const std::optional<Secret>& secret)
 }
 
 Stream::Stream(Stream&&) noexcept = default;
-Stream::~Stream() = default;
+
+Stream::~Stream() {
+  if (!open_) return;
+  // This end has received nothing. Open the Ring nevertheless, because its memory is in use until both ends have destroyed it.
+  try {
+    opened();
+  } catch (...) {
+    // The link has ended before the offset has arrived.
+  }
+}
 
 void Stream::share(char* memory, uint64_t offset) {
   // A new socket has room for 8 bytes. If it has ended already, the first receive() says so.

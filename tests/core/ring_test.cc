@@ -428,6 +428,28 @@ void memory_is_unused_when_both_ends_are_gone() {
   }
 }
 
+// The memory is free even if the other end has never received anything. `first`: the end that is destroyed first.
+void an_end_that_never_received_frees_the_memory() {
+  for (const size_t first : {0, 1}) {
+    const RingMemory memory = ring_memory();
+    const auto [a, b] = socket_pair();
+    std::array<std::optional<Stream>, 2> ends;
+    ends[0].emplace(a, "the other end");
+    ends[1].emplace(b, "the end that made the memory");
+    ends[1]->opens_shared([&](uint64_t) { return memory.get(); });
+    ends[0]->share(memory.get(), 7);
+    Stream moved = std::move(*ends[1]);
+    ends[1].reset();
+    CHECK(!Ring::unused(memory.get()));
+    ends[1].emplace(std::move(moved));
+    ends[1]->shut_down();
+    ends[first].reset();
+    CHECK(!Ring::unused(memory.get()));
+    ends[1 - first].reset();
+    CHECK(Ring::unused(memory.get()));
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -446,5 +468,6 @@ int main() {
   a_wrong_offset_ends_the_link();
   the_end_may_come_before_the_offset();
   memory_is_unused_when_both_ends_are_gone();
+  an_end_that_never_received_frees_the_memory();
   return test::failed();
 }
