@@ -252,39 +252,36 @@ void the_end_wakes_a_thread_that_sleeps() {
       }
 }
 
-// The process of the other end is killed while this process sleeps.
+// The process of the other end is killed while a thread of this process sleeps.
 void a_killed_process_ends_the_link() {
   for (const size_t end : {0, 1}) {
     const RingMemory memory = ring_memory();
-    auto fds = socket_pair();
+    const auto fds = socket_pair();
+    const auto make = [&](size_t which) {
+      close(fds[1 - which]);
+      Stream stream(fds[which], "the other process");
+      if (which == 0) stream.share(memory.get(), 7);
+      else stream.opens_shared([&](uint64_t) { return memory.get(); });
+      return stream;
+    };
     const pid_t child = fork();
     if (child == 0) {
-      close(fds[1 - end]);
-      Ring ring(memory.get(), fds[end], end == 0);
-      uint64_t sent = 0;
-      send_next(ring, end, sent, 3000);
+      Stream stream = make(end);
+      uint64_t sent = 0, received = 0;
+      while (end == 1 && receive_next(stream, 0, received, 1) == 0) poll(nullptr, 0, 1);
+      send_next(stream, end, sent, 3000);
       poll(nullptr, 0, 50);
-      send_next(ring, end, sent, 1000);
+      send_next(stream, end, sent, 1000);
       kill(getpid(), SIGKILL);
     }
-    close(fds[end]);
-    Ring ring(memory.get(), fds[1 - end], end != 0);
-    uint64_t received = 0;
-    const std::string how = ending([&] {
-      while (true) {
-        if (receive_next(ring, end, received, 700) > 0) continue;
-        pollfd one{fds[1 - end], POLLIN, 0};
-        if (ring.sleeps(true, false) && !CHECK(poll(&one, 1, a_minute_ms) > 0)) return;
-        ring.wakes();
-        if (one.revents) ring.heard();
-      }
-    });
-    CHECK(how == "closed by the other side" && received == 4000);
-    CHECK(ending([&] { send_next(ring, 1 - end, received, 1); }) == "closed by the other side");
+    Stream stream = make(1 - end);
+    uint64_t sent = 0, received = 0;
+    if (end == 1) send_next(stream, 0, sent, 1);
+    CHECK(receive_to_the_end(stream, end, received) != "" && received == 4000);
+    CHECK(ending([&] { send_next(stream, 1 - end, sent, 1); }) != "");
     CHECK(!Ring::unused(memory.get()));
     int status = -1;
     CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status));
-    close(fds[1 - end]);
   }
 }
 
