@@ -112,7 +112,7 @@ void a_started_call_may_throw_anything() {
   };
   Recorder recorder;
   auto peers = std::make_shared<Peers>(std::vector<std::string>{"rank 0"}, std::vector{0}, std::vector<Descriptor>(1), nullptr);
-  Communicator group("world", {0}, 0, peers, std::make_unique<Wrong>(), 7, recorder, {});
+  Communicator group("world", {0}, 0, peers, std::make_unique<Wrong>(), 7, true, recorder, {});
   Call barrier;
   barrier.signature.what = Collective::barrier;
   barrier.signature.function = static_cast<Function>(Collective::barrier);

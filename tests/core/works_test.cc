@@ -27,7 +27,8 @@ struct Group {
   explicit Group(std::function<void(const Call&, const Wait&)> script)
       : core("world", {0}, 0,
              std::make_shared<Peers>(std::vector<std::string>{"rank 0"}, std::vector{0}, std::vector<Descriptor>(1), nullptr),
-             std::make_unique<Scripted>(std::move(script)), 7, recorder, {[this] { interrupt(); }, {}, [this] { told++; }}) {}
+             std::make_unique<Scripted>(std::move(script)), 7, true, recorder,
+             {[this] { interrupt(); }, {}, [this] { told++; }}) {}
 
   static Call barrier() {
     Call call;
