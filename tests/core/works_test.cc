@@ -2,6 +2,7 @@
 // an exception there. The backend moves no data; each test says what a call does.
 #include <poll.h>
 
+#include <atomic>
 #include <functional>
 #include <mutex>
 #include <thread>
@@ -129,11 +130,15 @@ void threads_wait_for_different_calls() {
 }
 
 void a_failure_ends_all_queued_calls() {
+  std::atomic<bool> started{false};  // after the failure, start() throws
   Group group([&](const Call& call, const Wait&) {
+    started.wait(false);
     if (call.signature.number == 2) throw Error("Aborted", "no more");
   });
   std::vector<std::shared_ptr<Work>> works;
   for (int i = 0; i < 4; i++) works.push_back(group.start());
+  started = true;
+  started.notify_all();
   for (size_t i : {2, 0, 1, 3}) {
     group.wait(*works[i]);
     CHECK(works[i]->error().has_value() == (i > 0));
