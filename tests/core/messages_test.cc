@@ -9,6 +9,8 @@
 #include "check.h"
 #include "comm/communicator.h"
 #include "no_backend.h"
+#include "transport/heap.h"
+#include "transport/memory.h"
 
 using namespace mscomm;
 
@@ -17,12 +19,14 @@ namespace {
 struct Interrupt {};
 
 struct Rank {
-  Rank(int rank, int size) {
+  // heaps: if given, all ranks are on one host; otherwise, each rank is on a host of its own.
+  Rank(int rank, int size, std::shared_ptr<Heaps> heaps = nullptr) {
     std::vector<std::string> names;
     for (int i = 0; i < size; i++) names.push_back("rank " + std::to_string(i) + " (here)");
     std::vector<int> ranks(static_cast<size_t>(size));
     std::iota(ranks.begin(), ranks.end(), 0);
-    auto peers = std::make_shared<Peers>(names, ranks, std::vector<Descriptor>(names.size()), nullptr);
+    const auto hosts = heaps ? std::vector<int>(ranks.size()) : ranks;
+    auto peers = std::make_shared<Peers>(names, hosts, std::vector<Descriptor>(names.size()), std::move(heaps));
     Communicator::Hooks hooks{[this] {
                                 if (interrupted) throw Interrupt{};
                               },
@@ -52,7 +56,9 @@ struct Rank {
 };
 
 struct Pair {
-  Pair() {
+  Pair() { link(); }
+  Pair(std::shared_ptr<Heaps> first, std::shared_ptr<Heaps> second) : ranks{{0, 2, first}, {1, 2, second}} { link(); }
+  void link() {
     for (int from : {0, 1}) {
       int ends[2];
       if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) < 0) throw system_error("socketpair", errno);
@@ -61,6 +67,22 @@ struct Pair {
     }
   }
   Rank ranks[2] = {{0, 2}, {1, 2}};
+};
+
+// The heaps of two ranks of one host, each of which has mapped the heap of the other.
+struct TwoHeaps {
+  explicit TwoHeaps(size_t bytes) {
+    for (const size_t rank : {0, 1}) {
+      const Descriptor fd(make_memory("mscomm-test", bytes, false));
+      heap[rank] = std::make_shared<Heap>(Mapping(fd.get(), bytes));
+      others[1 - rank].resize(2);
+      others[1 - rank][rank] = Mapping(fd.get(), bytes);
+    }
+  }
+  std::shared_ptr<Heaps> seen_by(int rank) { return std::make_shared<Heaps>(rank, heap[rank], std::move(others[rank])); }
+
+  std::shared_ptr<Heap> heap[2];
+  std::vector<Mapping> others[2];
 };
 
 using Ints = std::vector<int32_t>;
@@ -256,9 +278,53 @@ void destroyed_without_close_with_a_message_under_way() {
   CHECK(work->done() && work->error() && work->error()->kind == "Aborted");
 }
 
+// Between ranks of one host, messages move through memory in the sender's heap, which is free when the group has ended on both
+// ranks. This holds even if a message was never received.
+void messages_use_the_heap_of_the_sender() {
+  for (const bool received : {true, false}) {
+    TwoHeaps heaps(8u << 20);
+    {
+      Pair pair(heaps.seen_by(0), heaps.seen_by(1));
+      for (const auto& heap : heaps.heap) CHECK(heap->reserve(1) > 0);
+      Ints x(received ? large : 3, 5), out(x.size());
+      std::thread sender([&] { CHECK(pair.ranks[0].move(true, 1, x).empty()); });
+      if (received) CHECK(pair.ranks[1].move(false, 0, out).empty() && out == x);
+      sender.join();
+      for (Rank& rank : pair.ranks) rank.group->close();
+    }
+    for (const auto& heap : heaps.heap) CHECK(heap->reserve(1) == 0);
+  }
+}
+
+// If a rank's heap has no room, the messages move over the socket.
+void messages_need_no_heap() {
+  TwoHeaps heaps(64u << 10);
+  Pair pair(heaps.seen_by(0), heaps.seen_by(1));
+  for (const int rank : {0, 1}) {
+    Ints x(large, 5), out(large);
+    std::thread sender([&] { CHECK(pair.ranks[rank].move(true, 1 - rank, x).empty()); });
+    CHECK(pair.ranks[1 - rank].move(false, rank, out).empty() && out == x);
+    sender.join();
+  }
+  for (Rank& rank : pair.ranks) rank.group->close();
+}
+
+// A rank names an offset outside its heap, as the other rank knows it.
+void memory_outside_the_heap_is_refused() {
+  TwoHeaps large_heaps(8u << 20), small_heaps(64u << 10);
+  Pair pair(large_heaps.seen_by(0), small_heaps.seen_by(1));
+  Ints out(3), x(3);
+  std::thread sender([&] { pair.ranks[0].move(true, 1, x); });
+  CHECK(pair.ranks[1].move(false, 0, out).find("posted memory outside its heap") != std::string::npos);
+  sender.join();
+}
+
 }  // namespace
 
 int main() {
+  messages_use_the_heap_of_the_sender();
+  messages_need_no_heap();
+  memory_outside_the_heap_is_refused();
   a_started_call_may_throw_anything();
   messages_go_both_ways_at_once();
   a_deadline_breaks_the_group_for_all_waits();
