@@ -176,8 +176,10 @@ void Communicator::add_link(bool sends, int peer, int fd, const std::optional<Se
 void Communicator::share_memory(Stream& stream, bool sends, int peer) {
   if (!sends) {
     return stream.opens_shared([heaps = peers_->heaps, peer = in_job(peer)](uint64_t offset) -> char* {
+      if (offset == not_in_heap) return nullptr;
+      if (offset % Ring::alignment != 0) throw Stream::Broken{"it has told a wrong offset of shared memory"};
       try {
-        return offset == not_in_heap ? nullptr : heaps->at(peer, offset, Ring::memory_bytes);
+        return heaps->at(peer, offset, Ring::memory_bytes);
       } catch (const Error& error) {
         throw Stream::Broken{error.what()};
       }

@@ -22,8 +22,8 @@ class Ring {
   // The capacity of the lane from the end that made the memory to the other end, and of the lane back, which carries only
   // headers.
   static constexpr std::array<size_t, 2> capacity{128u << 10, 4u << 10};
-  // The size of the memory. It must be filled with zeros and aligned to a cache line, and its pages must exist.
-  static constexpr size_t memory_bytes = 4096 + capacity[0] + capacity[1];
+  // The size of the memory and its alignment, a cache line. The memory must be filled with zeros, and its pages must exist.
+  static constexpr size_t memory_bytes = 4096 + capacity[0] + capacity[1], alignment = 64;
 
   // fd: the socket, which the caller owns. makes: whether this end has made the memory.
   Ring(char* memory, int fd, bool makes);
@@ -71,7 +71,7 @@ class Ring {
     std::atomic<uint32_t> destroyed;
     Introduction maker;
   };
-  static_assert(sizeof(Shared) <= 4096 && std::atomic<uint64_t>::is_always_lock_free);
+  static_assert(sizeof(Shared) <= 4096 && alignof(Shared) == alignment && std::atomic<uint64_t>::is_always_lock_free);
 
   Shared& shared() const { return *reinterpret_cast<Shared*>(memory_); }
   End& mine() const { return shared().ends[me_]; }

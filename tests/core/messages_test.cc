@@ -309,14 +309,24 @@ void messages_need_no_heap() {
   for (Rank& rank : pair.ranks) rank.group->close();
 }
 
-// A rank names an offset outside its heap, as the other rank knows it.
-void memory_outside_the_heap_is_refused() {
-  TwoHeaps large_heaps(8u << 20), small_heaps(64u << 10);
-  Pair pair(large_heaps.seen_by(0), small_heaps.seen_by(1));
-  Ints out(3), x(3);
-  std::thread sender([&] { pair.ranks[0].move(true, 1, x); });
-  CHECK(pair.ranks[1].move(false, 0, out).find("posted memory outside its heap") != std::string::npos);
-  sender.join();
+// A rank tells where the shared memory of its link is. The other rank does not use an offset that is wrong.
+void wrong_offsets_are_refused() {
+  const std::pair<uint64_t, const char*> wrong[] = {{8u << 20, "posted memory outside its heap"},
+                                                    {~uint64_t{0} - 63, "posted memory outside its heap"},
+                                                    {(8u << 20) - 4096, "posted memory outside its heap"},
+                                                    {4, "a wrong offset"}};
+  for (const auto& [offset, why] : wrong) {
+    TwoHeaps heaps(8u << 20);
+    Rank me(0, 2, heaps.seen_by(0));
+    int ends[2];
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) < 0) throw system_error("socketpair", errno);
+    me.group->add_link(false, 1, ends[0]);
+    CHECK(::send(ends[1], &offset, sizeof offset, MSG_NOSIGNAL) == sizeof offset);
+    Ints out(3);
+    const std::string error = me.move(false, 1, out);
+    CHECK(error.find("PeerLost") == 0 && error.find(why) != std::string::npos);
+    close(ends[1]);
+  }
 }
 
 }  // namespace
@@ -324,7 +334,7 @@ void memory_outside_the_heap_is_refused() {
 int main() {
   messages_use_the_heap_of_the_sender();
   messages_need_no_heap();
-  memory_outside_the_heap_is_refused();
+  wrong_offsets_are_refused();
   a_started_call_may_throw_anything();
   messages_go_both_ways_at_once();
   a_deadline_breaks_the_group_for_all_waits();
