@@ -191,6 +191,7 @@ void Communicator::share_memory(Stream& stream, bool sends, int peer) {
   try {
     offset = heap.reserve(Ring::memory_bytes);
     memory = heap.mapping().begin() + offset;
+    want_huge_pages(memory, Ring::memory_bytes, false);
     populate(memory, Ring::memory_bytes);
     heap.release_when(offset, [memory] { return Ring::unused(memory); });
   } catch (const Error&) {

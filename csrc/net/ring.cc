@@ -87,7 +87,7 @@ bool Ring::read_from_maker(uint64_t address, void* to, size_t bytes) {
 }
 
 bool Ring::ready(bool receives, bool sends) const {
-  if (heard_.load(std::memory_order_relaxed) || peer().closed.load(std::memory_order_relaxed)) return true;
+  if (heard_.load(std::memory_order_relaxed) || peer().closed.load()) return true;
   if (receives && in().written.load() != in().read.load(std::memory_order_relaxed)) return true;
   return sends && out().written.load(std::memory_order_relaxed) - out().read.load() < capacity[me_];
 }

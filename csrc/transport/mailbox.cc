@@ -555,7 +555,8 @@ void Mailbox::take_return(Outgoing& link) {
 
 bool Mailbox::valid(const Envelope& envelope, int peer) const {
   return envelope.magic == envelope_magic && envelope.wire == wire_version && envelope.epoch == epoch_ &&
-         envelope.source == static_cast<uint32_t>(peer) && envelope.kind <= Kind::taken && envelope.dtype <= Dtype::object &&
+         envelope.source == static_cast<uint32_t>(peer) && (envelope.address == 0 || envelope.kind == Kind::announce) &&
+         envelope.kind <= Kind::taken && envelope.dtype <= Dtype::object &&
          envelope.count <= std::numeric_limits<size_t>::max() / size_of(envelope.dtype);
 }
 
@@ -676,7 +677,9 @@ void Mailbox::keep(Incoming& link, const Envelope& envelope, std::vector<char> p
 // Gets the payload of an announced message that has been matched to the recv.
 void Mailbox::accept(Incoming& link, const Shared& recv, const Envelope& announced) {
   recv->begun_ = true;
-  if (announced.address && link.stream->reads_peer()) link.reading.push_back({recv, announced});
+  // If each rank has a CPU, the sender and the receiver copy at the same time, through the ring. This takes three quarters of the
+  // time. If ranks share CPUs, one copy takes half the time of two.
+  if (!spin_ && announced.address && link.stream->reads_peer()) link.reading.push_back({recv, announced});
   else clear_to_send(link, recv, announced.id);
 }
 

@@ -37,13 +37,15 @@ std::array<int, 2> unix_pair() {
   return ends;
 }
 
-bool share_memory = false;  // whether the links of a Group share memory; main() sets this
+// How the bytes of a Group move; main() sets this. spin: whether each rank counts as having a CPU. If so, long messages move
+// through the ring, too. If not, the receiver reads them from the sender's memory.
+bool share_memory = false, spin = true;
 
 struct Group {
   explicit Group(int size, bool linked = true, std::array<int, 2> (*pair)() = unix_pair) {
     std::vector<int> ranks(static_cast<size_t>(size));
     std::iota(ranks.begin(), ranks.end(), 0);
-    for (int rank = 0; rank < size; rank++) boxes.push_back(std::make_unique<Mailbox>(ranks, rank, 7, true));
+    for (int rank = 0; rank < size; rank++) boxes.push_back(std::make_unique<Mailbox>(ranks, rank, 7, spin));
     for (int from = 0; from < size && linked; from++)
       for (int to = 0; to < size; to++)
         if (from != to) link(from, to, pair);
@@ -531,6 +533,51 @@ void shut_down_lets_go_of_memory() {
 
 // A peer sends a header with one changed byte. Whichever byte it is, the transfer ends with an error. The header never crashes
 // the rank and is never mistaken for data.
+// A mailbox, and the end of a sender that announces a message at an address of its memory.
+struct Announced {
+  explicit Announced(const void* address) {
+    const auto [out, in] = unix_pair();
+    Stream receives(in, "rank 1");
+    receives.opens_shared([this](uint64_t) { return ring.get(); });
+    box.emplace(std::vector{0, 1}, 0, 7, false);
+    box->add_link(false, 1, std::move(receives));
+    sender.emplace(out, "rank 0");
+    sender->share(ring.get(), 0);
+    send(Envelope::Kind::announce, reinterpret_cast<uintptr_t>(address));
+  }
+  void send(Envelope::Kind kind, uintptr_t address) {
+    const Envelope header{
+        .kind = kind, .dtype = Dtype::int64, .epoch = 7, .source = 1, .count = large, .id = 1, .address = address};
+    CHECK(sender->send(&header, sizeof header) == sizeof header);
+  }
+  RingMemory ring = ring_memory();
+  std::optional<Mailbox> box;
+  std::optional<Stream> sender;
+};
+
+void a_message_is_sent_if_its_sender_cannot_be_read() {
+  Announced one(reinterpret_cast<const void*>(8));
+  const Ints x = ints(large, 3);
+  Ints out(large);
+  std::thread receiver([&] { CHECK(error_of(*one.box, start_recv(*one.box, 1, out)).empty()); });
+  Envelope back;
+  for (size_t got = 0; got < sizeof back;) one.sender->receive_more(back, got);
+  CHECK(back.kind == Envelope::Kind::clear && back.id == 1);
+  one.send(Envelope::Kind::data, 0);
+  for (size_t sent = 0; sent < large * 8;)
+    sent += one.sender->send(reinterpret_cast<const char*>(x.data()) + sent, large * 8 - sent);
+  receiver.join();
+  CHECK(out == x);
+}
+
+void what_a_sender_has_given_up_is_not_received() {
+  const Ints x = ints(large, 3);
+  Announced one(x.data());
+  one.sender->shut_down();
+  Ints out(large);
+  CHECK(has(error_of(*one.box, start_recv(*one.box, 1, out)), "PeerLost: recv from rank 1, tag 0: the link to rank 1 ended"));
+}
+
 void garbage_is_refused() {
   std::mt19937 random(3);
   constexpr int tries = 400;
@@ -554,10 +601,10 @@ void garbage_is_refused() {
     Ints out(2, 42);
     const std::string error = error_of(box, start_recv(box, 1, out));
     refused += !error.empty();
-    // If the changed byte is in the kind, type, count or tag, the header can still be valid, but this recv does not accept such a
-    // message.
+    // If the changed byte is in the kind, type, count, tag or address, the header can still be valid, but this recv does not
+    // accept such a message, or the message does not come.
     const bool compared = at < offsetof(Envelope, kind) || (at >= offsetof(Envelope, epoch) && at < offsetof(Envelope, tag)) ||
-                          at >= offsetof(Envelope, id);
+                          (at >= offsetof(Envelope, id) && at < offsetof(Envelope, address));
     if (compared) CHECK(has(error, "Error: recv from rank 1, tag 0: the link to rank 1 ended: it sent an invalid header"));
     CHECK(out == Ints(2, 42));
   }
@@ -688,8 +735,9 @@ void more_than_2_GiB() {
 // With the argument "large", main() tests only the message of more than 2 GiB, which takes 8 GiB of memory.
 int main(int argc, char** argv) {
   const bool tests_large = argc > 1 && std::strcmp(argv[1], "large") == 0;
-  for (const bool shares : {false, true}) {
+  for (const auto& [shares, spins] : {std::pair{false, true}, {true, true}, {true, false}}) {
     share_memory = shares;
+    spin = spins;
     if (tests_large) {
       more_than_2_GiB();
       continue;
@@ -721,6 +769,8 @@ int main(int argc, char** argv) {
   }
   if (tests_large) return test::failed();
   garbage_is_refused();
+  a_message_is_sent_if_its_sender_cannot_be_read();
+  what_a_sender_has_given_up_is_not_received();
   the_window_bounds_what_is_kept();
   announcements_are_bounded();
   matched_messages_give_credit();

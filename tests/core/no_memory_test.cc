@@ -32,7 +32,7 @@ namespace {
 bool start_fails_at(int allocation) {
   auto peers = std::make_shared<Peers>(std::vector<std::string>{"rank 0"}, std::vector{0}, std::vector<Descriptor>(1), nullptr);
   Recorder recorder;
-  Communicator group("world", {0}, 0, peers, std::make_unique<NoBackend>(), 0, recorder, {});
+  Communicator group("world", {0}, 0, peers, std::make_unique<NoBackend>(), 0, true, recorder, {});
   Call barrier;
   barrier.signature.what = Collective::barrier;
   barrier.signature.function = Function::barrier;
