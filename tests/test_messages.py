@@ -197,7 +197,8 @@ def test_strided_arrays_are_sent_and_received_in_C_order(rank, group):
         assert np.array_equal(wide[:, ::2], x[::2, 1::2]) and (wide[:, 1::2] == -1).all()
         wide = np.full((4, 12), -1, np.int16)
         out = wide[:, ::2]
-        assert mscomm.recv(out, 0, async_op=True).wait() is out
+        work = mscomm.recv(out, mscomm.ANY_SOURCE, mscomm.ANY_TAG, async_op=True)
+        assert work.wait() is out and work.matched() == (0, 0)
         assert np.array_equal(wide[:, ::2], x[::-1])
 
 

@@ -172,6 +172,9 @@ void Communicator::add_link(bool sends, int peer, int fd, const std::optional<Se
   mailbox_.add_link(sends, peer, std::move(stream));
 }
 
+// A heap that is smaller than this many rings has no rings.
+constexpr size_t ring_share = 64;
+
 // Lets the bytes of a link between two ranks of one host move through memory in the heap of the rank that sends messages on it.
 void Communicator::share_memory(Stream& stream, bool sends, int peer) {
   if (!sends) {
@@ -189,6 +192,8 @@ void Communicator::share_memory(Stream& stream, bool sends, int peer) {
   uint64_t offset = not_in_heap;
   char* memory = nullptr;
   try {
+    // A heap can be small if the memory of the process is limited. Groups need their control memory more than links need a ring.
+    if (heap.mapping().bytes() / ring_share < Ring::memory_bytes) throw Error("MemoryError", "a small heap");
     offset = heap.reserve(Ring::memory_bytes);
     memory = heap.mapping().begin() + offset;
     want_huge_pages(memory, Ring::memory_bytes, false);

@@ -193,6 +193,7 @@ class Several(Work):
         self._fills = fills
         self._process = os.getpid()
         self._parts = parts
+        self._first = next((part for part in parts if isinstance(part, Work)), None)
         self._result: Callable[[], Any] | None = result  # None when self._value holds the result
         self._making = False  # whether self._result() is running
         self._value: Any = None
@@ -233,6 +234,9 @@ class Several(Work):
     def exception(self) -> BaseException | None:
         errors = (part.exception() for part in self._parts)
         return next((error for error in errors if error is not None), None)
+
+    def matched(self) -> tuple[int, int] | None:
+        return None if self._first is None else self._first.matched()
 
     def __del__(self) -> None:
         unfilled = self._fills and self._result is not None and self._process == os.getpid()
