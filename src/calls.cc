@@ -552,7 +552,7 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
 
 void PreparedCall::hold_memory() {
   for (auto* array : {&x, &target}) {
-    if (!*array) continue;
+    if (!*array || (*array)->memory || (*array)->held) continue;
     Array& one = **array;
     const bool quick = one.library && !one.backend && one.library->held != Py_None;
     (quick ? one.held : one.memory) = quick ? taken(PyObject_CallOneArg(one.library->held, one.given.ptr())) : memory_of(one);
@@ -609,7 +609,10 @@ py::object message(Calls& calls, bool sends, int peer, int64_t tag, Array array,
     ready.written = written_of(array);
   }
   (sends ? ready.x : ready.target) = std::move(array);
-  if (async_op) return py::cast(start(calls, std::make_shared<PreparedCall>(std::move(ready)), one, Deadline(timeout_s)));
+  if (async_op) {
+    const auto kept = std::make_shared<PreparedCall>(std::move(ready));
+    return py::cast(failing(calls, [&] { return start(calls, kept, one, Deadline(timeout_s)); }));
+  }
   if (!calls.running.empty()) forget_ended(calls);
   failing(calls, [&] { calls.group->called([&] { calls.group->communicator->run({&one, 1}, Deadline(timeout_s)); }); });
   return ready.result();

@@ -241,7 +241,9 @@ PreparedCall prepare(const Group& group, int function, const py::object& x, py::
   std::optional<std::pair<Shape, Dtype>> model;
   if (told) model.emplace(shape_of(told->first), static_cast<Dtype>(told->second));
   PreparedCall ready = prepared(group.ready(), wanted, std::move(array), std::move(out), model);
-  ready.hold_memory();
+  // The properties `source` and `target` return this memory, also if the user assigns other memory to the arrays meanwhile.
+  for (auto* one : {&ready.x, &ready.target})
+    if (*one) (*one)->memory = memory_of(**one);
   return ready;
 }
 

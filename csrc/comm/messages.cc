@@ -2,6 +2,7 @@
 // when a wait for a message must end early, describes messages in errors, and breaks the group when a message fails.
 #include <poll.h>
 
+#include <algorithm>
 #include <list>
 #include <utility>
 
@@ -193,7 +194,8 @@ void Communicator::share_memory(Stream& stream, bool sends, int peer) {
   char* memory = nullptr;
   try {
     // A heap can be small if the memory of the process is limited. Groups need their control memory more than links need a ring.
-    if (heap.mapping().bytes() / ring_share < Ring::memory_bytes) throw Error("MemoryError", "a small heap");
+    if (heap.mapping().bytes() / ring_share < std::max(Ring::memory_bytes, give_back_from))
+      throw Error("MemoryError", "a small heap");
     offset = heap.reserve(Ring::memory_bytes);
     memory = heap.mapping().begin() + offset;
     want_huge_pages(memory, Ring::memory_bytes, false);

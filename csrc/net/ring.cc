@@ -80,7 +80,8 @@ bool Ring::reads_maker() {
 }
 
 bool Ring::read_from_maker(uint64_t address, void* to, size_t bytes) {
-  const bool read = read_process(shared().maker.process, address, to, bytes) == bytes;
+  // If the maker's process has been killed meanwhile, another process may have its id.
+  const bool read = read_process(shared().maker.process, address, to, bytes) == bytes && can_read(shared().maker);
   // Before a sender gives up a message, and its program may change the array, it closes the link.
   if (peer().closed.load(std::memory_order_acquire)) throw Stream::Broken{why_, 0, true};
   return read;

@@ -58,9 +58,9 @@ Stream::~Stream() {
 }
 
 void Stream::share(char* memory, uint64_t offset) {
+  if (memory) ring_ = std::make_unique<Ring>(memory, fd(), true);
   // A new socket has room for 8 bytes. If it has ended already, the first receive() says so.
   (void)::send(fd(), &offset, sizeof offset, MSG_NOSIGNAL);
-  if (memory) ring_ = std::make_unique<Ring>(memory, fd(), true);
 }
 
 void Stream::opens_shared(std::function<char*(uint64_t offset)> open) { open_ = std::move(open); }

@@ -683,22 +683,31 @@ void Mailbox::accept(Incoming& link, const Shared& recv, const Envelope& announc
   else clear_to_send(link, recv, announced.id);
 }
 
-// Reads one piece of an announced message from the memory of its sender.
+// Reads one piece of an announced message from the memory of its sender. After the last piece, tells the sender, and then
+// completes the recv. In this order, because nobody may move the bytes of this mailbox after the recv has completed.
 bool Mailbox::read_from_sender(Incoming& link) {
   if (!link.alive() || link.reading.empty()) return false;
   Read& one = link.reading.front();
-  const size_t now = std::min(one.recv->bytes - one.done, piece_bytes);
-  const bool read = link.stream->read_from_peer(one.announced.address + one.done, one.recv->at(one.done), now);
-  one.done += now;
-  if (read && one.done < one.recv->bytes) return true;
-  const Read ended = std::move(one);
-  link.reading.pop_front();
-  if (!read) {  // the kernel does not let this process read that memory; for example, a driver may have mapped it
-    clear_to_send(link, ended.recv, ended.announced.id);
-    return true;
+  bool moved = false;
+  if (!one.told) {
+    const size_t now = std::min(one.recv->bytes - one.done, piece_bytes);
+    if (!link.stream->read_from_peer(one.announced.address + one.done, one.recv->at(one.done), now)) {
+      // The kernel does not let this process read that memory. For example, a driver may have mapped it.
+      const Read refused = std::move(one);
+      link.reading.pop_front();
+      clear_to_send(link, refused.recv, refused.announced.id);
+      return true;
+    }
+    one.done += now;
+    if (one.done < one.recv->bytes) return true;
+    link.outbox.push_back(envelope(Kind::taken, one.announced.id));
+    one.told = moved = true;
   }
-  link.outbox.push_back(envelope(Kind::taken, ended.announced.id));
-  finish(ended.recv);
+  moved |= write_returns(link);
+  if (!link.outbox.empty() && !link.deaf) return moved;
+  const Shared recv = std::move(one.recv);
+  link.reading.pop_front();
+  finish(recv);
   return true;
 }
 
@@ -763,7 +772,7 @@ void Mailbox::end(Link& link, Ending ending) {
   const auto fail = [&](const Shared& transfer) { finish(transfer, lost(*transfer, link)); };
   if (link.current) fail(std::exchange(link.current, nullptr));
   for (const auto& [id, transfer] : std::exchange(link.waiting, {})) fail(transfer);
-  for (const Read& read : std::exchange(link.reading, {})) fail(read.recv);
+  for (const Read& read : std::exchange(link.reading, {})) read.told ? finish(read.recv) : fail(read.recv);
   for (const Shared& transfer : std::exchange(link.queue, {})) fail(transfer);
   // If the peer is lost, a recv from any source may still receive a message from another peer. If the link from a peer ended for
   // another reason, a message for such a recv may have been lost, so the recv fails.

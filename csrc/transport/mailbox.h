@@ -181,7 +181,8 @@ class Mailbox {
   struct Read {
     Shared recv;
     Envelope announced;
-    size_t done = 0;  // in bytes
+    size_t done = 0;    // in bytes
+    bool told = false;  // whether `taken` is in the outbox, or has been sent
   };
   // What the links to peers and the links from peers have in common.
   struct Link {

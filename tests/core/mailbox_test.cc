@@ -570,6 +570,24 @@ void a_message_is_sent_if_its_sender_cannot_be_read() {
   CHECK(out == x);
 }
 
+// The receiver never moves bytes again after its last recv. So by then it must have told the sender of all messages, although the
+// lane for this has room for fewer headers.
+void a_recv_ends_when_its_sender_has_been_told() {
+  constexpr size_t messages = 300, count = eager_bytes / 8 + 1;
+  Group group(2);
+  const Ints x = ints(count, 5);
+  std::vector<std::shared_ptr<Transfer>> sends;
+  for (size_t i = 0; i < messages; i++) sends.push_back(start_send(group[0], 1, x));
+  std::thread receiver([&] {
+    for (size_t i = 0; i < messages; i++) CHECK(recv(group[1], 0, count) == x);
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // so that the receiver fills the lane
+  std::vector<std::string> errors;
+  for (const auto& send : sends) errors.push_back(error_of(group[0], send));
+  receiver.join();
+  for (const std::string& error : errors) CHECK(error.empty());
+}
+
 void what_a_sender_has_given_up_is_not_received() {
   const Ints x = ints(large, 3);
   Announced one(x.data());
@@ -743,6 +761,7 @@ int main(int argc, char** argv) {
       continue;
     }
     messages_of_one_tag_keep_their_order();
+    a_recv_ends_when_its_sender_has_been_told();
     tags_are_received_in_any_order();
     a_recv_sees_past_more_than_the_window();
     rings_of_large_messages_do_not_deadlock();

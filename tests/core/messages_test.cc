@@ -278,11 +278,13 @@ void destroyed_without_close_with_a_message_under_way() {
   CHECK(work->done() && work->error() && work->error()->kind == "Aborted");
 }
 
+constexpr size_t heap_bytes = 64u << 20;  // the smallest heap that has rings
+
 // Between ranks of one host, messages move through memory in the sender's heap, which is free when the group has ended on both
 // ranks. This holds even if a message was never received.
 void messages_use_the_heap_of_the_sender() {
   for (const bool received : {true, false}) {
-    TwoHeaps heaps(8u << 20);
+    TwoHeaps heaps(heap_bytes);
     {
       Pair pair(heaps.seen_by(0), heaps.seen_by(1));
       for (const auto& heap : heaps.heap) CHECK(heap->reserve(1) > 0);
@@ -296,9 +298,9 @@ void messages_use_the_heap_of_the_sender() {
   }
 }
 
-// If a rank's heap has no room, the messages move over the socket.
+// If a rank's heap is small, the messages move over the socket.
 void messages_need_no_heap() {
-  TwoHeaps heaps(64u << 10);
+  TwoHeaps heaps(heap_bytes - 4096);
   Pair pair(heaps.seen_by(0), heaps.seen_by(1));
   for (const int rank : {0, 1}) {
     Ints x(large, 5), out(large);
@@ -306,17 +308,18 @@ void messages_need_no_heap() {
     CHECK(pair.ranks[1 - rank].move(false, rank, out).empty() && out == x);
     sender.join();
   }
+  for (const auto& heap : heaps.heap) CHECK(heap->reserve(1) == 0);
   for (Rank& rank : pair.ranks) rank.group->close();
 }
 
 // A rank tells where the shared memory of its link is. The other rank does not use an offset that is wrong.
 void wrong_offsets_are_refused() {
-  const std::pair<uint64_t, const char*> wrong[] = {{8u << 20, "posted memory outside its heap"},
+  const std::pair<uint64_t, const char*> wrong[] = {{heap_bytes, "posted memory outside its heap"},
                                                     {~uint64_t{0} - 63, "posted memory outside its heap"},
-                                                    {(8u << 20) - 4096, "posted memory outside its heap"},
+                                                    {heap_bytes - 4096, "posted memory outside its heap"},
                                                     {4, "a wrong offset"}};
   for (const auto& [offset, why] : wrong) {
-    TwoHeaps heaps(8u << 20);
+    TwoHeaps heaps(heap_bytes);
     Rank me(0, 2, heaps.seen_by(0));
     int ends[2];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) < 0) throw system_error("socketpair", errno);

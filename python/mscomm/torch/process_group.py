@@ -186,14 +186,12 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
 
     def allreduce(self, tensors: list[Any], opts: Any = None) -> Work:
         opts = opts or dist.AllreduceOptions()
-        if len(tensors) == 1:
-            tensor = tensors[0]
-            if tensor.layout is torch.sparse_coo:
-                return self._sparse(tensors, opts)
-            if _is_plain(tensor) and not opts.asyncOp and opts.reduceOp == _SUM:
-                # The same as below, but it takes half the time. Most calls are of this kind.
-                self._called((functools.partial(mscomm.all_reduce_, tensor.data),), opts, False)
-                return Work(tensors)
+        if tensors and tensors[0].layout is torch.sparse_coo:
+            return self._sparse(tensors, opts)
+        if len(tensors) == 1 and _is_plain(tensors[0]) and not opts.asyncOp and opts.reduceOp == _SUM:
+            # The same as below, but it takes half the time. Most calls are of this kind.
+            self._called((functools.partial(mscomm.all_reduce_, tensors[0].data),), opts, False)
+            return Work(tensors)
         return self._reduced(tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Any], opts: Any = None) -> Work:
@@ -475,7 +473,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
 
     def _called(self, calls: Sequence[Call], opts: Any, beside: bool) -> list[Any]:
         limit = opts.timeout
-        limit = limit if limit > _NO_LIMIT else None  # None stands for the time limit of the group
+        limit = limit if limit > _NO_LIMIT else self._group.timeout_s
         try:
             return [call(group=self._group, timeout=limit, async_op=beside) for call in calls]
         except mscomm.CollectiveTimeout as error:
