@@ -100,7 +100,7 @@ bool Ring::sleeps(bool receives, bool sends) {
   return !ready(receives, sends);
 }
 
-// Wakes the peer if it sleeps until this has happened.
+// Wakes the peer if it sleeps and waits for `what`, which has just happened.
 void Ring::ring_for(uint32_t what) {
   if (!(peer().wants.load() & what)) return;
   peer().wants.store(nothing, std::memory_order_relaxed);

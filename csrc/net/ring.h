@@ -48,7 +48,7 @@ class Ring {
   // Returns whether this end can read the memory of the process that made the ring. Only the other end may ask.
   bool reads_maker();
   // Copies bytes from that process to `to`. Returns whether they were copied; if not, their sender must send them. Throws
-  // Stream::Broken if the maker has closed the link: then the bytes may not be what it meant to send.
+  // Stream::Broken if the maker has closed the link, because its program may have changed the bytes since.
   bool read_from_maker(uint64_t address, void* to, size_t bytes);
 
   // Returns whether both ends have been destroyed, so that no process uses the memory any more.

@@ -76,7 +76,7 @@ struct Envelope {
   int64_t tag = 0;
   uint64_t count = 0;  // the number of elements; in a header of kind credit, the number of bytes
   uint64_t id = 0;     // the number of the message on its link, counting from 1
-  // Of an announced message: where its payload is in the memory of the sender's process, for receivers on the same host.
+  // In an announcement, the address of the payload in the sender's process, for receivers on the same host. Otherwise 0.
   uint64_t address = 0;
 };
 static_assert(sizeof(Envelope) == 48);
