@@ -135,7 +135,7 @@ void Mailbox::begin_recv(const Shared& recv) {
     } else if (source->ended) {
       finish(recv, lost(*recv, *source));
     } else {
-      accept(*source, recv, message.envelope);
+      fetch(*source, recv, message.envelope);
     }
   } else if (recv->peer != any_source && incoming_[recv->peer].ended) {
     finish(recv, lost(*recv, incoming_[recv->peer]));
@@ -605,7 +605,7 @@ void Mailbox::open(Incoming& link) {
     const Shared recv = match(link, header);
     if (!whole) {
       link.inbox_got = 0;
-      if (recv) accept(link, recv, header);
+      if (recv) fetch(link, recv, header);
       else keep(link, header, {});
       return;
     }
@@ -675,7 +675,7 @@ void Mailbox::keep(Incoming& link, const Envelope& envelope, std::vector<char> p
 }
 
 // Gets the payload of an announced message that has been matched to the recv.
-void Mailbox::accept(Incoming& link, const Shared& recv, const Envelope& announced) {
+void Mailbox::fetch(Incoming& link, const Shared& recv, const Envelope& announced) {
   recv->begun_ = true;
   // If each rank has a CPU, the sender and the receiver copy at the same time, through the ring. This takes three quarters of the
   // time. If ranks share CPUs, one copy takes half the time of two.

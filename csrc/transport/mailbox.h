@@ -278,7 +278,7 @@ class Mailbox {
   Shared match(Incoming& link, const Envelope& envelope);
   bool fits(const Shared& recv, int peer, const Envelope& envelope);
   void keep(Incoming& link, const Envelope& envelope, std::vector<char> payload);
-  void accept(Incoming& link, const Shared& recv, const Envelope& announced);
+  void fetch(Incoming& link, const Shared& recv, const Envelope& announced);
   void clear_to_send(Incoming& link, const Shared& recv, uint64_t id);
   bool read_from_sender(Incoming& link);
   void give_back(Incoming& link, size_t bytes);
