@@ -13,6 +13,16 @@ import mscomm
 from mscomm.job import resolve
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_stand_in():
+    """Check that no test has opened a stand-in in pytest's own process. It would stay there, and init() of another test
+    would take it for a driver.
+    """
+    yield
+    opened = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/mscomm-fakes-" in line}
+    assert not opened, f"a test of this file has opened {opened}: use a new process"
+
+
 @pytest.fixture
 def tmpdir_env(tmp_path, monkeypatch):
     """Make tmp_path the folder for temporary files in this process and its children."""
