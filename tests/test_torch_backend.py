@@ -208,6 +208,25 @@ except RuntimeError as error:
     assert done.stdout.count("rank 1 called scatter #1 (float32[8], root 0)") == 2, done.stdout + done.stderr
 
 
+def test_lists_of_other_sizes_are_a_mismatch(tmp_path: Path) -> None:
+    """The lists of the ranks agree in the number of elements in total, and in that of the rank itself."""
+    body = """
+dist.init_process_group("mscomm")
+sizes = [1, 2, 3]
+out = [torch.empty(n) for n in sizes]
+dist.all_gather(out, torch.full((rank + 1,), float(rank)))
+assert [x.tolist() for x in out] == [[i] * n for i, n in enumerate(sizes)]
+dist.all_gather(out, torch.full((rank + 1,), 7.0), async_op=True).wait()
+assert all(x.eq(7).all() for x in out)
+try:
+    dist.all_gather([torch.empty(n) for n in ([1, 3, 2] if rank == 0 else sizes)], torch.ones(rank + 1))
+except RuntimeError as error:
+    sys.stdout.write(f"{type(error).__name__} {error}\\n")
+"""
+    done = run(3, tmp_path, body)
+    assert done.stdout.count("Mismatch") == 3, done.stdout + done.stderr
+
+
 def test_a_script_that_does_not_destroy_the_group_ends_well(tmp_path: Path) -> None:
     began = time.monotonic()
     done = run(2, tmp_path, 'dist.init_process_group("mscomm")\nwork = dist.all_reduce(torch.ones(1), async_op=True)')

@@ -424,7 +424,7 @@ def reduce_scatter_v(
         what=FUNCTION["reduce_scatter"],
         op=op,
         rows=rows,
-        digest=_digest(rows),
+        digest=digest_of(rows),
     )
     seconds = group.seconds(timeout)
     if async_op:
@@ -556,7 +556,7 @@ def _scatter(
         rows = arguments.checked_counts(function, "counts", counts, group, None if given is None else given.shape)
     if at_root and given is None:
         raise TypeError(f"{function}: x is None at the root, whose array is divided; other ranks may pass None")
-    digest = 0 if rows is None else _digest(rows)
+    digest = 0 if rows is None else digest_of(rows)
 
     def parts(x: _core.Array | None, told: tuple[tuple[int, ...], int] | None = None) -> _core.Call:
         return core.prepare(
@@ -768,7 +768,7 @@ def _fused(kinds: tuple[tuple[int, tuple[int, ...], bool], ...]) -> tuple[int, l
             parts.append(bucket)
         bucket.append(i)
         filling[code, on_device] = bucket, filled + size
-    return _digest(kinds), parts
+    return digest_of(kinds), parts
 
 
 # -- memory
@@ -805,7 +805,7 @@ def zeros(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
 # -- the digest of arguments
 
 
-def _digest(agreed: object) -> int:
+def digest_of(agreed: object) -> int:
     """Return a hash of the repr of arguments that must be equal on all ranks.
 
     The hash is never 0, because a digest of 0 means "no digest".

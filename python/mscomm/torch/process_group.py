@@ -19,7 +19,7 @@ import mscomm
 from mscomm.arrays.described import in_memory
 from mscomm.arrays.numpy import dtype_code, dtype_named
 from mscomm.arrays.torch import warn_if_differentiated
-from mscomm.collectives import FUNCTION
+from mscomm.collectives import FUNCTION, digest_of
 from mscomm.torch.works import Work, timed_out, uncompiled
 
 _OPS = {
@@ -255,8 +255,10 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
             _check_list("allgather", [parts[self._group.rank]], 1, flat)
             counts = [part.numel() for part in parts]
             whole = self._staging(sum(counts), flat)
-            call: Call = mscomm.all_gather if counts == [flat.numel()] * len(counts) else mscomm.all_gather_v
-            calls.append(functools.partial(call, flat, out=whole))
+            if counts == [flat.numel()] * len(counts):
+                calls.append(functools.partial(mscomm.all_gather, flat, out=whole))
+            else:
+                calls.append(functools.partial(_all_gather_v, flat, counts, whole))
             ends.append((whole, parts))
         written = [part for parts in outputs for part in parts]
         return self._made("all_gather", calls, opts, written, lambda: _scattered(ends))
@@ -557,6 +559,19 @@ def _scatter(whole: Any, root: int, out: Any, *, group: mscomm.Group, timeout: A
     target = _array(out)
     told = ((out.numel() * group.size,), dtype_code(target.dtype))
     call = group.core.prepare(FUNCTION["scatter"], x, target, root=root, told=told)
+    return _started(call, group, timeout, async_op)
+
+
+def _all_gather_v(flat: Any, counts: list[int], out: Any, *, group: mscomm.Group, timeout: Any, async_op: bool) -> Any:
+    """Do the same as mscomm.all_gather_v, but do not send the counts first: every rank's list tells them. The ranks
+    compare the digests of their counts.
+    """
+    number, what = FUNCTION["all_gather_v"], FUNCTION["all_gather"]
+    call = group.core.prepare(number, _array(flat), _array(out), what=what, rows=counts, digest=digest_of(counts))
+    return _started(call, group, timeout, async_op)
+
+
+def _started(call: Any, group: mscomm.Group, timeout: Any, async_op: bool) -> Any:
     seconds = group.seconds(timeout)
     return group.start(call, seconds) if async_op else group.run(call, seconds)
 
