@@ -336,3 +336,196 @@ else:
     env = clean_environment()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_complex_numbers_are_multiplied_as_such_and_have_no_minimum(tmp_path: Path) -> None:
+    body = """
+dist.init_process_group("mscomm")
+z, out = torch.tensor([1 + 1j, 2j]), torch.empty(1, dtype=torch.complex64)
+prod, low = dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN
+dist.reduce_scatter_single(out, z, op=prod)
+assert out.tolist() == [[2j], [-4 + 0j]][rank], out
+dist.reduce_scatter(out, list(z.split(1)), op=prod)
+assert out.tolist() == [[2j], [-4 + 0j]][rank], out
+reduced = z.clone()
+dist.reduce(reduced, 0, op=prod)
+assert rank or reduced.tolist() == [2j, -4 + 0j], reduced
+for call in (lambda: dist.reduce(z, 0, op=low), lambda: dist.reduce_scatter_single(out, z, op=low)):
+    try:
+        call()
+    except TypeError as error:
+        assert "complex64" in str(error), error
+    else:
+        raise AssertionError
+dist.barrier()
+sys.stdout.write("done\\n")
+"""
+    done = run(2, tmp_path, body)
+    assert done.stdout.count("done") == 2, done.stdout + done.stderr
+
+
+def test_both_forms_of_arguments(tmp_path: Path) -> None:
+    body = """
+import datetime
+dist.init_process_group("mscomm")
+group, op, limit = dist.group.WORLD, dist.ReduceOp, datetime.timedelta(seconds=60)
+x = lambda: torch.tensor([1.0 + rank, 5.0])
+def is_now(tensor, *values):
+    assert tensor.tolist() == list(values), (tensor, values)
+for given in ((x(), op.MAX), ([x()], op.MAX), (x(), op.MAX, limit)):
+    tensor = given[0][0] if isinstance(given[0], list) else given[0]
+    group.allreduce(*given).wait()
+    is_now(tensor, 2, 5)
+a, b, c = x(), x(), x()
+group.allreduce(a, op=op.MIN, timeout=limit).wait()
+is_now(a, 1, 5)
+group.broadcast(b, 1, limit).wait()
+is_now(b, 2, 5)
+group.reduce(c, root=1, op=op.PRODUCT).wait()
+is_now(c, *([1, 5] if rank == 0 else [2, 25]))
+parts = [torch.empty(2), torch.empty(2)]
+group.allgather(parts, x(), limit).wait()
+is_now(torch.cat(parts), 1, 5, 2, 5)
+parts = [torch.empty(2), torch.empty(2)]
+group.gather(parts if rank == 1 else [], x(), 1).wait()
+assert rank == 0 or torch.cat(parts).tolist() == [1, 5, 2, 5]
+group.scatter(a, parts if rank == 1 else [], 1).wait()
+is_now(a, *([1, 5] if rank == 0 else [2, 5]))
+group.reduce_scatter(a, [x(), x()], op.MAX).wait()
+is_now(a, 2, 5)
+group.all_to_all_single(a, x(), [], [], limit).wait()
+is_now(a, *([1, 2] if rank == 0 else [5, 5]))
+group.barrier(timeout=limit).wait()
+for wrong in (lambda: group.broadcast(a, 0, limit, 1), lambda: group.reduce(a, tag=1)):
+    try:
+        wrong()
+    except TypeError as error:
+        assert "unexpected arguments" in str(error)
+    else:
+        raise AssertionError
+sys.stdout.write("done\\n")
+"""
+    done = run(2, tmp_path, body)
+    assert done.stdout.count("done") == 2, done.stdout + done.stderr
+
+
+def test_tensors_of_special_kinds(tmp_path: Path) -> None:
+    """Results of functional collectives, emptied storages, repeated elements, and 16 bits without ml-dtypes."""
+    body = """
+sys.modules["ml_dtypes"] = None
+import torch.distributed._functional_collectives as functional
+dist.init_process_group("mscomm")
+def waited():
+    return functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
+out = torch.empty(2)
+dist.all_to_all_single(out, waited())
+assert out.tolist() == [2, 2]
+x = waited()
+dist.all_reduce(x)
+assert x.tolist() == [4, 4]
+out = waited()
+dist.scatter(out, [torch.full((2,), 7.0)] * 2 if rank == 0 else None)
+assert out.tolist() == [7, 7]
+for kind in (torch.bfloat16, torch.float8_e4m3fn):
+    half, parts = torch.ones(2).to(kind), [torch.empty(i + 1).to(kind) for i in range(2)]
+    dist.all_to_all_single(half, torch.full((2,), 3.0).to(kind))
+    dist.all_gather(parts, half[: rank + 1])
+    dist.scatter(half, parts[1:] * 2 if rank == 0 else None)
+    assert half.float().tolist() == [3, 3] and torch.cat(parts).float().eq(3).all()
+parts = [torch.empty(1), torch.empty(2)]
+gone, gone2 = torch.ones(rank + 1), torch.ones(2)
+for emptied in (gone, gone2):
+    emptied.untyped_storage().resize_(0)
+for call, words in (
+    (lambda: dist.all_to_all_single(torch.empty(2), gone2), "its storage, which was resized"),
+    (lambda: dist.all_gather(parts, gone), "its storage, which was resized"),
+    (lambda: dist.broadcast(torch.ones(1).expand(4), 1 - rank), "share memory"),
+    (lambda: dist.all_reduce(torch.ones(1).expand(4)), "share memory"),
+):
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(words)
+try:
+    dist.all_reduce(torch.ones(4 + rank).to_sparse())
+except ValueError as error:
+    assert "has a sparse tensor of shape" in str(error)
+else:
+    raise AssertionError
+strided = torch.arange(8.0).view(4, 2).t()
+work = dist.broadcast(strided, 0, async_op=True)
+if rank == 0:
+    strided.fill_(9)  # the root's tensor is not written
+work.wait()
+assert rank or strided.eq(9).all()
+dist.barrier()
+sys.stdout.write("done\\n")
+"""
+    done = run(2, tmp_path, body)
+    assert done.stdout.count("done") == 2, done.stdout + done.stderr
+
+
+def test_after_a_barrier_or_the_end_all_tensors_are_filled(tmp_path: Path) -> None:
+    body = """
+dist.init_process_group("mscomm")
+def begin(i):
+    outs = [torch.full((20000,), -1.0) for _ in range(2)]
+    return outs, dist.all_gather(outs, torch.full((20000,), float(i)), group=group, async_op=True)
+for i in range(30):
+    group = None
+    (outs, work), (others, _) = begin(i), begin(i)
+    del _  # drops the Work
+    dist.barrier()
+    assert all(out.eq(i).all() for out in outs + others), i
+    del work
+    group = dist.new_group()
+    (outs, work), (others, _) = begin(i), begin(i)
+    del _
+    dist.destroy_process_group(group)
+    assert all(out.eq(i).all() for out in outs + others), i
+later = torch.zeros(2, 2).t()
+work = dist.irecv(later, 1 - rank)  # a barrier does not wait for messages
+dist.barrier()
+dist.send(torch.ones(2, 2), 1 - rank)
+work.wait()
+assert later.eq(1).all()
+sys.stdout.write("done\\n")
+"""
+    done = run(2, tmp_path, body)
+    assert done.stdout.count("done") == 2, done.stdout + done.stderr
+
+
+def test_a_monitored_barrier_waits_in_a_later_job_too(tmp_path: Path) -> None:
+    body = """
+for _ in range(2):
+    dist.init_process_group("mscomm")
+    if rank == 0:
+        time.sleep(1)
+    began = time.monotonic()
+    dist.group.WORLD.monitored_barrier()
+    waited = time.monotonic() - began
+    assert rank == 0 or waited > 0.3, waited
+    dist.destroy_process_group()
+sys.stdout.write("done\\n")
+"""
+    done = run(2, tmp_path, body)
+    assert done.stdout.count("done") == 2, done.stdout + done.stderr
+
+
+def test_an_invalid_tensor_in_a_coalesced_call_ends_the_wait_of_the_others(tmp_path: Path) -> None:
+    body = """
+dist.init_process_group("mscomm")
+x, began = torch.ones(2), time.monotonic()
+try:
+    with dist._coalescing_manager():
+        dist.all_gather_single(torch.empty(4), x)
+        dist.all_gather_single(torch.empty(4 - (rank == 0)), x)
+except (RuntimeError, ValueError) as error:
+    assert time.monotonic() - began < 60
+    sys.stdout.write(f"{type(error).__name__} {error}\\n")
+os._exit(0)
+"""
+    done = run(2, tmp_path, body)
+    assert "Aborted rank 0" in done.stdout and "ValueError" in done.stdout, done.stdout + done.stderr

@@ -236,6 +236,27 @@ def ddp_join() -> Tensors:
     return [parameter.detach() for parameter in model.parameters()]
 
 
+class Branches(nn.Module):
+    """A network that uses one of its two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)])
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layers[self.calls % 2](x)
+
+
+def ddp_join_unused() -> Tensors:
+    model = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    with Join([model]):
+        train(model, torch.optim.SGD(model.parameters(), 0.1), batches(3 + RANK % 2))
+    return [parameter.detach() for parameter in model.parameters()]
+
+
 def zero() -> Tensors:
     model = DistributedDataParallel(network())
     train(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01), batches())
@@ -348,6 +369,7 @@ CASES: dict[str, Callable[[], Tensors]] = {
     "ddp compiled aot_eager": lambda: ddp_compiled("aot_eager"),
     "ddp compiled inductor": lambda: ddp_compiled("inductor"),
     "ddp join": ddp_join,
+    "ddp join, unused parameters": ddp_join_unused,
     "zero": zero,
     "fsdp1": fsdp1,
     "fsdp2": lambda: sharded((SIZE,)),

@@ -117,7 +117,7 @@ def _print_exception() -> None:
 
 
 _completing: _Completing | None = None
-_creating = threading.Lock()
+_creating = threading.RLock()  # a garbage collection in _Completing() may end a Work that calls call_after()
 
 
 def call_after(work: Any, step: Step) -> None:
@@ -128,7 +128,11 @@ def call_after(work: Any, step: Step) -> None:
     global _completing
     with _creating:
         if _completing is None:
-            _completing = _Completing()
+            created = _Completing()
+            if _completing is None:
+                _completing = created
+            else:
+                created.end()
         completing = _completing
     completing.call_after(work, step)
 
@@ -136,7 +140,7 @@ def call_after(work: Any, step: Step) -> None:
 def _in_child() -> None:
     """Forget the thread that only the parent process has."""
     global _completing, _creating
-    _completing, _creating = None, threading.Lock()
+    _completing, _creating = None, threading.RLock()
 
 
 def _at_exit() -> None:

@@ -58,7 +58,7 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
         return _on_cuda(x)
     if x.device.type != "cpu":
         raise TypeError(f"is on {x.device}; mscomm moves tensors on the CPU and on NVIDIA GPUs: use x.cpu()")
-    if _repeats(x):
+    if repeats(x):
         expanded = memory(x.contiguous())
         expanded.flags.writeable = False
         return expanded
@@ -67,7 +67,7 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def _on_cpu(x: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return the memory of a CPU tensor. Use its address, because x.numpy() would keep PyTorch from resizing x."""
-    dtype = described_dtype(_code(x))
+    dtype = described_dtype(code_of(x))
     try:
         address, storage = x.data_ptr(), x.untyped_storage()
         there = storage.nbytes() if storage.data_ptr() or not storage.nbytes() else None
@@ -83,7 +83,7 @@ def _on_cpu(x: torch.Tensor) -> np.ndarray[Any, Any]:
     return in_memory(x, address, tuple(x.shape), dtype, tuple(step * dtype.itemsize for step in x.stride()))
 
 
-def _code(x: torch.Tensor) -> int:
+def code_of(x: torch.Tensor) -> int:
     try:
         return _CODES[x.dtype]
     except KeyError:
@@ -91,7 +91,7 @@ def _code(x: torch.Tensor) -> int:
 
 
 def _on_cuda(x: torch.Tensor) -> OnDevice:
-    dtype, index = described_dtype(_code(x)), x.get_device()
+    dtype, index = described_dtype(code_of(x)), x.get_device()
     return on_device(
         x,
         x.data_ptr(),
@@ -100,11 +100,11 @@ def _on_cuda(x: torch.Tensor) -> OnDevice:
         None if x.is_contiguous() else tuple(stride * dtype.itemsize for stride in x.stride()),
         index,
         lambda: int(_current_stream(index)),
-        writable=not _repeats(x),
+        writable=not repeats(x),
     )
 
 
-def _repeats(x: torch.Tensor) -> bool:
+def repeats(x: torch.Tensor) -> bool:
     """Return whether several elements of x share one place in memory, as after expand()."""
     return x.numel() > 0 and any(step == 0 and extent > 1 for step, extent in zip(x.stride(), x.shape, strict=True))
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mscomm
 from mscomm.job import resolve
 from mscomm.torch.process_group import group as group_of
-from mscomm.torch.works import Work, uncompiled
+from mscomm.torch.works import Pending, uncompiled
 
 Hook = Callable[[mscomm.Group, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -57,7 +57,7 @@ def _averaged(state: mscomm.Group, bucket: dist.GradBucket) -> torch.futures.Fut
     """Average the gradients of a bucket over the group."""
     buffer = bucket.buffer()
     part = mscomm.all_reduce_(buffer, "avg", group=state, async_op=True)
-    return Work([buffer], [part]).get_future().then(lambda done: done.value()[0])
+    return Pending([buffer], [part]).get_future().then(lambda done: done.value()[0])
 
 
 uncompiled(_averaged)

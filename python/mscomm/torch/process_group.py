@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import time
 import types
@@ -9,18 +10,15 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.autograd import profiler
 
 import mscomm
-from mscomm.arrays.described import in_memory
-from mscomm.arrays.numpy import dtype_code, dtype_named
-from mscomm.arrays.torch import warn_if_differentiated
+from mscomm.arrays.torch import code_of, repeats, warn_if_differentiated
 from mscomm.collectives import FUNCTION, digest_of
-from mscomm.torch.works import Work, timed_out, uncompiled
+from mscomm.torch.works import Finish, Pending, Work, timed_out, uncompiled
 
 _OPS = {
     dist.ReduceOp.SUM: "sum",
@@ -34,6 +32,7 @@ _OPS = {
 }
 
 _SUM = dist.ReduceOp.SUM
+_LINEAR = {"sum", "avg"}  # for these, a complex number is two real numbers
 _REAL = {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32}
 _NO_LIMIT = timedelta(0)
 # The options of messages, which have none in torch. They may end after the method has returned.
@@ -50,6 +49,7 @@ class _Job:
     def __init__(self, job: mscomm.Job) -> None:
         self.job = job
         self.users = 0
+        self.monitored: collections.Counter[str] = collections.Counter()  # by group: see monitored_barrier
 
 
 _job: _Job | None = None  # of the default process group; the other process groups are groups of this job
@@ -110,6 +110,42 @@ def group(process_group: dist.ProcessGroup | None = None) -> mscomm.Group:
     return found._group
 
 
+_FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
+
+
+def _two_forms(options: type, count: int, *words: str, listed: bool = True) -> Callable[[Any], Any]:
+    """Let a method take its arguments in both forms that torch has.
+
+    In the first form, `count` arguments are lists of tensors, and an object of the class `options` follows. In the
+    second form, what `words` name and a timeout follow instead, and if `listed`, one of the arguments is a tensor: each
+    argument is then the only element of a list.
+    """
+
+    def decorate(method: Any) -> Any:
+        @functools.wraps(method)
+        def either(self: Any, *given: Any, **named: Any) -> Any:
+            tensors, rest = given[:count], given[count:]
+            opts = rest[0] if rest else named.get("opts")
+            if isinstance(opts, options):
+                return method(self, *tensors, opts)
+            known = (*words, "timeout")
+            if len(rest) > len(known) or not named.keys() <= {*known, "opts"}:
+                raise TypeError(
+                    f"{method.__name__}: unexpected arguments; after the tensors, it takes {', '.join(known)}"
+                )
+            made = options()
+            for word, value in {**dict(zip(known, rest, strict=False)), **named}.items():
+                if value is not None:
+                    setattr(made, _FIELDS[word], value)
+            if listed and any(isinstance(one, torch.Tensor) for one in tensors):
+                tensors = tuple([one] for one in tensors)
+            return method(self, *tensors, made)
+
+        return either
+
+    return decorate
+
+
 class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
     """A process group whose calls mscomm makes. torch.distributed's functions call its methods; see there."""
 
@@ -120,7 +156,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         self._group = group
         self._name = self._desc = ""
         self._is_down = False
-        self._monitored = 0  # how many monitored barriers this rank has entered
+        self._unfinished: set[Finish] = set()
         job.users += 1
 
     # -- what torch asks about the group
@@ -181,17 +217,32 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
             job.job.release()
         elif self._group is not job.job.world:
             mscomm.destroy_group(self._group)
+        for finish in tuple(self._unfinished):
+            finish.call_unless_failed()
 
     # -- collectives
 
-    def allreduce(self, tensors: list[Any], opts: Any = None) -> Work:
-        opts = opts or dist.AllreduceOptions()
+    def allreduce(self, tensors: Any, opts: Any = None, *rest: Any, **named: Any) -> Work:
+        if (
+            isinstance(opts, dist.AllreduceOptions)
+            and len(tensors) == 1
+            and _is_plain(tensors[0])
+            and not opts.asyncOp
+            and opts.reduceOp == _SUM
+        ):
+            # The same as below, but it takes half the time. Most calls are of this kind.
+            try:
+                mscomm.all_reduce_(tensors[0].data, group=self._group, timeout=self._limit(opts))
+            except mscomm.CollectiveTimeout as error:
+                raise timed_out(error) from error
+            return Work(tensors)
+        work: Work = self._allreduce(tensors, opts, *rest, **named)
+        return work
+
+    @_two_forms(dist.AllreduceOptions, 1, "op")
+    def _allreduce(self, tensors: list[Any], opts: Any) -> Work:
         if tensors and tensors[0].layout is torch.sparse_coo:
             return self._sparse(tensors, opts)
-        if len(tensors) == 1 and _is_plain(tensors[0]) and not opts.asyncOp and opts.reduceOp == _SUM:
-            # The same as below, but it takes half the time. Most calls are of this kind.
-            self._called((functools.partial(mscomm.all_reduce_, tensors[0].data),), opts, False)
-            return Work(tensors)
         return self._reduced(tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Any], opts: Any = None) -> Work:
@@ -199,7 +250,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
 
     def _reduced(self, tensors: list[Any], opts: Any) -> Work:
         op, scale = _op(opts)
-        flats, finish = _flats(tensors, real=True)
+        flats, finish = _flats(tensors, op in _LINEAR)
         if scale is not None:
             for flat in flats:
                 flat.mul_(scale)
@@ -211,6 +262,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
             raise ValueError("allreduce: sparse tensors can only be summed")
         for tensor in tensors:
             mine = tensor.detach().coalesce()
+            self._check_shapes(mine, opts)
             gathers = [
                 functools.partial(mscomm.all_gather_v, x.contiguous()) for x in (mine.indices().t(), mine.values())
             ]
@@ -220,22 +272,32 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
                 tensor.copy_(total)
         return Work(tensors)
 
-    def broadcast(self, tensors: list[Any], opts: Any = None) -> Work:
-        opts = opts or dist.BroadcastOptions()
+    def _check_shapes(self, sparse: Any, opts: Any) -> None:
+        """Raise ValueError on all ranks if the sparse tensors differ in shape or in the number of sparse dimensions."""
+        mine = torch.tensor([sparse.sparse_dim(), *sparse.shape])
+        (shapes,) = self._called([functools.partial(mscomm.all_gather, mine[None])], opts, False)
+        for rank, (dims, *shape) in enumerate(shapes.tolist()):
+            if [dims, *shape] != mine.tolist():
+                other = f"rank {rank} has a sparse tensor of shape {tuple(shape)} ({dims} sparse dimensions)"
+                ours = f"rank {self._group.rank} one of shape {tuple(sparse.shape)} ({sparse.sparse_dim()})"
+                raise ValueError(f"allreduce: {other}, and {ours}")
+
+    @_two_forms(dist.BroadcastOptions, 1, "root")
+    def broadcast(self, tensors: list[Any], opts: Any) -> Work:
         flats, finish = _flats(tensors)
         calls = [functools.partial(mscomm.broadcast_, flat, opts.rootRank) for flat in flats]
-        return self._made("broadcast", calls, opts, tensors, finish)
+        return self._made("broadcast", calls, opts, tensors, None if self._group.rank == opts.rootRank else finish)
 
-    def reduce(self, tensors: list[Any], opts: Any = None) -> Work:
-        opts = opts or dist.ReduceOptions()
+    @_two_forms(dist.ReduceOptions, 1, "root", "op")
+    def reduce(self, tensors: list[Any], opts: Any) -> Work:
         op, scale = _op(opts)
-        flats, finish = _flats(tensors, real=True)
+        at_root = self._group.rank == opts.rootRank
+        flats, finish = _flats(tensors, op in _LINEAR)
         calls = []
         for flat in flats:
             x = flat if scale is None else flat * scale
-            out = flat if self._group.rank == opts.rootRank else None
-            calls.append(functools.partial(mscomm.reduce, x, opts.rootRank, op, out=out))
-        return self._made("reduce", calls, opts, tensors, finish)
+            calls.append(functools.partial(mscomm.reduce, x, opts.rootRank, op, out=flat if at_root else None))
+        return self._made("reduce", calls, opts, tensors, finish if at_root else None)
 
     def all_gather_single(self, output: Any, mine: Any, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [mine], opts)
@@ -246,8 +308,8 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         calls = [functools.partial(mscomm.all_gather, _flat(x), out=flat) for x, flat in zip(mine, flats, strict=True)]
         return self._made("all_gather", calls, opts, outputs, finish)
 
-    def allgather(self, outputs: list[list[Any]], mine: list[Any], opts: Any = None) -> Work:
-        opts = opts or AllgatherOptions()
+    @_two_forms(AllgatherOptions, 2)
+    def allgather(self, outputs: list[list[Any]], mine: list[Any], opts: Any) -> Work:
         calls, ends = [], []
         for parts, x in zip(outputs, mine, strict=True):
             flat = _flat(x)
@@ -265,10 +327,11 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
 
     def allgather_coalesced(self, outputs: list[list[Any]], mine: list[Any], opts: Any = None) -> Work:
         by_input = [[ranks[i] for ranks in outputs] for i in range(len(mine))]
-        return self.allgather(by_input, mine, opts)
+        work: Work = self.allgather(by_input, mine, opts)
+        return work
 
-    def gather(self, outputs: list[list[Any]], mine: list[Any], opts: Any = None) -> Work:
-        opts = opts or dist.GatherOptions()
+    @_two_forms(dist.GatherOptions, 2, "root")
+    def gather(self, outputs: list[list[Any]], mine: list[Any], opts: Any) -> Work:
         calls, ends = [], []
         for i, x in enumerate(mine):
             flat, whole = _flat(x), None
@@ -280,8 +343,8 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         written = [part for parts in outputs for part in parts]
         return self._made("gather", calls, opts, written, lambda: _scattered(ends))
 
-    def scatter(self, outputs: list[Any], parts: list[list[Any]], opts: Any = None) -> Work:
-        opts = opts or dist.ScatterOptions()
+    @_two_forms(dist.ScatterOptions, 2, "root")
+    def scatter(self, outputs: list[Any], parts: list[list[Any]], opts: Any) -> Work:
         flats, finish = _flats(outputs)
         calls = []
         for i, flat in enumerate(flats):
@@ -298,22 +361,22 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
     def reduce_scatter_single_coalesced(self, outputs: list[Any], xs: list[Any], opts: Any = None) -> Work:
         opts = opts or dist.ReduceScatterOptions()
         op, scale = _op(opts)
-        flats, finish = _flats(outputs, real=True)
+        flats, finish = _flats(outputs, op in _LINEAR)
         calls = []
         for x, out in zip(xs, flats, strict=True):
-            flat = _flat(x, real=True)
+            flat = _flat(x, op in _LINEAR)
             flat = flat if scale is None else flat * scale
             calls.append(functools.partial(mscomm.reduce_scatter, flat, op, out=out))
         return self._made("reduce_scatter", calls, opts, outputs, finish)
 
-    def reduce_scatter(self, outputs: list[Any], xs: list[list[Any]], opts: Any = None) -> Work:
-        opts = opts or dist.ReduceScatterOptions()
+    @_two_forms(dist.ReduceScatterOptions, 2, "op")
+    def reduce_scatter(self, outputs: list[Any], xs: list[list[Any]], opts: Any) -> Work:
         op, scale = _op(opts)
-        outs, finish = _flats(outputs, real=True)
+        outs, finish = _flats(outputs, op in _LINEAR)
         calls = []
         for parts, out in zip(xs, outs, strict=True):
             _check_list("reduce_scatter", parts, self._group.size)
-            flats = [_flat(part, real=True) for part in parts]
+            flats = [_flat(part, op in _LINEAR) for part in parts]
             whole = self._joined(flats)
             if scale is not None:
                 whole.mul_(scale)
@@ -324,17 +387,17 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
                 calls.append(functools.partial(mscomm.reduce_scatter_v, whole, counts, op, out=out))
         return self._made("reduce_scatter", calls, opts, outputs, finish)
 
+    @_two_forms(dist.AllToAllOptions, 4, listed=False)
     def all_to_all_single(
-        self, output: Any, x: Any, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
+        self, output: Any, x: Any, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any
     ) -> Work:
-        opts = opts or dist.AllToAllOptions()
         (out,), finish = _flats([output])
         counts = self._counts("input", x, input_splits)
         received = self._counts("output", output, output_splits)
         return self._exchanged(_flat(x), counts, out, received, opts, [output], finish)
 
-    def alltoall(self, outputs: list[Any], xs: list[Any], opts: Any = None) -> Work:
-        opts = opts or dist.AllToAllOptions()
+    @_two_forms(dist.AllToAllOptions, 2)
+    def alltoall(self, outputs: list[Any], xs: list[Any], opts: Any) -> Work:
         _check_list("alltoall", outputs, self._group.size)
         _check_list("alltoall", xs, self._group.size)
         flats = [_flat(x) for x in xs]
@@ -352,10 +415,10 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         received: list[int],
         opts: Any,
         outputs: list[Any],
-        finish: Callable[[], None] | None,
+        finish: Callable[[], object] | None,
     ) -> Work:
         # A rank whose parts are equal does not know whether those of the other ranks are, so all make the uneven call.
-        call = functools.partial(mscomm.all_to_all_v, _array(flat), counts, recv_counts=received, out=_array(out))
+        call = functools.partial(mscomm.all_to_all_v, flat, counts, recv_counts=received, out=out)
         return self._made("all_to_all", [call], opts, outputs, finish)
 
     def _counts(self, what: str, tensor: Any, splits: Sequence[int]) -> list[int]:
@@ -375,9 +438,16 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         width = tensor.numel() // rows if rows else 0
         return [count * width for count in splits]
 
-    def barrier(self, opts: Any = None) -> Work:
-        opts = opts or dist.BarrierOptions()
-        return self._made("barrier", [mscomm.barrier], opts, [], None)
+    @_two_forms(dist.BarrierOptions, 0)
+    def barrier(self, opts: Any) -> Work:
+        """Wait for all ranks. The asynchronous calls that this rank has made before have then filled their tensors."""
+        before = tuple(self._unfinished)
+
+        def finish() -> None:
+            for one in before:
+                one.wait()
+
+        return self._made("barrier", [mscomm.barrier], opts, [], finish if before else None)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait in rank 0 for each other rank, and name those that do not come. The group can be used afterwards.
@@ -385,9 +455,11 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         The ranks meet in the store, because a collective call that times out would break the group. The texts of the
         errors are those of gloo.
         """
-        self._monitored += 1
+        # Torch's store may still have the keys of an earlier job, or of an earlier group of this name.
+        name, run = self._group.name, self._group.epoch.run
+        self._job.monitored[name] += 1
         limit_s = self._group.timeout_s if timeout is None else timeout.total_seconds()
-        prefix, until = f"monitored {self._monitored}", time.monotonic() + limit_s
+        prefix, until = f"monitored {run.hex()} {name} {self._job.monitored[name]}", time.monotonic() + limit_s
         me, size = self._group.rank, self._group.size
         what = f"monitoredBarrier in {limit_s * 1000:.0f} ms"
         if me:
@@ -447,7 +519,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
     # -- making calls
 
     def _made(
-        self, name: str, calls: Sequence[Call], opts: Any, tensors: list[Any], finish: Callable[[], None] | None
+        self, name: str, calls: Sequence[Call], opts: Any, tensors: list[Any], finish: Callable[[], object] | None
     ) -> Work:
         """Make the calls. With opts.asyncOp, return before they end. While a profiler records, this is an event, which
         ends when the calls end.
@@ -465,21 +537,33 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
                 event._call_end_callbacks_on_future(work.get_future())
         return work
 
-    def _begun(self, calls: Sequence[Call], opts: Any, tensors: list[Any], finish: Callable[[], None] | None) -> Work:
+    def _begun(self, calls: Sequence[Call], opts: Any, tensors: list[Any], finish: Callable[[], object] | None) -> Work:
         if opts.asyncOp:
-            return Work(tensors, self._called(calls, opts, True), finish)
+            parts = self._called(calls, opts, True)
+            # A barrier does not wait for messages.
+            unfinished = set() if opts is _BESIDE else self._unfinished
+            return Pending(tensors, parts, None if finish is None else Finish(parts, finish, unfinished))
         self._called(calls, opts, False)
         if finish is not None:
             finish()
         return Work(tensors)
 
     def _called(self, calls: Sequence[Call], opts: Any, beside: bool) -> list[Any]:
-        limit = opts.timeout
-        limit = limit if limit > _NO_LIMIT else self._group.timeout_s
+        how = {"group": self._group, "timeout": self._limit(opts), "async_op": beside}
         try:
-            return [call(group=self._group, timeout=limit, async_op=beside) for call in calls]
+            made = [call(**how) for call in calls[:1]]
+            if len(calls) > 1:
+                # The other ranks may have begun the next call. An invalid argument must not let them wait for it.
+                with self._group.committed("a call on several tensors"):
+                    made += [call(**how) for call in calls[1:]]
+            return made
         except mscomm.CollectiveTimeout as error:
             raise timed_out(error) from error
+
+    def _limit(self, opts: Any) -> Any:
+        """Return the time limit of a call with these options, as an argument of mscomm's functions."""
+        limit = opts.timeout
+        return limit if limit > _NO_LIMIT else self._group.timeout_s
 
     def _staging(self, count: int, like: Any) -> Any:
         """Return an uninitialised tensor of one dimension. If it is large, it is in memory that the ranks share."""
@@ -497,12 +581,21 @@ uncompiled(*vars(ProcessGroup).values())
 def _is_plain(tensor: Any) -> bool:
     """Return whether _flat() would do nothing, and a call that writes the tensor needs no warning and no event."""
     return (
-        tensor.dtype in _REAL
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and tensor.dtype in _REAL
         and tensor.is_cpu
         and tensor.dim() == 1
         and tensor.is_contiguous()
         and not (tensor.is_neg() or tensor.requires_grad or profiler._is_profiler_enabled)
     )
+
+
+def _unwrapped(tensor: Any) -> Any:
+    """Return the tensor itself, or the result of a functional collective for which the tensor stands."""
+    if type(tensor) is torch.Tensor or not hasattr(tensor, "trigger_wait"):
+        return tensor
+    return tensor.trigger_wait()
 
 
 def _flat(tensor: Any, real: bool = False) -> Any:
@@ -512,6 +605,7 @@ def _flat(tensor: Any, real: bool = False) -> Any:
     must not see that a call has written the tensor, as with gloo. real: whether complex numbers are seen as twice as
     many real numbers, as sums are.
     """
+    tensor = _unwrapped(tensor)
     if not tensor.is_cpu:
         raise ValueError(
             f"mscomm: a tensor is on {tensor.device}; this process group is for tensors on the CPU, even if it was "
@@ -527,13 +621,15 @@ def _flat(tensor: Any, real: bool = False) -> Any:
     return torch.view_as_real(flat).view(-1) if real and flat.is_complex() else flat
 
 
-def _flats(tensors: Sequence[Any], real: bool = False) -> tuple[list[Any], Callable[[], None] | None]:
+def _flats(tensors: Sequence[Any], real: bool = False) -> tuple[list[Any], Callable[[], object] | None]:
     """Return _flat() of tensors that a call writes, and a function that copies back those that share no memory."""
     flats, copies = [], []
-    for tensor in tensors:
+    for tensor in map(_unwrapped, tensors):
         flat = _flat(tensor, real)
         flats.append(flat)
         if flat.data_ptr() != tensor.data_ptr():
+            if repeats(tensor):
+                raise ValueError("mscomm: several elements of a tensor that the call writes share memory; use clone()")
             copies.append((tensor, flat))
     return flats, functools.partial(_put_back, copies) if copies else None
 
@@ -543,22 +639,10 @@ def _put_back(copies: list[tuple[Any, Any]]) -> None:
         tensor.data.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
 
-def _array(flat: Any) -> np.ndarray[Any, Any]:
-    """Return the memory of a tensor of one dimension. flat.numpy() would keep PyTorch from resizing the tensor."""
-    return in_memory(flat, flat.data_ptr(), (flat.numel(),), _dtype(flat.dtype), None)
-
-
-@functools.cache
-def _dtype(kind: Any) -> np.dtype[Any]:
-    return dtype_named(kind)
-
-
 def _scatter(whole: Any, root: int, out: Any, *, group: mscomm.Group, timeout: Any, async_op: bool) -> Any:
     """Do the same as mscomm.scatter, but do not send the shape first: `out` tells it to every rank."""
-    x = None if whole is None else _array(whole)
-    target = _array(out)
-    told = ((out.numel() * group.size,), dtype_code(target.dtype))
-    call = group.core.prepare(FUNCTION["scatter"], x, target, root=root, told=told)
+    told = ((out.numel() * group.size,), code_of(out))
+    call = group.core.prepare(FUNCTION["scatter"], whole, out, root=root, told=told)
     return _started(call, group, timeout, async_op)
 
 
@@ -567,7 +651,7 @@ def _all_gather_v(flat: Any, counts: list[int], out: Any, *, group: mscomm.Group
     compare the digests of their counts.
     """
     number, what = FUNCTION["all_gather_v"], FUNCTION["all_gather"]
-    call = group.core.prepare(number, _array(flat), _array(out), what=what, rows=counts, digest=digest_of(counts))
+    call = group.core.prepare(number, flat, out, what=what, rows=counts, digest=digest_of(counts))
     return _started(call, group, timeout, async_op)
 
 

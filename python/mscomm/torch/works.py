@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import os
 import threading
 import time
 import types
@@ -35,73 +36,29 @@ def timed_out(error: mscomm.CollectiveTimeout) -> mscomm.CollectiveTimeout:
 
 
 class Work(_TorchWork):  # type: ignore[misc, unused-ignore]
-    """The Work of one call of a ProcessGroup, which consists of calls of mscomm.
-
-    tensors: the result. parts: the Works of these calls; none if they have ended. finish: what to do when they have
-    ended, such as copying the result to its tensors.
-    """
+    """The Work of a call of a ProcessGroup that has ended. tensors: the result."""
 
     _parts: Sequence[Any] = ()
-    _finish: Callable[[], object] | None = None
     _future: torch.futures.Future[list[Any]] | None = None
 
-    def __init__(
-        self, tensors: list[Any], parts: Sequence[Any] = (), finish: Callable[[], object] | None = None
-    ) -> None:
+    def __init__(self, tensors: list[Any]) -> None:
         _TorchWork.__init__(self)
         self._tensors = tensors
-        if parts:
-            self._parts = parts
-            self._first = parts[0]  # tells the source of a message
-            self._ending = threading.Lock()  # only one thread finishes
-            if finish is not None:
-                self._finish = finish
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait for the end of the call. timeout: a timedelta; None, 0 and less stand for the time limit of the call."""
-        if not self._parts:
-            return True
-        seconds = timeout.total_seconds() if timeout is not None else 0.0
-        until = time.monotonic() + seconds if seconds > 0 else None
-        try:
-            for part in self._parts:
-                part.wait(None if until is None else max(until - time.monotonic(), 1e-6))
-        except mscomm.CollectiveTimeout as error:
-            raise timed_out(error) from error
-        except TimeoutError as error:  # the call goes on
-            raise RuntimeError(f"mscomm: Timed out in {error}") from error
-        self._end()
         return True
-
-    def _end(self) -> None:
-        with self._ending:
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                finish()
-            self._parts = ()
-
-    def __del__(self) -> None:
-        # The user has dropped the Work of a call whose result is still to be copied to its tensors.
-        if self._finish is not None:
-            parts, finish = self._parts, self._finish
-            when_done(parts, functools.partial(_finish_unless_failed, parts, finish))
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
-        if not all(part.done() for part in self._parts):
-            return False
-        if self._parts and self.exception() is None:
-            self._end()
         return True
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        errors = (part.exception() for part in self._parts)
-        return next((error for error in errors if error is not None), None)
+        return None
 
     def result(self) -> list[Any]:
         self.wait()
@@ -128,18 +85,104 @@ class Work(_TorchWork):  # type: ignore[misc, unused-ignore]
         else:
             base.set_result(self._tensors)
 
+
+class Finish:
+    """What is to be done when the calls of a Pending have ended, such as copying the result to its tensors.
+
+    parts: the Works of these calls. unfinished: a set that contains this object until the function has been called.
+    """
+
+    def __init__(self, parts: Sequence[Any], function: Callable[[], object], unfinished: set[Finish]) -> None:
+        self.error: BaseException | None = None
+        self._parts = parts
+        self._function: Callable[[], object] | None = function
+        self._calling = threading.Lock()  # only one thread calls the function
+        self._unfinished = unfinished
+        unfinished.add(self)
+
+    def call(self) -> None:
+        """Call the function, unless it has been called. If it has raised an error, raise that. The calls have ended."""
+        with self._calling:
+            function, self._function = self._function, None
+            if function is not None:
+                try:
+                    function()
+                except BaseException as error:
+                    self.error = error
+                self._unfinished.discard(self)  # not before: a barrier waits for a function that another thread calls
+                self._parts = ()  # releases the arrays
+        if self.error is not None:
+            raise self.error
+
+    def call_unless_failed(self) -> None:
+        """Do the same, but do nothing if a call has not ended, or has failed."""
+        if all(part.done() and part.exception() is None for part in self._parts):
+            self.call()
+
+    def wait(self) -> None:
+        """Wait for the end of the calls, and call the function."""
+        for part in self._parts:
+            part.wait()
+        self.call()
+
+
+class Pending(Work):
+    """The Work of a call of a ProcessGroup that goes on. It consists of calls of mscomm.
+
+    tensors: the result. parts: the Works of these calls. finish: what is to be done when they have ended.
+    """
+
+    _finish: Finish | None = None
+
+    def __init__(self, tensors: list[Any], parts: Sequence[Any], finish: Finish | None = None) -> None:
+        Work.__init__(self, tensors)
+        self._parts = parts
+        self._first: Any = parts[0] if parts else None  # tells the source of a message
+        self._process = os.getpid()
+        self._finish = finish
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait for the end of the call. timeout: a timedelta; None, 0 and less stand for the time limit of the call."""
+        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        until = time.monotonic() + seconds if seconds > 0 else None
+        try:
+            for part in self._parts:
+                part.wait(None if until is None else max(until - time.monotonic(), 1e-6))
+        except mscomm.CollectiveTimeout as error:
+            raise timed_out(error) from error
+        except TimeoutError as error:  # the call goes on
+            raise RuntimeError(f"mscomm: Timed out in {error}") from error
+        if self._finish is not None:
+            self._finish.call()
+        self._parts = ()
+        return True
+
+    def __del__(self) -> None:
+        # The user has dropped the Work of a call whose result is still to be copied to its tensors.
+        finish = self._finish
+        if finish is not None and self._parts and self._process == os.getpid():
+            when_done(self._parts, finish.call_unless_failed)
+
+    def is_completed(self) -> bool:
+        if not all(part.done() for part in self._parts):
+            return False
+        if self.exception() is None:
+            with contextlib.suppress(Exception):  # exception() returns it
+                self.wait()
+        return True
+
+    def exception(self) -> BaseException | None:
+        errors = (part.exception() for part in self._parts)
+        error = next((error for error in errors if error is not None), None)
+        return self._finish.error if error is None and self._finish is not None else error
+
     def _source_rank(self) -> int:
         """Return the sender of a message from any source, as a rank in the group."""
         matched = self._first.matched()
         return int(matched[0])
 
 
-uncompiled(*vars(Work).values())
-
-
-def _finish_unless_failed(parts: Sequence[Any], finish: Callable[[], object]) -> None:
-    if all(part.exception() is None for part in parts):
-        finish()
+uncompiled(*vars(Work).values(), *vars(Finish).values(), *vars(Pending).values())
 
 
 def _value_or_raise(done: torch.futures.Future[Any]) -> Any:
