@@ -205,7 +205,7 @@ except RuntimeError as error:
     sys.stdout.write(f"{error}\\n")
 """
     done = run(2, tmp_path, body)
-    assert done.stdout.count("rank 1 called scatter #1 (float32[8], root 0)") == 2, done.stdout + done.stderr
+    assert done.stdout.count("rank 1 called scatter #1 (float32[4], root 0)") == 2, done.stdout + done.stderr
 
 
 def test_lists_of_other_sizes_are_a_mismatch(tmp_path: Path) -> None:

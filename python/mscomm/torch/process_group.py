@@ -10,13 +10,16 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.autograd import profiler
 
 import mscomm
-from mscomm.arrays.torch import code_of, repeats, warn_if_differentiated
+from mscomm.arrays.described import in_memory
+from mscomm.arrays.numpy import described_dtype
+from mscomm.arrays.torch import code_of, memory, repeats, warn_if_differentiated
 from mscomm.collectives import FUNCTION, digest_of
 from mscomm.torch.works import Finish, Pending, Work, timed_out, uncompiled
 
@@ -348,11 +351,15 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         flats, finish = _flats(outputs)
         calls = []
         for i, flat in enumerate(flats):
-            whole = None
+            others = None
             if self._group.rank == opts.rootRank:
                 _check_list("scatter", parts[i], self._group.size, flat)
-                whole = self._joined([_flat(part) for part in parts[i]])
-            calls.append(functools.partial(_scatter, whole, opts.rootRank, flat))
+                every = [_flat(part) for part in parts[i]]
+                mine = every.pop(opts.rootRank)
+                others = every[0] if len(every) == 1 else self._joined(every or [flat[:0]])
+                if mine.data_ptr() != flat.data_ptr():
+                    flat.copy_(mine)
+            calls.append(functools.partial(_scatter, others, opts.rootRank, flat))
         return self._made("scatter", calls, opts, outputs, finish)
 
     def reduce_scatter_single(self, output: Any, x: Any, opts: Any = None) -> Work:
@@ -418,7 +425,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         finish: Callable[[], object] | None,
     ) -> Work:
         # A rank whose parts are equal does not know whether those of the other ranks are, so all make the uneven call.
-        call = functools.partial(mscomm.all_to_all_v, flat, counts, recv_counts=received, out=out)
+        call = functools.partial(mscomm.all_to_all_v, _array(flat), counts, recv_counts=received, out=_array(out))
         return self._made("all_to_all", [call], opts, outputs, finish)
 
     def _counts(self, what: str, tensor: Any, splits: Sequence[int]) -> list[int]:
@@ -639,10 +646,36 @@ def _put_back(copies: list[tuple[Any, Any]]) -> None:
         tensor.data.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
 
-def _scatter(whole: Any, root: int, out: Any, *, group: mscomm.Group, timeout: Any, async_op: bool) -> Any:
-    """Do the same as mscomm.scatter, but do not send the shape first: `out` tells it to every rank."""
-    told = ((out.numel() * group.size,), code_of(out))
-    call = group.core.prepare(FUNCTION["scatter"], whole, out, root=root, told=told)
+def _array(flat: Any) -> np.ndarray[Any, Any]:
+    """Return the memory of a tensor of one dimension, faster than mscomm.arrays.torch.memory does.
+
+    flat.numpy() would keep PyTorch from resizing the tensor.
+    """
+    count, storage = flat.numel(), flat.untyped_storage()
+    end = (flat.storage_offset() + count) * flat.element_size()
+    if count and (storage.nbytes() < end or not storage.data_ptr()):
+        try:
+            return memory(flat)
+        except TypeError as error:
+            raise TypeError(f"mscomm: a tensor {error}") from None
+    return in_memory(flat, flat.data_ptr(), (count,), _dtype(flat.dtype), None)
+
+
+@functools.cache
+def _dtype(kind: Any) -> np.dtype[Any]:
+    return described_dtype(code_of(torch.empty(0, dtype=kind)))
+
+
+def _scatter(others: Any, root: int, out: Any, *, group: mscomm.Group, timeout: Any, async_op: bool) -> Any:
+    """Do the same as mscomm.scatter, but do not send the shape first: `out` tells it to every rank.
+
+    others: at the root, the parts of all other ranks. The root has its own part already.
+    """
+    x = None if others is None else _array(others)
+    counts = [0 if rank == root else out.numel() for rank in range(group.size)]
+    target = _array(out[:0] if group.rank == root else out)
+    told = ((sum(counts),), code_of(out))
+    call = group.core.prepare(FUNCTION["scatter"], x, target, root=root, rows=counts, told=told)
     return _started(call, group, timeout, async_op)
 
 
@@ -651,7 +684,7 @@ def _all_gather_v(flat: Any, counts: list[int], out: Any, *, group: mscomm.Group
     compare the digests of their counts.
     """
     number, what = FUNCTION["all_gather_v"], FUNCTION["all_gather"]
-    call = group.core.prepare(number, flat, out, what=what, rows=counts, digest=digest_of(counts))
+    call = group.core.prepare(number, _array(flat), _array(out), what=what, rows=counts, digest=digest_of(counts))
     return _started(call, group, timeout, async_op)
 
 
