@@ -529,3 +529,22 @@ os._exit(0)
 """
     done = run(2, tmp_path, body)
     assert "Aborted rank 0" in done.stdout and "ValueError" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_profiler_that_ends_right_after_wait_has_all_events(tmp_path: Path) -> None:
+    body = """
+from torch.autograd import profiler
+dist.init_process_group("mscomm")
+x, y = torch.ones(4), torch.empty(4)
+for _ in range(300):
+    with profiler.profile() as seen:
+        works = [dist.isend(x, 1 - rank), dist.irecv(y, 1 - rank), dist.all_reduce(y.clone(), async_op=True)]
+        for work in works:
+            work.wait()
+    names = sorted(event.key for event in seen.key_averages() if event.key.startswith("mscomm:"))
+    assert names == ["mscomm:all_reduce", "mscomm:recv", "mscomm:send"], names
+    del seen
+sys.stdout.write("done\\n")
+"""
+    done = run(2, tmp_path, body)
+    assert done.returncode == 0 and done.stdout.count("done") == 2, done.stdout + done.stderr

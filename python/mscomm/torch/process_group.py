@@ -540,8 +540,8 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
             return self._begun(calls, opts, tensors, finish)
         with profiler.record_function(f"mscomm:{name}") as event:
             work = self._begun(calls, opts, tensors, finish)
-            if work._parts:
-                event._call_end_callbacks_on_future(work.get_future())
+            if isinstance(work, Pending):
+                work.end_with(event)
         return work
 
     def _begun(self, calls: Sequence[Call], opts: Any, tensors: list[Any], finish: Callable[[], object] | None) -> Work:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -133,6 +134,7 @@ class Pending(Work):
     """
 
     _finish: Finish | None = None
+    _event: Finish | None = None
 
     def __init__(self, tensors: list[Any], parts: Sequence[Any], finish: Finish | None = None) -> None:
         Work.__init__(self, tensors)
@@ -152,10 +154,23 @@ class Pending(Work):
             raise timed_out(error) from error
         except TimeoutError as error:  # the call goes on
             raise RuntimeError(f"mscomm: Timed out in {error}") from error
+        finally:
+            if self._event is not None and all(part.done() for part in self._parts):
+                self._event.call()
         if self._finish is not None:
             self._finish.call()
         self._parts = ()
         return True
+
+    def end_with(self, event: Any) -> None:
+        """End an event of torch's profiler when the calls have ended, and before wait() returns.
+
+        The program may stop the profiler after wait(). If the event ended later, torch would crash.
+        """
+        ended: torch.futures.Future[None] = torch.futures.Future()
+        event._call_end_callbacks_on_future(ended)
+        self._event = Finish(self._parts, functools.partial(ended.set_result, None), set())
+        when_done(self._parts, self._event.call)
 
     def __del__(self) -> None:
         # The user has dropped the Work of a call whose result is still to be copied to its tensors.
