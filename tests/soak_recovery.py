@@ -88,6 +88,7 @@ mark("begins")
 model = mscomm.Model(net, None, Momentum(net.parameters, 0.05, 0.9))
 config = mscomm.CheckpointConfig(save_checkpoint_steps=4, keep_checkpoint_max=2)
 model.train(6, data, [Marks(), mscomm.ModelCheckpoint("t", f"{folder}/files/{rank}", config)])
+mark("learned")
 np.savez(f"{folder}/{name}.draft.npz", **net.parameters)
 os.replace(f"{folder}/{name}.draft.npz", f"{folder}/{name}.npz")
 mark("trained")
@@ -249,7 +250,11 @@ def _kill_at(trial: Trial, victims: list[str], moment: str, rng: random.Random) 
         until = time.monotonic() + rng.random() * 1.5
         trial.watch(lambda: time.monotonic() >= until)
         again = rng.choice([*trial.names, "sched"])
-        if not trial.has(again, "trained"):
+        # A worker that is killed after train() is not replaced. It ends on all workers at once.
+        trial.running[again].send_signal(signal.SIGSTOP)
+        if any(trial.has(name, "learned") for name in trial.names):
+            trial.running[again].send_signal(signal.SIGCONT)
+        else:
             trial.kill(again)
 
 
