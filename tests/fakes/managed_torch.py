@@ -113,7 +113,7 @@ def memory(x: torch.Tensor) -> OnDevice:
         _device_of(x),
         device_array.current_stream,
         backend=library.BACKEND,
-        writable=not real._repeats(x),
+        writable=not real.repeats(x),
     )
 
 
