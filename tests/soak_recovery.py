@@ -250,7 +250,7 @@ def _kill_at(trial: Trial, victims: list[str], moment: str, rng: random.Random) 
         until = time.monotonic() + rng.random() * 1.5
         trial.watch(lambda: time.monotonic() >= until)
         again = rng.choice([*trial.names, "sched"])
-        # A worker that is killed after train() is not replaced. It ends on all workers at once.
+        # A worker that is killed after train() is not replaced. train() ends on all workers at once.
         trial.running[again].send_signal(signal.SIGSTOP)
         if any(trial.has(name, "learned") for name in trial.names):
             trial.running[again].send_signal(signal.SIGCONT)

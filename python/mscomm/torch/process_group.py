@@ -119,9 +119,9 @@ _FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 def _two_forms(options: type, count: int, *words: str, listed: bool = True) -> Callable[[Any], Any]:
     """Let a method take its arguments in both forms that torch has.
 
-    In the first form, `count` arguments are lists of tensors, and an object of the class `options` follows. In the
-    second form, what `words` name and a timeout follow instead, and if `listed`, one of the arguments is a tensor: each
-    argument is then the only element of a list.
+    In the first form, the first `count` arguments are tensors, mostly in lists, and an object of the class `options`
+    follows. In the second form, values for `words` and a time limit follow. If `listed`, the second form may have a
+    tensor in place of a list; every argument is then put into a list of one element.
     """
 
     def decorate(method: Any) -> Any:
