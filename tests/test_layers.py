@@ -23,10 +23,24 @@ CORE_SEES = {layer: set(CORE_LAYERS[: place + 1]) for place, layer in enumerate(
 
 # The modules and folders of the package, from the lowest layer up. `mscomm` is the package's own __init__.
 PYTHON_LAYERS = (
-    *("_core", "version", "errors", "environment", "tracebacks", "log", "writing", "dtype", "common"),
+    *("_core", "version", "errors", "environment", "tracebacks", "log", "writing", "dtype"),
     *("arrays", "registry", "packing", "accelerators", "cluster", "bootstrap", "notices", "context", "exits"),
     *("launching", "completing", "works", "group", "arguments", "job", "subgroups", "collectives", "messages"),
-    *("objects", "communication", "ops", "dataset", "train", "mscomm", "torch", "bench", "cli", "__main__"),
+    *(
+        "objects",
+        "communication",
+        "tensor",
+        "ops",
+        "dataset",
+        "common",
+        "train",
+        "nn",
+        "mscomm",
+        "torch",
+        "bench",
+        "cli",
+    ),
+    "__main__",
 )
 
 CORE_FILES = sorted(path for folder in (CSRC, SRC) for path in folder.rglob("*") if path.suffix in (".h", ".cc", ".cu"))

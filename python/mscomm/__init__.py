@@ -26,7 +26,8 @@ _STUB = Path(__file__).with_suffix(".pyi").read_text("utf-8")
 _MODULES = re.findall(r"^from mscomm import (\w+)", _STUB, re.M)
 _MODULE_OF = {name: module for module, name in re.findall(r"^from (mscomm\.\S+) import (\w+)", _STUB, re.M)}
 
-_NEEDS_TORCH = {"DistributedDataParallel"}  # omitted from `from mscomm import *`, which must work without torch
+# Omitted from `from mscomm import *`, which must work without torch.
+_NEEDS_TORCH = {"DistributedDataParallel", "Parameter", "ParameterTuple", "Tensor"}
 
 __all__ = ["__version__", *sorted(_MODULE_OF.keys() - _NEEDS_TORCH)]  # noqa: PLE0604
 

@@ -5,6 +5,7 @@ from mscomm import communication as communication
 from mscomm import context as context
 from mscomm import dataset as dataset
 from mscomm import dtype as dtype
+from mscomm import nn as nn
 from mscomm import ops as ops
 from mscomm import train as train
 from mscomm.collectives import all_gather as all_gather
@@ -28,6 +29,8 @@ from mscomm.collectives import scan as scan
 from mscomm.collectives import scatter as scatter
 from mscomm.collectives import scatter_v as scatter_v
 from mscomm.collectives import zeros as zeros
+from mscomm.common.seed import get_seed as get_seed
+from mscomm.common.seed import set_seed as set_seed
 from mscomm.context import GRAPH_MODE as GRAPH_MODE
 from mscomm.context import PYNATIVE_MODE as PYNATIVE_MODE
 from mscomm.context import ParallelMode as ParallelMode
@@ -96,6 +99,9 @@ from mscomm.subgroups import create_group as create_group
 from mscomm.subgroups import destroy_group as destroy_group
 from mscomm.subgroups import shrink as shrink
 from mscomm.subgroups import split as split
+from mscomm.tensor import Parameter as Parameter
+from mscomm.tensor import ParameterTuple as ParameterTuple
+from mscomm.tensor import Tensor as Tensor
 from mscomm.train import Callback as Callback
 from mscomm.train import CheckpointConfig as CheckpointConfig
 from mscomm.train import DistributedDataParallel as DistributedDataParallel

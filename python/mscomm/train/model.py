@@ -406,9 +406,16 @@ class Model:
                 " default); for their mean: mscomm.set_auto_parallel_context(gradients_mean=True)",
                 group.rank,
             )
+        trained = self._network.trained()
+        if not trained:
+            notices.warn_once(
+                "Model.train: each rank trains a model of its own, because all parameters have layerwise_parallel=True",
+                group.rank,
+            )
+            return None
         fusion = (context.get_auto_parallel_context("comm_fusion") or {}).get("allreduce", {})
         return GradientReducer(
-            self._network.trained(),
+            trained,
             mean=mean,
             bucket_mb=fusion.get("config"),
             compression=self._compression,

@@ -26,7 +26,12 @@ class Network(networks.Network):
         self._device = torch.device("cpu")
 
     def trained(self) -> dict[str, Any]:
-        return dict(self._module.named_parameters())  # including frozen weights, which the ranks compare
+        """Return the parameters, including frozen ones, which the ranks compare. Each rank keeps mscomm.Parameters with
+        layerwise_parallel=True for itself."""
+        return {name: p for name, p in self._module.named_parameters() if not _is_own(p)}
+
+    def own(self) -> set[str]:
+        return {name for name, p in self._module.named_parameters() if _is_own(p)}
 
     def weights(self) -> dict[str, Any]:
         return dict(self._module.state_dict())
@@ -48,6 +53,8 @@ class Network(networks.Network):
             self._optimizer.zero_grad()
         else:
             reducer.zero_grad()
+            for p in filter(_is_own, self._module.parameters()):
+                p.grad = None
         loss = self._loss(tuple(self._there(x) for x in batch))
         late = self._device.type != "cpu"  # read the loss after the backward pass, because reading waits for the device
         if late:
@@ -76,6 +83,10 @@ class Network(networks.Network):
 
     def load_optimizer_state(self, state: Any) -> None:
         loader(self._optimizer)(state)
+
+
+def _is_own(p: torch.nn.Parameter) -> bool:
+    return getattr(p, "layerwise_parallel", False)
 
 
 def _tensor(x: Any) -> Any:

@@ -4,10 +4,16 @@ The operators call the functions of mscomm, accept the same arrays and raise the
 applies to them. An operator may be created before init(), because its group is looked up only when the operator is
 called. An argument such as dest_rank is a rank in the group. Invalid arguments raise TypeError or ValueError as in
 MindSpore. A rank that has no result gets None, where MindSpore would return a meaningless tensor.
+
+If an array is a PyTorch tensor that requires a gradient, the gradient flows through the operators that have a
+`gradient` method. All ranks must then run the backward pass, because it calls operators, too. Through the other
+operators, no gradient flows: PyTorch raises an error in the backward pass.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -65,87 +71,124 @@ class _Operator:
         )
 
 
+class _OfArray(_Operator):
+    """The base class of the operators that are called with an array."""
+
+    def __call__(self, x: Any) -> Any:
+        """Call the operator. The result is of the same library as x."""
+        torch = sys.modules.get("torch")  # if nobody has imported torch, x is not its tensor
+        if torch is None or not isinstance(x, torch.Tensor):
+            return self.compute(x)
+        return importlib.import_module("mscomm.ops.gradients").call(self, x)
+
+    def compute(self, x: Any) -> Any:
+        """Call the function of mscomm."""
+        raise NotImplementedError(f"{type(self).__name__}.compute")
+
+    def gradient(self, by_result: Any, x: Any, result: Any) -> Any:
+        """Return the gradient of x from the gradient of the result. All ranks of the group call this together."""
+        raise NotImplementedError(f"mscomm.ops.{type(self).__name__}: no gradient flows through this operator")
+
+
 @dataclass(frozen=True)
-class AllReduce(_Operator):
+class AllReduce(_OfArray):
     """Calls mscomm.all_reduce."""
 
     op: str = ReduceOp.SUM
     group: Group | str | None = _WORLD
 
-    def __call__(self, x: Any) -> Any:
+    def compute(self, x: Any) -> Any:
         return collectives.all_reduce(x, self.op, group=self.group)
+
+    def gradient(self, by_result: Any, x: Any, result: Any) -> Any:
+        if self.op in (ReduceOp.SUM, ReduceOp.AVG):
+            return self.compute(by_result)
+        if self.op in (ReduceOp.MAX, ReduceOp.MIN):
+            return collectives.all_reduce(by_result, group=self.group) * (x == result)
+        raise NotImplementedError(f"mscomm.ops.AllReduce({self.op!r}): no gradient flows through this reduction")
 
 
 @dataclass(frozen=True)
-class AllGather(_Operator):
+class AllGather(_OfArray):
     """Calls mscomm.all_gather, which concatenates the ranks' arrays along axis 0."""
 
     group: Group | str | None = _WORLD
 
-    def __call__(self, x: Any) -> Any:
+    def compute(self, x: Any) -> Any:
         return collectives.all_gather(x, group=self.group)
+
+    def gradient(self, by_result: Any, x: Any, result: Any) -> Any:
+        return collectives.reduce_scatter(by_result, group=self.group)
 
 
 @dataclass(frozen=True)
-class ReduceScatter(_Operator):
+class ReduceScatter(_OfArray):
     """Calls mscomm.reduce_scatter, which divides the reduced array among the ranks along axis 0."""
 
     op: str = ReduceOp.SUM
     group: Group | str | None = _WORLD
 
-    def __call__(self, x: Any) -> Any:
+    def compute(self, x: Any) -> Any:
         return collectives.reduce_scatter(x, self.op, group=self.group)
+
+    def gradient(self, by_result: Any, x: Any, result: Any) -> Any:
+        if self.op not in (ReduceOp.SUM, ReduceOp.AVG):
+            raise NotImplementedError(
+                f"mscomm.ops.ReduceScatter({self.op!r}): no gradient flows through this reduction"
+            )
+        gathered = collectives.all_gather(by_result, group=self.group)
+        return gathered / resolve(self.group).size if self.op == ReduceOp.AVG else gathered
 
 
 @dataclass(frozen=True)
-class Broadcast(_Operator):
+class Broadcast(_OfArray):
     """Calls mscomm.broadcast. Returns a tuple for a tuple of arrays, as in MindSpore, and an array for an array."""
 
     root_rank: int
     group: Group | str | None = _WORLD
 
-    def __call__(self, x: Any) -> Any:
+    def compute(self, x: Any) -> Any:
         if isinstance(x, (tuple, list)):
             return tuple(collectives.broadcast(array, self.root_rank, group=self.group) for array in x)
         return collectives.broadcast(x, self.root_rank, group=self.group)
 
 
 @dataclass(frozen=True)
-class Reduce(_Operator):
+class Reduce(_OfArray):
     """Calls mscomm.reduce: dest_rank gets the result, and the other ranks get None."""
 
     dest_rank: int
     op: str = ReduceOp.SUM
     group: Group | str | None = _WORLD
 
-    def __call__(self, x: Any) -> Any:
+    def compute(self, x: Any) -> Any:
         return collectives.reduce(x, self.dest_rank, self.op, group=self.group)
 
 
 @dataclass(frozen=True)
-class CollectiveGather(_Operator):
+class CollectiveGather(_OfArray):
     """Calls mscomm.gather: dest_rank gets the ranks' arrays joined along axis 0, and the other ranks get None."""
 
     dest_rank: int
     group: Group | str | None = _WORLD
 
-    def __call__(self, x: Any) -> Any:
+    def compute(self, x: Any) -> Any:
         return collectives.gather(x, self.dest_rank, group=self.group)
 
 
 @dataclass(frozen=True)
-class CollectiveScatter(_Operator):
+class CollectiveScatter(_OfArray):
     """Calls mscomm.scatter, which divides src_rank's array along axis 0: each rank gets one part."""
 
     src_rank: int = 0
     group: Group | str | None = _WORLD
 
-    def __call__(self, x: Any) -> Any:
+    def compute(self, x: Any) -> Any:
         return collectives.scatter(x, self.src_rank, group=self.group)
 
 
 @dataclass(frozen=True)
-class AlltoAll(_Operator):
+class AlltoAll(_OfArray):
     """Splits x along split_dim, sends part i to rank i, and joins the received parts along concat_dim in rank order.
 
     split_count must be the size of the group. With split_dim = concat_dim = 0 this is the same as mscomm.all_to_all.
@@ -156,7 +199,7 @@ class AlltoAll(_Operator):
     concat_dim: int
     group: Group | str | None = _WORLD
 
-    def __call__(self, x: Any) -> Any:
+    def compute(self, x: Any) -> Any:
         n = self.split_count
         size = resolve(self.group).size
         if n != size:
@@ -181,6 +224,9 @@ class AlltoAll(_Operator):
         shape[self.concat_dim] *= n
         return came.reshape(tuple(shape))
 
+    def gradient(self, by_result: Any, x: Any, result: Any) -> Any:
+        return AlltoAll(self.split_count, self.concat_dim, self.split_dim, self.group).compute(by_result)
+
 
 @dataclass(frozen=True)
 class Barrier(_Operator):
@@ -193,7 +239,7 @@ class Barrier(_Operator):
 
 
 @dataclass(frozen=True)
-class Send(_Operator):
+class Send(_OfArray):
     """Calls mscomm.send with sr_tag as the tag.
 
     group_back, which MindSpore uses in gradients, has no effect; a warning says so.
@@ -204,7 +250,7 @@ class Send(_Operator):
     group: Group | str | None = _WORLD
     group_back: Group | str | None = _WORLD
 
-    def __call__(self, x: Any) -> None:
+    def compute(self, x: Any) -> None:
         messages.send(x, self.dest_rank, self.sr_tag, group=self.group)
 
 

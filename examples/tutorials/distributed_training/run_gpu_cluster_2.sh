@@ -1,0 +1,1 @@
+../../distributed_training/run_gpu_cluster_2.sh

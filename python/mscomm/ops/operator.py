@@ -1,0 +1,119 @@
+"""Operator: the base class of the computing operators, and the decorator that makes one from a function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from mscomm import context, notices
+from mscomm.context import ParallelMode
+
+Strategy = tuple[tuple[int, ...], ...]
+
+_DOCS = "https://www.mindspore.cn/docs/en/r2.0"
+
+
+class Operator:
+    """A computing operator, such as MatMul: created once with its attributes, then called with tensors.
+
+    Attributes: `attributes`, the arguments of the constructor by name; `instance_name`, the name of the attribute of
+    the Cell that holds the operator, or ""; `in_strategy` and `out_strategy`, see shard().
+    """
+
+    compute: ClassVar[Callable[..., Any]]
+    input_names: ClassVar[tuple[str, ...]]
+    __signature__: ClassVar[inspect.Signature]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            bound = self.__signature__.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__}: {error}") from None
+        bound.apply_defaults()
+        self.attributes: dict[str, Any] = dict(bound.arguments)
+        self.instance_name = ""
+        self.in_strategy: Strategy | None = None
+        self.out_strategy: Strategy | None = None
+
+    def shard(self, in_strategy: Strategy | None = None, out_strategy: Strategy | None = None) -> Operator:
+        """Set into how many parts each dimension of each input is divided, and return the operator.
+
+        in_strategy has a tuple for each input, and this tuple has a number for each dimension: ((2, 4), (4, 1)) divides
+        the rows of the first input into 2 parts and its columns into 4. out_strategy is the same for the results. In
+        this release, a strategy has no effect: in data-parallel and stand-alone mode each rank computes the operator on
+        its own data, and a warning says so.
+
+        Raise TypeError if a strategy is not a tuple of tuples of ints, and ValueError for a number below 1.
+
+        >>> matmul = mscomm.ops.MatMul().shard(((2, 4), (4, 1)))
+        """
+        for name, strategy in (("in_strategy", in_strategy), ("out_strategy", out_strategy)):
+            _check(f"{type(self).__name__}.shard: {name}", strategy)
+        self.in_strategy, self.out_strategy = in_strategy, out_strategy
+        return self
+
+    def __call__(self, *inputs: Any) -> Any:
+        if self.in_strategy is not None:
+            mode = context.get_auto_parallel_context("parallel_mode")
+            if mode in (ParallelMode.STAND_ALONE, ParallelMode.DATA_PARALLEL):
+                notices.warn_once(
+                    f"{self}: shard() has no effect in the parallel mode {mode}: each rank computes the operator on its"
+                    " own data"
+                )
+        return type(self).compute(*inputs, **self.attributes)
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self.attributes.items())
+        return f"{type(self).__name__}({given})"
+
+
+def _check(where: str, strategy: Any) -> None:
+    if strategy is None:
+        return
+    if not (isinstance(strategy, tuple) and all(isinstance(one, tuple) for one in strategy)):
+        raise TypeError(f"{where}={strategy!r}; expected a tuple with a tuple of ints for each tensor")
+    for number in (number for one in strategy for number in one):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{where}={strategy!r}: {number!r} is a {type(number).__name__}; expected an int")
+        if number < 1:
+            raise ValueError(f"{where}={strategy!r}: {number}; expected 1 or more parts")
+
+
+def operator(function: Callable[..., Any]) -> type[Operator]:
+    """Make an operator from a function whose positional parameters are the operator's inputs. Its keyword-only
+    parameters are the arguments of the operator's constructor, which may be passed by position."""
+    parameters = inspect.signature(function).parameters.values()
+    inputs = tuple(one.name for one in parameters if one.kind is not one.KEYWORD_ONLY)
+    attributes = [one.replace(kind=one.POSITIONAL_OR_KEYWORD) for one in parameters if one.kind is one.KEYWORD_ONLY]
+    return type(
+        function.__name__,
+        (Operator,),
+        {
+            "__doc__": function.__doc__,
+            "__module__": function.__module__,
+            "__signature__": inspect.Signature(attributes),
+            "compute": staticmethod(function),
+            "input_names": inputs,
+        },
+    )
+
+
+def missing(module: str, name: str) -> str:
+    """Return the message for a name of MindSpore's module "ops" or "nn" that mscomm does not have."""
+    places = [("torch", torch), ("torch.nn.functional", torch.nn.functional)]
+    if module == "nn":
+        places.insert(0, ("torch.nn", torch.nn))
+    instead = f"What PyTorch has instead: {_DOCS}/note/api_mapping/pytorch_api_mapping.html"
+    for path, where in places:
+        known = {one.lower().replace("_", ""): one for one in dir(where) if "_" not in (one[0], one[-1])}
+        found = known.get(name.lower().replace("_", ""), "")
+        if found and callable(getattr(where, found)):
+            instead = f"PyTorch has {path}.{found}, which accepts mscomm's tensors"
+            break
+    return (
+        f"mscomm.{module} has no {name!r}. {instead}."
+        f" In MindSpore: {_DOCS}/api_python/{module}/mindspore.{module}.{name}.html"
+    )

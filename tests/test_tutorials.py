@@ -1,0 +1,126 @@
+"""examples/tutorials: MindSpore's scripts, in which only the imports and a few marked lines differ, train on CPUs.
+
+The tutorials' texts are not in this repository. Instead, the test has a hash of each script's code in the tutorials.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import sessions
+from sessions import MSCOMM, clean_environment
+from test_examples_training import bash, digits, few, losses, mpirun, of_each_rank, places, steps, table, variables
+from test_launchers import EXAMPLES
+
+import mscomm
+
+TUTORIALS = EXAMPLES / "tutorials"
+MAX_MARKED = 12  # lines of a script, in addition to the imports
+
+__all__ = ["digits", "few", "mpirun", "table"]  # the fixtures, so that ruff keeps them
+
+# The beginning of the SHA-256 of the code blocks of the tutorials, without white space:
+# https://gitee.com/mindspore/docs/blob/master/tutorials/experts/source_en/parallel/train_cpu.md, its section on the
+# training script; train_gpu.md in the same folder; and tutorials/training/source_en/advanced_use/
+# distributed_training_ascend.md of r1.0.
+HASHES = {
+    "nccl_allgather.py": "4a25a59bd4c1206059b2d4017eb3dc4f",
+    "distributed_training_cpu/resnet50_distributed_training.py": "5be01db189e55a8b16f223920f62a89f",
+    "distributed_training/resnet50_distributed_training_gpu.py": "9acf84fa4bb44a9730fdf1f83b0cd230",
+    "distributed_training/resnet50_distributed_training_gpu_recovery.py": "be55ec8903d0a0e48ac0117046877554",
+    "distributed_training/resnet50_distributed_training.py": "e6b91daee4bbb1b5c70fe5f4757ad1d8",
+    "distributed_training/data_parallel_net.py": "b0118d9f23854eaa571ad12c951aeac0",
+}
+
+
+def as_in_the_tutorial(text: str) -> tuple[str, int]:
+    """Return a script's code as it is in the tutorial, without white space, and the number of its marked lines."""
+    head = ast.get_docstring(ast.parse(text), clean=False)
+    lines, marked = [], 0
+    for line in text.split(f'"""{head}"""', 1)[1].splitlines():
+        if line.endswith("  # added"):
+            marked += 1
+        elif "  # tutorial: " in line:
+            marked += 1
+            lines.append(line.split("  # tutorial: ", 1)[1])
+        else:
+            lines.append(re.sub(r"^(\s*(?:from|import)) mscomm(?=[. ])", r"\1 mindspore", line))
+    return re.sub(r"\s", "", "\n".join(lines)), marked
+
+
+@pytest.mark.parametrize("name", HASHES)
+def test_a_script_differs_from_the_tutorial_only_in_imports_and_in_few_marked_lines(name: str) -> None:
+    code, marked = as_in_the_tutorial((TUTORIALS / name).read_text())
+    assert marked <= MAX_MARKED
+    assert hashlib.sha256(code.encode()).hexdigest()[:32] == HASHES[name]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Copy the tutorials' folder, because its scripts write logs and checkpoints there. Return the copy."""
+    return shutil.copytree(TUTORIALS, tmp_path / "tutorials", ignore=shutil.ignore_patterns("device*", "__pycache__"))
+
+
+def test_four_ranks_gather_and_print_the_tutorials_lines(folder: Path, mpirun: str) -> None:
+    flags = ["--allow-run-as-root"] * (os.getuid() == 0) + ["--oversubscribe", "--output", f"dir={folder}/log"]
+    done = sessions.run([mpirun, *flags, "-n", "4", sys.executable, "nccl_allgather.py"], 120, variables(), folder)
+    assert done.returncode == 0, done.stderr
+    logs = sorted((folder / "log").glob("*/rank.*/stdout"))
+    assert [log.read_text() for log in logs] == ["[[0.],\n [1.],\n [2.],\n [3.]]\n"] * 4
+
+
+def test_a_scheduler_and_eight_workers_of_the_cpu_tutorial(folder: Path, few: Path, port: int) -> None:
+    """56 images make 3 steps of 2 images on 8 ranks."""
+    example = folder / "distributed_training_cpu"
+    env = variables(MS_SCHED_PORT=str(port), BATCH_SIZE="2")
+    done = sessions.run(["bash", example / "run.sh", few], 240, env)
+    logs = [(example / f"worker_{i}.txt").read_text() for i in range(8)]
+    assert done.returncode == 0, done.stdout + done.stderr + logs[0]
+    assert places(losses(logs[0])) == steps(1, 3)
+    assert all(losses(log) == losses(logs[0]) for log in logs)
+    assert re.search(r"^epoch: 1 step: 1, loss is \d\.\d+$", logs[0], re.M)
+
+
+def test_the_gpu_tutorial_by_mpirun_and_by_a_scheduler(folder: Path, few: Path, mpirun: str, port: int) -> None:
+    example = folder / "distributed_training"
+    done = bash(example, "run_gpu.sh", few, DEVICE_NUM="4", BATCH_SIZE="4")
+    log = (example / "device/train.log").read_text()
+    assert done.returncode == 0 and "training success" in done.stdout, done.stderr + log
+    by_mpirun = of_each_rank(log, 4)
+    assert places(by_mpirun) == steps(1, 3)
+
+    done = bash(example, "run_gpu_cluster.sh", few, MS_WORKER_NUM="4", MS_SCHED_PORT=str(port), BATCH_SIZE="4")
+    logs = [(example / f"device/worker_{i}.log").read_text() for i in range(4)]
+    assert done.returncode == 0, done.stderr + "".join(logs)
+    assert all(losses(log) == by_mpirun for log in logs)
+
+
+def test_the_ascend_tutorial_by_a_rank_table(folder: Path, few: Path, table: str) -> None:
+    example = folder / "distributed_training"
+    done = bash(example, "run.sh", few, "2", RANK_TABLE_FILE=table)
+    logs = [(example / f"device{i}/train.log{i}").read_text() for i in range(2)]
+    assert done.returncode == 0, done.stderr + "".join(logs)
+    assert losses(logs[0]) == losses(logs[1]) and places(losses(logs[0])) == steps(1, 3)
+
+
+def test_the_section_on_data_parallel_mode_writes_and_loads_checkpoints(folder: Path) -> None:
+    """Each rank's checkpoint has its own weight, because the tutorial's parameter is layerwise parallel."""
+    example = folder / "distributed_training"
+    env = clean_environment(OMP_NUM_THREADS="1")
+    done = sessions.run([*MSCOMM, "run", "-n", "8", "data_parallel_net.py"], 240, env, example)
+    assert done.returncode == 0, done.stderr
+    assert "each rank trains a model of its own, because all parameters have layerwise_parallel=True" in done.stderr
+    assert "shard() has no effect in the parallel mode data_parallel" in done.stderr
+    weights = []
+    for rank in range(8):
+        (file,) = (example / f"rank_{rank}_ckpt").glob("*.safetensors")
+        assert file.name == "data_parallel-2_8.safetensors"
+        weights.append(mscomm.load_checkpoint(file)["weight"].tobytes())
+    assert len(set(weights)) == 8
