@@ -155,17 +155,6 @@ def test_two_ranks_of_mpirun_print_the_same(by_mscomm_run: list[str], two_digits
     assert assert_learned(logs, STEPS) == by_mscomm_run
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_a_scheduler_and_eight_workers_learn_digits(two_digits: Path, folder: Path, port: int) -> None:
-    """The script is started as in the tutorial, but with different images and sizes."""
-    env = {"MS_SCHED_PORT": str(port), "PYTHON": sys.executable}
-    small = ["--image-size", "32", "--batch-size", "16", "--epochs", "5"]
-    done = run(["bash", folder / "run.sh", two_digits, *small], 800, clean_environment(**env))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert_learned([folder / f"worker_{i}.txt" for i in range(8)], 5 * 2)
-
-
 # -- what goes wrong
 
 

@@ -134,15 +134,6 @@ def test_run_gpu_and_run_gpu_cluster_train_the_same(folder: Path, few: Path, mpi
     assert [loss for *_, loss in losses(logs[0])] == pytest.approx([loss for *_, loss in by_mpirun], rel=1e-4)
 
 
-@pytest.mark.long
-def test_eight_ranks_by_the_tutorials_line(folder: Path, few: Path, mpirun: str) -> None:
-    flags = ["--allow-run-as-root"] * (os.getuid() == 0) + ["--oversubscribe"]
-    line = [mpirun, *flags, "-n", "8", "pytest", "-s", "-v", "./resnet50_distributed_training_gpu.py"]
-    done = sessions.run(line, TIMEOUT_S, variables(DATA_PATH=str(few), BATCH_SIZE="3"), folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert places(of_each_rank(done.stdout, 8)) == steps(1, 2)
-
-
 def test_the_two_folders_share_the_cpus_in_the_same_way() -> None:
     """Each folder is self-contained, so each has its own copy of share_cpus()."""
     files = [FOLDER / "parts.py", EXAMPLES / "distributed_training_cpu/resnet50_distributed_training.py"]

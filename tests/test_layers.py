@@ -26,21 +26,8 @@ PYTHON_LAYERS = (
     *("_core", "version", "errors", "environment", "tracebacks", "log", "writing", "dtype"),
     *("arrays", "registry", "packing", "accelerators", "cluster", "bootstrap", "notices", "context", "exits"),
     *("launching", "completing", "works", "group", "arguments", "job", "subgroups", "collectives", "messages"),
-    *(
-        "objects",
-        "communication",
-        "tensor",
-        "ops",
-        "dataset",
-        "common",
-        "train",
-        "nn",
-        "mscomm",
-        "torch",
-        "bench",
-        "cli",
-    ),
-    "__main__",
+    *("objects", "communication", "tensor", "ops", "dataset", "common", "parallel", "train", "nn", "mscomm", "torch"),
+    *("bench", "cli", "__main__"),
 )
 
 CORE_FILES = sorted(path for folder in (CSRC, SRC) for path in folder.rglob("*") if path.suffix in (".h", ".cc", ".cu"))

@@ -72,8 +72,8 @@ def test_an_option_of_set_auto_parallel_context_works_is_told_or_refused(name: s
 
 def test_the_options_of_the_other_context_functions_work_or_are_told() -> None:
     told = {option for function, option in notices.WITHOUT_EFFECT if function == "set_context"}
-    # The functions device_target() and device_id() read these two options.
-    assert set(context._context) - told == {"device_target", "device_id"}
+    # init() reads the first two options, and Model.train the others.
+    assert set(context._context) - told == {"device_target", "device_id", "save_graphs", "save_graphs_path"}
     assert {("comm_fusion", name) for name in context._FUSIONS} - notices.WITHOUT_EFFECT.keys() == {
         ("comm_fusion", "allreduce")
     }
@@ -208,7 +208,7 @@ def test_an_option_without_effect_is_told_once(function, option, tmp_path, monke
             CALLS[function](**{option: value})
     finally:
         mscomm.reset_auto_parallel_context()
-        mscomm.set_context(mode=0, save_graphs=False, save_graphs_path=".")
+        mscomm.set_context(mode=0)
     shown = repr(value)
     told = capfd.readouterr().err.splitlines()
     assert len(told) == 1 and f"WARN {function}: {option}={shown} has no effect here: {row.instead}" in told[0]
@@ -216,7 +216,7 @@ def test_an_option_without_effect_is_told_once(function, option, tmp_path, monke
 
 SETS_BEFORE_INIT = """
 import mscomm
-mscomm.set_context(save_graphs=2)
+mscomm.set_context(mode=mscomm.PYNATIVE_MODE)
 mscomm.set_auto_parallel_context(search_mode="dynamic_programming")
 mscomm.init()
 mscomm.set_auto_parallel_context(search_mode="dynamic_programming", full_batch=True)
@@ -236,7 +236,7 @@ def test_one_rank_of_a_job_tells_also_what_was_set_before_init(launcher, tmp_pat
         job = Job(3, [sys.executable, "-c", SETS_BEFORE_INIT], tmp_path, recovery)
         assert job.wait(60) == [0, 0, 0], job.logs()
         told = [warned(job.output(rank)) for rank in range(3)]
-        names = ["save_graphs=2", "search_mode=", "MS_RECOVERY_PATH", "MS_ENABLE_RECOVERY", "full_batch=True"]
+        names = ["mode=1", "search_mode=", "MS_RECOVERY_PATH", "MS_ENABLE_RECOVERY", "full_batch=True"]
     else:  # the scheduler assigns the ranks, so a worker knows its rank only after init()
         env = {"MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port), **recovery}
         roles = ["MS_SCHED", "MS_WORKER", "MS_WORKER"]
@@ -251,7 +251,7 @@ def test_one_rank_of_a_job_tells_also_what_was_set_before_init(launcher, tmp_pat
         ]
         told = [warned(process.communicate(timeout=60)[1]) for process in processes]
         assert [process.returncode for process in processes] == [0, 0, 0]
-        names = ["save_graphs=2", "search_mode=", "MS_RECOVERY_PATH", "full_batch=True"]
+        names = ["mode=1", "search_mode=", "MS_RECOVERY_PATH", "full_batch=True"]
         if enabled == "1":
             names.remove("MS_RECOVERY_PATH")
     speaking = [lines for lines in told if lines]

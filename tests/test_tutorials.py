@@ -29,8 +29,9 @@ __all__ = ["digits", "few", "mpirun", "table"]  # the fixtures, so that ruff kee
 # The beginning of the SHA-256 of the code blocks of the tutorials, without white space:
 # https://gitee.com/mindspore/docs/blob/master/tutorials/experts/source_en/parallel/train_cpu.md, its section on the
 # training script; train_gpu.md in the same folder; and tutorials/training/source_en/advanced_use/
-# distributed_training_ascend.md of r1.0.
+# distributed_training_ascend.md of r1.0; and parallel_training_quickstart.md of r2.0, in the folder of train_gpu.md.
 HASHES = {
+    "distributed_training_quickstart/net.py": "6c379698dd9c22543cb94022e798ce79",
     "nccl_allgather.py": "4a25a59bd4c1206059b2d4017eb3dc4f",
     "distributed_training_cpu/resnet50_distributed_training.py": "5be01db189e55a8b16f223920f62a89f",
     "distributed_training/resnet50_distributed_training_gpu.py": "9acf84fa4bb44a9730fdf1f83b0cd230",
@@ -76,6 +77,51 @@ def test_four_ranks_gather_and_print_the_tutorials_lines(folder: Path, mpirun: s
     assert [log.read_text() for log in logs] == ["[[0.],\n [1.],\n [2.],\n [3.]]\n"] * 4
 
 
+# The strategies that the quick-start tutorial shows for its three operators.
+TUTORIALS_STRATEGIES = ("((2, 4), (4, 1))", "((2, 4))", "((2, 4), (4, 1))")
+
+
+def test_the_quick_start_tutorial_on_eight_ranks_equals_one_process(folder: Path, mpirun: str) -> None:
+    """The losses of 20 steps fall, are equal on all ranks, and equal those of one process, with three strategies."""
+    example = folder / "distributed_training_quickstart"
+    text = (example / "net.py").read_text()
+    env = variables()
+    done = sessions.run(["bash", example / "run_with_mpi.sh"], 240, env)
+    assert done.returncode == 0, done.stdout + done.stderr + (example / "device/train.log").read_text()
+    found = {"((2, 4), (4, 1))": of_each_rank((example / "device/train.log").read_text(), 8)}
+
+    plan = (example / "saved_graph/rank_0/step_parallel_begin_0001.ir").read_text().splitlines()
+    for line, name, strategy in zip(plan, ("matmul", "relu", "matmul2"), TUTORIALS_STRATEGIES, strict=False):
+        assert f"{{instance name: {name}}}" in line and f"}} {{in_strategy: {strategy}}} : " in line
+        assert line.endswith("# scope: (Default/network-WithLossCell/_backbone-Net)")
+    executed = (example / "saved_graph/rank_5/18_execute_0001.ir").read_text()
+    assert (
+        "rank_list: (4, 5, 6, 7), group_ranks: 4-5-6-7} : (<Tensor[Float32], (8, 16)>) -> (<Tensor[Float32], (8, 4)>)"
+        in (re.search(r"^%1\.0\(out\) = ReduceScatter\(%0\) .*$", executed, re.M) or [""])[0]
+    )
+    assert ": (<Tensor[Float32], (8, 8)>, <Tensor[Float32], (8, 16)>) -> (<Tensor[Float32], (8, 16)>)" in executed
+
+    for strategy in ("((4, 2), (2, 1))", "((1, 2), (2, 4))"):
+        (example / "net.py").write_text(text.replace("((2, 4), (4, 1))", strategy))
+        done = sessions.run([*MSCOMM, "run", "-n", "8", "net.py"], 240, env, example)
+        assert done.returncode == 0, done.stderr
+        found[strategy] = of_each_rank(done.stdout, 8)
+    (example / "net.py").write_text(text.replace(".shard(((2, 4), (4, 1)))", ""))
+    alone = sessions.run([sys.executable, "net.py"], 120, env, example)
+    assert alone.returncode == 0, alone.stderr
+    expected = losses(alone.stdout)
+    assert places(expected) == steps(5, 4)
+    for strategy, lines in found.items():
+        assert places(lines) == places(expected), strategy
+        values = [loss for *_, loss in lines]
+        assert values == sorted(values, reverse=True), strategy
+        assert values == pytest.approx([loss for *_, loss in expected], rel=1e-5), strategy
+    newest = [mscomm.load_checkpoint(example / f"device/{rank}/CKP-5_4.safetensors") for rank in range(8)]
+    assert newest[0]["weight"].shape == (32, 16)
+    assert len({one["weight"].tobytes() for one in newest}) == 1
+
+
+@pytest.mark.long
 def test_a_scheduler_and_eight_workers_of_the_cpu_tutorial(folder: Path, few: Path, port: int) -> None:
     """56 images make 3 steps of 2 images on 8 ranks."""
     example = folder / "distributed_training_cpu"
@@ -88,7 +134,9 @@ def test_a_scheduler_and_eight_workers_of_the_cpu_tutorial(folder: Path, few: Pa
     assert re.search(r"^epoch: 1 step: 1, loss is \d\.\d+$", logs[0], re.M)
 
 
-def test_the_gpu_tutorial_by_mpirun_and_by_a_scheduler(folder: Path, few: Path, mpirun: str, port: int) -> None:
+def test_the_gpu_tutorial_in_auto_parallel_and_in_data_parallel_mode(
+    folder: Path, few: Path, mpirun: str, port: int
+) -> None:
     example = folder / "distributed_training"
     done = bash(example, "run_gpu.sh", few, DEVICE_NUM="4", BATCH_SIZE="4")
     log = (example / "device/train.log").read_text()
@@ -96,10 +144,15 @@ def test_the_gpu_tutorial_by_mpirun_and_by_a_scheduler(folder: Path, few: Path, 
     by_mpirun = of_each_rank(log, 4)
     assert places(by_mpirun) == steps(1, 3)
 
+    script = example / "resnet50_distributed_training_gpu.py"
+    script.write_text(script.read_text().replace("AUTO_PARALLEL, gradients_mean", "DATA_PARALLEL, gradients_mean"))
     done = bash(example, "run_gpu_cluster.sh", few, MS_WORKER_NUM="4", MS_SCHED_PORT=str(port), BATCH_SIZE="4")
     logs = [(example / f"device/worker_{i}.log").read_text() for i in range(4)]
     assert done.returncode == 0, done.stderr + "".join(logs)
-    assert all(losses(log) == by_mpirun for log in logs)
+    in_data_parallel = losses(logs[0])
+    assert all(losses(log) == in_data_parallel for log in logs) and places(in_data_parallel) == steps(1, 3)
+    # Both modes begin with the same weights and images. BatchNorm differs: by rank, or of the whole batch.
+    assert in_data_parallel[0][2] == pytest.approx(by_mpirun[0][2], rel=0.5)
 
 
 def test_the_ascend_tutorial_by_a_rank_table(folder: Path, few: Path, table: str) -> None:

@@ -7,6 +7,7 @@ from mscomm import dataset as dataset
 from mscomm import dtype as dtype
 from mscomm import nn as nn
 from mscomm import ops as ops
+from mscomm import parallel as parallel
 from mscomm import train as train
 from mscomm.collectives import all_gather as all_gather
 from mscomm.collectives import all_gather_v as all_gather_v

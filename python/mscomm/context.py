@@ -48,9 +48,9 @@ def set_context(**options: Any) -> None:
     """Set mode, device_target, device_id, save_graphs and save_graphs_path, as the scripts of MindSpore's tutorials do.
 
     device_target ("CPU", "GPU" or "Ascend") determines the backend if init() is called without a backend name.
-    device_id is the number of the device that this rank uses. Both must be set before init(). The other options have no
-    effect. Setting one of them to a value that is not the default, such as mode=PYNATIVE_MODE or save_graphs=True,
-    prints a warning.
+    device_id is the number of the device that this rank uses. Both must be set before init(). If save_graphs is not
+    False or 0, Model.train writes its plan into the folder save_graphs_path/rank_<rank> in the modes SEMI_AUTO_PARALLEL
+    and AUTO_PARALLEL. mode has no effect; mode=PYNATIVE_MODE prints a warning.
 
     Raise ValueError for an unknown option, mode or device_target, and TypeError or ValueError for an invalid device_id.
     If there is an error, no option is set.
@@ -186,11 +186,15 @@ def _mode(value: Any) -> None:
     modes = [mode for name, mode in vars(ParallelMode).items() if name.isupper()]
     if value not in modes:
         raise ValueError(f"{value!r} is not one of {', '.join(modes)}")
-    if value not in (ParallelMode.STAND_ALONE, ParallelMode.DATA_PARALLEL):
+    if value == ParallelMode.HYBRID_PARALLEL:
         raise NotImplementedError(
-            f"{value} divides a model's operators over the ranks: planned as mscomm.parallel, not in this release;"
-            " ParallelMode.DATA_PARALLEL trains one model on shards of the data"
+            f"{value} is not in this release; ParallelMode.DATA_PARALLEL with Parameter(layerwise_parallel=True) trains"
+            " such networks"
         )
+
+
+DIVIDING = (ParallelMode.SEMI_AUTO_PARALLEL, ParallelMode.AUTO_PARALLEL)  # modes that divide the network itself
+_OF_DIVIDING = ("search_mode", "dataset_strategy")  # options that have an effect in these modes
 
 
 def _bool(value: Any) -> None:
@@ -268,11 +272,15 @@ def set_auto_parallel_context(**options: Any) -> None:
     """Set how Model.train shares the work among the ranks, with MindSpore's names and defaults.
 
     * parallel_mode: with ParallelMode.STAND_ALONE, the default, each rank trains a model of its own. With DATA_PARALLEL
-      the ranks train one model, each on its shard of the data. The other modes raise NotImplementedError.
+      the ranks train one model, each on its shard of the data. With SEMI_AUTO_PARALLEL and AUTO_PARALLEL, the operators
+      of the network are divided, too: by the strategies of shard(), and elsewhere by the first dimension
+      (SEMI_AUTO_PARALLEL) or by strategies that mscomm finds (AUTO_PARALLEL). Call it before Model.train.
     * gradients_mean: if False, the default, the ranks' gradients are summed; if True, they are averaged.
     * parameter_broadcast: if True, all ranks begin with rank 0's weights. If False, the default, training
       raises an error if the ranks begin with different weights.
     * device_num, global_rank: if set, they must equal the group's size and this rank's number in the group.
+    * search_mode: "sharding_propagation", for AUTO_PARALLEL. dataset_strategy: "data_parallel", if each rank's dataset
+      has its own rows, or "full_batch", if each rank's dataset has all rows, for the modes that divide the network.
     * comm_fusion: {"allreduce": {"mode": "size", "config": 32}} sets the size of a fusion bucket in MiB; with mode
       "auto", mscomm chooses the size.
 
@@ -291,7 +299,9 @@ def set_auto_parallel_context(**options: Any) -> None:
         except (TypeError, ValueError, NotImplementedError) as error:
             raise type(error)(f"set_auto_parallel_context: {name}: {error}") from None
     _auto_parallel.update(options)
-    notices.tell_without_effect("set_auto_parallel_context", **options)
+    dividing = get_auto_parallel_context("parallel_mode") in DIVIDING
+    told = {name: value for name, value in options.items() if not (dividing and name in _OF_DIVIDING)}
+    notices.tell_without_effect("set_auto_parallel_context", **told)
     notices.tell_without_effect("comm_fusion", **(options.get("comm_fusion") or {}))
 
 

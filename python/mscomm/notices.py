@@ -73,10 +73,6 @@ _DEALT = "each rank trains on all rows of its dataset; divide the rows with num_
 
 WITHOUT_EFFECT: dict[tuple[str, str], Option] = {
     ("set_context", "mode"): Option((0,), "the framework decides how it computes (mindspore.set_context(mode=...))"),
-    ("set_context", "save_graphs"): Option(
-        (False,), "mscomm compiles no graphs; ask the framework (mindspore.set_context)"
-    ),
-    ("set_context", "save_graphs_path"): Option((".", "", None), "mscomm compiles no graphs, and saves none"),
     ("set_auto_parallel_context", "all_reduce_fusion_config"): Option(
         ([], (), None),
         'buckets follow the order of the gradients; comm_fusion={"allreduce": {"mode": "size", "config": MiB}} sets'

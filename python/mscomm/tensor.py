@@ -91,6 +91,8 @@ class Tensor(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not all(issubclass(one, torch.nn.Parameter) or issubclass(cls, one) for one in types):
+            return NotImplemented  # the other class decides
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         return result if func in _KEPT else _as_tensors(result)

@@ -1,4 +1,4 @@
-"""The script of MindSpore's tutorial "Parallel Distributed Training (Ascend)", in data-parallel mode.
+"""The script of MindSpore's tutorial "Parallel Distributed Training (Ascend)", in AUTO_PARALLEL mode.
 
 `bash run.sh DATA_PATH 2` starts it with a rank table.
 
@@ -6,7 +6,6 @@ The import lines say mscomm instead of mindspore. Every other line that differs 
 `# tutorial:` and the tutorial's line, or `# added`.
 
 * The device is chosen by init(): the NPUs if every rank has one, otherwise the CPUs.
-* ParallelMode.DATA_PARALLEL, as the tutorial says for data-parallel training.
 * The tutorial's slips: it calls init() only under `if __name__ == "__main__"`, which pytest does not run, and its
   blocks use `os` without an import.
 * The tutorial's slip: data_path is defined nowhere. The shell scripts set the environment variable DATA_PATH.
@@ -109,7 +108,7 @@ context.set_context(device_id=device_id) # set device_id
 init()  # added
 
 def test_train_cifar(epoch_size=int(os.getenv("EPOCH_SIZE", "10"))):  # tutorial: def test_train_cifar(epoch_size=10):
-    context.set_auto_parallel_context(parallel_mode=ParallelMode.DATA_PARALLEL, gradients_mean=True)  # tutorial: context.set_auto_parallel_context(parallel_mode=ParallelMode.AUTO_PARALLEL, gradients_mean=True)
+    context.set_auto_parallel_context(parallel_mode=ParallelMode.AUTO_PARALLEL, gradients_mean=True)
     loss_cb = LossMonitor()
     dataset = create_dataset(os.environ["DATA_PATH"])  # tutorial: dataset = create_dataset(data_path)
     batch_size = 32

@@ -1,4 +1,4 @@
-"""The script of MindSpore's tutorial "Distributed Parallel Training Example (GPU)", in data-parallel mode.
+"""The script of MindSpore's tutorial "Distributed Parallel Training Example (GPU)", in AUTO_PARALLEL mode.
 
 run_gpu.sh starts it with mpirun, run_gpu_cluster.sh with a scheduler and workers.
 
@@ -6,7 +6,6 @@ The import lines say mscomm instead of mindspore. Every other line that differs 
 `# tutorial:` and the tutorial's line, or `# added`.
 
 * init() uses the GPUs if every rank has one, otherwise the CPUs. init("nccl") needs a GPU for each rank.
-* ParallelMode.DATA_PARALLEL, as the tutorial says for data-parallel training.
 * The tutorial's slip: data_path is defined nowhere. The shell scripts set the environment variable DATA_PATH.
 * The sizes of the images, batches and epochs are adjustable.
 """
@@ -106,7 +105,7 @@ init()  # tutorial: init("nccl")
 
 
 def test_train_cifar(epoch_size=int(os.getenv("EPOCH_SIZE", "10"))):  # tutorial: def test_train_cifar(epoch_size=10):
-    set_auto_parallel_context(parallel_mode=ParallelMode.DATA_PARALLEL, gradients_mean=True)  # tutorial: set_auto_parallel_context(parallel_mode=ParallelMode.AUTO_PARALLEL, gradients_mean=True)
+    set_auto_parallel_context(parallel_mode=ParallelMode.AUTO_PARALLEL, gradients_mean=True)
     loss_cb = LossMonitor()
     dataset = create_dataset(os.environ["DATA_PATH"])  # tutorial: dataset = create_dataset(data_path)
     batch_size = 32

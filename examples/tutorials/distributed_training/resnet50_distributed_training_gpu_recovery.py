@@ -1,4 +1,4 @@
-"""The script of MindSpore's tutorial "Distributed Parallel Training Example (GPU)", in data-parallel mode, with recovery.
+"""The script of MindSpore's tutorial "Distributed Parallel Training Example (GPU)", with recovery.
 
 run_gpu_cluster_recovery.sh starts it.
 
@@ -6,8 +6,8 @@ The import lines say mscomm instead of mindspore. Every other line that differs 
 `# tutorial:` and the tutorial's line, or `# added`.
 
 * The tutorial shows only the two lines about checkpoints. The others are those of its script without recovery.
+* ParallelMode.DATA_PARALLEL, as the tutorial demands for recovery.
 * init() uses the GPUs if every rank has one, otherwise the CPUs. init("nccl") needs a GPU for each rank.
-* ParallelMode.DATA_PARALLEL, as the tutorial says for data-parallel training.
 * The tutorial's slip: data_path is defined nowhere. The shell scripts set the environment variable DATA_PATH.
 * The sizes of the images, batches and epochs are adjustable.
 """

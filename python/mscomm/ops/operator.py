@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +16,20 @@ from mscomm.context import ParallelMode
 Strategy = tuple[tuple[int, ...], ...]
 
 _DOCS = "https://www.mindspore.cn/docs/en/r2.0"
+
+
+# What is called instead of operators, while mscomm.parallel traces a network.
+_interceptor: ContextVar[Callable[[Operator, tuple[Any, ...]], Any] | None] = ContextVar("interceptor", default=None)
+
+
+@contextlib.contextmanager
+def intercepted(interceptor: Callable[[Operator, tuple[Any, ...]], Any]) -> Iterator[None]:
+    """In this context, operators call interceptor(operator, inputs), and compute only if it returns NotImplemented."""
+    token = _interceptor.set(interceptor)
+    try:
+        yield
+    finally:
+        _interceptor.reset(token)
 
 
 class Operator:
@@ -56,6 +72,10 @@ class Operator:
         return self
 
     def __call__(self, *inputs: Any) -> Any:
+        interceptor = _interceptor.get()
+        if interceptor is not None:
+            result = interceptor(self, inputs)
+            return type(self).compute(*inputs, **self.attributes) if result is NotImplemented else result
         if self.in_strategy is not None:
             mode = context.get_auto_parallel_context("parallel_mode")
             if mode in (ParallelMode.STAND_ALONE, ParallelMode.DATA_PARALLEL):

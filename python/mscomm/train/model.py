@@ -115,6 +115,11 @@ class Model:
         batches of its own dataset, and all ranks make the same updates. Callbacks see the mean of the ranks' losses. In
         stand-alone mode, the default, each rank trains its own model.
 
+        The modes SEMI_AUTO_PARALLEL and AUTO_PARALLEL need a PyTorch module or a Cell of mscomm.nn. The first step
+        makes a plan (see mscomm.parallel.plan) and divides the weights among the ranks, and the end of train() brings
+        them together again. The loss and the gradients are those of the whole batch of all ranks. Checkpoints contain
+        whole weights, so all ranks must save them at the same steps.
+
         recovery: whether training goes on if ranks are lost and restarted. None means yes if the job restarts lost
         ranks, that is, under `mscomm run --max-restarts N`, or with MS_ENABLE_RECOVERY=1. The surviving ranks then call
         rejoin(). All ranks go on after the newest step whose state they can take from the memory of a surviving rank,
@@ -175,6 +180,10 @@ class Model:
         ...         step.reducer.wait()
         ...         optimizer.step()
         """
+        if self._divides():
+            raise NotImplementedError(
+                "Model.steps: not for modes that divide the network; use Model.train, or mscomm.parallel.divide()"
+            )
         return self._steps(epoch, train_dataset, callbacks, initial_epoch, recovery, False)
 
     def _steps(
@@ -219,7 +228,7 @@ class Model:
             return None
         group, optimizer = plan.group, self._given["optimizer"]
         lacks = ""
-        if group is None or group.size == 1 or group.size < job.default().size:
+        if group is None or group.size == 1 or group.size < job.default().size or self._divides():
             lacks = "data-parallel mode with all ranks of a job of several ranks"
         elif not hasattr(optimizer, "state_dict") and not hasattr(optimizer, "get_parameters"):
             lacks = "an optimizer with state_dict() and load_state_dict()"
@@ -266,6 +275,7 @@ class Model:
             self._optimizer_entries(),
             "make the same optimizer on every rank, and resume all from one checkpoint",
         )
+        self._divide(group)
         reducer = self._reducer(group)
         if reducer is not None and state is not None and state["reducer"] is not None:
             reducer.load_state_dict(state["reducer"])
@@ -335,6 +345,11 @@ class Model:
         (3, 100)
         """
         group = self._training_group("resume")
+        if self._divides():
+            raise NotImplementedError(
+                "Model.resume: not in this release for modes that divide the network; to load only the weights:"
+                " load_param_into_net(net, load_checkpoint(file)) before train()"
+            )
         agreed = resuming.agree_on(Path(path), group)
         if agreed is None:
             return None
@@ -375,6 +390,8 @@ class Model:
         optimizer = self._given["optimizer"]
         if not hasattr(optimizer, "state_dict") and not hasattr(optimizer, "get_parameters"):
             return {}  # a user-defined optimizer, whose state cannot be saved
+        if self._divides():
+            return {}  # each rank has the state of its parts
         own = self._network.own()
         entries = states.entries(self._network.optimizer_state())
         return {"".join(f"[{key!r}]" for key in path): x for path, x in entries if own.isdisjoint(path)}
@@ -382,7 +399,7 @@ class Model:
     def _training_group(self, function: str) -> Group | None:
         """Return the group whose ranks train one model, or None if this rank trains alone. function: the function's
         name, for error messages."""
-        if context.get_auto_parallel_context("parallel_mode") != ParallelMode.DATA_PARALLEL:
+        if context.get_auto_parallel_context("parallel_mode") == ParallelMode.STAND_ALONE:
             if not context.auto_parallel_was_set("parallel_mode"):
                 _tell_if_one_of_several(self._group)
             return None
@@ -396,8 +413,30 @@ class Model:
                 raise ValueError(f"Model.{function}: {name}={said} was set, but {what} {mine}")
         return group
 
+    def _divides(self) -> bool:
+        return context.get_auto_parallel_context("parallel_mode") in context.DIVIDING
+
+    def _divide(self, group: Group | None) -> None:
+        """Prepare the network for a mode that divides it. In other modes, warn of an option that has no effect."""
+        mode = context.get_auto_parallel_context("parallel_mode")
+        if group is None or not self._divides():
+            if context.get_context("save_graphs"):
+                notices.warn_once(
+                    f"Model.train: save_graphs has no effect in the parallel mode {mode}; mscomm has graphs only where"
+                    " it divides the network (SEMI_AUTO_PARALLEL, AUTO_PARALLEL)"
+                )
+            return
+        search_mode = context.get_auto_parallel_context("search_mode")
+        if context.auto_parallel_was_set("search_mode") and search_mode != "sharding_propagation":
+            raise NotImplementedError(
+                f'Model.train: search_mode={search_mode!r} is not in mscomm; "sharding_propagation" is, and the default'
+            )
+        if self._compression is not None:
+            raise NotImplementedError(f"Model.train: compression is not in this release for the parallel mode {mode}")
+        self._network.divide(mode, group)
+
     def _reducer(self, group: Group | None) -> GradientReducer | None:
-        if group is None:
+        if group is None or self._divides():
             return None
         mean = context.get_auto_parallel_context("gradients_mean")
         if group.size > 1 and not mean:
@@ -472,6 +511,7 @@ class Model:
                     if guard is None or not guard.may_end_without(failure):
                         raise
             call("end")
+            self._network.join()
 
     def _rest_of_epoch(self, now: SimpleNamespace, state: dict[str, Any] | None) -> Iterator[Any]:
         """Yield the remaining batches of the current epoch. state: if training resumes in this epoch, the state in the

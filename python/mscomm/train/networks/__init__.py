@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mscomm.arrays import fill, names, values
+from mscomm.group import Group
 from mscomm.train.reducer import GradientReducer
 
 
@@ -27,6 +28,16 @@ class Network(Protocol):
         """Return the arrays to save: the trained weights, and other arrays that training changes, such as running
         means."""
         return self.trained()
+
+    def divide(self, mode: str, group: Group) -> None:
+        """Prepare for steps in a mode of context.DIVIDING, which divide the network. Model.train calls this method."""
+        raise NotImplementedError(
+            f"Model.train: the parallel mode {mode} needs a PyTorch module or a cell of mscomm.nn;"
+            " ParallelMode.DATA_PARALLEL trains networks of every library"
+        )
+
+    def join(self) -> None:
+        """Bring the weights together on every rank, if they are divided."""
 
     def own(self) -> set[str]:
         """Return the names of the weights and optimizer entries that each rank keeps for itself."""

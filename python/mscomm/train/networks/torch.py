@@ -9,8 +9,10 @@ import torch
 
 from mscomm.arrays import on_host
 from mscomm.arrays import torch as arrays
+from mscomm.group import Group
 from mscomm.train import networks
 from mscomm.train.autograd import loader
+from mscomm.train.dividing import Division
 from mscomm.train.networks import data_and_label
 from mscomm.train.reducer import GradientReducer
 
@@ -24,6 +26,7 @@ class Network(networks.Network):
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._device = torch.device("cpu")
+        self._division: Division | None = None
 
     def trained(self) -> dict[str, Any]:
         """Return the parameters, including frozen ones, which the ranks compare. Each rank keeps mscomm.Parameters with
@@ -34,7 +37,17 @@ class Network(networks.Network):
         return {name for name, p in self._module.named_parameters() if _is_own(p)}
 
     def weights(self) -> dict[str, Any]:
+        if self._division is not None:
+            return self._division.weights()
         return dict(self._module.state_dict())
+
+    def divide(self, mode: str, group: Group) -> None:
+        self._division = Division(self._module, self._loss_fn, mode, group)
+
+    def join(self) -> None:
+        if self._division is not None:
+            self._division.join()
+            self._division = None
 
     def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
         super().load(weights)
@@ -49,6 +62,8 @@ class Network(networks.Network):
         self._device = next((p.device for p in self._module.parameters()), self._device)
 
     def step(self, batch: tuple[Any, ...], reducer: GradientReducer | None) -> np.generic:
+        if self._division is not None:
+            return self._divided_step(self._division, batch)
         if reducer is None:
             self._optimizer.zero_grad()
         else:
@@ -69,6 +84,19 @@ class Network(networks.Network):
         self._optimizer.step()
         return result  # type: ignore[no-any-return]
 
+    def _divided_step(self, division: Division, batch: tuple[Any, ...]) -> np.generic:
+        given = tuple(self._there(x) for x in batch)
+        if self._loss_fn is not None:
+            data, label = data_and_label(given)
+            given = (*data, _class_numbers(label))
+        self._optimizer.zero_grad()
+        loss = division.network(given)(*given)
+        result: Any = on_host(loss.detach(), "the loss", "Model.train")[()]
+        loss.backward()
+        division.network(given).reduce_gradients()
+        self._optimizer.step()
+        return result  # type: ignore[no-any-return]
+
     def _there(self, x: Any) -> Any:
         x = _tensor(x)
         return x.to(self._device, non_blocking=True) if x.device.type == "cpu" else x
@@ -77,12 +105,15 @@ class Network(networks.Network):
         if self._loss_fn is None:
             return self._module(*batch)
         data, label = data_and_label(batch)
-        if not (label.is_floating_point() or label.is_complex() or label.dtype is torch.bool):
-            label = label.long()  # PyTorch's losses need class indices in int64
-        return self._loss_fn(self._module(*data), label)
+        return self._loss_fn(self._module(*data), _class_numbers(label))
 
     def load_optimizer_state(self, state: Any) -> None:
         loader(self._optimizer)(state)
+
+
+def _class_numbers(label: torch.Tensor) -> torch.Tensor:
+    """Return integer labels as int64, which PyTorch's losses need."""
+    return label if label.is_floating_point() or label.is_complex() or label.dtype is torch.bool else label.long()
 
 
 def _is_own(p: torch.nn.Parameter) -> bool:

@@ -1,0 +1,76 @@
+"""Division: a PyTorch module with its loss, divided among the ranks for Model.train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mscomm import context, parallel
+from mscomm.group import Group
+from mscomm.parallel import ir
+
+
+class WithLossCell(torch.nn.Module):
+    """A network and its loss function as one module. Its name is in the texts of plans, as in MindSpore."""
+
+    def __init__(self, backbone: torch.nn.Module, loss_fn: Any) -> None:
+        super().__init__()
+        self._backbone = backbone
+        self._loss_fn = loss_fn
+
+    def forward(self, *batch: Any) -> Any:
+        *data, label = batch
+        return self._loss_fn(self._backbone(*data), label)
+
+
+class Division:
+    """A module that the first step divides among the ranks of a group.
+
+    net: the divided network, or None before the first step.
+    """
+
+    def __init__(self, module: torch.nn.Module, loss_fn: Any, mode: str, group: Group) -> None:
+        self._module = module
+        self._whole = module if loss_fn is None else WithLossCell(module, loss_fn)
+        self._prefix = "" if loss_fn is None else "_backbone."
+        self._mode = mode
+        self._group = group
+        self.net: parallel.Divided | None = None
+
+    def network(self, batch: tuple[torch.Tensor, ...]) -> parallel.Divided:
+        """Return the divided network. The first call makes the plan for batches of this size."""
+        if self.net is None:
+            strategy = context.get_auto_parallel_context("dataset_strategy")
+            times = self._group.size if strategy == "data_parallel" else 1
+            inputs = [torch.empty(_rows(x, times), dtype=x.dtype, device="meta") for x in batch]
+            self._whole.train(self._module.training)
+            plan = parallel.plan(
+                self._whole, inputs, self._group.size, parallel_mode=self._mode, dataset_strategy=strategy
+            )
+            if context.get_context("save_graphs"):
+                ir.save(plan, context.get_context("save_graphs_path"), self._group.rank)
+            self.net = parallel.divide(self._whole, plan, group=self._group)
+        return self.net
+
+    def weights(self) -> dict[str, Any]:
+        """Return the whole weights by the names of the module's state_dict(). All ranks call this together."""
+        found = dict(self._module.state_dict())
+        if self.net is None:
+            return found
+        return {name: self.net.whole(self._prefix + name, x.detach()) for name, x in found.items()}
+
+    def join(self) -> None:
+        """Bring the weights together on every rank, so that the module can be used without the others."""
+        if self.net is None:
+            return
+        whole = self.weights()
+        for name, x in (*self._module.named_parameters(), *self._module.named_buffers()):
+            x.data = whole[name].clone()
+            x.grad = None
+
+
+def _rows(x: torch.Tensor, times: int) -> tuple[int, ...]:
+    if not x.shape:
+        raise ValueError("Model.train: a batch has an array without dimensions; its rows cannot be divided")
+    return (x.shape[0] * times, *x.shape[1:])

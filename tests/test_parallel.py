@@ -1,0 +1,541 @@
+"""mscomm.parallel: plans, redistributions, and networks that are divided among ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import ranks
+
+import mscomm
+
+torch = pytest.importorskip("torch")
+
+from torch.nn import functional  # noqa: E402
+
+from mscomm import Parameter, nn, ops, parallel  # noqa: E402
+from mscomm.common.initializer import initializer  # noqa: E402
+from mscomm.parallel.layout import Layout, Mesh, Step, redistribution, sent_bytes  # noqa: E402
+from mscomm.parallel.planning import Plan  # noqa: E402
+
+
+def numbers(*shape: int, seed: int = 1) -> Any:
+    return torch.tensor(np.random.default_rng(seed).standard_normal(shape), dtype=torch.float32)
+
+
+# -- layouts: redistributions of NumPy arrays, with all ranks in this process
+
+
+def part(x: np.ndarray, layout: Layout, mesh: Mesh, rank: int) -> np.ndarray:
+    """Return a rank's part of an array. If the layout is partial, the parts are different arrays with this sum."""
+    for dim, axes in enumerate(layout.dims):
+        x = np.split(x, mesh.parts(axes), dim)[mesh.index(rank, axes)]
+    places = [mesh.sizes[axis] for axis in sorted(layout.partial)]
+    if not places:
+        return x
+    # Integers, so that sums are exact: all terms but the last one are the number of the term.
+    count, mine = int(np.prod(places)), mesh.index(rank, sorted(layout.partial))
+    return np.full_like(x, mine) if mine < count - 1 else x - sum(range(count - 1))
+
+
+def taken(parts: list[np.ndarray], step: Step, mesh: Mesh) -> list[np.ndarray]:
+    """Take a step on all ranks."""
+    made = []
+    for rank in range(mesh.ranks):
+        group = mesh.group(rank, step.axes)
+        mine, n = group.index(rank), len(group)
+        if step.kind == "slice":
+            made.append(np.split(parts[rank], n, step.to)[mine])
+        elif step.kind in ("all_reduce", "reduce_scatter"):
+            total = sum(parts[other] for other in group)
+            made.append(total if step.kind == "all_reduce" else np.split(total, n, step.to)[mine])
+        elif step.kind == "all_gather":
+            made.append(np.concatenate([parts[other] for other in group], step.dim))
+        else:
+            pieces = [np.split(parts[other], n, step.to)[mine] for other in group]
+            made.append(np.concatenate(pieces, step.dim))
+    return made
+
+
+def layouts(dims: int, axes: int, partial: bool) -> list[Layout]:
+    """Return all layouts in which each axis divides a dimension, in any order, is partial, or is not used."""
+    found = []
+    for places in itertools.product(range(-2 if partial else -1, dims), repeat=axes):
+        orders = [itertools.permutations([a for a in range(axes) if places[a] == dim]) for dim in range(dims)]
+        for order in itertools.product(*orders):
+            found.append(Layout(tuple(order), frozenset(a for a in range(axes) if places[a] == -2)))
+    return found
+
+
+@pytest.mark.parametrize("count", [4, 6, 8])
+def test_a_redistribution_gives_each_rank_its_part(count: int) -> None:
+    mesh = Mesh.of(count)
+    x = np.arange(24 * 24).reshape(24, 24)
+    pairs = list(itertools.product(layouts(2, len(mesh.sizes), True), layouts(2, len(mesh.sizes), False)))
+    for before, after in random.Random(1).sample(pairs, min(len(pairs), 1500)):
+        parts = [part(x, before, mesh, rank) for rank in range(count)]
+        for step in redistribution(before, after):
+            assert list(step.axes) == sorted(step.axes)
+            size = parts[0].size
+            parts = taken(parts, step, mesh)
+            assert sent_bytes(step, mesh, size)[1] == parts[0].size
+        for rank in range(count):
+            assert np.array_equal(parts[rank], part(x, after, mesh, rank)), (before, after)
+
+
+def test_sums_and_gathers_over_several_axes_are_one_call() -> None:
+    summed = Layout(((0,), ()), frozenset({1, 2}))
+    assert redistribution(summed, Layout(((0,), ()))) == (Step("all_reduce", (1, 2)),)
+    assert redistribution(summed, Layout(((0,), (1, 2)))) == (Step("reduce_scatter", (1, 2), to=1),)
+    assert redistribution(Layout(((0,), (1, 2))), Layout(((0,), ()))) == (Step("all_gather", (1, 2), 1),)
+    assert redistribution(Layout(((), ())), Layout(((), (0, 1)))) == (Step("slice", (0, 1), to=1),)
+    assert redistribution(Layout(((0,), ())), Layout(((), (0,)))) == (Step("all_to_all", (0,), 0, 1),)
+    with pytest.raises(ValueError, match="cannot become partial"):
+        redistribution(Layout(((),)), Layout(((),), frozenset({0})))
+
+
+def test_a_mesh_has_an_axis_for_each_prime_factor() -> None:
+    assert [Mesh.of(n).sizes for n in (1, 2, 6, 8, 12, 7)] == [(), (2,), (2, 3), (2, 2, 2), (2, 2, 3), (7,)]
+    mesh = Mesh.of(8)
+    assert mesh.group(5, (1, 2)) == [4, 5, 6, 7] and mesh.group(5, (0,)) == [1, 5]
+    assert sorted(mesh.place(rank) for rank in range(8)) == list(itertools.product((0, 1), repeat=3))
+
+
+# -- plans
+
+
+class Net(nn.Cell):
+    """The network of the quick-start tutorial."""
+
+    def __init__(self, strategy: Any = ((2, 4), (4, 1)), in_dim: int = 32, hidden_dim: int = 16, out_dim: int = 16):
+        super().__init__()
+        self.weight = Parameter(initializer("normal", [in_dim, hidden_dim]), "w")
+        self.weight2 = Parameter(initializer("normal", [hidden_dim, out_dim]), "w2")
+        self.matmul = ops.MatMul()
+        if strategy is not None:
+            self.matmul.shard(strategy)
+        self.relu = ops.ReLU()
+        self.matmul2 = ops.MatMul()
+
+    def construct(self, x: Any) -> Any:
+        out = self.matmul(x, self.weight)
+        out = self.relu(out)
+        return self.matmul2(out, self.weight2)
+
+
+def quick_start(strategy: Any = ((2, 4), (4, 1))) -> Any:
+    return nn.WithLossCell(Net(strategy), nn.MSELoss())
+
+
+X, Y = np.zeros((16, 32), np.float32), np.zeros((16, 16), np.float32)
+
+
+@pytest.mark.parametrize("with_loss", [False, True])
+def test_the_plan_of_the_quick_start_tutorial(with_loss: bool) -> None:
+    plan = parallel.plan(quick_start() if with_loss else Net(), [X, Y][: 1 + with_loss], 8)
+    facts = plan.to_dict()
+    first, relu, second = facts["operators"][:3]
+    assert [one["strategy"] for one in (first, relu, second)] == [[[2, 4], [4, 1]], [[2, 4]], [[2, 4], [4, 1]]]
+    assert (first["configured"], relu["configured"], second["configured"]) == (True, False, False)
+    assert first["local_inputs"] == [[8, 8], [8, 16]] and first["local_outputs"] == [[8, 16]]
+    assert relu["local_inputs"] == [[8, 4]] and second["local_inputs"] == [[8, 4], [4, 16]]
+    summed = next(one for one in relu["transfers"] if one["phase"] == "forward")
+    assert (summed["call"], summed["ranks"], summed["groups"]) == ("reduce_scatter", [0, 1, 2, 3], 2)
+    assert Mesh.of(8).group(4, (1, 2)) == [4, 5, 6, 7]  # the other group
+    assert (summed["bytes"], summed["sent_bytes"]) == (8 * 16 * 4, 8 * 16 * 4 * 3 // 4)
+    assert [one["local_shape"] for one in facts["parameters"]] == [[8, 16], [4, 16]]
+    assert json.loads(plan.to_json()) == facts
+    table = str(plan)
+    assert "%1  ReLU" in table and "forward: reduce_scatter of %0, 512 B, ranks 0-1-2-3" in table
+    assert "* The strategy was set by shard()." in table and "reduce_scatter saves" in table
+
+
+def test_semi_automatic_parallelism_divides_the_rows_of_other_operators() -> None:
+    plan = parallel.plan(quick_start(), [X, Y], 8, parallel_mode="semi_auto_parallel")
+    assert [plan.strategy(node)[0] for node in plan.graph.nodes[:3]] == [(2, 4), (8, 1), (8, 1)]
+
+
+def test_full_batch_gives_each_rank_all_rows() -> None:
+    plan = parallel.plan(Net(), [X], 8, dataset_strategy="full_batch")
+    first = [one for one in plan.transfers() if one.node == 0 and one.what == "input 0"]
+    assert [one.step.kind for one in first] == ["slice", "slice"]
+
+
+def test_shard_sets_strategies_for_functions_and_modules_of_pytorch(capfd: pytest.CaptureFixture[str]) -> None:
+    class Sharded(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(32, 16))
+            self.head = parallel.shard(torch.nn.Linear(16, 8), ((8, 1),), ((8, 1),))
+            self.matmul = parallel.shard(torch.matmul, ((2, 4), None))
+
+        def forward(self, x: Any) -> Any:
+            return self.head(self.matmul(x, self.weight))
+
+    net = Sharded()
+    plan = parallel.plan(net, [X], 8)
+    found = {node.name: plan.strategy(node) for node in plan.graph.nodes if node.name != "Identity"}
+    assert found == {"matmul": ((2, 4), (4, 1)), "linear": ((8, 1), (1, 1), (1,))}
+    assert [plan.strategy(node) for node in plan.graph.nodes if node.name == "Identity"] == [
+        ((2, 4),),
+        *[((8, 1),)] * 2,
+    ]
+    assert net(torch.zeros(16, 32)).shape == (16, 8) and "shard() has no effect" in capfd.readouterr().err
+    with pytest.raises(ValueError, match="in_strategy has 2 items, relu was called with 1 inputs"):
+        parallel.shard(torch.relu, ((1,), (1,)))(torch.zeros(1))
+    with pytest.raises(ValueError, match="out_strategy has 2 items, relu has returned 1 results"):
+        parallel.shard(torch.relu, (), ((1,), (1,)))(torch.zeros(1))
+    with pytest.raises(TypeError, match="in_strategy is a int"):
+        parallel.shard(torch.relu, 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: parallel.plan(Net(((2, 4),)), [X], 8), ValueError, r"MatMul \(matmul\): .* has 1 tuples for 2 inputs"),
+        (lambda: parallel.plan(Net(((2,), (1, 1))), [X], 8), ValueError, "input 0 has 2 dimensions, not 1"),
+        (lambda: parallel.plan(Net(((3, 1), (1, 1))), [X], 8), ValueError, "dimension 0 of input 0 has the size 16"),
+        (lambda: parallel.plan(Net(((2, 4), (2, 1))), [X], 8), ValueError, "dimension 0 of input 1 must be .* 4 parts"),
+        (lambda: parallel.plan(Net(((4, 4), (4, 1))), [X], 8), ValueError, "needs 16 ranks; there are 8"),
+        (lambda: parallel.plan(Net(((4, 1), (1, 1))), [X], 6), ValueError, "6 ranks"),
+        (
+            lambda: parallel.plan(Net(), [X[:12]], 8),
+            ValueError,
+            "cannot be divided among 8 ranks; use dataset_strategy",
+        ),
+        (lambda: parallel.plan(Net(), [X], 0), ValueError, "ranks=0"),
+        (lambda: parallel.plan(Net(), [X], "8"), TypeError, "ranks is a str"),
+        (lambda: parallel.plan(lambda x: x, [X], 8), TypeError, "module is a function"),
+        (lambda: parallel.plan(Net(), [X], 8, parallel_mode="data_parallel"), ValueError, "parallel_mode='data_par"),
+        (lambda: parallel.plan(Net(), [X], 8, dataset_strategy="x"), ValueError, "data_parallel, full_batch"),
+    ],
+)
+def test_what_is_wrong_with_a_plan_is_said(call: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_what_cannot_be_planned_is_said() -> None:
+    class Branch(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(RuntimeError, match=r"calls __bool__\(\), which needs the numbers"):
+        parallel.plan(Branch(), [X], 2)
+    with pytest.raises(NotImplementedError, match=r"dropout \(1\) draws random numbers"):
+        parallel.plan(torch.nn.Sequential(torch.nn.Linear(32, 4), torch.nn.Dropout(0.1)), [X], 2)
+    parallel.plan(torch.nn.Sequential(torch.nn.Dropout(0.1)).eval(), [X], 2)
+
+    class Twice(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = Parameter(initializer("normal", [32, 32]), "w")
+            self.one, self.two = ops.MatMul().shard(((1, 2), (2, 1))), ops.MatMul().shard(((1, 1), (1, 2)))
+
+        def construct(self, x: Any) -> Any:
+            return self.two(self.one(x, self.weight), self.weight)
+
+    with pytest.raises(ValueError, match=r"parameter weight is divided into \(2, 1\) parts by MatMul \(one\) and into"):
+        parallel.plan(Twice(), [X], 2)
+
+    class Rare(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tile = ops.Tile().shard(((2, 1),))
+
+        def construct(self, x: Any) -> Any:
+            return self.tile(x, (2, 1))
+
+    with pytest.raises(NotImplementedError, match="Tile cannot be sharded"):
+        parallel.plan(Rare(), [X], 2)
+
+
+class Mlp(torch.nn.Module):
+    """The two layers of a transformer between which it is divided by columns and then by rows."""
+
+    def __init__(self, size: int = 512) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(size, 4 * size)
+        self.down = torch.nn.Linear(4 * size, size)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+def test_the_layers_of_a_transformer_are_divided_by_columns_and_then_by_rows() -> None:
+    """Shoeybi et al., Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism (2019)."""
+    plan = parallel.plan(Mlp(), [torch.zeros(8, 128, 512)], 4)
+    weights = {one["name"]: one["strategy"] for one in plan.to_dict()["parameters"]}
+    assert weights == {"up.weight": [4, 1], "up.bias": [4], "down.weight": [1, 4], "down.bias": [1]}
+
+
+def random_net(seed: int, count: int) -> tuple[torch.nn.Module, Any]:
+    """Return a network of about `count` random operators, and its input."""
+    draw = random.Random(seed)
+
+    class Random(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = torch.nn.ParameterList(
+                [torch.nn.Parameter(numbers(8, 8, seed=seed + i) / 3) for i in range(3)]
+            )
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)])
+            self.kinds = [draw.choice(KINDS) for _ in range(count)]
+
+        def forward(self, x: Any) -> Any:
+            old = x = self.layers[0](x)
+            for number, kind in enumerate(self.kinds):
+                x, old = kind(self, x, old, self.weights[number % 3]), x
+            return functional.mse_loss(x, x.detach() * 0.5 + 1) if x.ndim == 2 else x.square().mean()
+
+    return Random(), numbers(16, 8, seed=seed)
+
+
+KINDS: list[Any] = [
+    lambda net, x, old, w: x @ w,
+    lambda net, x, old, w: torch.tanh(x),
+    lambda net, x, old, w: net.layers[0](x),
+    lambda net, x, old, w: functional.relu(x) + old,
+    lambda net, x, old, w: net.layers[1](x),
+    lambda net, x, old, w: torch.softmax(x, -1),
+    lambda net, x, old, w: x * old,
+    lambda net, x, old, w: (x.t().contiguous().t() - x.mean(0)) / 2,
+    lambda net, x, old, w: x.reshape(4, 4, 8).transpose(0, 1).reshape(16, 8),
+    lambda net, x, old, w: torch.matmul(x.view(2, 8, 8), w.t()).flatten(0, 1),
+    lambda net, x, old, w: 1 - x.sum(1, keepdim=True) * 0.1 + x,
+    lambda net, x, old, w: functional.gelu(x) @ torch.ones(8, 8).div(8),
+    lambda net, x, old, w: torch.cat([x[:, :4], x[:, 4:]], 1),
+    lambda net, x, old, w: torch.where(x > 0, x, old),
+    lambda net, x, old, w: functional.scaled_dot_product_attention(*[x.view(4, 4, 8)] * 3).reshape(16, 8),
+]
+
+
+class Chain(torch.nn.Module):
+    """Up to 6 operators, drawn at random, with two matrix products and, for some seeds, a strategy."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = random.Random(seed)
+        self.first, self.second = (torch.nn.Parameter(torch.ones(8, 8)) for _ in range(2))
+        self.matmul = ops.MatMul()
+        if seed % 3 == 0:
+            self.matmul.shard(draw.choice([((2, 1), (1, 1)), ((1, 2), (2, 1)), ((1, 1), (1, 2))]))
+        self.kinds = [draw.choice([torch.relu, torch.t, lambda x: x.softmax(-1), lambda x: x * 2]) for _ in range(3)]
+
+    def forward(self, x: Any) -> Any:
+        x = self.matmul(x, self.first)
+        for kind in self.kinds[:2]:
+            x = kind(x)
+        return self.kinds[2](x if x.shape == (8, 8) else x.t()) @ self.second
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_found_strategies_are_almost_as_good_as_the_best(seed: int) -> None:
+    """The costs of all plans on 2 ranks are compared."""
+    plan = parallel.plan(Chain(seed), [torch.zeros(8, 8)], 2)
+    problem = plan._problem
+    best = min(map(problem.cost, itertools.product(*problem.choices)))
+    assert plan.cost_s <= 1.05 * best
+
+
+# -- execution
+
+
+def compared(module: torch.nn.Module, inputs: list[Any], plan: Plan) -> None:
+    """Compare results and gradients of a divided network with those of the whole network, and calls with the plan."""
+    rank, size = mscomm.get_rank(), mscomm.get_group_size()
+    expected = module(*inputs)
+    expected.sum().backward()
+    expected = expected.detach()  # a graph that is kept would remember the shapes of the whole parameters
+    gradients = {name: one.grad.clone() for name, one in module.named_parameters() if one.grad is not None}
+    module.zero_grad()
+    net = parallel.divide(module, plan)
+    rows = [torch.tensor_split(one, size)[rank] for one in inputs]
+    result = net(*rows)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    result.sum().backward()
+    net.reduce_gradients()
+    for name, one in module.named_parameters():
+        wanted = net.part(name, gradients[name]) if name in gradients else None
+        if wanted is not None:
+            torch.testing.assert_close(one.grad, wanted, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: name + text)
+    calls = sorted((one.step.kind, one.bytes) for one in plan.transfers() if one.step.kind != "slice")
+    assert sorted(net.ranks.counted) == calls
+
+
+@pytest.mark.timeout(240)
+@ranks(4)
+def test_random_graphs_with_random_strategies_equal_the_whole_network(rank, group):
+    """50 graphs, each with choices that were drawn at random."""
+    for seed in range(50):
+        mscomm.set_seed(seed)
+        module, x = random_net(seed, 4)
+        found = parallel.plan(module, [x], 4)
+        draw = random.Random(seed)
+        choices = [draw.choice(one) for one in found._problem.choices]
+        plan = found if seed % 10 == 0 else Plan(found.graph, found._problem, choices)
+        try:
+            compared(module, [x], plan)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {module.kinds}\n{plan}") from error
+
+
+@ranks(4)
+def test_convolutions_and_normalization_equal_the_whole_network(rank, group):
+    class Small(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = torch.nn.Conv2d(3, 8, 3, padding=1)
+            self.norm = torch.nn.BatchNorm2d(8)
+            self.conv2 = torch.nn.Conv2d(8, 8, 3, 2, bias=False)
+            self.norm2 = torch.nn.BatchNorm2d(8)
+            self.head = torch.nn.Linear(8, 4)
+            self.table = torch.nn.Embedding(4, 4)
+
+        def forward(self, x, label):
+            x = functional.max_pool2d(torch.relu(self.norm(self.conv(x))), 2)
+            x = functional.adaptive_avg_pool2d(functional.relu(self.norm2(self.conv2(x)), inplace=True), 1)
+            logits = self.head(torch.flatten(x, 1)) + self.table(label)
+            return functional.cross_entropy(logits, label, ignore_index=3)
+
+    x, label = numbers(8, 3, 12, 12), torch.arange(8) % 4
+    for seed in range(12):
+        mscomm.set_seed(seed)
+        module = Small().train()
+        found = parallel.plan(module, [x, label], 4)
+        draw = random.Random(seed)
+        plan = found if seed == 0 else Plan(found.graph, found._problem, list(map(draw.choice, found._problem.choices)))
+        before = {name: one.clone() for name, one in module.named_buffers()}
+        mscomm.set_seed(seed)
+        alone = Small().train()
+        alone.load_state_dict(module.state_dict())
+        alone(x, label)
+        module_statistics = dict(alone.named_buffers())
+        for name, one in module.named_buffers():
+            one.data = before[name].clone()
+        try:
+            compared_with_buffers(module, [x, label], plan, module_statistics)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}\n{plan}") from error
+
+
+def compared_with_buffers(module, inputs, plan, statistics):
+    saved = {name: one.clone() for name, one in module.named_buffers()}
+    rank, size = mscomm.get_rank(), mscomm.get_group_size()
+    expected = module(*inputs)
+    expected.backward()
+    expected = expected.detach()
+    gradients = {name: one.grad.clone() for name, one in module.named_parameters()}
+    module.zero_grad()
+    for name, one in module.named_buffers():
+        one.data = saved[name]
+    net = parallel.divide(module, plan)
+    result = net(*[torch.tensor_split(one, size)[rank] for one in inputs])
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    result.backward()
+    net.reduce_gradients()
+    for name, one in module.named_parameters():
+        torch.testing.assert_close(one.grad, net.part(name, gradients[name]), rtol=1e-3, atol=1e-4)
+    for name, one in module.named_buffers():
+        if "num_batches" not in name:
+            torch.testing.assert_close(net.whole(name, one), statistics[name], rtol=1e-4, atol=1e-5)
+    calls = sorted((one.step.kind, one.bytes) for one in plan.transfers() if one.step.kind != "slice")
+    counted = net.ranks.counted[: len(calls)]
+    assert sorted(counted) == calls
+
+
+# -- Model.train
+
+
+def trained(mode: str, strategy: Any, rows: slice, **options: Any) -> tuple[list[float], dict[str, Any], Any]:
+    """Train for 20 steps with these rows of each batch. Return the losses, the weights and the network."""
+    found: list[float] = []
+
+    class Losses(mscomm.Callback):
+        def on_train_step_end(self, run_context: Any) -> None:
+            found.append(float(run_context.original_args().net_outputs))
+
+    mscomm.reset_auto_parallel_context()
+    mscomm.set_auto_parallel_context(parallel_mode=mode, **options)
+    mscomm.set_seed(7)
+    net = Net(strategy)
+    optimizer = nn.Momentum(net.trainable_params(), 0.2, 0.9)
+    batches = [(numbers(16, 32, seed=i).numpy()[rows], numbers(16, 16, seed=i + 50).numpy()[rows]) for i in range(10)]
+    model = mscomm.Model(net, nn.MSELoss(), optimizer)
+    model.train(1, batches, callbacks=[Losses()])
+    model.train(2, batches, callbacks=[Losses()], initial_epoch=1)  # weights and momentum go on
+    mscomm.reset_auto_parallel_context()
+    return found, {name: x.detach().clone() for name, x in net.named_parameters()}, net
+
+
+@ranks(8)
+def test_model_trains_a_divided_network_as_one_process_does(rank, group):
+    expected, weights, _ = trained("stand_alone", None, slice(None))
+    mine = slice(2 * rank, 2 * rank + 2)
+    for mode, strategy, options, rows in (
+        ("auto_parallel", ((2, 4), (4, 1)), {"search_mode": "sharding_propagation"}, mine),
+        ("auto_parallel", None, {}, mine),
+        ("semi_auto_parallel", ((1, 2), (2, 2)), {}, mine),
+        ("semi_auto_parallel", ((8, 1), (1, 1)), {"dataset_strategy": "full_batch"}, slice(None)),
+    ):
+        losses, found, net = trained(mode, strategy, rows, **options)
+        np.testing.assert_allclose(losses, expected, rtol=1e-5, err_msg=f"{mode} {strategy}")
+        for name, x in found.items():
+            torch.testing.assert_close(x, weights[name], rtol=1e-4, atol=1e-6)
+        assert net(torch.zeros(3, 32)).shape == (3, 16)  # the weights are whole again
+
+
+@ranks(2)
+def test_what_the_modes_that_divide_a_network_refuse(rank, group):
+    mscomm.set_auto_parallel_context(parallel_mode="auto_parallel")
+
+    def model(net=None, **options):
+        net = net or Net(None)
+        return mscomm.Model(net, nn.MSELoss(), nn.Momentum(net.trainable_params(), 0.1, 0.9), **options)
+
+    batches = [(X, Y)]
+    with pytest.raises(NotImplementedError, match=r"Model\.steps: not for modes that divide the network"):
+        model().steps(1, batches)
+    with pytest.raises(NotImplementedError, match=r"Model\.resume: not in this release for modes that divide"):
+        model().resume("there")
+    with pytest.raises(NotImplementedError, match="compression is not in this release"):
+        model(compression="bf16").train(1, batches)
+    own = type("Own", (), {"parameters": {"x": np.ones(1)}, "loss_and_gradients": lambda self, x: (0.0, {"x": x})})()
+    with pytest.raises(NotImplementedError, match=r"needs a PyTorch module or a cell of mscomm\.nn"):
+        mscomm.Model(own, optimizer=mscomm.train.SGD(own.parameters)).train(1, [np.ones(1)])
+    with pytest.raises(
+        ValueError, match=r"the inputs of this rank have the shapes \[\(8, 32\), \(8, 16\)\]; the plan was"
+    ):
+        model().train(1, [(X, Y), (X[:8], Y[:8])])
+    mscomm.set_auto_parallel_context(search_mode="dynamic_programming")
+    with pytest.raises(NotImplementedError, match="search_mode='dynamic_programming' is not in mscomm"):
+        model().train(1, batches)
+    with pytest.raises(ValueError, match="the plan is for 4 ranks, the group has 2"):
+        parallel.divide(Net(None), parallel.plan(Net(None), [X], 4))
+    with pytest.raises(ValueError, match="ranks 0 and 1 of the group have different plans"):
+        parallel.divide(Net(None), parallel.plan(Net(((1, 2), (2, 1)) if rank else ((2, 1), (1, 1))), [X], 2))
+
+
+def test_save_graphs_without_a_divided_network_has_no_effect(capfd: pytest.CaptureFixture[str]) -> None:
+    mscomm.set_context(save_graphs=2)
+    try:
+        net = Net(None)
+        mscomm.Model(net, nn.MSELoss(), nn.Momentum(net.trainable_params(), 0.1, 0.9)).train(1, [(X, Y)])
+    finally:
+        mscomm.set_context(save_graphs=False)
+    assert "save_graphs has no effect in the parallel mode stand_alone" in capfd.readouterr().err
+
+
+def test_the_page_shows_what_its_program_prints() -> None:
+    page = (Path(__file__).parent.parent / "docs/parallel.md").read_text()
+    program, shown = (re.findall(rf"^```{kind}\n(.*?)^```$", page, re.M | re.S)[0] for kind in ("python", "text"))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, shown), done.stderr
