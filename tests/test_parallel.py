@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import re
 import subprocess
@@ -504,8 +505,6 @@ def test_what_the_modes_that_divide_a_network_refuse(rank, group):
     batches = [(X, Y)]
     with pytest.raises(NotImplementedError, match=r"Model\.steps: not for modes that divide the network"):
         model().steps(1, batches)
-    with pytest.raises(NotImplementedError, match=r"Model\.resume: not in this release for modes that divide"):
-        model().resume("there")
     with pytest.raises(NotImplementedError, match="compression is not in this release"):
         model(compression="bf16").train(1, batches)
     own = type("Own", (), {"parameters": {"x": np.ones(1)}, "loss_and_gradients": lambda self, x: (0.0, {"x": x})})()
@@ -522,6 +521,47 @@ def test_what_the_modes_that_divide_a_network_refuse(rank, group):
         parallel.divide(Net(None), parallel.plan(Net(None), [X], 4))
     with pytest.raises(ValueError, match="ranks 0 and 1 of the group have different plans"):
         parallel.divide(Net(None), parallel.plan(Net(((1, 2), (2, 1)) if rank else ((2, 1), (1, 1))), [X], 2))
+
+
+@ranks(8)
+def test_a_checkpoint_of_eight_ranks_continues_on_four_and_on_one(rank, group):
+    """Each has another strategy. The losses are those of one process that was never interrupted."""
+    found: list[float] = []
+    batches = [(numbers(16, 32, seed=i).numpy(), numbers(16, 16, seed=i + 50).numpy()) for i in range(5)]
+
+    class Losses(mscomm.Callback):
+        def on_train_step_end(self, run_context):
+            found.append(float(run_context.original_args().net_outputs))
+
+    def go_on(mode, strategy, group, epoch, path, *others):
+        mscomm.reset_auto_parallel_context()
+        mscomm.set_auto_parallel_context(parallel_mode=mode)
+        mscomm.set_seed(7)
+        net = Net(strategy)
+        model = mscomm.Model(net, nn.MSELoss(), nn.Adam(net.trainable_params(), 0.01), group=group)
+        done = None if path is None else model.resume(path)
+        size = 1 if group is None else group.size
+        rows = slice(None) if size == 1 else slice(group.rank * 16 // size, (group.rank + 1) * 16 // size)
+        del found[:]
+        model.train(epoch, [(x[rows], y[rows]) for x, y in batches], callbacks=[Losses(), *others])
+        mscomm.reset_auto_parallel_context()
+        return done, list(found)
+
+    _, expected = go_on("stand_alone", None, None, 4, None)
+    here = Path(os.environ["RANKS_TOLD"]) / f"checkpoints_{rank}"
+    saved = mscomm.ModelCheckpoint(directory=str(here), config=mscomm.CheckpointConfig(save_checkpoint_steps=5))
+    _, first = go_on("auto_parallel", ((2, 4), (4, 1)), mscomm.create_group("eight", list(range(8))), 2, None, saved)
+    np.testing.assert_allclose(first, expected[:10], rtol=1e-5)
+    four = mscomm.create_group("four", [0, 1, 2, 3])
+    if four:
+        done, rest = go_on("semi_auto_parallel", ((1, 2), (2, 2)), four, 4, here)
+        assert done == (2, 5)
+        np.testing.assert_allclose(rest, expected[10:], rtol=1e-5)
+    if rank == 0:
+        done, rest = go_on("stand_alone", None, None, 4, here)
+        assert done == (2, 5)
+        np.testing.assert_allclose(rest, expected[10:], rtol=1e-5)
+    mscomm.barrier()
 
 
 def test_save_graphs_without_a_divided_network_has_no_effect(capfd: pytest.CaptureFixture[str]) -> None:

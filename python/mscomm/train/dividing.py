@@ -25,13 +25,14 @@ class WithLossCell(torch.nn.Module):
 
 
 class Division:
-    """A module that the first step divides among the ranks of a group.
+    """A module and its optimizer, which the first step divides among the ranks of a group.
 
     net: the divided network, or None before the first step.
     """
 
-    def __init__(self, module: torch.nn.Module, loss_fn: Any, mode: str, group: Group) -> None:
+    def __init__(self, module: torch.nn.Module, loss_fn: Any, optimizer: Any, mode: str, group: Group) -> None:
         self._module = module
+        self._optimizer = optimizer
         self._whole = module if loss_fn is None else WithLossCell(module, loss_fn)
         self._prefix = "" if loss_fn is None else "_backbone."
         self._mode = mode
@@ -51,6 +52,9 @@ class Division:
             if context.get_context("save_graphs"):
                 ir.save(plan, context.get_context("save_graphs_path"), self._group.rank)
             self.net = parallel.divide(self._whole, plan, group=self._group)
+            for name, parameter in self._module.named_parameters():
+                state = self._optimizer.state.get(parameter, {})
+                state.update({key: self._part(name, x) for key, x in state.items()})
         return self.net
 
     def weights(self) -> dict[str, Any]:
@@ -60,14 +64,47 @@ class Division:
             return found
         return {name: self.net.whole(self._prefix + name, x.detach()) for name, x in found.items()}
 
+    def whole_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the optimizer's state_dict() with whole tensors. All ranks call this together."""
+        if self.net is None:
+            return state
+        names = {id(x): name for name, x in self._module.named_parameters()}
+        order = [names[id(x)] for group in self._optimizer.param_groups for x in group["params"]]
+        entries = {
+            number: {key: self._joined(order[number], x) for key, x in entry.items()}
+            for number, entry in state["state"].items()
+        }
+        return {**state, "state": entries}
+
     def join(self) -> None:
-        """Bring the weights together on every rank, so that the module can be used without the others."""
+        """Bring the weights and the optimizer's state together on every rank, so that they can be used without the
+        others."""
         if self.net is None:
             return
+        for name, parameter in self._module.named_parameters():
+            state = self._optimizer.state.get(parameter, {})
+            state.update({key: self._joined(name, x) for key, x in state.items()})
         whole = self.weights()
         for name, x in (*self._module.named_parameters(), *self._module.named_buffers()):
             x.data = whole[name].clone()
             x.grad = None
+
+    def _part(self, name: str, x: Any) -> Any:
+        """Return this rank's part of an entry of the optimizer's state, if it has the shape of the parameter."""
+        assert self.net is not None
+        value = self.net.plan.graph.parameters[self._prefix + name]
+        if not isinstance(x, torch.Tensor) or x.shape != value.shape:
+            return x
+        return self.net.part(self._prefix + name, x).clone()
+
+    def _joined(self, name: str, x: Any) -> Any:
+        """Return the whole of an entry of the optimizer's state, if it has the shape of this rank's parameter."""
+        assert self.net is not None
+        value = self.net.plan.graph.parameters[self._prefix + name]
+        part = self.net.plan.layout(value).shape(self.net.plan.mesh, value.shape)
+        if not isinstance(x, torch.Tensor) or tuple(x.shape) != part:
+            return x
+        return self.net.whole(self._prefix + name, x).clone()
 
 
 def _rows(x: torch.Tensor, times: int) -> tuple[int, ...]:

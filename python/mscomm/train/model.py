@@ -118,7 +118,8 @@ class Model:
         The modes SEMI_AUTO_PARALLEL and AUTO_PARALLEL need a PyTorch module or a Cell of mscomm.nn. The first step
         makes a plan (see mscomm.parallel.plan) and divides the weights among the ranks, and the end of train() brings
         them together again. The loss and the gradients are those of the whole batch of all ranks. Checkpoints contain
-        whole weights, so all ranks must save them at the same steps.
+        whole weights and optimizer states, so all ranks must save them at the same steps, and any number of ranks can
+        resume() with other strategies.
 
         recovery: whether training goes on if ranks are lost and restarted. None means yes if the job restarts lost
         ranks, that is, under `mscomm run --max-restarts N`, or with MS_ENABLE_RECOVERY=1. The surviving ranks then call
@@ -345,11 +346,6 @@ class Model:
         (3, 100)
         """
         group = self._training_group("resume")
-        if self._divides():
-            raise NotImplementedError(
-                "Model.resume: not in this release for modes that divide the network; to load only the weights:"
-                " load_param_into_net(net, load_checkpoint(file)) before train()"
-            )
         agreed = resuming.agree_on(Path(path), group)
         if agreed is None:
             return None
@@ -390,8 +386,6 @@ class Model:
         optimizer = self._given["optimizer"]
         if not hasattr(optimizer, "state_dict") and not hasattr(optimizer, "get_parameters"):
             return {}  # a user-defined optimizer, whose state cannot be saved
-        if self._divides():
-            return {}  # each rank has the state of its parts
         own = self._network.own()
         entries = states.entries(self._network.optimizer_state())
         return {"".join(f"[{key!r}]" for key in path): x for path, x in entries if own.isdisjoint(path)}
@@ -629,8 +623,13 @@ def _load_callbacks(callbacks: list[hooks.Callback], states: list[Any]) -> None:
 
 
 def _place(group: Group | None) -> list[int]:
-    """Return [rank, size] in the group whose ranks train together, or [0, 1] if this rank trains alone."""
-    return [0, 1] if group is None else [group.rank, group.size]
+    """Return [rank, size] in the group whose ranks train together.
+
+    Return [0, 1] if this rank trains alone, or in a mode that divides the network: a checkpoint then is the same on all
+    ranks, and any number of ranks can go on from it.
+    """
+    divides = context.get_auto_parallel_context("parallel_mode") in context.DIVIDING
+    return [0, 1] if group is None or divides else [group.rank, group.size]
 
 
 def _agree(group: Group | None, facts: dict[str, Any], folders: list[str]) -> tuple[bool, str]:

@@ -42,7 +42,7 @@ class Network(networks.Network):
         return dict(self._module.state_dict())
 
     def divide(self, mode: str, group: Group) -> None:
-        self._division = Division(self._module, self._loss_fn, mode, group)
+        self._division = Division(self._module, self._loss_fn, self._optimizer, mode, group)
 
     def join(self) -> None:
         if self._division is not None:
@@ -106,6 +106,10 @@ class Network(networks.Network):
             return self._module(*batch)
         data, label = data_and_label(batch)
         return self._loss_fn(self._module(*data), _class_numbers(label))
+
+    def optimizer_state(self) -> Any:
+        state = super().optimizer_state()
+        return state if self._division is None else self._division.whole_state(state)
 
     def load_optimizer_state(self, state: Any) -> None:
         loader(self._optimizer)(state)
