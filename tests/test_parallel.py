@@ -550,13 +550,31 @@ def test_a_checkpoint_of_eight_ranks_continues_on_four_and_on_one(rank, group):
     _, expected = go_on("stand_alone", None, None, 4, None)
     here = Path(os.environ["RANKS_TOLD"]) / f"checkpoints_{rank}"
     saved = mscomm.ModelCheckpoint(directory=str(here), config=mscomm.CheckpointConfig(save_checkpoint_steps=5))
-    _, first = go_on("auto_parallel", ((2, 4), (4, 1)), mscomm.create_group("eight", list(range(8))), 2, None, saved)
+    config = mscomm.CheckpointConfig(save_checkpoint_steps=5, integrated_save=False)
+    parts = mscomm.ModelCheckpoint(directory=str(here / "parts"), config=config)
+    eight = mscomm.create_group("eight", list(range(8)))
+    _, first = go_on("auto_parallel", ((2, 4), (4, 1)), eight, 2, None, saved, parts)
     np.testing.assert_allclose(first, expected[:10], rtol=1e-5)
     four = mscomm.create_group("four", [0, 1, 2, 3])
     if four:
         done, rest = go_on("semi_auto_parallel", ((1, 2), (2, 2)), four, 4, here)
         assert done == (2, 5)
         np.testing.assert_allclose(rest, expected[10:], rtol=1e-5)
+    files = [here.parent / f"checkpoints_{r}/parts/CKP-2_5.safetensors" for r in range(8)]
+    own = mscomm.load_checkpoint(files[rank])
+    assert own["weight"].shape == (8, 16) and own["weight2"].shape == (4, 16)
+    net = Net(None)
+    assert mscomm.load_distributed_checkpoint(net, files[::-1]) == ([], [])
+    whole = mscomm.load_checkpoint(here / "CKP-2_5.safetensors")
+    assert all(np.array_equal(x.detach(), whole[name]) for name, x in net.named_parameters())
+    with pytest.raises(ValueError, match=r"the files of the ranks \[7\] of 8 are missing"):
+        mscomm.load_distributed_checkpoint(net, files[:7])
+    with pytest.raises(ValueError, match="is of another step or training"):
+        mscomm.load_distributed_checkpoint(net, [files[0], files[1].with_name("CKP-1_5.safetensors")])
+    with pytest.raises(ValueError, match="has no parts of weights"):
+        mscomm.load_distributed_checkpoint(net, [here / "CKP-2_5.safetensors"])
+    with pytest.raises(ValueError, match="has only one rank's parts of the weights"):
+        mscomm.Model(net, nn.MSELoss(), nn.Momentum(net.trainable_params(), 0.1, 0.9)).resume(files[rank])
     if rank == 0:
         done, rest = go_on("stand_alone", None, None, 4, here)
         assert done == (2, 5)

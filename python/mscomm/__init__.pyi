@@ -111,6 +111,7 @@ from mscomm.train import Model as Model
 from mscomm.train import ModelCheckpoint as ModelCheckpoint
 from mscomm.train import TimeMonitor as TimeMonitor
 from mscomm.train import load_checkpoint as load_checkpoint
+from mscomm.train import load_distributed_checkpoint as load_distributed_checkpoint
 from mscomm.train import load_param_into_net as load_param_into_net
 from mscomm.train import save_checkpoint as save_checkpoint
 from mscomm.works import Work as Work

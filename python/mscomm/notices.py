@@ -97,7 +97,6 @@ WITHOUT_EFFECT: dict[tuple[str, str], Option] = {
     ("comm_fusion", "openstate"): Option(
         (True,), 'gradients are always fused; {"allreduce": {"mode": "size", "config": 1}} makes small buckets'
     ),
-    ("CheckpointConfig", "integrated_save"): Option((True,), _WHOLE),
     ("CheckpointConfig", "async_save"): Option((False,), "a file is complete when its step ends"),
     ("save_checkpoint", "integrated_save"): Option((True,), _WHOLE),
     ("save_checkpoint", "async_save"): Option((False,), "the file is complete when the call returns"),

@@ -21,7 +21,12 @@ from mscomm.train.callback import (
 from mscomm.train.model import Model
 from mscomm.train.optimizers import SGD, Momentum
 from mscomm.train.reducer import GradientReducer, broadcast_parameters
-from mscomm.train.serialization import load_checkpoint, load_param_into_net, save_checkpoint
+from mscomm.train.serialization import (
+    load_checkpoint,
+    load_distributed_checkpoint,
+    load_param_into_net,
+    save_checkpoint,
+)
 
 __all__ = [
     "SGD",
@@ -38,6 +43,7 @@ __all__ = [
     "TimeMonitor",
     "broadcast_parameters",
     "load_checkpoint",
+    "load_distributed_checkpoint",
     "load_param_into_net",
     "save_checkpoint",
 ]

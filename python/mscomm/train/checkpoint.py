@@ -28,9 +28,10 @@ class CheckpointConfig:
     save_checkpoint_steps: the number of steps between two files. save_checkpoint_seconds: the time between two files,
     measured by rank 0's clock; used if save_checkpoint_steps is 0 or None. keep_checkpoint_max: how many files to keep;
     the oldest are deleted. keep_checkpoint_per_n_minutes: used if keep_checkpoint_max is 0 or None; ModelCheckpoint
-    then keeps the newest file, and one older file for every period of this many minutes. integrated_save, async_save:
-    no effect, because a file always holds the whole weights and is complete when the step ends; values other than the
-    defaults print a warning. crc_check: no effect, because files always have a checksum.
+    then keeps the newest file, and one older file for every period of this many minutes. integrated_save:
+    if False, and the network is divided (SEMI_AUTO_PARALLEL, AUTO_PARALLEL), each rank's file has only its own parts of
+    the weights, which load_distributed_checkpoint merges; Model.resume cannot read such files. async_save: no effect,
+    because a file is complete when the step ends; True prints a warning. crc_check: no effect, because files always have a checksum.
 
     Raises TypeError if a value is not a number, ValueError if a number is negative or if all four numbers are 0 or
     None, and NotImplementedError for MindSpore's other options.
@@ -71,7 +72,7 @@ class CheckpointConfig:
         self.save_checkpoint_seconds = 0 if save_checkpoint_steps else save_checkpoint_seconds or 0
         self.keep_checkpoint_max = keep_checkpoint_max or (0 if keep_checkpoint_per_n_minutes else 1)
         self.keep_checkpoint_per_n_minutes = 0 if keep_checkpoint_max else keep_checkpoint_per_n_minutes or 0
-        notices.tell_without_effect("CheckpointConfig", integrated_save=integrated_save, async_save=async_save)
+        notices.tell_without_effect("CheckpointConfig", async_save=async_save)
         self.integrated_save = integrated_save
         self.async_save = async_save
 
@@ -200,7 +201,12 @@ class ModelCheckpoint(Callback):
         return bool(due[0])
 
     def _save(self, now: Any) -> None:
-        weights, state = now.training_state()
+        weights, state = now.training_state(whole=self._config.integrated_save)
+        if not self._config.integrated_save and not state["slices"]:
+            notices.warn_once(
+                "ModelCheckpoint: integrated_save=False has no effect: the network is not divided, so each rank has the"
+                " whole weights"
+            )
         written = time.time()
         path = self._directory / f"{self._prefix}-{state['epoch']}_{state['step']}{serialization.SUFFIX}"
         serialization.save_training(

@@ -64,6 +64,17 @@ class Division:
             return found
         return {name: self.net.whole(self._prefix + name, x.detach()) for name, x in found.items()}
 
+    def slices(self) -> dict[str, Any]:
+        """Return which parts this rank has, as serialization.load_distributed_checkpoint reads it."""
+        if self.net is None:
+            return {}
+        layouts = {name: self.net.layout(self._prefix + name).dims for name in self._module.state_dict()}
+        return {
+            "rank": self._group.rank,
+            "mesh": list(self.net.plan.mesh.sizes),
+            "axes": {name: [list(axes) for axes in dims] for name, dims in layouts.items()},
+        }
+
     def whole_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the optimizer's state_dict() with whole tensors. All ranks call this together."""
         if self.net is None:

@@ -27,7 +27,8 @@ class RunContext:
         * group: the ranks that train together, or None if this rank trains alone. device_number: how many ranks train
           together. rank: the number of this rank in the group, or in the job if this rank trains alone.
         * communication_s: how many seconds this rank has waited for communication since training began.
-        * training_state: a function that returns what ModelCheckpoint writes: (weights, state).
+        * training_state: a function that returns what ModelCheckpoint writes: (weights, state); with
+          whole=False, the weights are this rank's parts if the network is divided.
         """
         return self._arguments
 

@@ -309,7 +309,7 @@ class Model:
         numbers = None if state is None else state.get("epochs", {})
         epochs = Epochs(train_dataset, initial_epoch, numbers, first=done // batches)
         run_context = RunContext(now)
-        now.training_state = lambda: (self._network.weights(), self._state(run_context, reducer, epochs))
+        now.training_state = lambda whole=True: self._training_state(run_context, reducer, epochs, whole)
         if guard is not None:
             guard.follow(reducer, lambda: _position(run_context, reducer, epochs), start)
             if state is not None and state.get("stopped"):
@@ -535,6 +535,16 @@ class Model:
             taken += 1
             if taken > first:
                 yield batch
+
+    def _training_state(
+        self, run_context: RunContext, reducer: GradientReducer | None, epochs: Epochs, whole: bool
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what a checkpoint holds: (weights, state). whole: whether a divided network's parts are joined."""
+        slices = {} if whole else self._network.slices()
+        if not slices:
+            return self._network.weights(), {**self._state(run_context, reducer, epochs), "slices": {}}
+        state = {**_position(run_context, reducer, epochs), "slices": slices}
+        return self._network.parts(), state
 
     def _state(self, run_context: RunContext, reducer: GradientReducer | None, epochs: Epochs) -> dict[str, Any]:
         """Return everything that a checkpoint holds in addition to the weights."""

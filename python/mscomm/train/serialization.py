@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +21,8 @@ from mscomm.train import networks, states, tensorfile, trees
 SUFFIX = ".safetensors"
 # Keys in the metadata of mscomm's files, for the fields of Saved, the training state, and the append_dict of
 # save_checkpoint.
-EPOCH, STEP, SAVED, RUN, PART, FIRST, STATE, APPENDED = (
-    f"mscomm.{word}" for word in ("epoch", "step", "saved", "run", "part", "first", "state", "appended")
+EPOCH, STEP, SAVED, RUN, PART, FIRST, STATE, APPENDED, SLICES = (
+    f"mscomm.{word}" for word in ("epoch", "step", "saved", "run", "part", "first", "state", "appended", "slices")
 )
 _NAME = re.compile(rf"(?P<prefix>.+)-(?P<epoch>\d+)_(?P<step>\d+){re.escape(SUFFIX)}")
 
@@ -149,6 +151,61 @@ def load_param_into_net(
     return [name for name in there if name not in given], [name for name in parameter_dict if name not in given]
 
 
+def load_distributed_checkpoint(
+    network: Any, checkpoint_filenames: Sequence[str | os.PathLike[str]]
+) -> tuple[list[str], list[str]]:
+    """Merge the parts of weights that the ranks of a divided network have saved, and load the whole weights.
+
+    network: as in load_param_into_net, not divided. checkpoint_filenames: the files that ModelCheckpoint wrote with
+    integrated_save=False at one step, of all ranks, in any order. The number of ranks and the strategies of a later
+    training may differ. Return the result of load_param_into_net. This function needs PyTorch.
+
+    Raise ValueError if a file is damaged or has no parts, if the files are of different steps, or if the file of a rank
+    is missing; the network is then unchanged.
+
+    >>> files = [f"checkpoints/{rank}/CKP-5_4.safetensors" for rank in range(8)]
+    >>> mscomm.load_distributed_checkpoint(net, files)
+    ([], [])
+    """
+    from mscomm.parallel.layout import Mesh
+
+    merged: dict[str, np.ndarray[Any, Any]] = {}
+    ranks: dict[int, Path] = {}
+    first: tuple[Any, ...] | None = None
+    for path in map(Path, checkpoint_filenames):
+        arrays, metadata = tensorfile.read(path)
+        rank, mesh, axes = _slices(path, metadata)
+        place = (metadata.get(RUN), metadata.get(EPOCH), metadata.get(STEP), metadata.get(PART), mesh, axes)
+        if first is not None and place != first:
+            raise ValueError(f"load_distributed_checkpoint: {path} is of another step or training than the other files")
+        first = place
+        ranks[rank] = path
+        for name, dims in axes.items():
+            part = arrays[name]
+            index = [Mesh(mesh).index(rank, one) for one in dims]
+            shape = [size * Mesh(mesh).parts(one) for size, one in zip(part.shape, dims, strict=True)]
+            whole = merged.setdefault(name, np.empty(shape, part.dtype))
+            place_of = tuple(slice(i * size, (i + 1) * size) for i, size in zip(index, part.shape, strict=True))
+            whole[place_of] = part
+    count = math.prod(first[4]) if first is not None else 1
+    missing = [rank for rank in range(count) if rank not in ranks]
+    if missing:
+        raise ValueError(f"load_distributed_checkpoint: the files of the ranks {missing} of {count} are missing")
+    return load_param_into_net(network, merged)
+
+
+def _slices(path: Path, metadata: dict[str, str]) -> tuple[int, tuple[int, ...], dict[str, list[tuple[int, ...]]]]:
+    """Return (rank, sizes of the mesh, axes of each dimension of each array) of a file with parts of weights."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+        found = json.loads(metadata[SLICES])
+        rank, mesh = int(found["rank"]), tuple(map(int, found["mesh"]))
+        axes = {name: [tuple(map(int, one)) for one in dims] for name, dims in found["axes"].items()}
+        used = [axis for dims in axes.values() for one in dims for axis in one]
+        if 0 <= rank < math.prod(mesh) and all(0 <= axis < len(mesh) for axis in used) and all(n > 1 for n in mesh):
+            return rank, mesh, axes
+    raise ValueError(f"load_distributed_checkpoint: {path} has no parts of weights of a divided network")
+
+
 def _newest_undamaged(directory: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]:
     """Read the newest undamaged checkpoint among those that have the prefix of the newest file."""
     found = complete(directory)
@@ -174,12 +231,18 @@ def save_training(path: Path, weights: dict[str, Any], state: dict[str, Any], ti
     arrays |= {name: on_host(x, name, "ModelCheckpoint") for name, x in weights.items()}
     place = {EPOCH: str(state["epoch"]), STEP: str(state["step"]), SAVED: repr(time)}
     training = {RUN: state["run"], PART: state["part"], FIRST: str(int(first))}
-    tensorfile.write(path, arrays, {**place, **training, STATE: text})
+    slices = {SLICES: json.dumps(state["slices"])} if state.get("slices") else {}
+    tensorfile.write(path, arrays, {**place, **training, **slices, STATE: text})
 
 
 def load_training(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, Any]]:
     """Return the weights and the state in a file. Raise ValueError if the file has only weights."""
     arrays, metadata = tensorfile.read(path)
+    if SLICES in metadata:
+        raise ValueError(
+            f"{path}: has only one rank's parts of the weights (integrated_save=False); load_distributed_checkpoint"
+            " merges the files of all ranks"
+        )
     if STATE not in metadata:
         raise ValueError(f"{path}: has weights, but no training state; use load_checkpoint for the weights")
     weights = {name: x for name, x in arrays.items() if not name.startswith(states.PREFIX)}

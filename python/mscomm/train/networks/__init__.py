@@ -36,6 +36,14 @@ class Network(Protocol):
             " ParallelMode.DATA_PARALLEL trains networks of every library"
         )
 
+    def parts(self) -> dict[str, Any]:
+        """Return this rank's parts of the weights."""
+        return self.weights()
+
+    def slices(self) -> dict[str, Any]:
+        """Return which parts of the weights this rank has, or {} if the network is not divided."""
+        return {}
+
     def join(self) -> None:
         """Bring the weights together on every rank, if they are divided."""
 

@@ -41,6 +41,12 @@ class Network(networks.Network):
             return self._division.weights()
         return dict(self._module.state_dict())
 
+    def parts(self) -> dict[str, Any]:
+        return dict(self._module.state_dict())
+
+    def slices(self) -> dict[str, Any]:
+        return {} if self._division is None else self._division.slices()
+
     def divide(self, mode: str, group: Group) -> None:
         self._division = Division(self._module, self._loss_fn, self._optimizer, mode, group)
 
