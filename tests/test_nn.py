@@ -88,6 +88,12 @@ def test_functions_of_pytorch_return_a_tensor_for_a_tensor() -> None:
     assert leaf.grad is leaf.grad and leaf.grad.tolist() == [3.0]
 
 
+def test_saved_tensors_and_parameters_are_loaded_again(tmp_path: Any) -> None:
+    torch.save({"x": Tensor([1.0]), "w": Parameter(2.0, "w"), **nn.BatchNorm2d(1).state_dict()}, tmp_path / "file")
+    found = torch.load(tmp_path / "file")
+    assert type(found["x"]) is Tensor and found["w"].name == "w"
+
+
 def test_a_parameter_keeps_its_name_and_attributes() -> None:
     weight = Parameter(Tensor(np.full((2, 3), 0.5, np.float32)), name="fc_weight", layerwise_parallel=True)
     assert isinstance(weight, torch.nn.Parameter) and weight.requires_grad
@@ -115,7 +121,8 @@ def test_initializers_draw_what_their_names_say() -> None:
     assert initializer(init.One(), [1], "int32").dtype is torch.int32
     x = initializer("normal", [100, 100])
     assert x.std() == pytest.approx(0.01, rel=0.1) and abs(x.mean()) < 1e-3
-    assert initializer(init.TruncatedNormal(1.0), [1000]).abs().max() <= 2
+    bounded = initializer(init.TruncatedNormal(1.0, 0.5, -0.25, 1.5), [1000])
+    assert -0.25 <= bounded.min() < 0 and 1 < bounded.max() <= 1.5
     assert 0.06 < initializer("uniform", 1000).abs().max() <= 0.07
     assert 0.19 < initializer("XavierUniform", [100, 50]).max() <= (6 / 150) ** 0.5
     assert initializer("he_normal", [200, 100]).std() == pytest.approx((2 / 100) ** 0.5, rel=0.1)
@@ -126,9 +133,13 @@ def test_initializers_draw_what_their_names_say() -> None:
     for bad, error in (("no such", ValueError), (None, TypeError)):
         with pytest.raises(error, match="initializer: "):
             initializer(bad, [1])
-    for shape in ([0], [-1], ["1"]):
-        with pytest.raises(ValueError, match="each above 0"):
+    for shape in ([0], [-1]):
+        with pytest.raises(ValueError, match="expected sizes above 0"):
             initializer("zeros", shape)
+    for shape in (["1"], 1.5, None):
+        with pytest.raises(TypeError, match="initializer: shape"):
+            initializer("zeros", shape)
+    assert initializer("zeros", np.array([3, 4])).shape == (3, 4) and initializer("zeros", np.int64(3)).shape == (3,)
 
 
 def test_all_draws_follow_from_the_seed() -> None:
@@ -334,8 +345,8 @@ def test_the_loss_of_the_tutorials_and_its_gradient() -> None:
 
 def test_shard_keeps_a_strategy_and_warns_where_it_has_no_effect(capfd: pytest.CaptureFixture[str]) -> None:
     matmul = ops.MatMul()
-    assert matmul.shard(((2, 4), (4, 1)), ((2, 1),)) is matmul
-    assert (matmul.in_strategy, matmul.out_strategy) == (((2, 4), (4, 1)), ((2, 1),))
+    assert matmul.shard(((2, 4), (4, 1))) is matmul
+    assert matmul.in_strategy == ((2, 4), (4, 1))
     matmul(Tensor(X), Tensor(MATRIX))
     assert "MatMul(transpose_a=False, transpose_b=False): shard() has no effect" in capfd.readouterr().err
     for bad, error in (([(1, 1)], TypeError), ((1, 1), TypeError), (((1.0,),), TypeError), (((0, 1),), ValueError)):
@@ -350,13 +361,35 @@ def test_grad_operation() -> None:
     net = nn.Dense(3, 1, has_bias=False)
     x = Tensor(numbers(2, 3))
     by_x = ops.GradOperation()(net)(x)
-    np.testing.assert_allclose(by_x, np.tile(net.weight.asnumpy(), (2, 1)), rtol=1e-6)
+    np.testing.assert_allclose(by_x.detach(), np.tile(net.weight.asnumpy(), (2, 1)), rtol=1e-6)
     by_w = ops.GradOperation(get_by_list=True)(net, net.trainable_params())(x)
-    np.testing.assert_allclose(by_w[0], x.asnumpy().sum(0, keepdims=True), rtol=1e-6)
+    np.testing.assert_allclose(by_w[0].detach(), x.asnumpy().sum(0, keepdims=True), rtol=1e-6)
     both = ops.GradOperation(get_all=True, get_by_list=True, sens_param=True)(net, net.weight)(x, torch.zeros(2, 1))
     assert [both[0][0].abs().sum(), both[1].abs().sum()] == [0, 0] and len(both[0]) == 1
     with pytest.raises(ValueError, match="needs the weights"):
         ops.GradOperation(get_by_list=True)(net)
+
+
+def test_gradients_of_gradients() -> None:
+    cube = ops.GradOperation()(lambda x: x**3)
+    again = ops.GradOperation()(lambda x: cube(x) + x)
+    assert again(Tensor(2.0)).item() == 13
+    assert ops.GradOperation()(lambda x: (x * 2, x * 3))(Tensor(1.0)).item() == 5
+    assert ops.GradOperation(get_all=True)(lambda x, n: x * n)(Tensor(1.0), 4)[0].item() == 4
+    assert ops.GradOperation()(lambda x: Tensor(1.0))(Tensor(2.0)).item() == 0
+
+    class Penalty(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = Parameter(3.0, "w")
+
+        def construct(self, x: Any) -> Any:
+            slope = ops.GradOperation()(lambda x: self.w * x * x)(x)
+            return (slope**2).sum()
+
+    net = Penalty()
+    nn.TrainOneStepCell(net, nn.SGD(net.trainable_params(), 1.0))(Tensor(1.0))
+    assert net.w.item() == 3 - 2 * (2 * 3 * 1) * 2  # the derivative of (2 w x)^2 by w
 
 
 def test_hyper_map_and_functions_of_several_types() -> None:
@@ -414,6 +447,13 @@ def test_a_cell_is_a_module_with_mindspores_methods() -> None:
     assert net.more.name == "more" and "extra" in net.name_cells()
     with pytest.raises(NotImplementedError, match=r"Cell does not define construct\(\)"):
         nn.Cell()(1)
+    relu, dropout = nn.ReLU(), torch.nn.Dropout(0.5)
+    twice = nn.SequentialCell(relu, nn.Dense(1, 1, init.One(), init.Constant(-3), activation="neg"), relu)
+    assert twice(Tensor([[2.0]])).item() == 1 and twice[2] is relu and len(twice[:2]) == len(list(twice[:2])) == 2
+    assert not nn.SequentialCell({"only": dropout}).only.training
+    for wrong in ((ops.ReLU(),), ([relu, ops.ReLU()],)):
+        with pytest.raises(TypeError, match="is a ReLU; expected a cell"):
+            nn.SequentialCell(*wrong)
     cells = nn.CellList([nn.ReLU(), nn.ReLU()]).append(nn.Tanh())
     assert len(cells) == len(list(cells)) == 3
     with pytest.raises(NotImplementedError, match="not the list"):
@@ -526,8 +566,22 @@ def test_weight_decay_leaves_out_gamma_and_beta() -> None:
     decayed, other = nn.Momentum(net.trainable_params(), 0.1, 0.9, weight_decay=0.5).param_groups
     assert [one.name for one in decayed["params"]] == ["0.weight"] and decayed["weight_decay"] == 0.5
     assert [one.name for one in other["params"]] == ["1.gamma", "1.beta"] and other["weight_decay"] == 0
-    groups = nn.SGD([{"params": [net[0].weight], "lr": 0.5}, {"params": [net[1].gamma]}], 0.25).param_groups
-    assert [group["lr"] for group in groups] == [0.5, 0.25]
+    groups = nn.SGD([{"params": [net[0].weight], "lr": 0.5}, {"params": [net[1].gamma]}], 0.25, weight_decay=0.1)
+    assert [(group["lr"], group["weight_decay"]) for group in groups.param_groups] == [(0.5, 0.1), (0.25, 0.1)]
+
+
+def test_gradients_belong_to_the_parameters_in_the_order_in_which_these_were_given() -> None:
+    gamma, w = Parameter(Tensor([1.0]), "gamma"), Parameter(Tensor([1.0]), "w")
+    for params in ([gamma, w], [{"params": [w]}, {"params": [gamma]}, {"order_params": [gamma, w]}]):
+        gamma.set_data([1.0]), w.set_data([1.0])
+        optimizer = nn.Momentum(params, 1.0, 0.0, weight_decay=0.5 if params[0] is gamma else 0.0)
+        assert list(optimizer.parameters) == [gamma, w]
+        optimizer((torch.ones(1), torch.full((1,), 5.0)))
+        assert (gamma.item(), w.item()) == (0.0, -4.5 if params[0] is gamma else -4.0)
+    schedule = nn.SGD([{"params": [w], "lr": 0.5}, {"params": [gamma]}], [0.1, 0.2])
+    for _ in range(2):
+        schedule((torch.zeros(1), torch.zeros(1)))
+    assert [group["lr"] for group in schedule.param_groups] == [0.5, 0.2]
 
 
 @pytest.mark.parametrize(
@@ -592,7 +646,9 @@ def test_model_keeps_layerwise_parallel_parameters_for_each_rank(rank, group):
     mscomm.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
     net = Both()
     model = mscomm.Model(net, nn.MSELoss(), nn.Momentum(net.trainable_params(), 0.01, 0.9))
-    model.train(2, [(numbers(4, 3, seed=rank), numbers(4, 1, seed=rank + 5))])
+    batches = [(numbers(4, 3, seed=rank), numbers(4, 1, seed=rank + 5))]
+    model.train(2, batches)
+    model.train(3, batches, initial_epoch=2)  # the optimizer has a state, of which each rank keeps a part for itself
     shared = mscomm.all_gather(net.shared.detach().reshape(1, 3))
     own = mscomm.all_gather(net.own.detach().reshape(1, 3))
     assert torch.equal(shared[0], shared[1]) and not torch.equal(own[0], own[1])
@@ -623,6 +679,13 @@ def test_gradients_flow_through_communication_operators(rank, group):
         gradient(ops.Broadcast(0))
     with pytest.raises(NotImplementedError, match=r"AllReduce\('prod'\): no gradient"):
         gradient(ops.AllReduce("prod"))
+    x = Tensor([1.0]).requires_grad_()
+    (first,) = torch.autograd.grad(ops.AllReduce()(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"twice|once_differentiable|does not require grad"):
+        first.sum().backward()
+    assert all(one.requires_grad for one in (ops.AllReduce()(x), ops.AllGather()(x)))
+    with pytest.raises(NotImplementedError, match="Broadcast: no gradient"):
+        ops.Broadcast(0)((x,))[0].sum().backward()
     with torch.no_grad():
         assert not ops.AllReduce()(Tensor([1.0]).requires_grad_()).requires_grad
 
@@ -642,3 +705,21 @@ for of, name in ((mscomm, "Tensor"), (mscomm, "nn"), (mscomm.ops, "MatMul")):
         raise AssertionError(name)
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_what_training_cells_refuse() -> None:
+    net = nn.Dense(1, 1)
+    optimizer = nn.SGD(net.trainable_params())
+    with pytest.raises(ValueError, match="sens=0"):
+        nn.TrainOneStepCell(net, optimizer, 0)
+    mscomm.set_auto_parallel_context(parallel_mode="auto_parallel")
+    with pytest.raises(NotImplementedError, match="TrainOneStepCell: not in the parallel mode auto_parallel"):
+        nn.TrainOneStepCell(net, optimizer)
+    mscomm.reset_auto_parallel_context()
+    loss = nn.SoftmaxCrossEntropyWithLogits(sparse=True)
+    with pytest.raises(ValueError, match=r"the loss has the shape \[2\]; it must be one number"):
+        mscomm.Model(net, loss, optimizer).train(1, [(np.ones((2, 1), np.float32), np.zeros(2, np.int32))])
+    with pytest.raises(ValueError, match=r"logits and labels \[2, 1\] and \[2, 1\]; expected \(N, C\) and \(N\)"):
+        loss(torch.zeros(2, 1), torch.zeros(2, 1))
+    with pytest.raises(NotImplementedError, match=r"ReLU\.shard: out_strategy is not in this release"):
+        ops.ReLU().shard(((1,),), ((1,),))

@@ -1,4 +1,4 @@
-"""Tensor, Parameter and ParameterTuple: PyTorch's tensors with the constructors and methods of MindSpore's.
+"""Tensor, Parameter and ParameterTuple: PyTorch's tensors with MindSpore's constructors and printed form.
 
 These classes need PyTorch. A Tensor is a torch.Tensor, and a Parameter is a torch.nn.Parameter, so all functions of
 PyTorch accept them. `x.dtype` is a dtype of PyTorch, not of mscomm.dtype.
@@ -43,7 +43,10 @@ def device() -> torch.device:
     Before init(), set_context(device_target="GPU") also chooses the GPU.
     """
     on_gpu = job.get_backend() == "nccl" if job.is_initialized() else context.given("device_target") == "GPU"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    if not on_gpu:
+        return torch.device("cpu")
+    chosen = None if job.is_initialized() else context.given("device_id")
+    return torch.device("cuda", torch.cuda.current_device() if chosen is None else chosen)
 
 
 def data_of(given: Any, dtype: Any = None) -> torch.Tensor:
@@ -73,7 +76,8 @@ class Tensor(torch.Tensor):
     mscomm.dtype, NumPy or PyTorch. Without it, Python's floats become float32, and arrays keep their dtype. Raise
     TypeError if there are no numbers in input_data.
 
-    Functions of PyTorch return a Tensor if an argument is one, and so do the operators of mscomm.ops.
+    Functions of PyTorch return a Tensor if an argument is one, and so do the operators of mscomm.ops. All other methods
+    are PyTorch's: size() is a method, std() and var() divide by n - 1, and repeat() repeats the whole tensor.
 
     >>> print(mscomm.Tensor(np.array([[0.0], [1.0]]), mscomm.float32))
     [[0.],
@@ -116,7 +120,7 @@ class Tensor(torch.Tensor):
         return format(self.item() if self.ndim == 0 else str(self), how)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return Tensor, (self.detach().as_subclass(torch.Tensor),)
+        return _tensor, (self.detach().as_subclass(torch.Tensor),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         made = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
@@ -193,7 +197,7 @@ class Parameter(torch.nn.Parameter):
 
     def set_data(self, data: Any) -> Parameter:
         """Replace the numbers by others of the same shape. Raise ValueError if the shapes differ."""
-        new = data_of(data, self.dtype)
+        new = data_of(data, self.dtype).to(self.device)
         if new.shape != self.shape:
             raise ValueError(f"Parameter {self.name}: set_data got the shape {list(new.shape)}, not {list(self.shape)}")
         with torch.no_grad():
@@ -208,13 +212,32 @@ class Parameter(torch.nn.Parameter):
 
     __str__ = __repr__
 
+    def astype(self, dtype: Any) -> torch.Tensor:
+        """Return the numbers with another dtype."""
+        return self.to(torch_dtype(dtype))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
-        made = memo[id(self)] = Parameter(self, self._name, self.requires_grad, self.layerwise_parallel)
+        data = self.detach().clone().as_subclass(torch.Tensor)
+        made = memo[id(self)] = _parameter(data, self._name, self.requires_grad, self.layerwise_parallel)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         data = self.detach().as_subclass(torch.Tensor)
-        return Parameter, (data, self._name, self.requires_grad, self.layerwise_parallel)
+        return _parameter, (data, self._name, self.requires_grad, self.layerwise_parallel)
+
+
+def _parameter(data: torch.Tensor, name: str | None, requires_grad: bool, layerwise_parallel: bool) -> Parameter:
+    """Return a Parameter with this data, on its device."""
+    made: Parameter = torch.Tensor._make_subclass(Parameter, data, requires_grad)
+    made._name, made.layerwise_parallel = name, layerwise_parallel
+    return made
+
+
+def _tensor(data: torch.Tensor) -> Tensor:
+    return data.as_subclass(Tensor)
+
+
+torch.serialization.add_safe_globals([_parameter, _tensor])  # so that torch.load(weights_only=True) accepts them
 
 
 class ParameterTuple(tuple[Parameter, ...]):
@@ -236,5 +259,6 @@ class ParameterTuple(tuple[Parameter, ...]):
         for number, one in enumerate(self):
             data = one.detach() if init == "same" else getattr(torch, f"{init}_like")(one.detach())
             name = getattr(one, "name", None) or f"{number}"
-            made.append(Parameter(data, f"{prefix}.{name}", one.requires_grad))
+            own = bool(getattr(one, "layerwise_parallel", False))
+            made.append(Parameter(data, f"{prefix}.{name}", one.requires_grad, own))
         return ParameterTuple(made)

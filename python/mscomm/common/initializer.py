@@ -6,7 +6,8 @@ same weights. mscomm.set_seed() chooses other numbers. MindSpore has other gener
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -57,14 +58,13 @@ class Normal(Initializer):
 
 
 class TruncatedNormal(Initializer):
-    """Draws from a normal distribution, without the values outside of a to b (in standard deviations)."""
+    """Draws from a normal distribution, without the values outside of a to b."""
 
     def __init__(self, sigma: float = 0.01, mean: float = 0.0, a: float = -2.0, b: float = 2.0) -> None:
         self.sigma, self.mean, self.a, self.b = sigma, mean, a, b
 
     def fill(self, x: torch.Tensor, generator: torch.Generator) -> None:
-        low, high = (self.mean + self.sigma * bound for bound in (self.a, self.b))
-        torch.nn.init.trunc_normal_(x, self.mean, self.sigma, low, high, generator=generator)
+        torch.nn.init.trunc_normal_(x, self.mean, self.sigma, self.a, self.b, generator=generator)
 
 
 class Uniform(Initializer):
@@ -78,7 +78,8 @@ class Uniform(Initializer):
 
 
 class XavierUniform(Initializer):
-    """Glorot and Bengio, Understanding the difficulty of training deep feedforward neural networks (2010)."""
+    """Draws from -b to b, with b = gain sqrt(6 / (fan_in + fan_out)): Glorot and Bengio, Understanding the difficulty
+    of training deep feedforward neural networks (2010)."""
 
     def __init__(self, gain: float = 1) -> None:
         self.gain = gain
@@ -88,14 +89,15 @@ class XavierUniform(Initializer):
 
 
 class XavierNormal(XavierUniform):
-    """As XavierUniform, with a normal distribution."""
+    """Draws from a normal distribution with the standard deviation gain sqrt(2 / (fan_in + fan_out))."""
 
     def fill(self, x: torch.Tensor, generator: torch.Generator) -> None:
         torch.nn.init.xavier_normal_(x, self.gain, generator=generator)
 
 
 class HeUniform(Initializer):
-    """He et al., Delving Deep into Rectifiers (2015)."""
+    """Draws from -b to b, with b = gain sqrt(3 / fan): He et al., Delving Deep into Rectifiers (2015). fan is fan_in or
+    fan_out, see mode; the gain follows from the nonlinearity."""
 
     def __init__(self, negative_slope: float = 0, mode: str = "fan_in", nonlinearity: str = "leaky_relu") -> None:
         self.negative_slope, self.mode, self.nonlinearity = negative_slope, mode, nonlinearity
@@ -105,7 +107,7 @@ class HeUniform(Initializer):
 
 
 class HeNormal(HeUniform):
-    """As HeUniform, with a normal distribution."""
+    """Draws from a normal distribution with the standard deviation gain / sqrt(fan)."""
 
     def fill(self, x: torch.Tensor, generator: torch.Generator) -> None:
         torch.nn.init.kaiming_normal_(x, self.negative_slope, self.mode, self.nonlinearity, generator=generator)
@@ -134,16 +136,22 @@ def initializer(init: str | float | Initializer | torch.Tensor, shape: Any = Non
     """Return a new Tensor with initial values.
 
     init: the name of an initializer, such as "normal" (standard deviation 0.01), "uniform" (-0.07 to 0.07), "zeros",
-    "ones", "xavier_uniform" or "he_normal"; an Initializer; a number; or a tensor, which is returned if it has the
-    given shape. shape: an int or a sequence of ints. dtype: float32 by default. Raise ValueError for an unknown name or
-    an invalid shape, and TypeError for an argument of another type.
+    "ones", "xavier_uniform" or "he_normal"; an Initializer; a number; or a tensor of the given shape, which is copied.
+    shape: an int or a sequence of ints. dtype: float32 by default. Raise ValueError for an unknown name or an invalid
+    shape, and TypeError for an argument of another type.
 
     >>> initializer("normal", [32, 16]).shape
     torch.Size([32, 16])
     """
-    sizes = [shape] if isinstance(shape, int) else list(shape if isinstance(shape, Sequence) else ())
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ValueError(f"initializer: shape={shape!r}; expected an int or a sequence of ints, each above 0")
+    try:
+        given = () if shape is None else shape if isinstance(shape, Iterable) else (shape,)
+        sizes = [operator.index(size) for size in given]
+    except TypeError:
+        raise TypeError(f"initializer: shape={shape!r}; expected an int or a sequence of ints") from None
+    if not all(size > 0 for size in sizes):
+        raise ValueError(f"initializer: shape={shape!r}; expected sizes above 0")
+    if shape is None and not isinstance(init, torch.Tensor):
+        raise TypeError("initializer: shape is None; only a tensor has a shape of its own")
     kind = torch.float32 if dtype is None else torch_dtype(dtype)
     if isinstance(init, torch.Tensor):
         if shape is not None and list(init.shape) != sizes:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import random
-import sys
 
 import numpy as np
 
 from mscomm.dataset import config
 
 _seed: int | None = None
-_drawn = 0  # how many tensors initializer() has drawn since the last set_seed()
+_numbers = itertools.count(1)  # numbers the tensors that initializer() has drawn since the last set_seed()
 
 
 def set_seed(seed: int) -> None:
@@ -21,14 +22,13 @@ def set_seed(seed: int) -> None:
 
     >>> mscomm.set_seed(1)
     """
-    global _seed, _drawn
+    global _seed, _numbers
     config.set_seed(seed)
-    _seed, _drawn = config.get_seed(), 0
+    _seed, _numbers = config.get_seed(), itertools.count(1)
     random.seed(_seed)
     np.random.seed(_seed)
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.manual_seed(_seed)
+    if importlib.util.find_spec("torch") is not None:
+        importlib.import_module("torch").manual_seed(_seed)
 
 
 def get_seed() -> int | None:
@@ -39,8 +39,7 @@ def get_seed() -> int | None:
 def next_seed() -> int:
     """Return a new seed for one tensor.
 
-    All ranks get the same seeds if they draw the same tensors in the same order, also if nobody has called set_seed().
+    All ranks get the same seeds if they draw the same tensors in the same order, in one thread each, also if nobody has
+    called set_seed().
     """
-    global _drawn
-    _drawn += 1
-    return ((_seed or 0) << 31) + _drawn
+    return ((_seed or 0) << 31) + next(_numbers)

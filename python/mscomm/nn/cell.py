@@ -14,9 +14,10 @@ from mscomm.tensor import Parameter
 class Cell(torch.nn.Module):
     """A torch.nn.Module that defines `construct` instead of `forward`.
 
-    Like a cell of MindSpore, and unlike a module of PyTorch, a new cell is in evaluation mode; Model.train() sets
-    training mode. auto_prefix: if False, a parameter of a cell inside this one keeps its name, without the name of the
-    attribute in front. Subclasses must call super().__init__() before they set attributes.
+    Like a cell of MindSpore, and unlike a module of PyTorch, a new cell is in evaluation mode, and so are PyTorch's
+    modules in its attributes. Model.train() and TrainOneStepCell set training mode. auto_prefix: if False, a parameter
+    of a cell inside this one keeps its name, without the name of the attribute in front. Subclasses must call
+    super().__init__() before they set attributes.
 
     state_dict(), load_state_dict() and checkpoints name the parameters after the attributes that hold them, as in
     PyTorch: self.weight = Parameter(..., "w") is "weight".
@@ -37,6 +38,8 @@ class Cell(torch.nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
+        if isinstance(value, torch.nn.Module) and not isinstance(value, Cell):
+            value.train(self.training)
         if isinstance(value, Operator) and not value.instance_name:
             value.instance_name = name
         elif isinstance(value, Parameter) and not value.is_named:
@@ -76,7 +79,7 @@ class Cell(torch.nn.Module):
 
     def cells(self) -> Iterable[torch.nn.Module]:
         """Return the cells that this cell holds directly."""
-        return list(self.children())
+        return [one for one in self._modules.values() if one is not None]
 
     def cells_and_names(self, name_prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
         """Yield (name, cell) for this cell and all cells inside it."""
@@ -108,20 +111,29 @@ class Cell(torch.nn.Module):
 
 
 class SequentialCell(Cell):
-    """Calls cells one after another. args: the cells, or one list of them."""
+    """Calls cells one after another. args: the cells, or one list, tuple or dict of them. A cell may occur twice.
+
+    Raises TypeError if an item is not a cell or module.
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__()
-        for number, cell in enumerate(args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else args):
-            setattr(self, str(number), cell)
+        given = args[0] if len(args) == 1 and isinstance(args[0], list | tuple | dict) else args
+        for name, cell in given.items() if isinstance(given, dict) else enumerate(given):
+            self._add(str(name), cell)
 
     def append(self, cell: torch.nn.Module) -> SequentialCell:
         """Add a cell at the end."""
-        setattr(self, str(len(self)), cell)
+        self._add(str(len(self)), cell)
         return self
 
+    def _add(self, name: str, cell: Any) -> None:
+        if not isinstance(cell, torch.nn.Module):
+            raise TypeError(f"{type(self).__name__}: item {name} is a {type(cell).__name__}; expected a cell")
+        setattr(self, name, cell)
+
     def construct(self, x: Any) -> Any:
-        for cell in self.children():
+        for cell in self:
             x = cell(x)
         return x
 
@@ -129,10 +141,11 @@ class SequentialCell(Cell):
         return len(self._modules)
 
     def __iter__(self) -> Iterator[torch.nn.Module]:
-        return iter(list(self.children()))
+        return iter(list(self._modules.values()))
 
-    def __getitem__(self, index: int) -> torch.nn.Module:
-        return list(self.children())[index]
+    def __getitem__(self, index: int | slice) -> torch.nn.Module:
+        found = list(self)[index]
+        return type(self)(found) if isinstance(found, list) else found
 
 
 class CellList(SequentialCell):

@@ -20,7 +20,7 @@ class Dense(Cell):
     """Computes x @ weight.T + bias. The weight has the shape (out_channels, in_channels).
 
     weight_init, bias_init: what initializer() takes; by default uniform within 1/sqrt(in_channels). activation: a cell
-    or function that is applied to the result.
+    or function that is applied to the result, or the name of a function of PyTorch, such as "relu".
     """
 
     def __init__(
@@ -30,12 +30,12 @@ class Dense(Cell):
         weight_init: Any = None,
         bias_init: Any = None,
         has_bias: bool = True,
-        activation: Callable[[Any], Any] | None = None,
+        activation: Callable[[Any], Any] | str | None = None,
     ) -> None:
         super().__init__()
         self.weight = Parameter(_weight(weight_init, (out_channels, in_channels)), "weight")
         self.bias = Parameter(_bias(bias_init, out_channels, in_channels), "bias") if has_bias else None
-        self.activation = activation
+        self.activation = getattr(torch, activation) if isinstance(activation, str) else activation
 
     def construct(self, x: Any) -> Any:
         x = functional.linear(x, self.weight, self.bias)

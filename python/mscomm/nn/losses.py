@@ -24,14 +24,16 @@ class _Loss(Cell):
 
 
 class MSELoss(_Loss):
-    """The squared differences of logits and labels. Raises ValueError if their shapes differ."""
+    """The squared differences of logits and labels. Raises ValueError if their shapes differ, where MindSpore would
+    broadcast them."""
 
     def construct(self, logits: Any, labels: Any) -> Any:
         return self._reduced(torch.square(logits - _same_shape("MSELoss", logits, labels)))
 
 
 class L1Loss(_Loss):
-    """The absolute differences of logits and labels. Raises ValueError if their shapes differ."""
+    """The absolute differences of logits and labels. Raises ValueError if their shapes differ, where MindSpore would
+    broadcast them."""
 
     def construct(self, logits: Any, labels: Any) -> Any:
         return self._reduced(torch.abs(logits - _same_shape("L1Loss", logits, labels)))
@@ -47,7 +49,13 @@ class SoftmaxCrossEntropyWithLogits(_Loss):
 
     def construct(self, logits: Any, labels: Any) -> Any:
         if self.sparse:
-            return functional.cross_entropy(logits, labels.long(), reduction=self.reduction)
+            if logits.ndim != 2 or labels.ndim != 1:
+                shapes = f"{list(logits.shape)} and {list(labels.shape)}"
+                raise ValueError(f"SoftmaxCrossEntropyWithLogits: logits and labels {shapes}; expected (N, C) and (N)")
+            none_is_ignored = -(2**31)
+            return functional.cross_entropy(
+                logits, labels.long(), ignore_index=none_is_ignored, reduction=self.reduction
+            )
         return self._reduced(-torch.sum(labels * torch.log_softmax(logits, -1), -1))
 
 

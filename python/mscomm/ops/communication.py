@@ -147,9 +147,14 @@ class Broadcast(_OfArray):
     root_rank: int
     group: Group | str | None = _WORLD
 
+    def __call__(self, x: Any) -> Any:
+        return (
+            tuple(super(Broadcast, self).__call__(one) for one in x)
+            if isinstance(x, (tuple, list))
+            else super().__call__(x)
+        )
+
     def compute(self, x: Any) -> Any:
-        if isinstance(x, (tuple, list)):
-            return tuple(collectives.broadcast(array, self.root_rank, group=self.group) for array in x)
         return collectives.broadcast(x, self.root_rank, group=self.group)
 
 

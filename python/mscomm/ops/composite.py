@@ -86,22 +86,23 @@ class GradOperation:
 
         def gradients(*inputs: Any) -> Any:
             *given, sens = inputs if self.sens_param else (*inputs, None)
-            leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in given]
+            leaves = [_leaf(x) for x in given]
             of_inputs = () if self.get_by_list and not self.get_all else leaves if self.get_all else leaves[:1]
-            wanted = [x for x in of_inputs if x.requires_grad] + (chosen if self.get_by_list else [])
+            tensors = [x for x in (*of_inputs, *(chosen if self.get_by_list else ())) if isinstance(x, torch.Tensor)]
+            wanted = [x for x in tensors if x.requires_grad]
+            create = torch.is_grad_enabled()  # so that the gradients can be differentiated again
             with torch.enable_grad():
                 result = function(*leaves)
-            found = torch.autograd.grad(
-                result,
-                wanted,
-                torch.ones_like(result) if sens is None else sens,
-                allow_unused=True,
-            )
+            parts = [(x, one) for x, one in _results(result, sens) if x.requires_grad]
+            found: Any = [None] * len(wanted)
+            if parts and wanted:
+                results, factors = zip(*parts, strict=True)
+                found = torch.autograd.grad(results, wanted, factors, allow_unused=True, create_graph=create)
             by_leaf = dict(zip(map(id, wanted), found, strict=True))
 
-            def of(x: torch.Tensor) -> torch.Tensor:
+            def of(x: Any) -> torch.Tensor:
                 gradient = by_leaf.get(id(x))
-                return torch.zeros_like(x) if gradient is None else gradient
+                return torch.zeros_like(torch.as_tensor(x)) if gradient is None else gradient
 
             inputs_part = tuple(map(of, of_inputs)) if self.get_all else of(of_inputs[0]) if of_inputs else ()
             if not self.get_by_list:
@@ -110,6 +111,20 @@ class GradOperation:
             return (inputs_part, weights_part) if self.get_all else weights_part
 
         return gradients
+
+
+def _leaf(x: Any) -> Any:
+    """Return a tensor whose gradient can be asked for, and through which gradients flow to x."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    return x.view_as(x) if x.requires_grad else x.detach().requires_grad_(x.is_floating_point())
+
+
+def _results(result: Any, sens: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return (result, its gradient) for each result of a function."""
+    results = list(result) if isinstance(result, tuple | list) else [result]
+    given = list(sens) if isinstance(sens, tuple | list) else [sens] * len(results)
+    return [(x, torch.ones_like(x) if one is None else one) for x, one in zip(results, given, strict=True)]
 
 
 class MultitypeFuncGraph:

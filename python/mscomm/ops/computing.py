@@ -247,9 +247,9 @@ def _tensors(x: Any, y: Any) -> tuple[Any, Any]:
         return x, y
     if not isinstance(x, torch.Tensor) and not isinstance(y, torch.Tensor):
         return Tensor(x), Tensor(y)
-    kind = torch.result_type(x, y)
+    kind, there = torch.result_type(x, y), (x if isinstance(x, torch.Tensor) else y).device
     return tuple(
-        one if isinstance(one, torch.Tensor) else torch.as_tensor(one, dtype=kind, device=device()) for one in (x, y)
+        one if isinstance(one, torch.Tensor) else torch.as_tensor(one, dtype=kind, device=there) for one in (x, y)
     )
 
 
@@ -349,6 +349,8 @@ def TopK(input_x: Any, k: int, *, sorted: bool = True) -> Any:
 def _axes(x: torch.Tensor, axis: Axes) -> list[int]:
     """Return the axes as numbers from 0."""
     given = [axis] if isinstance(axis, int) else list(axis) or list(range(x.ndim))
+    if x.ndim == 0 and all(one in (0, -1) for one in given):
+        return []
     for one in given:
         if not -x.ndim <= one < x.ndim:
             raise ValueError(f"axis {one} of a tensor with {x.ndim} dimensions; expected {-x.ndim} to {x.ndim - 1}")

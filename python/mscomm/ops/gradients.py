@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from mscomm.tensor import like
 
@@ -20,6 +21,7 @@ class _Call(torch.autograd.Function):
         return result
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # PyTorch raises an error for gradients of gradients
     def backward(ctx: Any, by_result: torch.Tensor) -> Any:
         x, *result = ctx.saved_tensors
         return ctx.operator.gradient(by_result.contiguous(), x, *result), None

@@ -58,21 +58,24 @@ class Operator:
         """Set into how many parts each dimension of each input is divided, and return the operator.
 
         in_strategy has a tuple for each input, and this tuple has a number for each dimension: ((2, 4), (4, 1)) divides
-        the rows of the first input into 2 parts and its columns into 4. out_strategy is the same for the results. In
-        this release, a strategy has no effect: in data-parallel and stand-alone mode each rank computes the operator on
-        its own data, and a warning says so.
+        the rows of the first input into 2 parts and its columns into 4. mscomm.parallel.plan and the modes
+        SEMI_AUTO_PARALLEL and AUTO_PARALLEL of Model.train use it. In data-parallel and stand-alone mode, each rank
+        computes the operator on its own data, and a warning says so. Strategies of results, out_strategy, are not in
+        this release: NotImplementedError.
 
         Raise TypeError if a strategy is not a tuple of tuples of ints, and ValueError for a number below 1.
 
         >>> matmul = mscomm.ops.MatMul().shard(((2, 4), (4, 1)))
         """
+        if out_strategy is not None:
+            raise NotImplementedError(f"{type(self).__name__}.shard: out_strategy is not in this release")
         for name, strategy in (("in_strategy", in_strategy), ("out_strategy", out_strategy)):
             _check(f"{type(self).__name__}.shard: {name}", strategy)
         self.in_strategy, self.out_strategy = in_strategy, out_strategy
         return self
 
     def __call__(self, *inputs: Any) -> Any:
-        interceptor = _interceptor.get()
+        interceptor = None if torch.compiler.is_compiling() else _interceptor.get()
         if interceptor is not None:
             result = interceptor(self, inputs)
             return type(self).compute(*inputs, **self.attributes) if result is NotImplemented else result

@@ -31,7 +31,8 @@ class CheckpointConfig:
     then keeps the newest file, and one older file for every period of this many minutes. integrated_save:
     if False, and the network is divided (SEMI_AUTO_PARALLEL, AUTO_PARALLEL), each rank's file has only its own parts of
     the weights, which load_distributed_checkpoint merges; Model.resume cannot read such files. async_save: no effect,
-    because a file is complete when the step ends; True prints a warning. crc_check: no effect, because files always have a checksum.
+    because a file is complete when the step ends; True prints a warning. crc_check: no effect, because files always
+    have a checksum.
 
     Raises TypeError if a value is not a number, ValueError if a number is negative or if all four numbers are 0 or
     None, and NotImplementedError for MindSpore's other options.

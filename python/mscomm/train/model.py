@@ -386,9 +386,8 @@ class Model:
         optimizer = self._given["optimizer"]
         if not hasattr(optimizer, "state_dict") and not hasattr(optimizer, "get_parameters"):
             return {}  # a user-defined optimizer, whose state cannot be saved
-        own = self._network.own()
         entries = states.entries(self._network.optimizer_state())
-        return {"".join(f"[{key!r}]" for key in path): x for path, x in entries if own.isdisjoint(path)}
+        return {"".join(f"[{key!r}]" for key in path): x for path, x in entries if not self._network.is_own_entry(path)}
 
     def _training_group(self, function: str) -> Group | None:
         """Return the group whose ranks train one model, or None if this rank trains alone. function: the function's

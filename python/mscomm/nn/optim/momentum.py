@@ -29,8 +29,9 @@ class Momentum(Optimizer, torch.optim.SGD):
         loss_scale: float = 1.0,
         use_nesterov: bool = False,
     ) -> None:
-        groups, rate = arguments("Momentum", params, learning_rate, weight_decay, loss_scale)
-        torch.optim.SGD.__init__(self, groups, rate, momentum, nesterov=use_nesterov)
+        groups, parameters = arguments("Momentum", params, learning_rate, weight_decay, loss_scale)
+        torch.optim.SGD.__init__(self, groups, groups[0]["lr"], momentum, nesterov=use_nesterov)
+        self.begin(parameters)
 
 
 class SGD(Optimizer, torch.optim.SGD):
@@ -47,5 +48,6 @@ class SGD(Optimizer, torch.optim.SGD):
         nesterov: bool = False,
         loss_scale: float = 1.0,
     ) -> None:
-        groups, rate = arguments("SGD", params, learning_rate, weight_decay, loss_scale)
-        torch.optim.SGD.__init__(self, groups, rate, momentum, dampening, nesterov=nesterov)
+        groups, parameters = arguments("SGD", params, learning_rate, weight_decay, loss_scale)
+        torch.optim.SGD.__init__(self, groups, groups[0]["lr"], momentum, dampening, nesterov=nesterov)
+        self.begin(parameters)

@@ -51,6 +51,10 @@ class Network(Protocol):
         """Return the names of the weights and optimizer entries that each rank keeps for itself."""
         return set()
 
+    def is_own_entry(self, path: tuple[Any, ...]) -> bool:
+        """Return whether each rank keeps this entry of the optimizer's state for itself. path: its keys."""
+        return not self.own().isdisjoint(path)
+
     def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
         """Write the given weights into the network, by name. Raise ValueError if a shape or dtype does not fit."""
         write_over(self.weights(), weights)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,7 +13,6 @@ from mscomm.arrays import torch as arrays
 from mscomm.group import Group
 from mscomm.train import networks
 from mscomm.train.autograd import loader
-from mscomm.train.dividing import Division
 from mscomm.train.networks import data_and_label
 from mscomm.train.reducer import GradientReducer
 
@@ -27,6 +27,8 @@ class Network(networks.Network):
         self._optimizer = optimizer
         self._device = torch.device("cpu")
         self._division: Division | None = None
+        # A Cell of mscomm.nn gets mscomm.Tensors, which have MindSpore's methods.
+        self._as_given = sys.modules["mscomm.tensor"].Tensor if hasattr(network, "construct") else None
 
     def trained(self) -> dict[str, Any]:
         """Return the parameters, including frozen ones, which the ranks compare. Each rank keeps mscomm.Parameters with
@@ -48,12 +50,18 @@ class Network(networks.Network):
         return {} if self._division is None else self._division.slices()
 
     def divide(self, mode: str, group: Group) -> None:
+        from mscomm.train.dividing import Division  # not imported at the top, because few trainings need it
+
         self._division = Division(self._module, self._loss_fn, self._optimizer, mode, group)
 
     def join(self) -> None:
         if self._division is not None:
             self._division.join()
             self._division = None
+
+    def is_own_entry(self, path: tuple[Any, ...]) -> bool:
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        return len(path) > 1 and path[0] == "state" and _is_own(parameters[path[1]])
 
     def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
         super().load(weights)
@@ -77,6 +85,11 @@ class Network(networks.Network):
             for p in filter(_is_own, self._module.parameters()):
                 p.grad = None
         loss = self._loss(tuple(self._there(x) for x in batch))
+        if loss.ndim:
+            raise ValueError(
+                f"Model.train: the loss has the shape {list(loss.shape)}; it must be one number, such as the mean"
+                ' (reduction="mean")'
+            )
         late = self._device.type != "cpu"  # read the loss after the backward pass, because reading waits for the device
         if late:
             loss.backward()
@@ -105,7 +118,8 @@ class Network(networks.Network):
 
     def _there(self, x: Any) -> Any:
         x = _tensor(x)
-        return x.to(self._device, non_blocking=True) if x.device.type == "cpu" else x
+        x = x.to(self._device, non_blocking=True) if x.device.type == "cpu" else x
+        return x if self._as_given is None or self._division is not None else x.as_subclass(self._as_given)
 
     def _loss(self, batch: tuple[Any, ...]) -> torch.Tensor:
         if self._loss_fn is None:
@@ -119,6 +133,10 @@ class Network(networks.Network):
 
     def load_optimizer_state(self, state: Any) -> None:
         loader(self._optimizer)(state)
+
+
+if TYPE_CHECKING:
+    from mscomm.train.dividing import Division
 
 
 def _class_numbers(label: torch.Tensor) -> torch.Tensor:
