@@ -21,22 +21,24 @@ from mscomm.parallel.tracing import Value
 class Ranks:
     """The groups of ranks along the axes of a mesh, and the steps of redistributions over them.
 
-    counted: (kind, bytes of the array that was passed) of each call so far, for tests and reports.
+    counted: None, or a list to which (kind, bytes of the array that was passed) of each call is appended.
     """
 
     def __init__(self, mesh: Mesh, world: Group) -> None:
         self.mesh = mesh
         self.world = world
-        self.counted: list[tuple[str, int]] = []
+        self.counted: list[tuple[str, int]] | None = None
         self._groups: dict[Axes, Group] = {}
 
     def group(self, axes: Axes) -> Group:
         """Return the group of this rank along these axes. All ranks create the groups in the same order."""
         if axes not in self._groups:
             members = [self.world.ranks[rank] for rank in self.mesh.group(self.world.rank, axes)]
-            name = f"{self.world.name}/{'-'.join(map(str, members))}"
+            # The name says which ranks these are, and is short also for many ranks.
+            name = f"{self.world.name}/{'.'.join(map(str, axes))}/{members[0]}"
             whole = len(axes) == len(self.mesh.sizes)
-            self._groups[axes] = self.world if whole else subgroups.create_group(name, members)
+            own = job.job_of(self.world)
+            self._groups[axes] = self.world if whole else subgroups.create_group(name, members, job=own)
         return self._groups[axes]
 
     def run(self, x: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
@@ -44,6 +46,11 @@ class Ranks:
         for step in steps:
             x = self._taken(x, step)
         return x
+
+    def count(self, kind: str, x: torch.Tensor) -> None:
+        """Note a call, if somebody counts."""
+        if self.counted is not None:
+            self.counted.append((kind, x.numel() * x.element_size()))
 
     def total(self, x: torch.Tensor, axes: Axes) -> torch.Tensor:
         """Return the sum over the ranks along these axes."""
@@ -55,7 +62,7 @@ class Ranks:
             size = x.shape[step.to] // parts
             return x.narrow(step.to, index * size, size)
         group, x = self.group(step.axes), x.contiguous()
-        self.counted.append((step.kind, x.numel() * x.element_size()))
+        self.count(step.kind, x)
         if step.kind == "all_reduce":
             return collectives.all_reduce(x, group=group)
         if step.kind == "reduce_scatter":
@@ -112,8 +119,11 @@ class Divided(torch.nn.Module):
     """A network whose parameters and computations are divided among ranks by a plan. divide() makes one.
 
     It is called with this rank's inputs, and returns the network's results, which are whole on every rank. After
-    backward(), call reduce_gradients(), or sum the gradients of the parameters in `to_reduce` yourself. `network` is
-    the original module; its parameters hold this rank's parts, so only this class can call it.
+    backward(), call reduce_gradients(), or sum the gradients of the parameters in `to_reduce` yourself. All ranks must
+    compute the same loss from the results.
+
+    `network` is the original module. Its parameters hold this rank's parts, so only this class can call it, until
+    join(). Norms over its parameters or gradients are norms of the parts: use clip_grad_norm_() of this class.
     """
 
     def __init__(self, network: torch.nn.Module, plan: Plan, group: Group) -> None:
@@ -124,8 +134,16 @@ class Divided(torch.nn.Module):
         self._contexts = [_Context(self.ranks, choice) for choice in plan.choices]
         self._parameters_of = dict(network.named_parameters())
         self._buffers_of = dict(network.named_buffers())
+        own = [name for name, x in self._parameters_of.items() if getattr(x, "layerwise_parallel", False)]
+        if own:
+            raise ValueError(f"divide: {own[0]} has layerwise_parallel=True; a plan divides the parameters itself")
+        if any(_ends_calls in one._forward_pre_hooks.values() for one in network.modules()):
+            raise RuntimeError("divide: the network is divided already; join() brings its weights together")
+        self._modes = [one.training for one in network.modules()]
         for name, x in (*self._parameters_of.items(), *self._buffers_of.items()):
             x.data = self.part(name, x.data).clone()
+            x.grad = None
+        self._guards = [one.register_forward_pre_hook(_ends_calls) for one in network.modules()]
         # The groups are created here, because every rank creates the same groups in the same order.
         for transfer in plan.transfers():
             if transfer.step.kind != "slice":
@@ -162,18 +180,57 @@ class Divided(torch.nn.Module):
         return found
 
     def reduce_gradients(self) -> None:
-        """Sum the gradients over the ranks that have computed parts of them. All ranks call this together, once after
-        each backward pass."""
-        for axes, parameters in self.to_reduce.items():
-            gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in parameters]
-            for x in gradients:
-                self.ranks.counted.append(("all_reduce", x.numel() * x.element_size()))
+        """Sum the gradients over the ranks that have computed parts of them.
+
+        All ranks call this together, once before each step of the optimizer: if gradients are accumulated over several
+        backward passes, after the last one.
+        """
+        for axes, every in self.to_reduce.items():
+            parameters = [x for x in every if x.grad is not None]
+            gradients = [x.grad for x in parameters if x.grad is not None]
+            for one in gradients:
+                self.ranks.count("all_reduce", one)
+            if not gradients:
+                continue
             sums = collectives.all_reduce_many(gradients, group=self.ranks.group(axes))
             for x, gradient in zip(parameters, sums, strict=True):
                 x.grad = gradient
 
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients so that their norm over the whole network is at most max_norm. Return the norm before.
+
+        All ranks call this together, after reduce_gradients().
+        """
+        total = torch.zeros(())
+        for name, x in self._parameters_of.items():
+            if x.grad is not None:  # a part that several ranks have counts once
+                copies = self.plan.ranks // self.plan.mesh.parts(tuple(self.layout(name).used))
+                total += x.grad.float().square().sum().cpu() / copies
+        norm = collectives.all_reduce(total, group=self.ranks.world).sqrt()
+        for x in self._parameters_of.values():
+            if x.grad is not None:
+                x.grad.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(x.grad.device))
+        return norm
+
+    def join(self) -> None:
+        """Bring the parameters and buffers together on every rank. The network can then be called again, but not this
+        object. All ranks call this together."""
+        for name, x in (*self._parameters_of.items(), *self._buffers_of.items()):
+            x.data = self.whole(name, x.data).clone()
+            x.grad = None
+        for guard in self._guards:
+            guard.remove()
+        self._guards = []
+
     def forward(self, *inputs: torch.Tensor) -> Any:
         plan = self.plan
+        if not self._guards:
+            raise RuntimeError("mscomm.parallel: join() has brought the network's weights together; divide() it again")
+        if [one.training for one in self.network.modules()] != self._modes:
+            raise RuntimeError(
+                "mscomm.parallel: the network was switched between training and evaluation; the plan is for the mode in"
+                " which it was made"
+            )
         given = dict(zip(map(id, plan.graph.inputs), self._checked(inputs), strict=True))
         for value in plan.graph.parameters.values():
             given[id(value)] = self._parameters_of[value.name]
@@ -188,15 +245,18 @@ class Divided(torch.nn.Module):
             return self.ranks.run(x, steps)
 
         for node, rule, edges, context in zip(plan.graph.nodes, plan.rules, plan.edges, self._contexts, strict=True):
-            tensors = [brought(edge) for edge in edges]
-            made = rules.call(node, tensors) if rule.compute is None else rule.compute(context, tensors)
-            results = tuple(made) if node.is_tuple else (made,)
+            with torch.set_grad_enabled(node.grad and torch.is_grad_enabled()):
+                tensors = [brought(edge) for edge in edges]
+                made = rules.call(node, tensors) if rule.compute is None else rule.compute(context, tensors)
+            results = [one for one in tree.tree_leaves(made) if isinstance(one, torch.Tensor)]
             given.update(zip(map(id, node.outputs), results, strict=True))
         left = iter([brought(edge) for edge in plan.results])
         return tree.tree_map(lambda one: next(left) if isinstance(one, Value) else one, plan.graph.result)
 
     def _checked(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         wanted = [self.plan.layout(value).shape(self.plan.mesh, value.shape) for value in self.plan.graph.inputs]
+        if any(x.requires_grad for x in inputs):
+            raise ValueError("mscomm.parallel: an input requires a gradient; only parameters have gradients")
         shapes = [tuple(x.shape) for x in inputs]
         if shapes != wanted:
             raise ValueError(
@@ -206,6 +266,13 @@ class Divided(torch.nn.Module):
         return inputs
 
 
+def _ends_calls(module: torch.nn.Module, inputs: Any) -> None:
+    raise RuntimeError(
+        "the network is divided among the ranks, and each has only parts of its weights: call the result of"
+        " mscomm.parallel.divide(), or join() it first"
+    )
+
+
 def divide(module: torch.nn.Module, plan: Plan, *, group: Group | str | None = None) -> Divided:
     """Divide the parameters of a module among the ranks of a group, and return the network that runs the plan.
 
@@ -213,6 +280,7 @@ def divide(module: torch.nn.Module, plan: Plan, *, group: Group | str | None = N
     place: each then holds this rank's part, so that optimizers keep their parameters. All ranks call this together.
 
     Raise ValueError on all ranks if the group does not have plan.ranks ranks, or if the ranks have different plans.
+    Raise RuntimeError if the module is divided already.
 
     >>> net = mscomm.parallel.divide(module, mscomm.parallel.plan(module, [x], mscomm.get_group_size()))
     >>> loss = net(rows_of_this_rank)

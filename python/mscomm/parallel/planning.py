@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree as tree
 
 from mscomm.context import ParallelMode
 from mscomm.ops.operator import Operator
@@ -96,20 +97,21 @@ class Plan:
         """Return the axes over which a parameter's gradient is summed once, after the backward pass."""
         value = self.graph.parameters[name]
         uses = self._problem.users.get(id(value), [])
-        if not value.requires_grad or len(uses) != 1 or not uses[0][0].has_gradient:
+        if not value.requires_grad or not self._is_deferred(value) or not uses[0][0].has_gradient:
             return ()  # the gradient of each use is summed at its edge
         node, place = uses[0]
         return tuple(sorted(self.choices[node.number].gradients[place].partial))
+
+    def _is_deferred(self, value: Value) -> bool:
+        """Return whether a value's gradient is summed once, after the backward pass: a parameter with one use."""
+        uses = self._problem.users.get(id(value), [])
+        return value.kind == "parameter" and len(uses) == 1 and all(value is not one for one in self.graph.results)
 
     def _edge(self, node: Node, place: int, choice: Choice) -> Edge:
         value = node.inputs[place]
         before = self.layout(value)
         back = None
-        if (
-            value.requires_grad
-            and node.has_gradient
-            and not (value.kind == "parameter" and len(self._problem.users[id(value)]) == 1)
-        ):
+        if value.requires_grad and node.has_gradient and not self._is_deferred(value):
             back = (choice.gradients[place], before.whole)
         return Edge(value, before, choice.inputs[place], back)
 
@@ -230,7 +232,8 @@ class Plan:
         """Return a digest that is equal for equal plans. The ranks of a job compare it."""
         facts = self.to_dict()
         axes = [sorted((letter, list(some)) for letter, some in choice.axes.items()) for choice in self.choices]
-        return hashlib.sha256(json.dumps([facts, axes]).encode()).digest()
+        arguments = [tree.tree_map(_fact, (node.args, node.kwargs)) for node in self.graph.nodes]
+        return hashlib.sha256(json.dumps([facts, axes, repr(arguments)]).encode()).digest()
 
     def __str__(self) -> str:
         """Return a table: a row for each operator, followed by the calls that bring its inputs."""
@@ -259,6 +262,14 @@ class Plan:
         if any(one["configured"] for one in facts["operators"]):
             lines.append("* The strategy was set by shard().")
         return "\n".join(lines)
+
+
+def _fact(argument: Any) -> str:
+    """Return what is compared of an argument of a call: of a constant, its numbers; of another value, its shape."""
+    if not isinstance(argument, Value):
+        return repr(argument) if isinstance(argument, int | float | bool | str | None) else type(argument).__name__
+    data = b"" if argument.data is None else argument.data.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return f"{argument.kind} {argument.name} {argument.shape} {hashlib.sha256(data).hexdigest()}"
 
 
 def _as_dict(transfer: Transfer, mesh: Mesh) -> dict[str, Any]:
@@ -338,6 +349,7 @@ def plan(
     data = [_of_input(value, mesh, dataset_strategy) for value in graph.inputs]
     problem = Problem(graph, mesh, machine or Machine(), data)
     _check_parameters(problem)
+    _check_buffers(problem)
     find = search.propagated if parallel_mode == ParallelMode.AUTO_PARALLEL else search.data_parallel
     return Plan(graph, problem, find(problem))
 
@@ -355,6 +367,17 @@ def _of_input(value: Value, mesh: Mesh, strategy: str) -> Layout:
             f' {mesh.ranks} ranks; use dataset_strategy="full_batch"'
         )
     return Layout((tuple(range(len(mesh.sizes))), *[()] * (len(value.shape) - 1)))
+
+
+def _check_buffers(problem: Problem) -> None:
+    """Raise NotImplementedError if two calls use a buffer that one of them may change."""
+    for value in problem.graph.buffers.values():
+        nodes = [node for node, _ in problem.users.get(id(value), [])]
+        if len(nodes) > 1 and any(node.changes_buffer for node in nodes):
+            raise NotImplementedError(
+                f"mscomm.parallel: the buffer {value.name} is used by {nodes[0].label} and by {nodes[1].label}; a layer"
+                " that changes its buffers can be called only once"
+            )
 
 
 def _check_parameters(problem: Problem) -> None:

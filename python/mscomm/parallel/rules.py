@@ -65,11 +65,9 @@ def call(node: Node, tensors: Sequence[Any]) -> Any:
 
 def rule_of(node: Node) -> Rule:
     """Return the node's rule."""
-    if node.name in _RANDOM and not _is_identity(node):
-        raise NotImplementedError(
-            f"mscomm.parallel: {node.label} draws random numbers, which would differ between ranks; in this release,"
-            " plan the network without it, for example in evaluation mode or with p=0"
-        )
+    by_name = any(isinstance(one, Value) for one in tree.tree_leaves(node.kwargs))
+    if by_name and node.name != "scaled_dot_product_attention":
+        return _whole(node)  # the rules expect the tensors by position
     make = _RULES.get(node.name)
     made = None if make is None else make(node)
     return _whole(node) if made is None else made
@@ -98,10 +96,11 @@ def _names(count: int, taken: str = "") -> str:
 
 
 def _argument(node: Node, place: int, name: str, default: Any = None) -> Any:
-    """Return an argument of a function, given by position or by name."""
+    """Return an argument of a function, given by position, by name, or by NumPy's name."""
     if len(node.args) > place:
         return node.args[place]
-    return node.kwargs.get(name, default)
+    other = {"dim": "axis", "keepdim": "keepdims"}.get(name, name)
+    return node.kwargs.get(name, node.kwargs.get(other, default))
 
 
 def _attribute(node: Node, name: str) -> Any:
@@ -125,10 +124,11 @@ def _pointwise(node: Node) -> Rule:
     return Rule([_aligned(value.shape, out, letters) for value in node.inputs], [letters], _elements(node))
 
 
-def _is_identity(node: Node) -> bool:
-    """Return whether a dropout does nothing."""
-    p, training = _argument(node, 1, "p", 0.5), _argument(node, 2, "training", True)
-    return node.name == "dropout" and (p == 0 or not training)
+def _first_only(node: Node) -> Rule:
+    """A function that works element by element on its first argument; the others give a dtype or a device."""
+    rule = _pointwise(node)
+    rule.inputs[1:] = [(".",) * len(value.shape) for value in node.inputs[1:]]
+    return rule
 
 
 # -- products
@@ -155,8 +155,10 @@ def _matmul(node: Node) -> Rule | None:
     )
 
 
-def _linear(node: Node) -> Rule:
+def _linear(node: Node) -> Rule | None:
     x, weight, *bias = node.inputs
+    if len(weight.shape) != 2:
+        return None
     batch = tuple(_names(len(x.shape) - 1, "kn"))
     rule = Rule([(*batch, "k"), ("n", "k")], [(*batch, "n")], 2.0 * _elements(node) * weight.shape[1])
     if bias:  # each rank along k adds its share of the bias
@@ -190,6 +192,8 @@ def _conv2d(node: Node) -> Rule | None:
 def _attention(node: Node) -> Rule:
     """scaled_dot_product_attention: only the dimensions before the last two are divided."""
     out = node.outputs[0].shape
+    if node.kwargs.get("enable_gqa") or any(len(value.shape) < 2 for value in node.inputs):
+        return _whole(node)
     batch = _names(len(out) - 2)
     letters = [(*_aligned(value.shape[:-2], out[:-2], batch), ".", ".") for value in node.inputs]
     keys = node.inputs[1].shape
@@ -199,6 +203,10 @@ def _attention(node: Node) -> Rule:
 def _embedding(node: Node) -> Rule | None:
     if len(node.inputs) != 2 or _argument(node, 3, "max_norm") is not None:
         return None
+    if _argument(node, 5, "scale_grad_by_freq", False) or _argument(node, 6, "sparse", False):
+        raise NotImplementedError(
+            f"mscomm.parallel: {node.label}: scale_grad_by_freq and sparse are not in this release"
+        )
     indices = _names(len(node.inputs[0].shape), "d")
     return Rule([tuple(indices), (".", "d")], [(*indices, "d")], _elements(node))
 
@@ -234,7 +242,9 @@ def _reduction(node: Node) -> Rule | None:
 def _along_one_dim(node: Node) -> Rule:
     """A function that needs the whole of one dimension, such as softmax."""
     x = node.inputs[0]
-    dim = _attribute(node, "axis") if node.operator is not None else _argument(node, 1, "dim", -1)
+    dim = _attribute(node, "axis") if node.operator is not None else _argument(node, 1, "dim")
+    if dim is None:
+        return _whole(node)
     letters = [letter if place != dim % len(x.shape) else "." for place, letter in enumerate(_names(len(x.shape)))]
     return Rule([tuple(letters)], [tuple(letters)], 5 * _elements(node))
 
@@ -255,6 +265,8 @@ def _batch_norm(node: Node) -> Rule | None:
     )
     if not all(isinstance(one, Value) for one in (mean, variance, weight, bias)) or len(node.inputs) != 5:
         return None
+    if momentum is None:
+        return None
     letters = ("a", "c", *["."] * (len(x.shape) - 2))
     rule = Rule([letters, *[("c",)] * 4], [letters], 10 * _elements(node))
     if not training:
@@ -274,7 +286,8 @@ def _batch_norm(node: Node) -> Rule | None:
 
 def _synchronized(context: Context, given: list[torch.Tensor], momentum: float, eps: float) -> torch.Tensor:
     """Batch normalization whose means and variances are those of all ranks' parts of the batch."""
-    x, moving_mean, moving_variance, weight, bias = given
+    given_x, moving_mean, moving_variance, weight, bias = given
+    x = given_x.float() if given_x.dtype in (torch.float16, torch.bfloat16) else given_x
     dims = [0, *range(2, x.ndim)]
     count = x.numel() // x.shape[1] * context.parts("a")
     mean = context.total(x.sum(dims) / count, "a")
@@ -284,7 +297,7 @@ def _synchronized(context: Context, given: list[torch.Tensor], momentum: float, 
         moving_mean.lerp_(mean.to(moving_mean.dtype), momentum)
         moving_variance.lerp_((variance * (count / max(count - 1, 1))).to(moving_variance.dtype), momentum)
     scale = (weight * torch.rsqrt(variance + eps)).reshape(1, -1, *[1] * (x.ndim - 2))
-    return centred * scale + bias.reshape(1, -1, *[1] * (x.ndim - 2))
+    return (centred * scale + bias.reshape(1, -1, *[1] * (x.ndim - 2))).to(given_x.dtype)
 
 
 # -- losses
@@ -294,6 +307,8 @@ def _cross_entropy(node: Node) -> Rule | None:
     logits, labels = node.inputs[:2]
     reduction, ignored = _argument(node, 6, "reduction", "mean"), _argument(node, 4, "ignore_index", -100)
     smoothing = _argument(node, 7, "label_smoothing", 0.0)
+    if _argument(node, 3, "size_average") is not None or _argument(node, 5, "reduce") is not None:
+        return None
     if len(node.inputs) != 2 or len(logits.shape) != 2 or labels.dtype.is_floating_point or smoothing:
         return None
     out: Letters = ("a",) if reduction == "none" else ()
@@ -313,7 +328,9 @@ def _cross_entropy(node: Node) -> Rule | None:
 def _mse_loss(node: Node) -> Rule | None:
     if node.inputs[0].shape != node.inputs[1].shape or len(node.inputs) != 2:
         return None
-    reduction = node.kwargs.get("reduction", "mean")
+    reduction = _argument(node, 4, "reduction", "mean")
+    if _argument(node, 2, "size_average") is not None or _argument(node, 3, "reduce") is not None:
+        return None
     letters = tuple(_names(len(node.inputs[0].shape)))
     rule = Rule([letters, letters], [letters if reduction == "none" else ()], 3.0 * math.prod(node.inputs[0].shape))
     if reduction == "mean":
@@ -372,6 +389,8 @@ def _reshaped(node: Node) -> Rule | None:
     Both shapes are divided into the shortest runs of dimensions that have the same number of elements.
     """
     before, after = node.inputs[0].shape, node.outputs[0].shape
+    if len(node.inputs) != 1 or node.inputs[0].dtype != node.outputs[0].dtype:
+        return None
     letters = _names(len(before))
     ins, outs, sizes = ["."] * len(before), ["."] * len(after), {}
     i = j = 0
@@ -407,7 +426,7 @@ def _untouched(node: Node) -> Rule | None:
     dim = (
         _attribute(node, "axis")
         if node.operator is not None
-        else _argument(node, 1 if node.name == "cat" else 2, "dim", 0)
+        else _argument(node, 1 if node.name in ("cat", "concat") else 2, "dim", 0)
     )
     rank = len(node.outputs[0].shape)
     if any(len(value.shape) != rank for value in node.inputs):
@@ -421,18 +440,15 @@ _POINTWISE = (
     *("abs", "exp", "log", "sqrt", "rsqrt", "square", "sin", "cos", "erf", "reciprocal", "relu", "gelu", "silu"),
     *("sigmoid", "tanh", "softplus", "leaky_relu", "elu", "hardtanh", "relu6", "clamp", "where", "maximum", "minimum"),
     *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "float", "double", "half"),
-    *("bfloat16", "type_as", "to", "contiguous", "clone", "detach", "data", "dropout", "zeros_like", "ones_like"),
+    *("bfloat16", "contiguous", "clone", "detach", "data", "dropout", "zeros_like", "ones_like"),
     *("floor_divide", "floordiv", "Abs", "Exp", "Log", "Neg", "Reciprocal", "Rsqrt", "Sqrt", "Square", "Sin", "Cos"),
     *("Erf", "Tanh", "Sigmoid", "ReLU", "GeLU", "Identity", "LogicalNot", "Add", "Sub", "Mul", "Div", "RealDiv"),
     *("FloorDiv", "Pow", "Maximum", "Minimum", "Equal", "NotEqual", "Greater", "GreaterEqual", "Less", "LessEqual"),
     *("LogicalAnd", "LogicalOr", "Select", "ZerosLike", "OnesLike", "Cast"),
 )
-_RANDOM = {
-    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "rrelu"),
-    *("rand_like", "randn_like", "randint_like", "bernoulli", "multinomial", "normal", "uniform", "gumbel_softmax"),
-}
 _RULES: dict[str, Callable[[Node], Rule | None]] = {
     **dict.fromkeys(_POINTWISE, _pointwise),
+    **dict.fromkeys(("type_as", "to", "type"), _first_only),
     **dict.fromkeys(("matmul", "mm", "bmm", "rmatmul", "MatMul", "BatchMatMul"), _matmul),
     "linear": _linear,
     "conv2d": _conv2d,

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils import _pytree as tree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mscomm.ops import operator as operators
 from mscomm.ops.operator import Operator
@@ -57,13 +60,15 @@ class Node:
     operator: Operator | None = None
     inputs: list[Value] = field(default_factory=list)  # in the order of args and kwargs; a Value may occur twice
     outputs: list[Value] = field(default_factory=list)
-    is_tuple: bool = False  # whether the call returns several tensors
+    is_tuple: bool = False  # whether the call returns something else than one tensor
+    writes: bool = False  # whether the call writes into its first input, which is a buffer
+    grad: bool = True  # whether gradients were enabled
     has_gradient: bool = False  # whether the gradient of an output is needed
 
     @property
-    def inputs_change(self) -> bool:
-        """Whether the call may change an input: the moving means of a normalization."""
-        return any(value.kind == "buffer" for value in self.inputs)
+    def changes_buffer(self) -> bool:
+        """Whether the call may change a buffer, such as the moving means of a normalization."""
+        return self.writes or (self.name == "batch_norm" and any(value.kind == "buffer" for value in self.inputs))
 
     @property
     def label(self) -> str:
@@ -102,93 +107,171 @@ class Traced(torch.Tensor):
         return traced.recorder.call(func, args, kwargs or {})
 
 
-_FACTS = {
+_METADATA = {
     *("size", "dim", "numel", "stride", "is_floating_point", "is_complex", "element_size", "nelement", "ndimension"),
-    *("is_contiguous", "storage_offset", "data_ptr", "get_device", "type", "__len__", "__repr__", "__format__"),
+    *("is_contiguous", "storage_offset", "__len__", "__repr__", "__format__", "__hash__", "untyped_storage"),
 }
 _DETACHED = {"detach", "data", "zeros_like", "ones_like"}
-_NUMBERS = {
-    *("item", "tolist", "numpy", "nonzero", "is_nonzero", "equal", "allclose"),
+_NEED_NUMBERS = {
+    *("item", "tolist", "numpy", "nonzero", "is_nonzero", "equal", "allclose", "data_ptr"),
     *("__bool__", "__float__", "__int__", "__index__", "__array__"),
+}
+_REFUSED = {"register_hook", "backward", "retain_grad", "register_post_accumulate_grad_hook", "requires_grad_", "set_"}
+_IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
+_DEVICES: dict[str, Callable[[torch.device], Any]] = {
+    "device": lambda there: there,
+    "is_cuda": lambda there: there.type == "cuda",
+    "is_cpu": lambda there: there.type == "cpu",
+    "is_meta": lambda there: False,
 }
 
 
 class _Recorder:
-    def __init__(self) -> None:
+    """Records calls. device: where the network really is."""
+
+    def __init__(self, device: torch.device) -> None:
         self.nodes: list[Node] = []
         self.scope: list[tuple[str, str]] = []
-        self._constants: dict[
-            int, tuple[torch.Tensor, Value]
-        ] = {}  # by id; the tensor is kept, so the id stays its own
+        self.device = device
+        # By id and version. The tensor is kept, so that no other tensor gets its id.
+        self._constants: dict[tuple[int, int], tuple[torch.Tensor, Value]] = {}
+        self._traced: weakref.WeakSet[Traced] = weakref.WeakSet()
+        self._written: list[Traced] = []  # the buffers that the network has changed in place
 
     def traced(self, meta: torch.Tensor, value: Value) -> Traced:
         with torch._C.DisableTorchFunctionSubclass():
-            made = meta.as_subclass(Traced)
+            made: Traced = meta.as_subclass(Traced)
         made.value, made.recorder = value, self
+        self._traced.add(made)
         return made
+
+    def refuse(self, what: str) -> NotImplementedError:
+        return NotImplementedError(f"mscomm.parallel: {self._where()}: {what}")
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", str(func))
-        if name == "__get__" and func.__self__.__name__ in ("T", "mT", "data"):
+        if name == "__get__":
             name = func.__self__.__name__
-        elif name == "__get__" or name in _FACTS:
+            if name in _DEVICES:
+                return _DEVICES[name](self.device)
+            if name == "requires_grad":
+                return args[0].value.requires_grad
+            found = _plain(func, args, kwargs)
+            if not isinstance(found, torch.Tensor):
+                return found
+        elif name in _METADATA:
             return _plain(func, args, kwargs)
-        if name in _NUMBERS:
+        if name in _NEED_NUMBERS:
             raise RuntimeError(
                 f"mscomm.parallel: {self._where()} calls {name}(), which needs the numbers of a tensor. A network is"
                 " planned without numbers; compute with tensors instead, for example with torch.where"
             )
-        target = (
-            args[0] if kwargs.get("inplace") or (name[-1:] == "_" and name[-2:] != "__") or name in _IN_PLACE else None
-        )
-        if kwargs.get("inplace"):
-            kwargs = {**kwargs, "inplace": False}
-        result = self.record(func, name.strip("_"), args, kwargs)
-        if isinstance(target, Traced):  # from here on, the tensor has the new value
-            target.value = result.value
-            return target
-        return result
+        if name in _REFUSED or name == "__set__":
+            raise self.refuse(f"{name}() on a tensor is not in mscomm.parallel")
+        args, kwargs, inplace = _without_inplace(func, args, kwargs)
+        if not (inplace or (name[-1:] == "_" and name[-2:] != "__") or name in _IN_PLACE):
+            return self.record(func, name.strip("_"), args, kwargs)
+        target = args[0]
+        if not isinstance(target, Traced):
+            raise self.refuse(f"{name}() writes into a tensor that is not computed from the inputs; use a new tensor")
+        self._check_target(target, name)
+        if not inplace and target.value.kind != "buffer":
+            func = functools.partial(_of_copy, func)
+        result = self.record(func, name.strip("_"), args, kwargs, target=target)
+        target.value = result.value  # from here on, the tensor has the new value
+        return target
+
+    def _check_target(self, target: Traced, name: str) -> None:
+        """Refuse to write into a tensor whose memory others use, or into a buffer for the second time."""
+        storage = _storage(target)
+        if any(other is not target and _storage(other) == storage for other in self._traced):
+            raise self.refuse(f"{name}() writes into a tensor of which there are views; use a new tensor")
+        if any(target is one for one in self._written):
+            raise self.refuse(f"{name}() writes into a buffer that was written before; write each buffer once")
+        if target.value.kind == "parameter":
+            raise self.refuse(f"{name}() writes into a parameter")
+        if target.value.kind == "buffer":
+            self._written.append(target)
 
     def record(
-        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operator: Operator | None = None
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        operator: Operator | None = None,
+        target: Traced | None = None,
     ) -> Any:
+        if torch.is_autocast_enabled(self.device.type):
+            raise self.refuse("autocast is not in mscomm.parallel")
         positional, named = tree.tree_map(self._value, (args, kwargs))
-        metas = tree.tree_map(lambda one: _meta(one) if isinstance(one, torch.Tensor) else one, (args, kwargs))
+        metas = tree.tree_map(_meta, (args, kwargs))
+        given = [one for one in tree.tree_leaves(metas) if isinstance(one, torch.Tensor)]
+        before = [one._version for one in given]
         try:
             results = _plain(func, *metas)
         except NotImplementedError as error:
-            raise NotImplementedError(f"mscomm.parallel: {self._where()}: {name}: {error}") from error
+            raise error if "mscomm.parallel" in str(error) else self.refuse(f"{name}: {error}") from error
+        changed = [one for one, version in zip(given, before, strict=True) if one._version != version]
+        if [_storage(one) for one in changed] not in ([], [] if target is None else [_storage(target)]):
+            raise self.refuse(f"{name}() writes into a tensor, or into a part of one; use torch.where or torch.cat")
         node = Node(len(self.nodes), func, positional, named, name, tuple(self.scope), operator)
         node.inputs = [one for one in tree.tree_leaves((positional, named)) if isinstance(one, Value)]
-        node.is_tuple = isinstance(results, tuple | list)
-        made = []
-        for index, meta in enumerate(results if node.is_tuple else (results,)):
-            if not isinstance(meta, torch.Tensor):
-                return results  # numbers, which need no communication
-            grad = meta.is_floating_point() and any(one.requires_grad for one in node.inputs) and name not in _DETACHED
-            value = Value(tuple(meta.shape), meta.dtype, "result", "", node, index, requires_grad=grad)
-            node.outputs.append(value)
-            made.append(self.traced(meta, value))
+        node.grad = torch.is_grad_enabled()
+        node.writes = target is not None and target.value.kind == "buffer"
+        leaves, form = tree.tree_flatten(results)
+        if not any(isinstance(one, torch.Tensor) for one in leaves):
+            return results  # numbers, which need no communication
+        node.is_tuple = form.num_leaves > 1 or not isinstance(results, torch.Tensor)
+        differentiable = node.grad and name not in _DETACHED and any(one.requires_grad for one in node.inputs)
+        made: list[Any] = []
+        for meta in leaves:
+            if isinstance(meta, torch.Tensor):
+                has = differentiable and (meta.is_floating_point() or meta.is_complex())
+                value = Value(tuple(meta.shape), meta.dtype, "result", "", node, len(node.outputs), requires_grad=has)
+                node.outputs.append(value)
+                made.append(self.traced(meta, value))
+            else:
+                made.append(meta)
         self.nodes.append(node)
-        if not node.is_tuple:
-            return made[0]
-        return type(results)(made) if type(results) in (tuple, list) else tuple(made)
+        return tree.tree_unflatten(made, form)
 
     def _value(self, one: Any) -> Any:
         if isinstance(one, Traced):
             return one.value
         if not isinstance(one, torch.Tensor):
             return one
-        if id(one) not in self._constants:
-            data = one.detach().as_subclass(torch.Tensor)
-            self._constants[id(one)] = one, Value(tuple(one.shape), one.dtype, "constant", data=data)
-        return self._constants[id(one)][1]
+        if one.is_meta:
+            raise self.refuse("a tensor without memory was made outside of the calls that are recorded")
+        if one.requires_grad:
+            raise self.refuse("a tensor that requires a gradient is not a parameter of the network")
+        key = id(one), one._version
+        if key not in self._constants:
+            data = one.detach().clone().as_subclass(torch.Tensor)
+            self._constants[key] = one, Value(tuple(one.shape), one.dtype, "constant", data=data)
+        return self._constants[key][1]
 
     def _where(self) -> str:
         return ".".join(attribute or kind for attribute, kind in self.scope) or "the network"
 
 
-_IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__"}
+def _without_inplace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
+    """Return (args, kwargs, whether the call was to work in place), with inplace=False."""
+    try:
+        parameters = inspect.signature(func).parameters
+    except (TypeError, ValueError):
+        return args, kwargs, False
+    if "inplace" not in parameters:
+        return args, kwargs, False
+    place = list(parameters).index("inplace")
+    if len(args) > place:
+        return (*args[:place], False, *args[place + 1 :]), kwargs, bool(args[place])
+    return args, {**kwargs, "inplace": False} if "inplace" in kwargs else kwargs, bool(kwargs.get("inplace"))
+
+
+def _of_copy(func: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Call a function that changes its first argument with a copy of it."""
+    return func(x if x.is_meta else x.clone(), *args, **kwargs)
 
 
 def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -196,15 +279,43 @@ def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
 
-def _meta(x: torch.Tensor) -> torch.Tensor:
+def _storage(x: torch.Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():
-        return x.detach().as_subclass(torch.Tensor).to("meta")
+        return int(x.untyped_storage()._cdata)
+
+
+def _meta(one: Any) -> Any:
+    """Return what a call without memory gets in place of an argument."""
+    if isinstance(one, torch.device):
+        return torch.device("meta")
+    if not isinstance(one, torch.Tensor):
+        return one
+    with torch._C.DisableTorchFunctionSubclass():
+        return one.detach().as_subclass(torch.Tensor).to("meta")
+
+
+class _NoRandomNumbers(TorchDispatchMode):
+    """Refuses functions that draw random numbers, which would differ between ranks, or would be drawn only once."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            name = func.overloadpacket.__name__
+            raise self._recorder.refuse(
+                f"{name} draws random numbers, which would differ between ranks. In this release, plan the network"
+                " without it, for example in evaluation mode or with p=0"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def trace(module: torch.nn.Module, inputs: Sequence[Any], known: Callable[[Operator], bool]) -> Graph:
     """Return the calls of module(*inputs). inputs: tensors or arrays, of which only shapes and dtypes matter. known:
     whether an operator of mscomm.ops becomes one node; if not, its calls of PyTorch become nodes."""
-    recorder = _Recorder()
+    first = next(iter((*module.parameters(), *module.buffers())), torch.empty(0))
+    recorder = _Recorder(first.device)
 
     def traced(x: torch.Tensor, value: Value) -> Traced:
         return recorder.traced(torch.empty_like(x, device="meta").detach(), value)
@@ -231,10 +342,41 @@ def trace(module: torch.nn.Module, inputs: Sequence[Any], known: Callable[[Opera
         compute = functools.partial(type(operator).compute, **operator.attributes)
         return recorder.record(compute, type(operator).__name__, args, {}, operator)
 
-    with torch.no_grad(), _scopes(module, recorder), operators.intercepted(called):
+    def ended() -> None:
+        for name, buffer in module.named_buffers():
+            if buffer is not swapped[name]:
+                raise recorder.refuse(f"the buffer {name} is replaced by another tensor; write into it in place, once")
+
+    with (
+        torch.enable_grad(),
+        _NoRandomNumbers(recorder),
+        _scopes(module, recorder, ended),
+        _no_functions(recorder),
+        operators.intercepted(called),
+    ):
         result = torch.func.functional_call(module, swapped, tuple(tensors))
+    for one in tree.tree_leaves(result):
+        if isinstance(one, torch.Tensor) and not isinstance(one, Traced):
+            raise recorder.refuse("a result is not computed from the inputs")
     values = tree.tree_map(lambda one: one.value if isinstance(one, Traced) else one, result)
     return _pruned(Graph(recorder.nodes, given, parameters, buffers, values))
+
+
+@contextlib.contextmanager
+def _no_functions(recorder: _Recorder) -> Iterator[None]:
+    """Refuse subclasses of torch.autograd.Function, whose backward pass the graph would not have."""
+    own = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(one, Traced) for one in tree.tree_leaves((args, kwargs))):
+            raise recorder.refuse(f"{cls.__name__} has a backward pass of its own, which is not in mscomm.parallel")
+        return own.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = own
 
 
 def _pruned(graph: Graph) -> Graph:
@@ -243,7 +385,7 @@ def _pruned(graph: Graph) -> Graph:
     differentiated = {id(value) for value in graph.results if value.requires_grad}
     kept: list[Node] = []
     for node in reversed(graph.nodes):
-        if wanted.isdisjoint(map(id, node.outputs)) and not node.inputs_change:
+        if wanted.isdisjoint(map(id, node.outputs)) and not node.changes_buffer:
             continue
         kept.insert(0, node)
         wanted.update(map(id, node.inputs))
@@ -261,8 +403,8 @@ def _pruned(graph: Graph) -> Graph:
 
 
 @contextlib.contextmanager
-def _scopes(module: torch.nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """Keep recorder.scope up to date while modules call each other."""
+def _scopes(module: torch.nn.Module, recorder: _Recorder, ended: Callable[[], None]) -> Iterator[None]:
+    """Keep recorder.scope up to date while modules call each other. Call ended() when the module has computed."""
     names = {id(one): name.rpartition(".")[2] for name, one in module.named_modules()}
 
     def enter(one: torch.nn.Module, args: Any) -> None:
@@ -270,6 +412,8 @@ def _scopes(module: torch.nn.Module, recorder: _Recorder) -> Iterator[None]:
 
     def leave(one: torch.nn.Module, args: Any, result: Any) -> None:
         recorder.scope.pop()
+        if one is module:
+            ended()
 
     hooks = [
         torch.nn.modules.module.register_module_forward_pre_hook(enter),

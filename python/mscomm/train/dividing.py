@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,10 +35,10 @@ class Division:
         self._module = module
         self._optimizer = optimizer
         self._whole = module if loss_fn is None else WithLossCell(module, loss_fn)
-        self._prefix = "" if loss_fn is None else "_backbone."
         self._mode = mode
         self._group = group
         self.net: parallel.Divided | None = None
+        self._names = {id(x): name for name, x in (*self._whole.named_parameters(), *self._whole.named_buffers())}
 
     def network(self, batch: tuple[torch.Tensor, ...]) -> parallel.Divided:
         """Return the divided network. The first call makes the plan for batches of this size."""
@@ -52,23 +53,22 @@ class Division:
             if context.get_context("save_graphs"):
                 ir.save(plan, context.get_context("save_graphs_path"), self._group.rank)
             self.net = parallel.divide(self._whole, plan, group=self._group)
-            for name, parameter in self._module.named_parameters():
-                state = self._optimizer.state.get(parameter, {})
-                state.update({key: self._part(name, x) for key, x in state.items()})
+            self._convert_state(self._part)
         return self.net
 
     def weights(self) -> dict[str, Any]:
         """Return the whole weights by the names of the module's state_dict(). All ranks call this together."""
-        found = dict(self._module.state_dict())
+        found = self._module.state_dict(keep_vars=True)
         if self.net is None:
-            return found
-        return {name: self.net.whole(self._prefix + name, x.detach()) for name, x in found.items()}
+            return {name: x.detach() for name, x in found.items()}
+        return {name: self.net.whole(self._names[id(x)], x.detach()) for name, x in found.items()}
 
     def slices(self) -> dict[str, Any]:
         """Return which parts this rank has, as serialization.load_distributed_checkpoint reads it."""
         if self.net is None:
             return {}
-        layouts = {name: self.net.layout(self._prefix + name).dims for name in self._module.state_dict()}
+        found = self._module.state_dict(keep_vars=True)
+        layouts = {name: self.net.layout(self._names[id(x)]).dims for name, x in found.items()}
         return {
             "rank": self._group.rank,
             "mesh": list(self.net.plan.mesh.sizes),
@@ -79,8 +79,7 @@ class Division:
         """Return the optimizer's state_dict() with whole tensors. All ranks call this together."""
         if self.net is None:
             return state
-        names = {id(x): name for name, x in self._module.named_parameters()}
-        order = [names[id(x)] for group in self._optimizer.param_groups for x in group["params"]]
+        order = [x for group in self._optimizer.param_groups for x in group["params"]]
         entries = {
             number: {key: self._joined(order[number], x) for key, x in entry.items()}
             for number, entry in state["state"].items()
@@ -90,32 +89,36 @@ class Division:
     def join(self) -> None:
         """Bring the weights and the optimizer's state together on every rank, so that they can be used without the
         others."""
-        if self.net is None:
-            return
-        for name, parameter in self._module.named_parameters():
-            state = self._optimizer.state.get(parameter, {})
-            state.update({key: self._joined(name, x) for key, x in state.items()})
-        whole = self.weights()
-        for name, x in (*self._module.named_parameters(), *self._module.named_buffers()):
-            x.data = whole[name].clone()
-            x.grad = None
+        if self.net is not None:
+            self._convert_state(self._joined)
+            self.net.join()
+            self.net = None
 
-    def _part(self, name: str, x: Any) -> Any:
+    def _convert_state(self, convert: Callable[[torch.Tensor, Any], Any]) -> None:
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self._optimizer.state.get(parameter, {})
+                state.update({key: convert(parameter, x) for key, x in state.items()})
+
+    def _part(self, parameter: torch.Tensor, x: Any) -> Any:
         """Return this rank's part of an entry of the optimizer's state, if it has the shape of the parameter."""
-        assert self.net is not None
-        value = self.net.plan.graph.parameters[self._prefix + name]
-        if not isinstance(x, torch.Tensor) or x.shape != value.shape:
+        name, value = self._value(parameter)
+        if self.net is None or value is None or not isinstance(x, torch.Tensor) or tuple(x.shape) != value.shape:
             return x
-        return self.net.part(self._prefix + name, x).clone()
+        return self.net.part(name, x).clone()
 
-    def _joined(self, name: str, x: Any) -> Any:
+    def _joined(self, parameter: torch.Tensor, x: Any) -> Any:
         """Return the whole of an entry of the optimizer's state, if it has the shape of this rank's parameter."""
-        assert self.net is not None
-        value = self.net.plan.graph.parameters[self._prefix + name]
-        part = self.net.plan.layout(value).shape(self.net.plan.mesh, value.shape)
-        if not isinstance(x, torch.Tensor) or tuple(x.shape) != part:
+        name, value = self._value(parameter)
+        if self.net is None or value is None or not isinstance(x, torch.Tensor):
             return x
-        return self.net.whole(self._prefix + name, x).clone()
+        part = self.net.plan.layout(value).shape(self.net.plan.mesh, value.shape)
+        return self.net.whole(name, x).clone() if tuple(x.shape) == part else x
+
+    def _value(self, parameter: torch.Tensor) -> tuple[str, Any]:
+        """Return (name, value in the plan) of a parameter, or ("", None) if it is not one of the network's."""
+        name = self._names.get(id(parameter), "")
+        return name, self.net.plan.graph.parameters.get(name) if self.net is not None else None
 
 
 def _rows(x: torch.Tensor, times: int) -> tuple[int, ...]:

@@ -669,7 +669,14 @@ def _agree(group: Group | None, facts: dict[str, Any], folders: list[str]) -> tu
                     f" {folder};"
                     ' give each its own, as directory=f"checkpoints/{get_rank()}"'
                 )
-    return all(len(theirs) == len(folders) > 0 for _, theirs, _ in everybodys), everybodys[0][2]
+    counts = [len(theirs) for _, theirs, _ in everybodys]
+    if len(set(counts)) > 1 and context.get_auto_parallel_context("parallel_mode") in context.DIVIDING:
+        other = next(rank for rank, count in enumerate(counts) if count != counts[0])
+        raise ValueError(
+            f"Model.train: rank 0 of the group writes {counts[0]} series of checkpoints, rank {other} {counts[other]}."
+            " In a mode that divides the network, all ranks must save, because they join their parts"
+        )
+    return all(count == len(folders) > 0 for count in counts), everybodys[0][2]
 
 
 def _check_same_start(group: Group | None, what: str, mine: dict[str, Any], advice: str) -> None:
