@@ -718,6 +718,10 @@ def test_what_the_modes_that_divide_a_network_refuse(rank, group):
         model().train(1, batches)
     with pytest.raises(ValueError, match="the plan is for 4 ranks, the group has 2"):
         parallel.divide(Net(None), parallel.plan(Net(None), [X], 4))
+    constant = torch.tensor(float(rank))
+    differing = Calls(lambda m, x: m.layer(x) * constant)
+    with pytest.raises(ValueError, match="ranks 0 and 1 of the group have different plans"):
+        parallel.divide(differing, parallel.plan(differing, [numbers(16, 8)], 2))
     with pytest.raises(ValueError, match="ranks 0 and 1 of the group have different plans"):
         parallel.divide(Net(None), parallel.plan(Net(((1, 2), (2, 1)) if rank else ((2, 1), (1, 1))), [X], 2))
 

@@ -268,7 +268,7 @@ def _fact(argument: Any) -> str:
     """Return what is compared of an argument of a call: of a constant, its numbers; of another value, its shape."""
     if not isinstance(argument, Value):
         return repr(argument) if isinstance(argument, int | float | bool | str | None) else type(argument).__name__
-    data = b"" if argument.data is None else argument.data.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    data = b"" if argument.data is None else argument.data.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
     return f"{argument.kind} {argument.name} {argument.shape} {hashlib.sha256(data).hexdigest()}"
 
 
