@@ -163,6 +163,14 @@ def test_the_ascend_tutorial_by_a_rank_table(folder: Path, few: Path, table: str
     assert losses(logs[0]) == losses(logs[1]) and places(losses(logs[0])) == steps(1, 3)
 
 
+def test_gradient_accumulation_takes_a_step_for_several_batches(folder: Path, few: Path, mpirun: str) -> None:
+    example = folder / "distributed_training"
+    done = bash(example, "run_grad_accu.sh", few, DEVICE_NUM="2", MINI_STEPS="2")
+    log = (example / "device/train.log").read_text()
+    assert done.returncode == 0, done.stderr + log
+    assert places(of_each_rank(log, 2)) == steps(1, 2)  # an epoch has 3 batches: step 1 takes two, step 2 takes one
+
+
 def test_the_section_on_data_parallel_mode_writes_and_loads_checkpoints(folder: Path) -> None:
     """Each rank's checkpoint has its own weight, because the tutorial's parameter is layerwise parallel."""
     example = folder / "distributed_training"
