@@ -795,6 +795,20 @@ def test_save_graphs_without_a_divided_network_has_no_effect(capfd: pytest.Captu
     assert "save_graphs has no effect in the parallel mode stand_alone" in capfd.readouterr().err
 
 
+def test_a_plan_is_drawn(tmp_path: Path) -> None:
+    plan = parallel.plan(Net(), [X], 8)
+    for arguments, text in (
+        ((tmp_path / "plan.jpg",), "must end with"),
+        (("p.svg", 2, 3), "operators 2 to 3; the plan"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            plan.plot(*arguments)
+    pytest.importorskip("matplotlib")
+    plan.plot(tmp_path / "plan.svg")
+    drawn = (tmp_path / "plan.svg").read_text()
+    assert drawn.startswith("<?xml") and drawn.count("<path") > 50
+
+
 def test_the_page_shows_what_its_program_prints() -> None:
     page = (Path(__file__).parent.parent / "docs/parallel.md").read_text()
     program, shown = (re.findall(rf"^```{kind}\n(.*?)^```$", page, re.M | re.S)[0] for kind in ("python", "text"))

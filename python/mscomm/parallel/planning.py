@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from torch.utils import _pytree as tree
 
 from mscomm.context import ParallelMode
 from mscomm.ops.operator import Operator
-from mscomm.parallel import rules, search, tracing
+from mscomm.parallel import picture, rules, search, tracing
 from mscomm.parallel.layout import Axes, Layout, Mesh, Step, redistribution, sent_bytes
 from mscomm.parallel.search import Choice, Machine, Problem
 from mscomm.parallel.tracing import Graph, Node, Value
@@ -227,6 +228,21 @@ class Plan:
     def to_json(self) -> str:
         """Return the plan as JSON."""
         return json.dumps(self.to_dict(), indent=1)
+
+    def plot(self, path: str | os.PathLike[str], first: int = 0, last: int | None = None) -> None:
+        """Draw which ranks hold which parts of the tensors of the operators with the numbers first to last.
+
+        Without last, at most 12 operators are drawn. path: a file whose name ends with .svg, .png or .pdf. This needs
+        matplotlib (the extra `plot`). Raise ImportError without it, and ValueError for another kind of file or if there
+        is no such operator.
+
+        >>> plan.plot("plan.svg")
+        """
+        count = len(self.graph.nodes)
+        last = min(first + picture.MOST, count) - 1 if last is None else last
+        if not 0 <= first <= last < count:
+            raise ValueError(f"Plan.plot: operators {first} to {last}; the plan has operators 0 to {count - 1}")
+        picture.draw(self, path, first, last)
 
     def digest(self) -> bytes:
         """Return a digest that is equal for equal plans. The ranks of a job compare it."""
