@@ -680,10 +680,12 @@ def trained(mode: str, strategy: Any, rows: slice, **options: Any) -> tuple[list
 def test_model_trains_a_divided_network_as_one_process_does(rank, group):
     expected, weights, _ = trained("stand_alone", None, slice(None))
     mine = slice(2 * rank, 2 * rank + 2)
+    saved = f"{os.environ['RANKS_TOLD']}/strategy_{rank}.json"
     for mode, strategy, options, rows in (
         ("auto_parallel", ((2, 4), (4, 1)), {"search_mode": "sharding_propagation"}, mine),
         ("auto_parallel", None, {}, mine),
-        ("semi_auto_parallel", ((1, 2), (2, 2)), {}, mine),
+        ("semi_auto_parallel", ((1, 2), (2, 2)), {"strategy_ckpt_save_file": saved}, mine),
+        ("auto_parallel", None, {"strategy_ckpt_load_file": saved}, mine),
         ("semi_auto_parallel", ((8, 1), (1, 1)), {"dataset_strategy": "full_batch"}, slice(None)),
     ):
         losses, found, net = trained(mode, strategy, rows, **options)
@@ -793,6 +795,23 @@ def test_save_graphs_without_a_divided_network_has_no_effect(capfd: pytest.Captu
     finally:
         mscomm.set_context(save_graphs=False)
     assert "save_graphs has no effect in the parallel mode stand_alone" in capfd.readouterr().err
+
+
+def test_strategies_are_saved_and_used_again(tmp_path: Path) -> None:
+    plan = parallel.plan(quick_start(), [X, Y], 8)
+    plan.save_strategies(tmp_path / "new/strategy.json")
+    again = parallel.plan(quick_start(None), [X, Y], 8, strategies=tmp_path / "new/strategy.json")
+    assert again.strategies() == plan.strategies() and len(plan.strategies()) == 6
+    wanted = {"ReLU (_backbone.relu)": [[4, 1]]}
+    other = parallel.plan(quick_start(None), [X, Y], 8, strategies=wanted)
+    assert other.strategies()["ReLU (_backbone.relu)"] == [[4, 1]]
+    with pytest.raises(ValueError, match="has an operator 'GeLU', which the network does not have"):
+        parallel.plan(Net(), [X], 8, strategies={"GeLU": [[1]]})
+    with pytest.raises(ValueError, match="needs 8 ranks; there are 2"):
+        parallel.plan(quick_start(None), [X, Y], 2, strategies=tmp_path / "new/strategy.json")
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"other\.json is not a file of Plan\.save_strategies"):
+        parallel.plan(Net(), [X], 8, strategies=tmp_path / "other.json")
 
 
 def test_a_plan_is_drawn(tmp_path: Path) -> None:

@@ -194,7 +194,12 @@ def _mode(value: Any) -> None:
 
 
 DIVIDING = (ParallelMode.SEMI_AUTO_PARALLEL, ParallelMode.AUTO_PARALLEL)  # modes that divide the network itself
-_OF_DIVIDING = ("search_mode", "dataset_strategy")  # options that have an effect in these modes
+_OF_DIVIDING = (
+    "search_mode",
+    "dataset_strategy",
+    "strategy_ckpt_save_file",
+    "strategy_ckpt_load_file",
+)  # options that have an effect in these modes
 
 
 def _bool(value: Any) -> None:
@@ -281,6 +286,8 @@ def set_auto_parallel_context(**options: Any) -> None:
     * device_num, global_rank: if set, they must equal the group's size and this rank's number in the group.
     * search_mode: "sharding_propagation", for AUTO_PARALLEL. dataset_strategy: "data_parallel", if each rank's dataset
       has its own rows, or "full_batch", if each rank's dataset has all rows, for the modes that divide the network.
+    * strategy_ckpt_save_file: where Model.train writes the strategies of all operators, in these modes;
+      strategy_ckpt_load_file: a file from which it takes them.
     * comm_fusion: {"allreduce": {"mode": "size", "config": 32}} sets the size of a fusion bucket in MiB; with mode
       "auto", mscomm chooses the size.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -229,6 +230,22 @@ class Plan:
         """Return the plan as JSON."""
         return json.dumps(self.to_dict(), indent=1)
 
+    def strategies(self) -> dict[str, list[list[int]]]:
+        """Return the strategy of each operator, by a name that is the same whenever the network is planned."""
+        names = _keys(self.graph)
+        return {names[node.number]: [list(one) for one in self.strategy(node)] for node in self.graph.nodes}
+
+    def save_strategies(self, path: str | os.PathLike[str]) -> None:
+        """Write the strategies of all operators into a JSON file, which plan(strategies=path) reads.
+
+        Folders that do not exist are created.
+        """
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"ranks": self.ranks, "strategies": self.strategies()}, indent=1)
+        partial = Path(f"{path}.partial")
+        partial.write_text(text + "\n")
+        partial.replace(path)
+
     def plot(self, path: str | os.PathLike[str], first: int = 0, last: int | None = None) -> None:
         """Draw which ranks hold which parts of the tensors of the operators with the numbers first to last.
 
@@ -330,6 +347,7 @@ def plan(
     parallel_mode: str = ParallelMode.AUTO_PARALLEL,
     dataset_strategy: str = "data_parallel",
     machine: Machine | None = None,
+    strategies: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> Plan:
     """Return a plan that divides a network among ranks. No other rank and no hardware is needed.
 
@@ -338,7 +356,8 @@ def plan(
     ranks. parallel_mode: with "auto_parallel", strategies are propagated from the operators that have one, or searched
     for if none has one; with "semi_auto_parallel", the first dimension of all other operators is divided.
     dataset_strategy: with "data_parallel", each rank has an equal part of the inputs' rows; with "full_batch", each
-    rank has all rows. machine: what the estimated time assumes.
+    rank has all rows. machine: what the estimated time assumes. strategies: a file of Plan.save_strategies, or what
+    Plan.strategies returns, for the same network: the operators in it get these strategies.
 
     In the plan, each rank computes with its part of the tensors. A result of the network is brought together on every
     rank. Python code of the network runs once, so a plan is valid for inputs of these shapes, and a branch that
@@ -363,11 +382,38 @@ def plan(
     mesh = Mesh.of(ranks)
     graph = tracing.trace(module, inputs, _is_known)
     data = [_of_input(value, mesh, dataset_strategy) for value in graph.inputs]
-    problem = Problem(graph, mesh, machine or Machine(), data)
+    problem = Problem(graph, mesh, machine or Machine(), data, _given(strategies, graph))
     _check_parameters(problem)
     _check_buffers(problem)
     find = search.propagated if parallel_mode == ParallelMode.AUTO_PARALLEL else search.data_parallel
     return Plan(graph, problem, find(problem))
+
+
+def _keys(graph: Graph) -> list[str]:
+    """Return a name for each node: its label, and a number if several nodes have it."""
+    seen: dict[str, int] = {}
+    keys = []
+    for node in graph.nodes:
+        seen[node.label] = seen.get(node.label, 0) + 1
+        keys.append(node.label if seen[node.label] == 1 else f"{node.label} #{seen[node.label]}")
+    return keys
+
+
+def _given(strategies: Any, graph: Graph) -> dict[int, Any]:
+    """Return the given strategies by the numbers of the nodes. Raise ValueError if they are not of this network."""
+    if strategies is None:
+        return {}
+    if not isinstance(strategies, Mapping):
+        path = strategies
+        try:
+            strategies = json.loads(Path(path).read_text())["strategies"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise ValueError(f"plan: {path} is not a file of Plan.save_strategies") from None
+    keys = _keys(graph)
+    unknown = [key for key in strategies if key not in keys]
+    if unknown:
+        raise ValueError(f"plan: strategies has an operator {unknown[0]!r}, which the network does not have")
+    return {number: strategies[key] for number, key in enumerate(keys) if key in strategies}
 
 
 def _is_known(operator: Operator) -> bool:

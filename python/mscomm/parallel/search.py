@@ -46,12 +46,14 @@ class Choice:
 
 @dataclass
 class Problem:
-    """A graph, its rules and the possible choices. data: how the inputs are divided; see plan()."""
+    """A graph, its rules and the possible choices. data: how the inputs are divided; see plan(). given: strategies by
+    the numbers of the nodes."""
 
     graph: Graph
     mesh: Mesh
     machine: Machine
     data: Sequence[Layout]
+    given: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)
     rules: list[Rule] = field(init=False)
     choices: list[list[Choice]] = field(init=False)
     users: dict[int, list[tuple[Node, int]]] = field(init=False)  # by id of a Value: its uses
@@ -89,6 +91,8 @@ class Problem:
     def _choices(self, node: Node) -> list[Choice]:
         sizes = self.rules[node.number].letters(node)
         operator = node.operator
+        if node.number in self.given:
+            return [self.choice(node, self._of_strategy(node, sizes, self.given[node.number]))]
         if operator is not None and operator.in_strategy is not None:
             return [self.choice(node, self._of_strategy(node, sizes, operator.in_strategy))]
         axes = range(len(self.mesh.sizes))

@@ -48,8 +48,15 @@ class Division:
             inputs = [torch.empty(_rows(x, times), dtype=x.dtype, device="meta") for x in batch]
             self._whole.train(self._module.training)
             plan = parallel.plan(
-                self._whole, inputs, self._group.size, parallel_mode=self._mode, dataset_strategy=strategy
+                self._whole,
+                inputs,
+                self._group.size,
+                parallel_mode=self._mode,
+                dataset_strategy=strategy,
+                strategies=context.get_auto_parallel_context("strategy_ckpt_load_file") or None,
             )
+            if context.get_auto_parallel_context("strategy_ckpt_save_file"):
+                plan.save_strategies(context.get_auto_parallel_context("strategy_ckpt_save_file"))
             if context.get_context("save_graphs"):
                 ir.save(plan, context.get_context("save_graphs_path"), self._group.rank)
             self.net = parallel.divide(self._whole, plan, group=self._group)
