@@ -120,7 +120,7 @@ class Divided(torch.nn.Module):
 
     It is called with this rank's inputs, and returns the network's results, which are whole on every rank. After
     backward(), call reduce_gradients(), or sum the gradients of the parameters in `to_reduce` yourself. All ranks must
-    compute the same loss from the results.
+    compute the same loss, from the results alone: a penalty on the weights belongs into the network.
 
     `network` is the original module. Its parameters hold this rank's parts, so only this class can call it, until
     join(). Norms over its parameters or gradients are norms of the parts: use clip_grad_norm_() of this class.
