@@ -49,7 +49,6 @@ def test_each_default_can_be_set(name):
     [
         ({"parallel_mod": "data_parallel"}, ValueError, "'parallel_mod' is not one of parallel_mode, gradients_mean"),
         ({"parallel_mode": "data"}, ValueError, "'data' is not one of stand_alone, data_parallel"),
-        ({"parallel_mode": ParallelMode.HYBRID_PARALLEL}, NotImplementedError, "DATA_PARALLEL with Parameter"),
         ({"gradients_mean": 1}, TypeError, "gradients_mean: is a int; expected True or False"),
         ({"device_num": 0}, ValueError, "device_num: 0; expected 1 to 4096"),
         ({"device_num": "8"}, TypeError, "device_num: is a str"),

@@ -655,6 +655,46 @@ def test_model_keeps_layerwise_parallel_parameters_for_each_rank(rank, group):
     assert not torch.equal(own[rank], torch.full((3,), float(rank)))  # it was trained, by this rank's gradients
 
 
+@ranks(2)
+def test_hybrid_parallel_trains_a_network_that_divides_a_layer_itself(rank, group):
+    """Each rank has half of the columns of the first layer and half of the rows of the second one."""
+
+    class Halves(nn.Cell):
+        def __init__(self, up, down, size):
+            super().__init__()
+            half = slice(rank * 4, rank * 4 + 4) if size == 2 else slice(None)
+            self.up = Parameter(Tensor(up[:, half]), "up", layerwise_parallel=size == 2)
+            self.down = Parameter(Tensor(down[half]), "down", layerwise_parallel=size == 2)
+            self.out = Parameter(Tensor(np.ones((3, 1), np.float32)), "out")
+            self.matmul = ops.MatMul()
+            self.sum = ops.AllReduce() if size == 2 else ops.Identity()
+
+        def construct(self, x):
+            hidden = self.matmul(ops.ReLU()(self.matmul(x, self.up)), self.down)
+            return self.matmul(self.sum(hidden), self.out)
+
+    up, down, batches = (
+        numbers(3, 8),
+        numbers(8, 3),
+        [(numbers(4, 3, seed=i), numbers(4, 1, seed=i + 9)) for i in range(3)],
+    )
+    nets = []
+    for mode, size in (("stand_alone", 1), ("hybrid_parallel", 2)):
+        mscomm.set_auto_parallel_context(parallel_mode=mode, gradients_mean=True)
+        net = Halves(up, down, size)
+        # AllReduce adds up the gradients of both ranks' losses, which are the same: half of the rate for these weights.
+        rate = 0.1 if size == 1 else 0.05
+        groups = [{"params": [net.up, net.down], "lr": rate}, {"params": [net.out]}]
+        mscomm.Model(net, nn.MSELoss(), nn.SGD(groups, 0.1)).train(2, batches)
+        mscomm.reset_auto_parallel_context()
+        nets.append(net)
+    whole, parts = nets
+    half = slice(rank * 4, rank * 4 + 4)
+    np.testing.assert_allclose(parts.up.asnumpy(), whole.up.asnumpy()[:, half], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(parts.down.asnumpy(), whole.down.asnumpy()[half], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(parts.out.asnumpy(), whole.out.asnumpy(), rtol=1e-4, atol=1e-6)
+
+
 # -- communication operators in cells
 
 

@@ -186,11 +186,6 @@ def _mode(value: Any) -> None:
     modes = [mode for name, mode in vars(ParallelMode).items() if name.isupper()]
     if value not in modes:
         raise ValueError(f"{value!r} is not one of {', '.join(modes)}")
-    if value == ParallelMode.HYBRID_PARALLEL:
-        raise NotImplementedError(
-            f"{value} is not in this release; ParallelMode.DATA_PARALLEL with Parameter(layerwise_parallel=True) trains"
-            " such networks"
-        )
 
 
 DIVIDING = (ParallelMode.SEMI_AUTO_PARALLEL, ParallelMode.AUTO_PARALLEL)  # modes that divide the network itself
@@ -277,9 +272,11 @@ def set_auto_parallel_context(**options: Any) -> None:
     """Set how Model.train shares the work among the ranks, with MindSpore's names and defaults.
 
     * parallel_mode: with ParallelMode.STAND_ALONE, the default, each rank trains a model of its own. With DATA_PARALLEL
-      the ranks train one model, each on its shard of the data. With SEMI_AUTO_PARALLEL and AUTO_PARALLEL, the operators
-      of the network are divided, too: by the strategies of shard(), and elsewhere by the first dimension
-      (SEMI_AUTO_PARALLEL) or by strategies that mscomm finds (AUTO_PARALLEL). Call it before Model.train.
+      the ranks train one model, each on its shard of the data. HYBRID_PARALLEL is the same, for networks that divide
+      some parameters themselves: Parameter(..., layerwise_parallel=True) and mscomm.ops. With SEMI_AUTO_PARALLEL and
+      AUTO_PARALLEL, the operators of the network are divided, too: by the strategies of shard(), and elsewhere by the
+      first dimension (SEMI_AUTO_PARALLEL) or by strategies that mscomm finds (AUTO_PARALLEL). Call it before
+      Model.train.
     * gradients_mean: if False, the default, the ranks' gradients are summed; if True, they are averaged.
     * parameter_broadcast: if True, all ranks begin with rank 0's weights. If False, the default, training
       raises an error if the ranks begin with different weights.

@@ -96,7 +96,8 @@ class TrainOneStepCell(Cell):
         self.weights: ParameterTuple = optimizer.parameters
         self.grad = GradOperation(get_by_list=True, sens_param=True)
         self.sens = sens
-        shared = context.get_auto_parallel_context("parallel_mode") == ParallelMode.DATA_PARALLEL
+        mode = context.get_auto_parallel_context("parallel_mode")
+        shared = mode in (ParallelMode.DATA_PARALLEL, ParallelMode.HYBRID_PARALLEL)
         self.reducer_flag = shared
         self.grad_reducer = DistributedGradReducer(self.weights) if shared else torch.nn.Identity()
         self.set_train()

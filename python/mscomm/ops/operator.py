@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 
 from mscomm import context, notices
-from mscomm.context import ParallelMode
 
 Strategy = tuple[tuple[int, ...], ...]
 
@@ -81,7 +80,7 @@ class Operator:
             return type(self).compute(*inputs, **self.attributes) if result is NotImplemented else result
         if self.in_strategy is not None:
             mode = context.get_auto_parallel_context("parallel_mode")
-            if mode in (ParallelMode.STAND_ALONE, ParallelMode.DATA_PARALLEL):
+            if mode not in context.DIVIDING:
                 notices.warn_once(
                     f"{self}: shard() has no effect in the parallel mode {mode}: each rank computes the operator on its"
                     " own data"
