@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mscomm.parallel.layout import Layout
-    from mscomm.parallel.planning import Plan
     from mscomm.parallel.tracing import Value
 
 MOST = 12  # operators in one picture
@@ -18,8 +17,8 @@ _COLOURS = ("#9ecae1", "#fdae6b", "#a1d99b", "#bcbddc", "#fdd0a2", "#c7e9c0", "#
 _GREY = "#666666"
 
 
-def draw(plan: Plan, path: str | os.PathLike[str], first: int, last: int) -> None:
-    """Draw the operators with the numbers first to last, one in each row: its inputs, then its results."""
+def draw(plan: Any, path: str | os.PathLike[str], first: int, last: int) -> None:
+    """Draw the operators of a Plan with the numbers first to last, one in each row: its inputs, then its results."""
     if Path(path).suffix not in SUFFIXES:
         raise ValueError(f"Plan.plot: {path}: the file's name must end with one of {', '.join(SUFFIXES)}")
     if find_spec("matplotlib") is None:
@@ -43,7 +42,7 @@ def draw(plan: Plan, path: str | os.PathLike[str], first: int, last: int) -> Non
     figure.savefig(path)
 
 
-def _tensor(plan: Plan, axes: Any, name: str, value: Value, layout: Layout) -> None:
+def _tensor(plan: Any, axes: Any, name: str, value: Value, layout: Layout) -> None:
     """Draw a tensor as a rectangle, divided by its first two dimensions; each part has the numbers of its ranks."""
     from matplotlib.patches import Rectangle
 
