@@ -682,7 +682,7 @@ def test_hybrid_parallel_trains_a_network_that_divides_a_layer_itself(rank, grou
     for mode, size in (("stand_alone", 1), ("hybrid_parallel", 2)):
         mscomm.set_auto_parallel_context(parallel_mode=mode, gradients_mean=True)
         net = Halves(up, down, size)
-        # AllReduce adds up the gradients of both ranks' losses, which are the same: half of the rate for these weights.
+        # Both ranks have the same loss, and the gradient of AllReduce is the sum over both: half of the rate fits.
         rate = 0.1 if size == 1 else 0.05
         groups = [{"params": [net.up, net.down], "lr": rate}, {"params": [net.out]}]
         mscomm.Model(net, nn.MSELoss(), nn.SGD(groups, 0.1)).train(2, batches)

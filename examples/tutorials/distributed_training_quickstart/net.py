@@ -7,7 +7,7 @@ tutorial's line, or `# added`.
 
 * The tutorial's text does not show the import lines.
 * init() uses the GPUs if every rank has one, otherwise the CPUs. init("nccl") needs a GPU for each rank.
-* The tutorial's slip: get_dataset() has other parameters than its call.
+* The tutorial's slip: the call of get_dataset() passes the arguments in another order than the definition has them.
 """
 
 import mscomm as ms, mscomm.dataset as ds, mscomm.ops as ops  # added

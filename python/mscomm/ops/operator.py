@@ -35,7 +35,7 @@ class Operator:
     """A computing operator, such as MatMul: created once with its attributes, then called with tensors.
 
     Attributes: `attributes`, the arguments of the constructor by name; `instance_name`, the name of the attribute of
-    the Cell that holds the operator, or ""; `in_strategy` and `out_strategy`, see shard().
+    the Cell that holds the operator, or ""; `in_strategy`, see shard().
     """
 
     compute: ClassVar[Callable[..., Any]]
@@ -51,7 +51,6 @@ class Operator:
         self.attributes: dict[str, Any] = dict(bound.arguments)
         self.instance_name = ""
         self.in_strategy: Strategy | None = None
-        self.out_strategy: Strategy | None = None
 
     def shard(self, in_strategy: Strategy | None = None, out_strategy: Strategy | None = None) -> Operator:
         """Set into how many parts each dimension of each input is divided, and return the operator.
@@ -68,9 +67,8 @@ class Operator:
         """
         if out_strategy is not None:
             raise NotImplementedError(f"{type(self).__name__}.shard: out_strategy is not in this release")
-        for name, strategy in (("in_strategy", in_strategy), ("out_strategy", out_strategy)):
-            _check(f"{type(self).__name__}.shard: {name}", strategy)
-        self.in_strategy, self.out_strategy = in_strategy, out_strategy
+        _check(f"{type(self).__name__}.shard: in_strategy", in_strategy)
+        self.in_strategy = in_strategy
         return self
 
     def __call__(self, *inputs: Any) -> Any:

@@ -65,9 +65,8 @@ class Edge:
 class Plan:
     """How a network is divided among ranks. plan() makes one.
 
-    ranks: the number of ranks. `str(plan)` is a table, `to_dict()` has the same for programs, and `ir(rank)` is a text
-    in the form of MindSpore's graphs. `transfers()` are the collective calls of a training step. `cost_s` is the
-    estimated time of a step, without latencies.
+    ranks: the number of ranks. `str(plan)` is a table, and `to_dict()` has the same for programs. `transfers()` are the
+    collective calls of a training step. `cost_s` is the estimated time of a step, without latencies.
     """
 
     def __init__(self, graph: Graph, problem: Problem, choices: list[Choice]) -> None:

@@ -28,7 +28,9 @@ class Network(networks.Network):
         self._device = torch.device("cpu")
         self._division: Division | None = None
         # A Cell of mscomm.nn gets mscomm.Tensors, which have MindSpore's methods.
-        self._as_given = sys.modules["mscomm.tensor"].Tensor if hasattr(network, "construct") else None
+        cells = sys.modules.get("mscomm.nn.cell")  # without this module, there is no Cell
+        is_cell = cells is not None and isinstance(network, cells.Cell)
+        self._as_given = sys.modules["mscomm.tensor"].Tensor if is_cell else None
 
     def trained(self) -> dict[str, Any]:
         """Return the parameters, including frozen ones, which the ranks compare. Each rank keeps mscomm.Parameters with
@@ -84,12 +86,7 @@ class Network(networks.Network):
             reducer.zero_grad()
             for p in filter(_is_own, self._module.parameters()):
                 p.grad = None
-        loss = self._loss(tuple(self._there(x) for x in batch))
-        if loss.ndim:
-            raise ValueError(
-                f"Model.train: the loss has the shape {list(loss.shape)}; it must be one number, such as the mean"
-                ' (reduction="mean")'
-            )
+        loss = _one_number(self._loss(tuple(self._there(x) for x in batch)))
         late = self._device.type != "cpu"  # read the loss after the backward pass, because reading waits for the device
         if late:
             loss.backward()
@@ -109,7 +106,7 @@ class Network(networks.Network):
             data, label = data_and_label(given)
             given = (*data, _class_numbers(label))
         self._optimizer.zero_grad()
-        loss = division.network(given)(*given)
+        loss = _one_number(division.network(given)(*given))
         result: Any = on_host(loss.detach(), "the loss", "Model.train")[()]
         loss.backward()
         division.network(given).reduce_gradients()
@@ -137,6 +134,15 @@ class Network(networks.Network):
 
 if TYPE_CHECKING:
     from mscomm.train.dividing import Division
+
+
+def _one_number(loss: torch.Tensor) -> torch.Tensor:
+    if loss.ndim:
+        raise ValueError(
+            f"Model.train: the loss has the shape {list(loss.shape)}; it must be one number, such as the mean"
+            ' (reduction="mean")'
+        )
+    return loss
 
 
 def _class_numbers(label: torch.Tensor) -> torch.Tensor:
