@@ -222,6 +222,7 @@ CASES: list[tuple[Any, tuple[Any, ...], Any]] = [
     (ops.ReduceSum(keep_dims=True), (X, -1), X.sum(-1, keepdims=True)),
     (ops.ReduceSum(), (np.int32([2, 3]),), np.int32(5)),
     (ops.ReduceSum(skip_mode=True), (X,), X),
+    (ops.ReduceMean(), (X,), X.mean()),
     (ops.ReduceMean(), (X, (0, 1)), X.mean()),
     (ops.ReduceMax(keep_dims=True), (X, -1), X.max(-1, keepdims=True)),
     (ops.ReduceMin(), (X, 0), X.min(0)),

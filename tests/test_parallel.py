@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ import mscomm
 
 torch = pytest.importorskip("torch")
 
+from test_nn import CASES  # noqa: E402
 from torch.nn import functional  # noqa: E402
+from torch.utils import _pytree as tree  # noqa: E402
 
 from mscomm import Parameter, nn, ops, parallel  # noqa: E402
 from mscomm.common.initializer import initializer  # noqa: E402
@@ -350,6 +353,32 @@ def test_the_found_strategies_are_almost_as_good_as_the_best(seed: int) -> None:
 # -- execution
 
 
+def planned(plan: Plan) -> Counter[Any]:
+    """Return the bytes of a step's calls by axes and kind of call, as in the plan."""
+    found: Counter[Any] = Counter()
+    for one in plan.transfers():
+        if one.step.kind != "slice":
+            found[one.step.axes, one.step.kind] += one.bytes
+    return found
+
+
+def latest(net: Any) -> dict[Any, int]:
+    """Return the number of the latest call of each group of the plan's calls, by its axes."""
+    groups = {axes: net.ranks.group(axes).core for axes, _ in planned(net.plan)}
+    return {axes: max([0, *(call["number"] for call in core.calls())]) for axes, core in groups.items()}
+
+
+def counted(net: Any, after: dict[Any, int]) -> Counter[Any]:
+    """Return the bytes of the later calls by axes and kind of call, as the communicators have recorded them."""
+    found: Counter[Any] = Counter()
+    for axes, number in after.items():
+        for call in net.ranks.group(axes).core.calls(number):
+            kind, dtype, shape = re.match(r"(\w+?)(?:_many)? #\d+ \((\w+)\[(.*?)\]", call["call"]).groups()
+            count = np.prod([int(n) for n in shape.split(", ") if n], dtype=int)
+            found[axes, kind] += int(count) * np.dtype(dtype).itemsize
+    return found
+
+
 def compared(module: torch.nn.Module, inputs: list[Any], plan: Plan) -> None:
     """Compare results and gradients of a divided network with those of the whole network, and calls with the plan."""
     rank, size = mscomm.get_rank(), mscomm.get_group_size()
@@ -359,7 +388,7 @@ def compared(module: torch.nn.Module, inputs: list[Any], plan: Plan) -> None:
     gradients = {name: one.grad.clone() for name, one in module.named_parameters() if one.grad is not None}
     module.zero_grad()
     net = parallel.divide(module, plan)
-    net.ranks.counted = []
+    before = latest(net)
     rows = [torch.tensor_split(one, size)[rank] for one in inputs]
     result = net(*rows)
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
@@ -369,8 +398,7 @@ def compared(module: torch.nn.Module, inputs: list[Any], plan: Plan) -> None:
         wanted = net.part(name, gradients[name]) if name in gradients else None
         if wanted is not None:
             torch.testing.assert_close(one.grad, wanted, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: name + text)
-    calls = sorted((one.step.kind, one.bytes) for one in plan.transfers() if one.step.kind != "slice")
-    assert sorted(net.ranks.counted) == calls
+    assert counted(net, before) == planned(plan)
 
 
 @pytest.mark.timeout(240)
@@ -388,6 +416,43 @@ def test_random_graphs_with_random_strategies_equal_the_whole_network(rank, grou
             compared(module, [x], plan)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {module.kinds}\n{plan}") from error
+
+
+class Operates(torch.nn.Module):
+    """Applies an operator of mscomm.ops to its inputs and to constants. arguments: as in CASES of test_nn."""
+
+    def __init__(self, operator: Any, arguments: Any) -> None:
+        super().__init__()
+        self.operator, self.arguments = operator, arguments
+
+    def forward(self, *inputs: Any) -> Any:
+        left = iter(inputs)
+
+        def given(x: Any) -> Any:
+            if isinstance(x, tuple | list) and any(isinstance(one, np.ndarray) for one in x):
+                return type(x)(map(given, x))
+            return next(left) if isinstance(x, np.ndarray) else x
+
+        return self.operator(*map(given, self.arguments))
+
+
+@pytest.mark.timeout(240)
+@ranks(2)
+def test_every_operator_in_a_plan_equals_the_whole_operator(rank, group):
+    """Each of the operators' cases in test_nn, with the found choice and with three that were drawn at random."""
+    for number, (operator, arguments, _) in enumerate(CASES):
+        inputs = [torch.tensor(x) for x in tree.tree_leaves(list(arguments)) if isinstance(x, np.ndarray)]
+        if not inputs:
+            continue
+        module = Operates(operator, arguments)
+        expected = module(*inputs)
+        found = parallel.plan(module, inputs, 2, dataset_strategy="full_batch")
+        draw = random.Random(number)
+        drawn = [[draw.choice(one) for one in found._problem.choices] for _ in range(3)]
+        for plan in (found, *(Plan(found.graph, found._problem, choices) for choices in drawn)):
+            result = parallel.divide(module, plan)(*inputs)
+            torch.testing.assert_close(result, expected, msg=lambda text: f"{operator}: {text}\n{plan}")  # noqa: B023
+            module = Operates(operator, arguments)
 
 
 class Calls(torch.nn.Module):
@@ -639,15 +704,14 @@ def compared_with_buffers(module, inputs, plan, statistics):
     for name, one in module.named_buffers():
         one.data = saved[name]
     net = parallel.divide(module, plan)
-    net.ranks.counted = []
+    before = latest(net)
     result = net(*[torch.tensor_split(one, size)[rank] for one in inputs])
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
     result.backward()
     net.reduce_gradients()
     for name, one in module.named_parameters():
         torch.testing.assert_close(one.grad, net.part(name, gradients[name]), rtol=1e-3, atol=1e-4)
-    calls = sorted((one.step.kind, one.bytes) for one in plan.transfers() if one.step.kind != "slice")
-    assert sorted(net.ranks.counted) == calls
+    assert counted(net, before) == planned(plan)
     for name, one in module.named_buffers():
         torch.testing.assert_close(net.whole(name, one), statistics[name], rtol=1e-4, atol=1e-5)
 

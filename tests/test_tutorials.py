@@ -13,16 +13,29 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import sessions
 from sessions import MSCOMM, clean_environment
-from test_examples_training import bash, digits, few, losses, mpirun, of_each_rank, places, steps, table, variables
+from test_examples_training import (
+    bash,
+    digits,
+    few,
+    losses,
+    mpirun,
+    of_each_rank,
+    places,
+    steps,
+    table,
+    torch,
+    variables,
+)
 from test_launchers import EXAMPLES
 
 import mscomm
 
 TUTORIALS = EXAMPLES / "tutorials"
-MAX_MARKED = 12  # lines of a script, in addition to the imports
+MAX_MARKED = 12  # lines of a script, other than imports
 
 __all__ = ["digits", "few", "mpirun", "table"]  # the fixtures, so that ruff keeps them
 
@@ -38,18 +51,23 @@ HASHES = {
     "distributed_training/resnet50_distributed_training_gpu_recovery.py": "be55ec8903d0a0e48ac0117046877554",
     "distributed_training/resnet50_distributed_training.py": "e6b91daee4bbb1b5c70fe5f4757ad1d8",
     "distributed_training/data_parallel_net.py": "b0118d9f23854eaa571ad12c951aeac0",
+    "distributed_training/semi_auto_parallel_net.py": "9b1654b5d826773818572451e31bdb1a",
 }
 
 
 def as_in_the_tutorial(text: str) -> tuple[str, int]:
-    """Return a script's code as it is in the tutorial, without white space, and the number of its marked lines."""
+    """Return a script's code as it is in the tutorial, without white space, and the number of its marked lines.
+
+    Imports do not count.
+    """
     head = ast.get_docstring(ast.parse(text), clean=False)
     lines, marked = [], 0
     for line in text.split(f'"""{head}"""', 1)[1].splitlines():
+        is_import = line.startswith(("from ", "import "))
         if line.endswith("  # added"):
-            marked += 1
+            marked += not is_import
         elif "  # tutorial: " in line:
-            marked += 1
+            marked += not is_import
             lines.append(line.split("  # tutorial: ", 1)[1])
         else:
             lines.append(re.sub(r"^(\s*(?:from|import)) mscomm(?=[. ])", r"\1 mindspore", line))
@@ -185,3 +203,30 @@ def test_the_section_on_data_parallel_mode_writes_and_loads_checkpoints(folder: 
         assert file.name == "data_parallel-2_8.safetensors"
         weights.append(mscomm.load_checkpoint(file)["weight"].tobytes())
     assert len(set(weights)) == 8
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_section_on_semi_auto_parallel_mode_writes_and_loads_checkpoints(folder: Path, whole: bool) -> None:
+    """Each rank trains a part of the weights. Its checkpoint has the whole weights, or its part of them."""
+    example = folder / "distributed_training"
+    script = example / "semi_auto_parallel_net.py"
+    if not whole:  # the tutorial's own change
+        text = script.read_text()
+        assert "keep_checkpoint_max=1)" in text
+        script.write_text(text.replace("keep_checkpoint_max=1)", "keep_checkpoint_max=1, integrated_save=False)"))
+    done = sessions.run([*MSCOMM, "run", "-n", "8", script.name], 240, clean_environment(OMP_NUM_THREADS="1"), example)
+    assert done.returncode == 0, done.stderr
+    assert places(of_each_rank(done.stdout, 8)) == steps(2, 8)
+    assert len({(example / f"rank_{rank}_ckpt/strategy.txt").read_text() for rank in range(8)}) == 1
+    files = [example / f"rank_{rank}_ckpt/semi_auto_parallel-2_8.safetensors" for rank in range(8)]
+    parts = [mscomm.load_checkpoint(file)["mul_weight"] for file in files]
+    assert {part.shape for part in parts} == {(1, 32) if whole else (1, 4)}
+    weights = parts[0] if whole else np.concatenate(parts, 1)
+    names = ("mul_weight", "equal_weight")
+    net = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(1, 32)) for name in names})
+    if whole:
+        mscomm.load_param_into_net(net, mscomm.load_checkpoint(files[5]))
+    else:
+        mscomm.load_distributed_checkpoint(net, files)
+    assert np.array_equal(net["mul_weight"].detach().numpy(), weights)
+    assert weights.std() > 0  # it was 0.5 everywhere before the training

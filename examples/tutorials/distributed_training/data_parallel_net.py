@@ -46,7 +46,7 @@ parallel_dataset = CreateData()
 # set parallel strategy
 strategy = ((1, 1), (1, 8))
 # create network model
-net = DataParallelNet((32, 10), strategy=strategy)  # tutorial: net = DataParallelNet(strategy=strategy)
+net = DataParallelNet((32, 32), strategy=strategy)  # tutorial: net = DataParallelNet(strategy=strategy)
 # reset parallel mode
 context.reset_auto_parallel_context()
 # set parallel mode, data parallel mode is selected for training and model saving. If you want to choose auto parallel

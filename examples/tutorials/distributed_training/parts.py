@@ -8,10 +8,10 @@ from mscomm import get_rank
 
 
 def CreateData():
-    """Return 8 batches of 4 rows: vectors of 32 numbers, and the vectors of 10 numbers that a network should compute."""
+    """Return 8 batches of 4 rows: vectors of 32 numbers, and the vectors of 32 numbers that a network should compute."""
     random = np.random.default_rng(get_rank())
     inputs = random.random((32, 32), np.float32)
-    labels = np.eye(10, dtype=np.float32)[random.integers(0, 10, 32)]
+    labels = np.eye(32, dtype=np.float32)[random.integers(0, 32, 32)]
     return ds.GeneratorDataset(list(zip(inputs, labels)), ["inputs", "label"], shuffle=False).batch(4)
 
 

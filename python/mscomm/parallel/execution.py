@@ -19,15 +19,11 @@ from mscomm.parallel.tracing import Value
 
 
 class Ranks:
-    """The groups of ranks along the axes of a mesh, and the steps of redistributions over them.
-
-    counted: None, or a list to which (kind, bytes of the array that was passed) of each call is appended.
-    """
+    """The groups of ranks along the axes of a mesh, and the steps of redistributions over them."""
 
     def __init__(self, mesh: Mesh, world: Group) -> None:
         self.mesh = mesh
         self.world = world
-        self.counted: list[tuple[str, int]] | None = None
         self._groups: dict[Axes, Group] = {}
 
     def group(self, axes: Axes) -> Group:
@@ -47,11 +43,6 @@ class Ranks:
             x = self._taken(x, step)
         return x
 
-    def count(self, kind: str, x: torch.Tensor) -> None:
-        """Note a call, if somebody counts."""
-        if self.counted is not None:
-            self.counted.append((kind, x.numel() * x.element_size()))
-
     def total(self, x: torch.Tensor, axes: Axes) -> torch.Tensor:
         """Return the sum over the ranks along these axes."""
         return self._taken(x, Step("all_reduce", axes)) if axes else x
@@ -62,7 +53,6 @@ class Ranks:
             size = x.shape[step.to] // parts
             return x.narrow(step.to, index * size, size)
         group, x = self.group(step.axes), x.contiguous()
-        self.count(step.kind, x)
         if step.kind == "all_reduce":
             return collectives.all_reduce(x, group=group)
         if step.kind == "reduce_scatter":
@@ -188,8 +178,6 @@ class Divided(torch.nn.Module):
         for axes, every in self.to_reduce.items():
             parameters = [x for x in every if x.grad is not None]
             gradients = [x.grad for x in parameters if x.grad is not None]
-            for one in gradients:
-                self.ranks.count("all_reduce", one)
             if not gradients:
                 continue
             sums = collectives.all_reduce_many(gradients, group=self.ranks.group(axes))

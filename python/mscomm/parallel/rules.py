@@ -222,7 +222,7 @@ def _reduction(node: Node) -> Rule | None:
     dim = _argument(node, 1, "axis" if node.operator is not None else "dim")
     if dim is None or (not isinstance(dim, int) and not tuple(dim)):
         dims = list(range(rank))
-        if _attribute(node, "skip_mode"):
+        if node.name == "ReduceSum" and _attribute(node, "skip_mode"):
             return _pointwise(node)
     else:
         dims = [one % rank for one in ([dim] if isinstance(dim, int) else dim)]
