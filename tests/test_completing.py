@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -79,6 +81,25 @@ def test_a_function_is_called_when_the_work_has_completed(rank, group):
     when_done([works["two calls"]], again.set)  # it completed long ago
     wait_for(again)
     assert (strided == 2).all()
+
+
+def switches() -> int:
+    """Return how many times the threads of this process, apart from this one, have gone to sleep."""
+    own = threading.get_native_id()
+    texts = [file.read_text() for file in Path("/proc/self/task").glob("*/status") if file.parent.name != str(own)]
+    return sum(int(re.findall(r"^voluntary_ctxt_switches:\t(\d+)$", text, re.M)[0]) for text in texts)
+
+
+@ranks(2)
+def test_no_thread_wakes_up_after_a_call_that_another_thread_has_run(rank, group):
+    """The thread that runs such calls would interrupt a computation each time."""
+    ended = threading.Event()
+    when_done([mscomm.all_reduce(np.ones(1), async_op=True)], ended.set)
+    wait_for(ended)
+    time.sleep(0.01)
+    before = switches()
+    time.sleep(0.03)
+    assert switches() - before < 10
 
 
 @ranks(2)

@@ -15,8 +15,8 @@ thread_local bool worker_thread = false;
 
 constexpr double delivery_s = 5;  // how long close() waits for messages to reach the peers' kernels
 // The worker thread begins a queued call after grace_s. Many programs call Work.wait() earlier than that, and then wait() runs
-// the call. So that start() need not wake the worker in such a program, the worker checks every tick_s whether it is needed,
-// until linger_s after the last start().
+// the call. So that start() need not wake the worker in such a program, the worker then checks every tick_s whether it is needed,
+// until linger_s after the last start(). In other programs it does not check, because each check interrupts a computation.
 constexpr double grace_s = 200e-6, tick_s = 1e-3, linger_s = 50e-3;
 constexpr double patience_s = 1;  // see Patience
 
@@ -344,7 +344,7 @@ void Communicator::rest(std::unique_lock<std::mutex>& turn) {
       sleep(grace_s - age_s);
     } else if (!serving_ && !jobs_.empty()) {
       sleep(longest_sleep_ms * 1e-3);
-    } else if (seconds_since(last_start_) < linger_s) {
+    } else if (waited_ && seconds_since(last_start_) < linger_s) {
       sleep(tick_s);
     } else {
       asleep_ = true;

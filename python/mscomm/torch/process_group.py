@@ -230,15 +230,17 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
             isinstance(opts, dist.AllreduceOptions)
             and len(tensors) == 1
             and _is_plain(tensors[0])
-            and not opts.asyncOp
             and opts.reduceOp == _SUM
         ):
             # The same as below, but it takes half the time. Most calls are of this kind.
+            beside = opts.asyncOp
             try:
-                mscomm.all_reduce_(tensors[0].data, group=self._group, timeout=self._limit(opts))
+                made = mscomm.all_reduce_(
+                    tensors[0].data, group=self._group, timeout=self._limit(opts), async_op=beside
+                )
             except mscomm.CollectiveTimeout as error:
                 raise timed_out(error) from error
-            return Work(tensors)
+            return Pending(tensors, [made]) if beside else Work(tensors)
         work: Work = self._allreduce(tensors, opts, *rest, **named)
         return work
 
