@@ -234,9 +234,6 @@ def test_what_cannot_be_planned_is_said() -> None:
 
     with pytest.raises(RuntimeError, match=r"calls __bool__\(\), which needs the numbers"):
         parallel.plan(Branch(), [X], 2)
-    with pytest.raises(NotImplementedError, match=r"Sequential\.1: .*bernoulli_ draws random numbers"):
-        parallel.plan(torch.nn.Sequential(torch.nn.Linear(32, 4), torch.nn.Dropout(0.1)), [X], 2)
-    parallel.plan(torch.nn.Sequential(torch.nn.Dropout(0.1)).eval(), [X], 2)
 
     class Twice(nn.Cell):
         def __init__(self) -> None:
@@ -611,8 +608,8 @@ HIDDEN = [torch.nn.Parameter(torch.ones(8))]
         (lambda m, x: m.norm(m.norm(x)), "norm: .* writes into a buffer that was written before"),
         (lambda m, x: Own.apply(x @ m.w), "Own has a backward pass of its own"),
         (lambda m, x: x * HIDDEN[0], "requires a gradient is not a parameter of the network"),
-        (lambda m, x: x + torch.rand(8), "rand draws random numbers"),
-        (lambda m, x: functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5), "draws random numbers"),
+        (lambda m, x: x + torch.rand(8), "rand draws random numbers, but gets no tensor"),
+        (lambda m, x: torch.bernoulli(x, generator=torch.Generator()), "from a generator of its own"),
         (in_autocast, "autocast is not in"),
         (lambda m, x: (x @ m.w).register_hook(print), r"register_hook\(\) on a tensor"),
         (
@@ -627,8 +624,70 @@ def test_what_a_plan_would_compute_wrongly_is_refused(function: Any, text: str) 
         parallel.plan(Calls(function), [torch.zeros(16, 8)], 4)
 
 
+@ranks(4)
+def test_dropout_is_the_same_for_ranks_with_the_same_part(rank, group):
+    """The results tell which elements were dropped, and gradients must be those of the same elements."""
+    x = torch.ones(16, 8)
+    for number in range(8):
+        mscomm.set_seed(1)
+        module = Calls(lambda m, x: functional.dropout(torch.relu(x @ (m.w * 0 + 1)), 0.5))
+        torch.manual_seed(10 * number + rank)
+        found = parallel.plan(module, [x], 4)
+        draw = random.Random(number)
+        choices = list(map(draw.choice, found._problem.choices))
+        plan = found if number == 0 else Plan(found.graph, found._problem, choices)
+        net = parallel.divide(module, plan)
+        state = torch.get_rng_state()
+        first, second = net(x[4 * rank : 4 * rank + 4]), net(x[4 * rank : 4 * rank + 4])
+        assert torch.equal(torch.get_rng_state(), state)
+        for result in (first, second):
+            assert set(result.unique().tolist()) == {0.0, 16.0} and 30 < (result == 0).sum() < 98
+            assert len({one.tobytes() for one in mscomm.all_gather(result.detach().numpy()[None])}) == 1
+        assert not torch.equal(first, second)
+        assert len({row.tobytes() for row in first.detach().numpy()}) > 12  # parts differ, too
+
+    mscomm.set_seed(1)
+    module = Calls(lambda m, x: functional.dropout(x * m.s, 0.5))
+    for axes in ((0, 1), (0,), ()):
+        plan = parallel.plan(module, [x], 4)
+        divided = {"a": axes} if axes else {}  # the rows
+        choices = [next(one for one in some if one.axes == divided) for some in plan._problem.choices]
+        net = parallel.divide(module, Plan(plan.graph, plan._problem, choices))
+        result = net(x[4 * rank : 4 * rank + 4])
+        result.sum().backward()
+        net.reduce_gradients()
+        assert module.s.grad == result.sum() / 0.5
+        net.join()
+
+
+@ranks(2)
+def test_a_transformer_with_dropout_trains_to_the_same_weights_on_all_ranks(rank, group):
+    mscomm.set_seed(3)
+    module = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+    x = numbers(4, 6, 8)
+    expected = module.eval()(x)
+    plan = parallel.plan(module.train(), [x], 2)
+    assert sum(node.draws for node in plan.graph.nodes) == 4
+    net = parallel.divide(module, plan)
+    optimizer = torch.optim.SGD(module.parameters(), 0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        result = net(x[2 * rank : 2 * rank + 2])
+        result.square().mean().backward()
+        net.reduce_gradients()
+        optimizer.step()
+    assert not torch.allclose(result, expected)
+    net.join()
+    for weight in (result, *module.parameters()):
+        assert len({one.tobytes() for one in mscomm.all_gather(weight.detach().numpy()[None])}) == 1
+
+
 @ranks(2)
 def test_a_divided_network_guards_its_parts(rank, group):
+    module = Calls(lambda m, x: m.norm(x @ m.w))
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 of the group begin with different values of layer\.weight"):
+        parallel.divide(module, parallel.plan(module, [torch.zeros(16, 8)], 2))
+    mscomm.set_seed(1)
     module = Calls(lambda m, x: m.norm(x @ m.w))
     x = numbers(16, 8)
     plan = parallel.plan(module, [x], 2)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import hashlib
+import zlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from mscomm.parallel import rules
 from mscomm.parallel.layout import Axes, Layout, Mesh, Step, redistribution
 from mscomm.parallel.planning import Edge, Plan
 from mscomm.parallel.search import Choice, Parts
-from mscomm.parallel.tracing import Value
+from mscomm.parallel.tracing import Node, Value
 
 
 class Ranks:
@@ -105,6 +108,19 @@ class _Context:
         return _Total.apply(x, self._ranks, axes) if x.requires_grad else self._ranks.total(x, axes)
 
 
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """In this context, random numbers on the device follow from the seed. Later ones are as without the context."""
+    own = torch.default_generator
+    generator = own if device.type == "cpu" else getattr(torch, device.type).default_generators[device.index or 0]
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
 class Divided(torch.nn.Module):
     """A network whose parameters and computations are divided among ranks by a plan. divide() makes one.
 
@@ -116,19 +132,16 @@ class Divided(torch.nn.Module):
     join(). Norms over its parameters or gradients are norms of the parts: use clip_grad_norm_() of this class.
     """
 
-    def __init__(self, network: torch.nn.Module, plan: Plan, group: Group) -> None:
+    def __init__(self, network: torch.nn.Module, plan: Plan, group: Group, seed: int = 0) -> None:
         super().__init__()
         self.network = network
         self.plan = plan
         self.ranks = Ranks(plan.mesh, group)
+        self._seed = seed  # the same on all ranks; the random numbers of all calls follow from it
+        self._calls = 0
         self._contexts = [_Context(self.ranks, choice) for choice in plan.choices]
         self._parameters_of = dict(network.named_parameters())
         self._buffers_of = dict(network.named_buffers())
-        own = [name for name, x in self._parameters_of.items() if getattr(x, "layerwise_parallel", False)]
-        if own:
-            raise ValueError(f"divide: {own[0]} has layerwise_parallel=True; a plan divides the parameters itself")
-        if any(_ends_calls in one._forward_pre_hooks.values() for one in network.modules()):
-            raise RuntimeError("divide: the network is divided already; join() brings its weights together")
         self._modes = [one.training for one in network.modules()]
         for name, x in (*self._parameters_of.items(), *self._buffers_of.items()):
             x.data = self.part(name, x.data).clone()
@@ -232,14 +245,25 @@ class Divided(torch.nn.Module):
                 return _Redistributed.apply(x, self.ranks, steps, back)
             return self.ranks.run(x, steps)
 
+        self._calls += 1
         for node, rule, edges, context in zip(plan.graph.nodes, plan.rules, plan.edges, self._contexts, strict=True):
-            with torch.set_grad_enabled(node.grad and torch.is_grad_enabled()):
+            with torch.set_grad_enabled(node.grad and torch.is_grad_enabled()), contextlib.ExitStack() as stack:
                 tensors = [brought(edge) for edge in edges]
+                if node.draws:
+                    stack.enter_context(_seeded(self._seed_of(node), tensors[0].device))
                 made = rules.call(node, tensors) if rule.compute is None else rule.compute(context, tensors)
             results = [one for one in tree.tree_leaves(made) if isinstance(one, torch.Tensor)]
             given.update(zip(map(id, node.outputs), results, strict=True))
         left = iter([brought(edge) for edge in plan.results])
         return tree.tree_map(lambda one: next(left) if isinstance(one, Value) else one, plan.graph.result)
+
+    def _seed_of(self, node: Node) -> int:
+        """Return the seed for a node's random numbers in this call. Ranks that compute the same part get the same."""
+        used = self.plan.choices[node.number].axes.values()
+        axes = tuple(sorted({axis for some in used for axis in some}))
+        part = self.plan.mesh.index(self.ranks.world.rank, axes)
+        text = f"{self._seed} {self._calls} {node.number} {part}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
     def _checked(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         wanted = [self.plan.layout(value).shape(self.plan.mesh, value.shape) for value in self.plan.graph.inputs]
@@ -267,8 +291,8 @@ def divide(module: torch.nn.Module, plan: Plan, *, group: Group | str | None = N
     module: the module that the plan was made for, with the same weights on every rank. Its parameters are changed in
     place: each then holds this rank's part, so that optimizers keep their parameters. All ranks call this together.
 
-    Raise ValueError on all ranks if the group does not have plan.ranks ranks, or if the ranks have different plans.
-    Raise RuntimeError if the module is divided already.
+    Raise ValueError on all ranks if the group does not have plan.ranks ranks, or if the ranks have different plans or
+    weights. Raise RuntimeError if the module is divided already.
 
     >>> net = mscomm.parallel.divide(module, mscomm.parallel.plan(module, [x], mscomm.get_group_size()))
     >>> loss = net(rows_of_this_rank)
@@ -279,11 +303,32 @@ def divide(module: torch.nn.Module, plan: Plan, *, group: Group | str | None = N
     found = job.resolve(group)
     if found.size != plan.ranks:
         raise ValueError(f"divide: the plan is for {plan.ranks} ranks, the group has {found.size}")
+    own = [name for name, x in module.named_parameters() if getattr(x, "layerwise_parallel", False)]
+    if own:
+        raise ValueError(f"divide: {own[0]} has layerwise_parallel=True; a plan divides the parameters itself")
+    if any(_ends_calls in one._forward_pre_hooks.values() for one in module.modules()):
+        raise RuntimeError("divide: the network is divided already; join() brings its weights together")
+    draws = any(node.draws for node in plan.graph.nodes)
+    seed = int(torch.randint(2**62, ())) if draws else 0
     if found.size > 1:
-        digests = objects.all_gather_object(plan.digest(), group=found)
-        other = next((rank for rank, one in enumerate(digests) if one != digests[0]), None)
-        if other is not None:
-            raise ValueError(
-                f"divide: ranks 0 and {other} of the group have different plans; do they run the same code?"
-            )
-    return Divided(module, plan, found)
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        sums = {name: _checksum(x) for name, x in tensors}
+        told = objects.all_gather_object((plan.digest(), sums, seed), group=found)
+        digest, sums, seed = told[0]
+        for rank, (other, theirs, _) in enumerate(told):
+            if other != digest:
+                raise ValueError(
+                    f"divide: ranks 0 and {rank} of the group have different plans; do they run the same code?"
+                )
+            name = next((name for name in sums if theirs.get(name) != sums[name]), None)
+            if name is not None:
+                raise ValueError(
+                    f"divide: ranks 0 and {rank} of the group begin with different values of {name}; use one seed on"
+                    " all ranks, or broadcast_parameters()"
+                )
+    return Divided(module, plan, found, seed)
+
+
+def _checksum(x: torch.Tensor) -> int:
+    data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(memoryview(data.numpy()))

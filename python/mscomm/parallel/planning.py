@@ -363,7 +363,7 @@ def plan(
     depends on the numbers in a tensor raises RuntimeError.
 
     Raise TypeError or ValueError for invalid arguments; ValueError for a strategy that does not fit, with the operator
-    and the dimension; and NotImplementedError for a network that draws random numbers, or if shard() was called for an
+    and the dimension; and NotImplementedError for what the plan would compute wrongly, or if shard() was called for an
     operator without a rule.
 
     >>> print(mscomm.parallel.plan(net, [np.zeros((16, 32), np.float32)], 8))

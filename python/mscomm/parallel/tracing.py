@@ -64,6 +64,7 @@ class Node:
     writes: bool = False  # whether the call writes into its first input, which is a buffer
     grad: bool = True  # whether gradients were enabled
     has_gradient: bool = False  # whether the gradient of an output is needed
+    draws: bool = False  # whether the call draws random numbers
 
     @property
     def changes_buffer(self) -> bool:
@@ -111,7 +112,7 @@ _METADATA = {
     *("size", "dim", "numel", "stride", "is_floating_point", "is_complex", "element_size", "nelement", "ndimension"),
     *("is_contiguous", "storage_offset", "__len__", "__repr__", "__format__", "__hash__", "untyped_storage"),
 }
-_DETACHED = {"detach", "data", "zeros_like", "ones_like"}
+_DETACHED = {"detach", "data", "zeros_like", "ones_like", "rand_like", "randn_like", "randint_like"}
 _NEED_NUMBERS = {
     *("item", "tolist", "numpy", "nonzero", "is_nonzero", "equal", "allclose", "data_ptr"),
     *("__bool__", "__float__", "__int__", "__index__", "__array__"),
@@ -133,6 +134,7 @@ class _Recorder:
         self.nodes: list[Node] = []
         self.scope: list[tuple[str, str]] = []
         self.device = device
+        self.drawn: set[str] | None = None  # during a call that is recorded: what it has called to draw random numbers
         # By id and version. The tensor is kept, so that no other tensor gets its id.
         self._constants: dict[tuple[int, int], tuple[torch.Tensor, Value]] = {}
         self._traced: weakref.WeakSet[Traced] = weakref.WeakSet()
@@ -208,16 +210,23 @@ class _Recorder:
         metas = tree.tree_map(_meta, (args, kwargs))
         given = [one for one in tree.tree_leaves(metas) if isinstance(one, torch.Tensor)]
         before = [one._version for one in given]
+        self.drawn = set()
         try:
             results = _plain(func, *metas)
         except NotImplementedError as error:
             raise error if "mscomm.parallel" in str(error) else self.refuse(f"{name}: {error}") from error
+        finally:
+            drawn, self.drawn = self.drawn, None
+        if drawn and any(isinstance(one, torch.Generator) for one in tree.tree_leaves((args, kwargs))):
+            raise self.refuse(
+                f"{name} draws random numbers from a generator of its own, which may differ between ranks"
+            )
         changed = [one for one, version in zip(given, before, strict=True) if one._version != version]
         if [_storage(one) for one in changed] not in ([], [] if target is None else [_storage(target)]):
             raise self.refuse(f"{name}() writes into a tensor, or into a part of one; use torch.where or torch.cat")
         node = Node(len(self.nodes), func, positional, named, name, tuple(self.scope), operator)
         node.inputs = [one for one in tree.tree_leaves((positional, named)) if isinstance(one, Value)]
-        node.grad = torch.is_grad_enabled()
+        node.grad, node.draws = torch.is_grad_enabled(), bool(drawn)
         node.writes = target is not None and target.value.kind == "buffer"
         leaves, form = tree.tree_flatten(results)
         if not any(isinstance(one, torch.Tensor) for one in leaves):
@@ -294,8 +303,8 @@ def _meta(one: Any) -> Any:
         return one.detach().as_subclass(torch.Tensor).to("meta")
 
 
-class _NoRandomNumbers(TorchDispatchMode):
-    """Refuses functions that draw random numbers, which would differ between ranks, or would be drawn only once."""
+class _RandomNumbers(TorchDispatchMode):
+    """Notes which recorded calls draw random numbers. In other calls, which run only once, refuses to draw them."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -304,10 +313,12 @@ class _NoRandomNumbers(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             name = func.overloadpacket.__name__
-            raise self._recorder.refuse(
-                f"{name} draws random numbers, which would differ between ranks. In this release, plan the network"
-                " without it, for example in evaluation mode or with p=0"
-            )
+            if self._recorder.drawn is None:
+                raise self._recorder.refuse(
+                    f"{name} draws random numbers, but gets no tensor that is computed from the inputs, so it would run"
+                    " only once; use a function such as torch.rand_like"
+                )
+            self._recorder.drawn.add(name)
         return func(*args, **(kwargs or {}))
 
 
@@ -349,7 +360,7 @@ def trace(module: torch.nn.Module, inputs: Sequence[Any], known: Callable[[Opera
 
     with (
         torch.enable_grad(),
-        _NoRandomNumbers(recorder),
+        _RandomNumbers(recorder),
         _scopes(module, recorder, ended),
         _no_functions(recorder),
         operators.intercepted(called),
