@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
@@ -85,9 +86,12 @@ def test_a_function_is_called_when_the_work_has_completed(rank, group):
 
 def switches() -> int:
     """Return how many times the threads of this process, apart from this one, have gone to sleep."""
-    own = threading.get_native_id()
-    texts = [file.read_text() for file in Path("/proc/self/task").glob("*/status") if file.parent.name != str(own)]
-    return sum(int(re.findall(r"^voluntary_ctxt_switches:\t(\d+)$", text, re.M)[0]) for text in texts)
+    count = 0
+    for file in Path("/proc/self/task").glob("*/status"):
+        if file.parent.name != str(threading.get_native_id()):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+                count += int(re.findall(r"^voluntary_ctxt_switches:\t(\d+)$", file.read_text(), re.M)[0])
+    return count
 
 
 @ranks(2)

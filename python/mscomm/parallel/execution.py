@@ -132,13 +132,12 @@ class Divided(torch.nn.Module):
     join(). Norms over its parameters or gradients are norms of the parts: use clip_grad_norm_() of this class.
     """
 
-    def __init__(self, network: torch.nn.Module, plan: Plan, group: Group, seed: int = 0) -> None:
+    def __init__(self, network: torch.nn.Module, plan: Plan, group: Group) -> None:
         super().__init__()
         self.network = network
         self.plan = plan
         self.ranks = Ranks(plan.mesh, group)
-        self._seed = seed  # the same on all ranks; the random numbers of all calls follow from it
-        self._calls = 0
+        self._draws = any(node.draws for node in plan.graph.nodes)
         self._contexts = [_Context(self.ranks, choice) for choice in plan.choices]
         self._parameters_of = dict(network.named_parameters())
         self._buffers_of = dict(network.named_buffers())
@@ -245,24 +244,33 @@ class Divided(torch.nn.Module):
                 return _Redistributed.apply(x, self.ranks, steps, back)
             return self.ranks.run(x, steps)
 
-        self._calls += 1
+        seed = self._drawn_seed() if self._draws else 0
         for node, rule, edges, context in zip(plan.graph.nodes, plan.rules, plan.edges, self._contexts, strict=True):
             with torch.set_grad_enabled(node.grad and torch.is_grad_enabled()), contextlib.ExitStack() as stack:
                 tensors = [brought(edge) for edge in edges]
                 if node.draws:
-                    stack.enter_context(_seeded(self._seed_of(node), tensors[0].device))
+                    # Which numbers an element gets depends on the strides, too.
+                    written = 1 if node.writes else 0
+                    tensors[written:] = [x.contiguous() for x in tensors[written:]]
+                    stack.enter_context(_seeded(self._seed_of(node, seed), tensors[0].device))
                 made = rules.call(node, tensors) if rule.compute is None else rule.compute(context, tensors)
             results = [one for one in tree.tree_leaves(made) if isinstance(one, torch.Tensor)]
             given.update(zip(map(id, node.outputs), results, strict=True))
         left = iter([brought(edge) for edge in plan.results])
         return tree.tree_map(lambda one: next(left) if isinstance(one, Value) else one, plan.graph.result)
 
-    def _seed_of(self, node: Node) -> int:
-        """Return the seed for a node's random numbers in this call. Ranks that compute the same part get the same."""
+    def _drawn_seed(self) -> int:
+        """Return a number that rank 0 draws, for the random numbers of one call of the network."""
+        # All ranks draw, so that equal generators stay equal.
+        seed = torch.randint(2**62, ())
+        return int(collectives.broadcast(seed, 0, group=self.ranks.world))
+
+    def _seed_of(self, node: Node, seed: int) -> int:
+        """Return the seed for a node's random numbers. Ranks that compute the same part get the same one."""
         used = self.plan.choices[node.number].axes.values()
         axes = tuple(sorted({axis for some in used for axis in some}))
         part = self.plan.mesh.index(self.ranks.world.rank, axes)
-        text = f"{self._seed} {self._calls} {node.number} {part}"
+        text = f"{seed} {node.number} {part}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
     def _checked(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -308,27 +316,38 @@ def divide(module: torch.nn.Module, plan: Plan, *, group: Group | str | None = N
         raise ValueError(f"divide: {own[0]} has layerwise_parallel=True; a plan divides the parameters itself")
     if any(_ends_calls in one._forward_pre_hooks.values() for one in module.modules()):
         raise RuntimeError("divide: the network is divided already; join() brings its weights together")
-    draws = any(node.draws for node in plan.graph.nodes)
-    seed = int(torch.randint(2**62, ())) if draws else 0
     if found.size > 1:
-        tensors = (*module.named_parameters(), *module.named_buffers())
-        sums = {name: _checksum(x) for name, x in tensors}
-        told = objects.all_gather_object((plan.digest(), sums, seed), group=found)
-        digest, sums, seed = told[0]
-        for rank, (other, theirs, _) in enumerate(told):
-            if other != digest:
-                raise ValueError(
-                    f"divide: ranks 0 and {rank} of the group have different plans; do they run the same code?"
-                )
-            name = next((name for name in sums if theirs.get(name) != sums[name]), None)
-            if name is not None:
-                raise ValueError(
-                    f"divide: ranks 0 and {rank} of the group begin with different values of {name}; use one seed on"
-                    " all ranks, or broadcast_parameters()"
-                )
-    return Divided(module, plan, found, seed)
+        told = objects.all_gather_object(_beginning(module, plan), group=found)
+        for rank, theirs in enumerate(told):
+            what = next((what for what in told[0] if theirs.get(what) != told[0][what]), None)
+            if what is not None:
+                difference = _DIFFERENCES.get(what, f"begin with different values of {what}; {_REMEDY}")
+                raise ValueError(f"divide: ranks 0 and {rank} of the group {difference}")
+    return Divided(module, plan, found)
+
+
+_DIFFERENCES = {
+    "the plan": "have different plans; do they run the same code?",
+    "random numbers": "draw different random numbers with one seed, because their processors or versions of PyTorch"
+    " differ; on such ranks, a divided network cannot use dropout or other random numbers",
+}
+_REMEDY = "use one seed on all ranks, or mscomm.train.broadcast_parameters(module.state_dict())"
+
+
+def _beginning(module: torch.nn.Module, plan: Plan) -> dict[str, Any]:
+    """Return what must be equal on all ranks, by the keys of _DIFFERENCES or the names of parameters and buffers."""
+    found: dict[str, Any] = {"the plan": plan.digest()}
+    nodes = plan.graph.nodes
+    used = {value.name for node in nodes for value in node.inputs if value.kind == "buffer"}
+    tensors = [*module.named_parameters(), *((name, x) for name, x in module.named_buffers() if name in used)]
+    if any(node.draws for node in nodes):
+        device = tensors[0][1].device if tensors else torch.device("cpu")
+        with _seeded(1, device):
+            numbers = torch.empty(64, device=device)
+            found["random numbers"] = [_checksum(numbers.bernoulli_(0.5)), _checksum(numbers.normal_())]
+    return found | {name: _checksum(x) for name, x in tensors}
 
 
 def _checksum(x: torch.Tensor) -> int:
-    data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(memoryview(data.numpy()))
+    data = x.detach().cpu().resolve_conj().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    return zlib.crc32(memoryview(data.numpy()), zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode()))

@@ -118,6 +118,8 @@ _NEED_NUMBERS = {
     *("__bool__", "__float__", "__int__", "__index__", "__array__"),
 }
 _REFUSED = {"register_hook", "backward", "retain_grad", "register_post_accumulate_grad_hook", "requires_grad_", "set_"}
+# On a GPU, cuDNN seeds the dropout of these once for a process.
+_CACHES_GENERATOR = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
 _DEVICES: dict[str, Callable[[torch.device], Any]] = {
     "device": lambda there: there,
@@ -177,6 +179,8 @@ class _Recorder:
         if not isinstance(target, Traced):
             raise self.refuse(f"{name}() writes into a tensor that is not computed from the inputs; use a new tensor")
         self._check_target(target, name)
+        if inplace and target.value.kind == "buffer":
+            raise self.refuse(f"{name}(inplace=True) writes into a buffer; use copy_()")
         if not inplace and target.value.kind != "buffer":
             func = functools.partial(_of_copy, func)
         result = self.record(func, name.strip("_"), args, kwargs, target=target)
@@ -221,6 +225,8 @@ class _Recorder:
             raise self.refuse(
                 f"{name} draws random numbers from a generator of its own, which may differ between ranks"
             )
+        if drawn and name in _CACHES_GENERATOR and self.device.type != "cpu":
+            raise self.refuse(f"{name} with dropout is in mscomm.parallel only on the CPU")
         changed = [one for one, version in zip(given, before, strict=True) if one._version != version]
         if [_storage(one) for one in changed] not in ([], [] if target is None else [_storage(target)]):
             raise self.refuse(f"{name}() writes into a tensor, or into a part of one; use torch.where or torch.cat")

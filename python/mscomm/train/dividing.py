@@ -10,6 +10,7 @@ import torch
 from mscomm import context, parallel
 from mscomm.group import Group
 from mscomm.parallel import ir
+from mscomm.train.reducer import broadcast_parameters
 
 
 class WithLossCell(torch.nn.Module):
@@ -59,6 +60,9 @@ class Division:
                 plan.save_strategies(context.get_auto_parallel_context("strategy_ckpt_save_file"))
             if context.get_context("save_graphs"):
                 ir.save(plan, context.get_context("save_graphs_path"), self._group.rank)
+            # A training in data-parallel mode leaves different moving means on the ranks.
+            buffers = {name: x for name, x in self._whole.named_buffers() if x.numel()}
+            broadcast_parameters(buffers, group=self._group)
             self.net = parallel.divide(self._whole, plan, group=self._group)
             self._convert_state(self._part)
         return self.net
