@@ -7,7 +7,7 @@ The tutorial's slips are:
 
 * The section has no import lines. CreateData is the user's; here it is in parts.py.
 * The network compares, and a comparison has no gradient. Here it adds instead.
-* The dimensions of a product are equal, so its two inputs have to be divided equally: ((1, 8), (1, 8)).
+* Mul works element by element, so its two inputs have to be divided in the same way: ((1, 8), (1, 8)).
 * construct() takes the label, although the loss function gets it, and the network's constructor lacks its sizes.
 * `.format(get_rank)` lacks a call, so all ranks would write into one folder.
 * Momentum lacks its arguments, `loss_fb` should be `loss_fn`, and train() lacks the number of epochs and has a loss

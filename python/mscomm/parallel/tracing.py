@@ -118,7 +118,7 @@ _NEED_NUMBERS = {
     *("__bool__", "__float__", "__int__", "__index__", "__array__"),
 }
 _REFUSED = {"register_hook", "backward", "retain_grad", "register_post_accumulate_grad_hook", "requires_grad_", "set_"}
-# On a GPU, cuDNN seeds the dropout of these once for a process.
+# On a GPU, cuDNN seeds the dropout of these functions only once in a process.
 _CACHES_GENERATOR = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
 _DEVICES: dict[str, Callable[[torch.device], Any]] = {
@@ -136,7 +136,7 @@ class _Recorder:
         self.nodes: list[Node] = []
         self.scope: list[tuple[str, str]] = []
         self.device = device
-        self.drawn: set[str] | None = None  # during a call that is recorded: what it has called to draw random numbers
+        self.drawn: bool | None = None  # while a call is recorded: whether it has drawn random numbers; otherwise None
         # By id and version. The tensor is kept, so that no other tensor gets its id.
         self._constants: dict[tuple[int, int], tuple[torch.Tensor, Value]] = {}
         self._traced: weakref.WeakSet[Traced] = weakref.WeakSet()
@@ -214,7 +214,7 @@ class _Recorder:
         metas = tree.tree_map(_meta, (args, kwargs))
         given = [one for one in tree.tree_leaves(metas) if isinstance(one, torch.Tensor)]
         before = [one._version for one in given]
-        self.drawn = set()
+        self.drawn = False
         try:
             results = _plain(func, *metas)
         except NotImplementedError as error:
@@ -232,7 +232,7 @@ class _Recorder:
             raise self.refuse(f"{name}() writes into a tensor, or into a part of one; use torch.where or torch.cat")
         node = Node(len(self.nodes), func, positional, named, name, tuple(self.scope), operator)
         node.inputs = [one for one in tree.tree_leaves((positional, named)) if isinstance(one, Value)]
-        node.grad, node.draws = torch.is_grad_enabled(), bool(drawn)
+        node.grad, node.draws = torch.is_grad_enabled(), drawn
         node.writes = target is not None and target.value.kind == "buffer"
         leaves, form = tree.tree_flatten(results)
         if not any(isinstance(one, torch.Tensor) for one in leaves):
@@ -324,7 +324,7 @@ class _RandomNumbers(TorchDispatchMode):
                     f"{name} draws random numbers, but gets no tensor that is computed from the inputs, so it would run"
                     " only once; use a function such as torch.rand_like"
                 )
-            self._recorder.drawn.add(name)
+            self._recorder.drawn = True
         return func(*args, **(kwargs or {}))
 
 
