@@ -85,12 +85,12 @@ test-mindspore: $(MINDSPORE)/.installed
 
 # Uses the machine's own Python and its packages: the PyTorch that is installed there fits the GPU, and the machine may
 # have no network.
-GPU_SITE := build/gpu-site
+GPU_SITE := $(CURDIR)/build/gpu-site
 test-gpu:
 	$(PYTHON) -m pip install -q --no-build-isolation --no-deps --upgrade --target $(GPU_SITE) .
 	{ date -u +%F; nvidia-smi --query-gpu=name,driver_version --format=csv,noheader; \
 	  PYTHONPATH=$(GPU_SITE) $(PYTHON) -m mscomm doctor -n 1 | grep -E "nccl|Versions|kernel"; \
-	  PYTHONPATH=$(GPU_SITE) $(PYTHON) -m pytest -p no:cacheprovider -q -ra -m gpu tests/gpu && \
+	  PYTHONPATH=$(GPU_SITE) $(PYTHON) -m pytest -n 6 -p no:benchmark -p no:cacheprovider -q -ra -m gpu tests/gpu && \
 	  PYTHONPATH=$(GPU_SITE) $(PYTHON) bench/gpu.py; } 2>&1 | tee build/gpu.log
 
 # auditwheel names the wheel after the oldest glibc that has everything that the wheel needs, and refuses a wheel that

@@ -3,6 +3,7 @@
 
 #include <pybind11/numpy.h>
 
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>

@@ -105,7 +105,7 @@ def test_a_key_file_on_one_host_alone_ends_the_job(two: Hosts, tmp_path: Path) -
         f"import os\nif os.uname().nodename == 'host-1': os.environ['MSCOMM_JOB_KEY_FILE'] = {key!r}\n"
         "import mscomm\nmscomm.init()"
     )
-    ends = torchrun(two, script, MS_TOPO_TIMEOUT="6")
+    ends = torchrun(two, script, MS_TOPO_TIMEOUT="20")  # on a busy machine, importing torch takes long
     text = "".join(err for _, _, err in ends)
     assert all(code != 0 for code, _, _ in ends), ends
     assert re.search(r"rank \d has put nothing into torch's store .* or has a key file or certificates", text), text
@@ -144,6 +144,11 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         agent.store(0).collect(Deadline(0.2), wanted=True)
     with pytest.raises(errors.CollectiveTimeout, match="rank 0 has put no answer into torch's store"):
         agent.store(1).ask("text", Deadline(0.2))
+
+
+def test_a_deadline_that_passes_while_torch_is_imported_is_told() -> None:
+    with pytest.raises(errors.CollectiveTimeout, match="importing torch took longer than MS_TOPO_TIMEOUT"):
+        connected("torchrun", "127.0.0.1", 1, Deadline(1e-9))
 
 
 def test_a_store_that_cannot_be_reached_is_named(port: int) -> None:

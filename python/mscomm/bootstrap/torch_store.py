@@ -25,10 +25,19 @@ _LOOK_S = 0.1  # how long a rank waits for its answer before it looks whether ra
 
 
 def connected(launcher: str, host: str, port: int, deadline: Deadline) -> Any:
-    """Return torch's TCPStore at this address. Raise BackendUnavailable if it cannot be reached."""
-    with _telling(launcher, _where(host, port)):
-        from torch.distributed import TCPStore  # slow to import
+    """Return torch's TCPStore at this address.
 
+    Raise BackendUnavailable if it cannot be reached, and CollectiveTimeout if the deadline has passed when torch is
+    imported.
+    """
+    from torch.distributed import TCPStore  # takes seconds on a busy machine
+
+    if deadline.passed:
+        raise CollectiveTimeout(
+            f"{launcher}: importing torch took longer than MS_TOPO_TIMEOUT, which is {deadline.seconds:g} s. "
+            "Increase it, or import torch before mscomm.init()"
+        )
+    with _telling(launcher, _where(host, port)):
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=deadline.left()))
 
 
