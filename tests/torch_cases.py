@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -346,6 +347,18 @@ def checkpoints() -> Tensors:
     return [value.full_tensor().detach() for value in state.values()]
 
 
+def full_states() -> Tensors:
+    """Rank 0 gets the whole state of a sharded model, and sends the other ranks their parts of another one."""
+    trained, loaded = (fsdp.fully_shard(network(), mesh=init_device_mesh("cpu", (SIZE,))) for _ in range(2))
+    train(trained, torch.optim.SGD(trained.parameters(), 0.1), batches())
+    state = get_model_state_dict(trained, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    assert RANK == 0 or not state
+    set_model_state_dict(loaded, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    whole = [[parameter.full_tensor().detach() for parameter in model.parameters()] for model in (trained, loaded)]
+    assert all(map(torch.equal, *whole))
+    return whole[1]
+
+
 CASES: dict[str, Callable[[], Tensors]] = {
     "calls": calls,
     "sparse": sparse,
@@ -379,6 +392,7 @@ CASES: dict[str, Callable[[], Tensors]] = {
     "tensor parallel": tensor_parallel,
     "pipeline": pipeline,
     "checkpoints": checkpoints,
+    "full states": full_states,
 }
 
 

@@ -5,7 +5,8 @@ bodies ask whether the backend is one that PyTorch knows. So this script imports
 their constant BACKEND by the name "mscomm" (or that of --backend), which also equals "gloo": mscomm runs all tests that
 gloo runs. Each test forks its ranks from this process, so the ranks need not import torch again.
 
-The script prints a line for each test that is not skipped, and ends with status 1 if one has failed.
+It needs `pip install expecttest`. It prints a line for each test that is not skipped, and ends with status 1 if one has
+failed.
 """
 
 from __future__ import annotations

@@ -185,8 +185,16 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
     def getGroupDesc(self) -> str:
         return self._desc
 
-    def _get_backend(self, device: torch.device) -> ProcessGroup:
+    def get_backend(self, device: torch.device) -> ProcessGroup:
         return self
+
+    _get_backend = get_backend  # the name before torch 2.14
+    # Torch's own methods would ask a backend in C++, and there is none.
+    supports_reconfigure = supports_window = False
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return bool(device.type == "cpu")
