@@ -95,16 +95,18 @@ def test_a_time_limit_says_timed_out_and_names_the_rank(tmp_path: Path) -> None:
     body = """
 from datetime import timedelta
 dist.init_process_group("mscomm", timeout=timedelta(seconds=20))
-group = dist.new_group(timeout=timedelta(seconds=3))
-try:
-    if rank == 0: dist.all_reduce(torch.ones(1), group=group)
-except RuntimeError as error:
-    sys.stdout.write(f"{error}\\n")
+groups = dist.new_group(timeout=timedelta(seconds=3)), dist.new_group()
+groups[1].set_timeout(timedelta(seconds=3))
+for group in groups if rank == 0 else ():
+    try:
+        dist.all_reduce(torch.ones(1), group=group)
+    except RuntimeError as error:
+        sys.stdout.write(f"{error}\\n")
 dist.barrier()
 """
     done = run(2, tmp_path, body)
     assert done.returncode == 0, done.stderr
-    assert re.search(r" Timed out .*waiting for rank 1 ", done.stdout), done.stdout
+    assert len(re.findall(r" Timed out .*waiting for rank 1 ", done.stdout)) == 2, done.stdout
 
 
 @pytest.mark.long
@@ -296,6 +298,14 @@ if rank == 0:
         else:
             raise AssertionError
 group.barrier().wait()
+if rank == 0:
+    dist.send(x, 1)
+else:
+    received = dist.irecv(y[:2], 0)
+    received.wait()
+    assert received.source_rank() == 0
+backend = group._get_backend(torch.device("cpu"))
+assert not any(getattr(backend, name) for name in dir(backend) if name.startswith("supports_") and "alloc" not in name)
 sys.stdout.write("done\\n")
 """
     done = run(2, tmp_path, body)

@@ -189,8 +189,9 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         return self
 
     _get_backend = get_backend  # the name before torch 2.14
-    # Torch's own methods would ask a backend in C++, and there is none.
-    supports_reconfigure = supports_window = False
+    # Torch asks a backend for these. It gets this object, since there is no backend in C++.
+    supports_coalescing = supports_reconfigure = supports_shrinking = False
+    supports_splitting = supports_time_estimate = supports_window = False
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -206,8 +207,10 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
     def get_group_store(self) -> Any:
         return self._store
 
-    def _set_default_timeout(self, timeout: Any) -> None:
+    def set_timeout(self, timeout: timedelta) -> None:
         self._group.timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
 
     # -- the end of the group
 

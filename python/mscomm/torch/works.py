@@ -196,6 +196,8 @@ class Pending(Work):
         matched = self._first.matched()
         return int(matched[0])
 
+    source_rank = _source_rank
+
 
 uncompiled(*vars(Work).values(), *vars(Finish).values(), *vars(Pending).values())
 
