@@ -193,6 +193,10 @@ def test_shard_sets_strategies_for_functions_and_modules_of_pytorch(capfd: pytes
         *[((8, 1),)] * 2,
     ]
     assert net(torch.zeros(16, 32)).shape == (16, 8) and "shard() has no effect" in capfd.readouterr().err
+    net.matmul = parallel.shard(ops.MatMul(), ((2, 4), None), ((2, 2),))
+    net.head = torch.nn.Identity()
+    plan = parallel.plan(net, [X], 8)
+    assert (plan.graph.nodes[-1].name, plan.strategy(plan.graph.nodes[-1])) == ("Identity", ((2, 2),))
     with pytest.raises(ValueError, match="in_strategy has 2 items, relu was called with 1 inputs"):
         parallel.shard(torch.relu, ((1,), (1,)))(torch.zeros(1))
     with pytest.raises(ValueError, match="out_strategy has 2 items, relu has returned 1 results"):

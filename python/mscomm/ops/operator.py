@@ -59,14 +59,18 @@ class Operator:
         the rows of the first input into 2 parts and its columns into 4. mscomm.parallel.plan and the modes
         SEMI_AUTO_PARALLEL and AUTO_PARALLEL of Model.train use it. In data-parallel and stand-alone mode, each rank
         computes the operator on its own data, and a warning says so. Strategies of results, out_strategy, are not in
-        this release: NotImplementedError.
+        this release: NotImplementedError. mscomm.parallel.shard takes them.
 
         Raise TypeError if a strategy is not a tuple of tuples of ints, and ValueError for a number below 1.
 
         >>> matmul = mscomm.ops.MatMul().shard(((2, 4), (4, 1)))
         """
         if out_strategy is not None:
-            raise NotImplementedError(f"{type(self).__name__}.shard: out_strategy is not in this release")
+            name = type(self).__name__
+            raise NotImplementedError(
+                f"{name}.shard: out_strategy is not in this release; use mscomm.parallel.shard({name}(), in_strategy, "
+                "out_strategy), which returns a function with the operator's inputs and results"
+            )
         _check(f"{type(self).__name__}.shard: in_strategy", in_strategy)
         self.in_strategy = in_strategy
         return self
