@@ -76,7 +76,7 @@ core-fuzzer: $(VENV)/.dev
 
 # Runs three tests at once even on two cores, because many tests only wait for a timeout.
 test-python: $(VENV)/.dev $(MPICH)/.installed
-	MSCOMM_TEST_MPICH="$(CURDIR)/$(MPICH)" $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder $(if $(MARKS),-m "$(MARKS)")
+	MSCOMM_TEST_MPICH="$(CURDIR)/$(MPICH)" $(BIN)/pytest -q -n 3 --dist loadfile $(if $(MARKS),-m "$(MARKS)")
 
 # MindSpore has an environment of its own, because it needs an older NumPy.
 test-mindspore: $(MINDSPORE)/.installed

@@ -13,16 +13,6 @@ import mscomm
 from mscomm.job import resolve
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files that have long tests first.
-
-    pytest-xdist hands out whole files in this order. If a file of many minutes came last, one process would work on it
-    while the others have nothing to do.
-    """
-    first = {item.path for item in items if item.get_closest_marker("long")}
-    items.sort(key=lambda item: item.path not in first)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def no_driver():
     """Check that no test has opened the stand-in of a driver in pytest's own process. It would stay there, and init()
