@@ -30,7 +30,7 @@ def equal_on_all_ranks(x: Any) -> bool:
 
 @on_gpu(2)
 def test_functions_equal_the_whole_network_for_two_steps(rank: int, group: None) -> None:
-    """With the strategies that were found, and with random ones. One function has a constant that is on the CPU."""
+    """With the strategies that were found, and with random ones. A function with a constant on the CPU is left out."""
     x = numbers(16, 8).cuda()
     for (name, function), seed in [(one, seed) for one in RIGHT.items() if one[0] != "constants" for seed in range(2)]:
         mscomm.set_seed(seed)

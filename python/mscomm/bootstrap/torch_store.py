@@ -27,8 +27,7 @@ _LOOK_S = 0.1  # how long a rank waits for its answer before it looks whether ra
 def connected(launcher: str, host: str, port: int, deadline: Deadline) -> Any:
     """Return torch's TCPStore at this address.
 
-    Raise BackendUnavailable if it cannot be reached, and CollectiveTimeout if the deadline has passed when torch is
-    imported.
+    Raise BackendUnavailable if it cannot be reached, and CollectiveTimeout if importing torch takes until the deadline.
     """
     from torch.distributed import TCPStore  # takes seconds on a busy machine
 

@@ -189,7 +189,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         return self
 
     _get_backend = get_backend  # the name before torch 2.14
-    # Torch asks a backend for these. It gets this object, since there is no backend in C++.
+    # What torch asks a backend. get_backend() returns this group, because there is no backend in C++.
     supports_coalescing = supports_reconfigure = supports_shrinking = False
     supports_splitting = supports_time_estimate = supports_window = False
 
