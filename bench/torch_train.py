@@ -36,6 +36,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+import mscomm.torch
+
 KINDS = ("mscomm", "gloo", "none")
 NETWORKS = ("mlp", "cnn", "resnet50", "transformer")
 UNIT = 10_000  # from this number of parameters on, FSDP2 gathers a layer on its own
@@ -50,6 +52,14 @@ def ddp(model: Any, kind: str, groups: dict[str, Any]) -> Any:
     # forward_sync_buffers: whether each step sends the statistics of BatchNorm from rank 0, as it does in the others.
     model = DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
     model.register_comm_hook(None, nothing)
+    return model
+
+
+def ddp_shared(model: Any, kind: str, groups: dict[str, Any]) -> Any:
+    """Let mscomm put the buckets into shared memory. gloo has none, so its buckets are those of `ddp`."""
+    model = ddp(model, kind, groups)
+    if kind == "mscomm":
+        model.register_comm_hook(*mscomm.torch.ddp_hook(model))
     return model
 
 
@@ -78,6 +88,7 @@ def fsdp2_shared(model: Any, kind: str, groups: dict[str, Any]) -> Any:
 
 WRAPPERS: dict[str, Callable[[Any, str, dict[str, Any]], Any]] = {
     "ddp": ddp,
+    "ddp-shared": ddp_shared,
     "fsdp2": fsdp2,
     "fsdp2-shared": fsdp2_shared,
 }

@@ -346,13 +346,13 @@ def test_run_goes_on_behind_the_newest_checkpoint_of_all_ranks_with_the_same_bit
 @pytest.mark.timeout(1300)
 def test_run_learns_the_digits(folder: Path, digits: Path, table: str) -> None:
     """At the tutorial's learning rate, the network learns small images slowly: one run ended with the accuracy 0.39."""
-    sizes = {"EPOCH_SIZE": "5", "BATCH_SIZE": "16"}
+    sizes = {"EPOCH_SIZE": "3", "BATCH_SIZE": "16"}
     done = bash(folder, "run.sh", digits, "2", timeout_s=1200, RANK_TABLE_FILE=table, **sizes)
     log = (folder / "device0/train.log0").read_text()
     assert done.returncode == 0, done.stderr + log
-    assert places(losses(log)) == steps(5, 46)
-    first, last = (sum(loss for e, _, loss in losses(log) if e == epoch) / 46 for epoch in (1, 5))
-    assert last < first and accuracy(log) > 0.25, log  # guessing would give 0.1
+    assert places(losses(log)) == steps(3, 46)
+    first, last = (sum(loss for e, _, loss in losses(log) if e == epoch) / 46 for epoch in (1, 3))
+    assert last < first and accuracy(log) > 0.2, log  # guessing would give 0.1
 
 
 # -- recovery

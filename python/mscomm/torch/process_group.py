@@ -587,15 +587,23 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
 
     def _staging(self, count: int, like: Any) -> Any:
         """Return an uninitialised tensor of one dimension. If it is large, it is in memory that the ranks share."""
-        heap, size = self._group.epoch.heap, count * like.element_size()
-        memory = heap.allocate(size) if heap is not None and size >= _SHARED_FROM else None
-        return like.new_empty(count) if memory is None else torch.from_numpy(memory[:size]).view(like.dtype)
+        memory = shared_memory(self._group, count * like.element_size())
+        return like.new_empty(count) if memory is None else memory.view(like.dtype)
 
     def _joined(self, flats: list[Any]) -> Any:
         return torch.cat(flats, out=self._staging(sum(flat.numel() for flat in flats), flats[0]))
 
 
 uncompiled(*vars(ProcessGroup).values())
+
+
+def shared_memory(group: mscomm.Group, size: int) -> Any:
+    """Return `size` uninitialised bytes of memory that the ranks of this host share, as a tensor. Return None if no
+    other rank is on this host, if the memory has no room for them, or if they are so few that sharing gains nothing.
+    """
+    heap = group.epoch.heap
+    memory = heap.allocate(size) if heap is not None and size >= _SHARED_FROM else None
+    return None if memory is None else torch.from_numpy(memory[:size])
 
 
 def _is_plain(tensor: Any) -> bool:
