@@ -585,11 +585,10 @@ py::object PreparedCall::result() {
   return out;
 }
 
-py::object call(Calls& calls, const Wanted& wanted, py::object x, py::object out, py::handle timeout, bool async_op) {
-  std::optional<Array> given;
-  if (wanted.what != Collective::barrier) given.emplace(described(calls, wanted.function, "x", std::move(x), wanted.stream));
-  auto ready = prepared(calls, wanted, std::move(given), std::move(out));
-  const double timeout_s = timeout ? seconds_of(timeout) : calls.timeout_s;
+namespace {
+
+// Runs the call or, with async_op, starts it. Returns the result, or a Work.
+py::object carried_out(Calls& calls, PreparedCall ready, double timeout_s, bool async_op) {
   if (async_op) return py::cast(start(calls, std::make_shared<PreparedCall>(std::move(ready)), timeout_s, 0, false));
   if (!calls.running.empty()) forget_ended(calls);
   // If calls.noted is true, hold the Group, because its function ended() is called after the call.
@@ -598,6 +597,25 @@ py::object call(Calls& calls, const Wanted& wanted, py::object x, py::object out
   failing(calls, [&] { calls.group->called([&] { calls.group->communicator->run(std::move(ready.call), timeout_s); }); });
   if (python) python.attr("ended")();
   return ready.result();
+}
+
+}  // namespace
+
+py::object call(Calls& calls, const Wanted& wanted, py::object x, py::object out, py::handle timeout, bool async_op) {
+  std::optional<Array> given;
+  if (wanted.what != Collective::barrier) given.emplace(described(calls, wanted.function, "x", std::move(x), wanted.stream));
+  auto ready = prepared(calls, wanted, std::move(given), std::move(out));
+  return carried_out(calls, std::move(ready), timeout ? seconds_of(timeout) : calls.timeout_s, async_op);
+}
+
+py::object sum_in_place(Calls& calls, Array array, double timeout_s, bool async_op) {
+  array.shape = {1, {static_cast<Py_ssize_t>(array.shape.count())}};
+  py::object out = array.given;
+  static PyObject* const sum = PyUnicode_InternFromString("sum");
+  const Wanted wanted{.function = Function::all_reduce, .what = Collective::all_reduce, .op = sum};
+  auto ready = prepared(calls, wanted, std::move(array), std::move(out));
+  ready.written = {};
+  return carried_out(calls, std::move(ready), timeout_s, async_op);
 }
 
 py::object message(Calls& calls, bool sends, int peer, int64_t tag, Array array, py::handle timeout, bool async_op) {

@@ -142,6 +142,10 @@ py::tuple as_tuple(const Shape& shape);
 // null, the group's timeout applies.
 py::object call(Calls& calls, const Wanted& wanted, py::object x, py::object out, py::handle timeout, bool async_op);
 
+// Sums the elements of the array over the ranks, in place, without telling its library that the array was written. The array is
+// one that plain_on_host() has returned. Returns the array or, with async_op, a Work.
+py::object sum_in_place(Calls& calls, Array array, double timeout_s, bool async_op);
+
 // Sends the array, or receives into it. The arguments have been checked, except `timeout`. Returns None for a send, the array for
 // a recv or, with async_op, a Work.
 py::object message(Calls& calls, bool sends, int peer, int64_t tag, Array array, py::handle timeout, bool async_op);

@@ -6,6 +6,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <exception>
+#include <new>
 #include <optional>
 #include <string>
 #include <vector>
@@ -47,6 +49,29 @@ inline void raise(const Error& error) {
   if (error.kind == "MemoryError") return PyErr_SetString(PyExc_MemoryError, error.what());
   const auto made = pybind11::cast(error);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+}
+
+// Calls the body of a function that Python calls without pybind11, and returns its result. If the body throws, sets the Python
+// exception and returns nullptr.
+template <typename Body>
+PyObject* guarded(const Body& body) {
+  try {
+    try {
+      return body();
+    } catch (const Error& error) {
+      raise(error);  // raise() runs Python code, in which a signal handler may raise another exception
+      throw pybind11::error_already_set();
+    }
+  } catch (pybind11::error_already_set& error) {
+    error.restore();
+  } catch (const pybind11::builtin_exception& error) {
+    error.set_error();
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
 }
 
 }  // namespace mscomm

@@ -116,25 +116,11 @@ PyObject* enter(size_t number, PyObject* const* given, Py_ssize_t count, PyObjec
   Arguments arguments;
   const auto in_python = [&] { return PyObject_Vectorcall(entry.model, given, count, names); };
   if (!fit(entry, given, count, names, arguments)) return in_python();
-  try {
-    try {
-      if (number < send_number) return run_collective(number, arguments).release().ptr();
-      py::object result = run_message(number == send_number, arguments);
-      return result ? result.release().ptr() : in_python();
-    } catch (const Error& error) {
-      raise(error);  // raise() runs Python code, in which a signal handler may raise another exception
-      throw py::error_already_set();
-    }
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (const py::builtin_exception& error) {
-    error.set_error();
-  } catch (const std::bad_alloc&) {
-    PyErr_NoMemory();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
+  return guarded([&] {
+    if (number < send_number) return run_collective(number, arguments).release().ptr();
+    py::object result = run_message(number == send_number, arguments);
+    return result ? result.release().ptr() : in_python();
+  });
 }
 
 template <size_t number>

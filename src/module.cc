@@ -25,6 +25,7 @@
 #include "src/dlpack.h"
 #include "src/functions.h"
 #include "src/group.h"
+#include "src/process_group.h"
 #include "src/works.h"
 #include "transport/arena.h"
 
@@ -487,6 +488,7 @@ If it has completed without an error, out holds the result.)")
   });
   module.def("message", &message_function);
   module.def("set_world", &set_world);
+  module.def("usual_all_reduce", &usual_all_reduce);
 
   py::class_<Layout>(module, "Layout")
       .def(py::init<const std::vector<int>&, int, const Forced&>(), py::kw_only(), py::arg("hosts"), py::arg("rank"),
@@ -559,6 +561,7 @@ If it has completed without an error, out holds the result.)")
              group.calls = std::make_unique<Calls>(
                  Calls{&group, self, timeout_s, std::move(python), std::move(libraries), std::move(backend), device, noted});
            })
+      .def("set_timeout", [](const Group& group, double timeout_s) { group.ready().timeout_s = timeout_s; })
       .def("array", &array_of, py::arg("function"), py::arg("x"), py::kw_only(), py::arg("argument") = "x",
            py::arg("stream") = py::none())
       .def("prepare", &prepare, py::arg("function"), py::arg("x"), py::arg("out") = py::none(), py::kw_only(),

@@ -477,6 +477,45 @@ sys.stdout.write("done\\n")
     assert done.stdout.count("done") == 2, done.stdout + done.stderr
 
 
+def test_all_reduce_is_the_same_call_in_c_and_in_python(tmp_path: Path) -> None:
+    """Rank 0 passes tensors that usual_all_reduce takes, and rank 1 such that it leaves to Python."""
+    body = """
+from torch.profiler import profile
+dist.init_process_group("mscomm")
+def ours(shape, kind):
+    whole = torch.ones(*shape, 2).to(kind)
+    return whole.flatten()[: whole.numel() // 2] if rank == 0 else whole[..., 0]
+for kind in (torch.float32, torch.bfloat16, torch.int8, torch.complex64, torch.complex128):
+    for shape in ((6,), (2, 3), (3, 1, 2), (0,)):
+        x = ours(shape, kind)
+        dist.all_reduce(x)
+        late = dist.all_reduce(x, async_op=True)
+        late.wait()
+        (result,) = dist.all_reduce(x, async_op=True).get_future().wait()
+        assert result is x or x.is_complex()  # which torch passes as a view of real numbers
+        assert x.to(torch.complex64).eq(8).all(), (x, kind, shape)
+x = torch.ones(2)
+before = x._version
+dist.all_reduce(x)
+assert x._version == before  # as with gloo: a backward pass does not see that the call has written x
+try:
+    dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn))
+except TypeError as error:
+    assert "sum is not defined on float8_e4m3fn" in str(error), error
+else:
+    raise AssertionError
+with profile() as recorded:
+    if rank: dist.all_reduce(x)
+if rank == 0: dist.all_reduce(x)
+assert rank == 0 or "mscomm:all_reduce" in {event.name for event in recorded.events()}
+dist.barrier()
+sys.stdout.write("done\\n")
+dist.destroy_process_group()
+"""
+    done = run(2, tmp_path, body)
+    assert done.stdout.count("done") == 2, done.stdout + done.stderr
+
+
 def test_after_a_barrier_or_the_end_all_tensors_are_filled(tmp_path: Path) -> None:
     body = """
 dist.init_process_group("mscomm")

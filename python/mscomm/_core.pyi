@@ -7,6 +7,7 @@ If a collective, a function, an op or a dtype is an int, the int is the index of
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from types import ModuleType
 from typing import Any, Literal, TypeVar, final
 
 import numpy as np
@@ -377,6 +378,16 @@ def message(sends: bool, model: _F, signature: str, /) -> _F:
 def set_world(core: Group | None, /) -> None:
     """Set the group for calls without the argument `group`. core is None before init and after release."""
 
+def usual_all_reduce(options: type, sum: Any, profiler: ModuleType, /) -> Callable[[Group, Any, Any], Any]:
+    """Return a function that carries out the usual calls of ProcessGroup.allreduce in torch.
+
+    These sum one dense tensor on the host, whose elements lie in C order, and for which autograd has nothing to do,
+    while no profiler records. The function takes the Group, the list of tensors and torch's options. It returns the
+    tensor or, if the call is asynchronous, a Work. It leaves all other calls to its caller, and returns None.
+
+    options: torch's class AllreduceOptions. sum: ReduceOp.SUM. profiler: the module torch.autograd.profiler.
+    """
+
 @final
 class Layout:
     """Says on which host each rank of a group runs, and which algorithms and carriers the group therefore uses."""
@@ -474,6 +485,9 @@ class Group:
         the job, or "" and -1 if there is none. noted: whether the core tells the Python Group about each call: at the
         start by next_number() or noted(), and at the end by ended().
         """
+
+    def set_timeout(self, timeout_s: float, /) -> None:
+        """Set the time limit of later calls that are passed none. join_python() must have been called."""
 
     def array(self, function: int, x: Any, *, argument: str = "x", stream: int | None = None) -> Array:
         """Describe an array that the user passed, and check whether it can be the x of a call.

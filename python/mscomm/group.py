@@ -195,6 +195,11 @@ class Group:
         assert self.epoch.accelerator
         return self.epoch.accelerator.opened.vendor.refuses(dtype, op)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set the time limit of the group's later calls, in seconds."""
+        self.timeout_s = timeout_s
+        self.core.set_timeout(timeout_s)
+
     def seconds(self, timeout: Any) -> float:
         """Return the timeout of one call in seconds. timeout: None means the group's timeout."""
         return self.timeout_s if timeout is None else seconds_of(timeout)

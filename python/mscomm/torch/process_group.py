@@ -17,10 +17,12 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.autograd import profiler
 
 import mscomm
+from mscomm import _core
 from mscomm.arrays.described import in_memory
 from mscomm.arrays.numpy import described_dtype
 from mscomm.arrays.torch import code_of, memory, repeats, warn_if_differentiated
 from mscomm.collectives import FUNCTION, digest_of
+from mscomm.job import resolve
 from mscomm.torch.works import Finish, Pending, Work, timed_out, uncompiled
 
 _OPS = {
@@ -34,14 +36,13 @@ _OPS = {
     dist.ReduceOp.BXOR: "bxor",
 }
 
-_SUM = dist.ReduceOp.SUM
 _LINEAR = {"sum", "avg"}  # for these, a complex number is two real numbers
-_REAL = {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32}
 _NO_LIMIT = timedelta(0)
 # The options of messages, which have none in torch. They may end after the method has returned.
 _BESIDE = types.SimpleNamespace(asyncOp=True, timeout=_NO_LIMIT)
 # From this number of bytes on, the core reads and writes shared memory directly; see mscomm.empty.
 _SHARED_FROM = 16 << 10
+_usual_all_reduce = _core.usual_all_reduce(dist.AllreduceOptions, dist.ReduceOp.SUM, profiler)
 
 Call = Callable[..., Any]  # makes a call of mscomm; the arguments are group, timeout and async_op
 
@@ -208,7 +209,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._group.timeout_s = timeout.total_seconds()
+        self._group.set_timeout(timeout.total_seconds())
 
     _set_default_timeout = set_timeout
 
@@ -237,23 +238,15 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
     # -- collectives
 
     def allreduce(self, tensors: Any, opts: Any = None, *rest: Any, **named: Any) -> Work:
-        if (
-            isinstance(opts, dist.AllreduceOptions)
-            and len(tensors) == 1
-            and _is_plain(tensors[0])
-            and opts.reduceOp == _SUM
-        ):
-            # The same as below, but faster: a synchronous call takes half the time. Most calls are of this kind.
-            beside = opts.asyncOp
-            try:
-                made = mscomm.all_reduce_(
-                    tensors[0].data, group=self._group, timeout=self._limit(opts), async_op=beside
-                )
-            except mscomm.CollectiveTimeout as error:
-                raise timed_out(error) from error
-            return Pending(tensors, [made]) if beside else Work(tensors)
-        work: Work = self._allreduce(tensors, opts, *rest, **named)
-        return work
+        # Most calls are of the usual kind. In C++, they take half the time that _allreduce takes.
+        try:
+            made = _usual_all_reduce(resolve(self._group).core, tensors, opts)
+        except mscomm.CollectiveTimeout as error:
+            raise timed_out(error) from error
+        if made is None:
+            work: Work = self._allreduce(tensors, opts, *rest, **named)
+            return work
+        return Pending(tensors, [made]) if opts.asyncOp else Work(tensors)
 
     @_two_forms(dist.AllreduceOptions, 1, "op")
     def _allreduce(self, tensors: list[Any], opts: Any) -> Work:
@@ -604,19 +597,6 @@ def shared_memory(group: mscomm.Group, size: int) -> Any:
     heap = group.epoch.heap
     memory = heap.allocate(size) if heap is not None and size >= _SHARED_FROM else None
     return None if memory is None else torch.from_numpy(memory[:size])
-
-
-def _is_plain(tensor: Any) -> bool:
-    """Return whether _flat() would do nothing, and a call that writes the tensor needs no warning and no event."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and tensor.dtype in _REAL
-        and tensor.is_cpu
-        and tensor.dim() == 1
-        and tensor.is_contiguous()
-        and not (tensor.is_neg() or tensor.requires_grad or profiler._is_profiler_enabled)
-    )
 
 
 def _unwrapped(tensor: Any) -> Any:
