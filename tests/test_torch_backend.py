@@ -494,6 +494,17 @@ for kind in (torch.float32, torch.bfloat16, torch.int8, torch.complex64, torch.c
         (result,) = dist.all_reduce(x, async_op=True).get_future().wait()
         assert result is x or x.is_complex()  # which torch passes as a view of real numbers
         assert x.to(torch.complex64).eq(8).all(), (x, kind, shape)
+from mscomm.torch import group, process_group
+def in_c(x, op=dist.ReduceOp.SUM):
+    opts = dist.AllreduceOptions()
+    opts.reduceOp, opts.asyncOp = op, False
+    return process_group._usual_all_reduce(group().core, [x], opts) is x
+assert in_c(torch.ones(2, 3)) and in_c(torch.ones(()))
+assert not any(map(in_c, (torch.ones(2, 3).t(), torch.ones(2, dtype=torch.complex64), torch.ones(2).to_sparse())))
+assert not in_c(torch.ones(2), dist.ReduceOp.MAX)
+with profile():
+    assert not in_c(torch.ones(2))
+
 x = torch.ones(2)
 before = x._version
 dist.all_reduce(x)

@@ -23,14 +23,14 @@ dist.init_process_group("gloo")
 mscomm.init()
 def wrapped(**options):
     torch.manual_seed(1)
-    layers = torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)
-    return DDP(torch.nn.Sequential(*layers), bucket_cap_mb=0.0005, **options)
+    layers = torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64)
+    return DDP(torch.nn.Sequential(*layers), bucket_cap_mb=0.01, **options)  # two buckets, both moved by the hook
 def train(model):
     torch.manual_seed(10 + rank)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(4):
         optimizer.zero_grad()
-        model(torch.randn(6, 8)).square().mean().backward()
+        model(torch.randn(6, 64)).square().mean().backward()
         optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]
 def refused(call, *words):
@@ -52,6 +52,17 @@ for options in ({}, {"gradient_as_bucket_view": True, "static_graph": True}):
     model = wrapped(**options)
     model.register_comm_hook(*mscomm.torch.ddp_hook(model))
     assert all(torch.equal(a, b) for a, b in zip(expected, train(model), strict=True))
+
+# With join(), the ranks may have different numbers of batches.
+expected_then, model = wrapped(), wrapped()
+model.register_comm_hook(*mscomm.torch.ddp_hook(model))
+for one in (expected_then, model):
+    with one.join():
+        for step in range(2 + 2 * rank):
+            one(torch.full((3, 64), 1.0 + rank + step)).square().mean().backward()
+for a, b in zip(expected_then.parameters(), model.parameters(), strict=True):
+    torch.testing.assert_close(a.grad, b.grad)
+
 model = wrapped()
 state, hook = mscomm.torch.ddp_hook(model, "world")
 model.register_comm_hook(state, fp16_compress_wrapper(hook))
@@ -85,12 +96,15 @@ for as_view in (False, True):
         return future
     model.register_comm_hook(group, watched)
     for step in range(5):
+        expected = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for i in range(2):  # what each of the two ranks computes
+            loss = model.module(torch.full((3, 64), 1.0 + i + step)).square().mean()
+            for total, one in zip(expected, torch.autograd.grad(loss, list(model.parameters())), strict=True):
+                total += one / 2
         model.zero_grad()
-        model(torch.full((3, 64), 1.0 + rank)).square().mean().backward()
-        for parameter in model.parameters():  # both ranks have the same gradient
-            mean = parameter.grad.clone()
-            dist.all_reduce(mean)
-            torch.testing.assert_close(parameter.grad, mean / 2)
+        model(torch.full((3, 64), 1.0 + rank + step)).square().mean().backward()
+        for parameter, mean in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, mean)
     assert len(places) == 2 and all(len(one) == 1 for one in places.values()), places
     assert group.epoch.heap.in_use() >= sum(sizes.values()) or not can_move, sizes
 
@@ -111,6 +125,37 @@ dist.destroy_process_group()
 
 def test_the_hook_moves_the_buckets_into_shared_memory_once(tmp_path: Path) -> None:
     done = run(2, tmp_path, SHARED)
+    assert done.returncode == 0 and done.stdout.count("done") == 2, done.stderr
+
+
+def test_backward_passes_may_reach_two_models_in_different_orders(tmp_path: Path) -> None:
+    """On each rank, the only bucket of one model comes before the gradients of the other model, which differs."""
+    body = """
+import mscomm.torch, threading
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("mscomm")
+models = []
+for group in (dist.new_group(), dist.new_group()):
+    model = DDP(torch.nn.Linear(4, 2, bias=False), process_group=group)
+    model.register_comm_hook(*mscomm.torch.ddp_hook(model))
+    model.module.weight.register_hook(lambda _, i=len(models): order.append(i))
+    models.append(model)
+for step in range(10):
+    outputs, order = [model(torch.full((1, 4), 1.0 + rank)) for model in models], []
+    if rank:  # Autograd first goes through what was computed last. It counts in each thread for itself.
+        early = threading.Thread(target=lambda: outputs.append(outputs.pop() * 1))
+        early.start()
+        early.join()
+    (outputs[0] + outputs[1]).sum().backward()
+    assert step == 0 or order == ([0, 1] if rank else [1, 0])
+    for model in models:
+        assert model.module.weight.grad.eq(1.5).all()
+        model.zero_grad()
+dist.barrier()
+sys.stdout.write("done\\n")
+dist.destroy_process_group()
+"""
+    done = run(2, tmp_path, body)
     assert done.returncode == 0 and done.stdout.count("done") == 2, done.stderr
 
 
@@ -149,7 +194,7 @@ for step in range(1000):
     if rank == 1 and step == 5:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        model(torch.ones(4, 8)).sum().backward()
+        model(torch.ones(4, 64)).sum().backward()
     except RuntimeError as error:
         open(f"{sys.argv[0]}.{rank}", "w").write(str(error))
         break

@@ -27,6 +27,7 @@ Heap::Heap(Mapping mapping)
 }
 
 void* Heap::allocate(size_t bytes) {
+  if (getpid() != owner_) return nullptr;
   try {
     if (void* const memory = allocate_once(bytes)) return memory;
     if (!hand_back_kept()) return nullptr;

@@ -31,8 +31,8 @@ class Heap {
   explicit Heap(Mapping mapping);
 
   // Allocates at least `bytes` bytes, all of whose pages exist. The contents are undefined. Returns nullptr if the heap is full
-  // or no longer shared. The memory is aligned to 64 bytes. Memory of more than unshared_bytes has pages of its own. Memory of 2
-  // MiB and more is aligned to 2 MiB.
+  // or no longer shared, and in a forked child, because the parent would allocate the same memory. The memory is aligned to 64
+  // bytes. Memory of more than unshared_bytes has pages of its own. Memory of 2 MiB and more is aligned to 2 MiB.
   void* allocate(size_t bytes);
   // Frees memory from allocate(). Does nothing in a forked child, because the parent may still use the memory.
   void release(void* memory);

@@ -195,10 +195,10 @@ class Group:
         assert self.epoch.accelerator
         return self.epoch.accelerator.opened.vendor.refuses(dtype, op)
 
-    def set_timeout(self, timeout_s: float) -> None:
-        """Set the time limit of the group's later calls, in seconds."""
-        self.timeout_s = timeout_s
-        self.core.set_timeout(timeout_s)
+    def set_timeout(self, timeout: Any) -> None:
+        """Set the time limit of the group's later calls. timeout: see seconds_of."""
+        self.timeout_s = seconds_of(timeout)
+        self.core.set_timeout(self.timeout_s)
 
     def seconds(self, timeout: Any) -> float:
         """Return the timeout of one call in seconds. timeout: None means the group's timeout."""

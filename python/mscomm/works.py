@@ -244,13 +244,15 @@ class Several(Work):
             self._group.unfilled(self._fills)
 
 
-def when_done(works: Sequence[Work], function: Callable[[], object]) -> None:
+def when_done(works: Sequence[Work], function: Callable[[], object], *, hurry: bool = True) -> None:
     """Call the function in another thread when all the Works have completed, with or without an error.
 
     The function may block, and may wait for other Works. If it raises an exception, threading.excepthook prints it.
+    hurry: whether the core's thread is to carry out the calls at once. If not, it leaves them for a while to a thread
+    that waits for them.
     """
     parts = [part for work in works for part in (work._parts if isinstance(work, Several) else (work,))]
-    for part in parts:
+    for part in parts if hurry else ():
         part._hurry()
     left = iter(parts)
 

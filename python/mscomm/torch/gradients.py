@@ -2,6 +2,7 @@
 
 # Without `from __future__ import annotations`, because torch compares the annotations of a hook with its own classes.
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -12,7 +13,7 @@ import mscomm
 from mscomm.job import resolve
 from mscomm.torch.process_group import ProcessGroup, shared_memory
 from mscomm.torch.process_group import group as group_of
-from mscomm.torch.works import Pending, timed_out, uncompiled
+from mscomm.torch.works import Pending, uncompiled
 
 Hook = Callable[[mscomm.Group, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -24,7 +25,7 @@ def ddp_hook(
 
     The gradients are reduced while the backward pass runs. From PyTorch 2.13 on, the hook puts the buckets into memory
     that the ranks of a host share, so that all_reduce need not copy them. If all_reduce fails, backward() raises a
-    RuntimeError; if a rank was lost, the error names it. It is PeerLost itself if all_reduce fails in the last bucket.
+    RuntimeError; if a rank was lost, the error names it.
 
     The process group of the model may have the backend mscomm:
 
@@ -61,24 +62,47 @@ def ddp_hook(
             f"ddp_hook: the model averages over torch's ranks {expected}, but the group {found.name!r} of mscomm"
             f" consists of torch's ranks {ranks}; pass a group with the same ranks in the same order"
         )
-    return found, _averaged
+    return found, _averaging()
 
 
-def _averaged(state: mscomm.Group, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average the gradients of a bucket over the group."""
-    buffer = bucket.buffer()
-    _share(buffer, state)
-    if not bucket.is_last():
-        part = mscomm.all_reduce_(buffer, "avg", group=state, async_op=True)
-        return Pending([buffer], [part]).get_future().then(lambda done: done.value()[0])
-    # Nothing is left to compute meanwhile, so this thread reduces the bucket. To hand it to another one takes longer.
+def _averaging() -> Hook:
+    """Return the hook of one model."""
+    before: torch.futures.Future[torch.Tensor] | None = None  # that of the bucket before, in the same backward pass
+
+    def averaged(state: mscomm.Group, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        nonlocal before
+        resolve(state)  # raises the error of a group that cannot be used
+        buffer = bucket.buffer()
+        _share(buffer, state)
+        work = Pending([buffer], [mscomm.all_reduce_(buffer, "avg", group=state, async_op=True)])
+        here = bucket.is_last() and _ends_here(work, before)
+        future = work.get_future(hurry=not here).then(lambda done: done.value()[0])
+        before = None if bucket.is_last() else future
+        return future
+
+    uncompiled(averaged)
+    return averaged
+
+
+def _ends_here(work: Pending, before: torch.futures.Future[torch.Tensor] | None) -> bool:
+    """Let this thread wait for the Work at the end of the backward pass, just before DistributedDataParallel does.
+
+    The thread then carries out the call itself and completes its future, which takes less time than to wake two other
+    threads. But the future before must be complete, because the futures are completed in order. Return False outside a
+    backward pass: join() calls the hook there.
+    """
+
+    def end() -> None:
+        with contextlib.suppress(Exception):  # the future raises it
+            work.wait()
+        if before is None or before.done():
+            work.complete()
+
     try:
-        mscomm.all_reduce_(buffer, "avg", group=state)
-    except mscomm.CollectiveTimeout as error:
-        raise timed_out(error) from error
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(buffer)
-    return future
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _share(bucket: torch.Tensor, group: mscomm.Group) -> None:
@@ -87,13 +111,16 @@ def _share(bucket: torch.Tensor, group: mscomm.Group) -> None:
     Its storage gets the new memory, so gradients that are views of the bucket move with it. PyTorch makes a storage
     non-resizable if a NumPy array uses its memory, which must then stay. After the move, it is non-resizable, too.
     """
-    storage = bucket.untyped_storage()
-    if not (storage.resizable() and hasattr(storage, "_swap_data_ptr_")):  # PyTorch has it from 2.13 on
+    if bucket.layout is not torch.strided or group.hosts.count(group.hosts[group.rank]) == 1:
         return
-    memory = shared_memory(group, storage.nbytes())
-    if memory is not None:
-        memory.untyped_storage().copy_(storage)
-        storage._swap_data_ptr_(memory.untyped_storage())
+    storage = bucket.untyped_storage()
+    if not (storage.resizable() and hasattr(storage, "_swap_data_ptr_")) or storage.is_shared():  # from PyTorch 2.13 on
+        return
+    with contextlib.suppress(MemoryError):  # the bucket then stays in private memory
+        memory = shared_memory(group, storage.nbytes())
+        if memory is not None:
+            memory.untyped_storage().copy_(storage)
+            storage._swap_data_ptr_(memory.untyped_storage())
 
 
-uncompiled(_averaged, _share)
+uncompiled(_ends_here, _share)

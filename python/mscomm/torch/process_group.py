@@ -209,7 +209,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._group.set_timeout(timeout.total_seconds())
+        self._group.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
@@ -591,8 +591,10 @@ uncompiled(*vars(ProcessGroup).values())
 
 
 def shared_memory(group: mscomm.Group, size: int) -> Any:
-    """Return `size` uninitialised bytes of memory that the ranks of this host share, as a tensor. Return None if no
-    other rank is on this host, if the memory has no room for them, or if they are so few that sharing gains nothing.
+    """Return `size` uninitialised bytes of memory that the ranks of this host share, as a tensor.
+
+    Return None if the job has no other rank on this host, if that memory is full, or if the bytes are so few that
+    sharing gains nothing. Raise MemoryError if the host does not have enough memory.
     """
     heap = group.epoch.heap
     memory = heap.allocate(size) if heap is not None and size >= _SHARED_FROM else None

@@ -41,6 +41,7 @@ class Work(_TorchWork):  # type: ignore[misc, unused-ignore]
 
     _parts: Sequence[Any] = ()
     _future: torch.futures.Future[list[Any]] | None = None
+    _completion: Finish  # completes the future; there is one if there is a future
 
     def __init__(self, tensors: list[Any]) -> None:
         _TorchWork.__init__(self)
@@ -65,18 +66,26 @@ class Work(_TorchWork):  # type: ignore[misc, unused-ignore]
         self.wait()
         return self._tensors
 
-    def get_future(self) -> torch.futures.Future[list[Any]]:
-        """Return a future of the list of tensors. A callback of another future may wait for it."""
+    def get_future(self, *, hurry: bool = True) -> torch.futures.Future[list[Any]]:
+        """Return a future of the list of tensors. A callback of another future may wait for it.
+
+        hurry: see when_done.
+        """
         if self._future is None:
             base: torch.futures.Future[Any] = torch.futures.Future()
             # An exception that is set on a future would reach the reducer of DistributedDataParallel as a value. If a
             # callback raises it, the reducer raises it, too.
             self._future = base.then(_value_or_raise)
+            self._completion = Finish(self._parts, functools.partial(self._complete, base), set())
             if self._parts:
-                when_done(self._parts, lambda: self._complete(base))
+                when_done(self._parts, self._completion.call, hurry=hurry)
             else:
-                self._complete(base)
+                self._completion.call()
         return self._future
+
+    def complete(self) -> None:
+        """Complete the future of a call that has ended, unless that has been done."""
+        self._completion.call()
 
     def _complete(self, base: torch.futures.Future[Any]) -> None:
         try:
