@@ -6,8 +6,8 @@
 The contenders take turns in rounds, on the same ranks and with the same ordinary tensors. "torch" is the all_reduce of
 torch.distributed over the backend mscomm, "mscomm" is mscomm.all_reduce_, and "gloo" is the all_reduce of
 torch.distributed over gloo. "deepspeed" is DeepSpeed's operator for shared memory, inference_all_reduce_. PyTorch
-compiles it from the unpacked source package; without --deepspeed, it is not measured. Before the first round, the
-result of each contender is checked.
+compiles it from the unpacked source package, and it needs a CPU with AVX-512; without --deepspeed, it is not measured.
+Before the first round, the result of each contender is checked.
 
 A time is the mean over the calls of a round, in microseconds, on the slowest rank. The tables show medians over the
 rounds, and the times of gloo and DeepSpeed divided by those of mscomm, with intervals (see ratio.py).
