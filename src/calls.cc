@@ -610,11 +610,11 @@ py::object call(Calls& calls, const Wanted& wanted, py::object x, py::object out
 
 py::object sum_in_place(Calls& calls, Array array, double timeout_s, bool async_op) {
   array.shape = {1, {static_cast<Py_ssize_t>(array.shape.count())}};
+  if (array.library) array.library->written = array.library->tracked = Py_None;
   py::object out = array.given;
   static PyObject* const sum = PyUnicode_InternFromString("sum");
   const Wanted wanted{.function = Function::all_reduce, .what = Collective::all_reduce, .op = sum};
   auto ready = prepared(calls, wanted, std::move(array), std::move(out));
-  ready.written = {};
   return carried_out(calls, std::move(ready), timeout_s, async_op);
 }
 

@@ -51,17 +51,23 @@ inline void raise(const Error& error) {
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
 }
 
+// Calls a function, and returns its result. Throws an Error as the Python exception that it stands for.
+template <typename Function>
+auto raising(const Function& function) {
+  try {
+    return function();
+  } catch (const Error& error) {
+    raise(error);  // raise() runs Python code, in which a signal handler may raise another exception
+    throw pybind11::error_already_set();
+  }
+}
+
 // Calls the body of a function that Python calls without pybind11, and returns its result. If the body throws, sets the Python
 // exception and returns nullptr.
 template <typename Body>
 PyObject* guarded(const Body& body) {
   try {
-    try {
-      return body();
-    } catch (const Error& error) {
-      raise(error);  // raise() runs Python code, in which a signal handler may raise another exception
-      throw pybind11::error_already_set();
-    }
+    return raising(body);
   } catch (pybind11::error_already_set& error) {
     error.restore();
   } catch (const pybind11::builtin_exception& error) {

@@ -108,12 +108,7 @@ struct Group {
 template <typename Function>
 auto failing(const Calls& calls, const Function& function) {
   try {
-    try {
-      return function();
-    } catch (const Error& error) {
-      raise(error);  // raise() runs Python code, in which a signal handler may raise another exception
-      throw py::error_already_set();
-    }
+    return raising(function);
   } catch (py::error_already_set& error) {
     const py::object python = calls.python();
     if (python.is_none()) throw;

@@ -43,19 +43,19 @@ PyObject* all_reduce(PyObject* known, PyObject* const* given, Py_ssize_t count) 
   return guarded([&]() -> PyObject* {
     PyObject *const core = given[0], *const tensors = given[1], *const options = given[2];
     const auto knows = [known](Py_ssize_t i) { return PyTuple_GET_ITEM(known, i); };
-    const auto left = [] { return py::none().release().ptr(); };
+    const auto leave = [] { return py::none().release().ptr(); };
     if (reinterpret_cast<PyObject*>(Py_TYPE(options)) != knows(0) || !PyList_CheckExact(tensors) || PyList_GET_SIZE(tensors) != 1)
-      return left();
+      return leave();
     auto tensor = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(tensors, 0));
-    if (!attribute(knows(2), names.profiling).is(py::handle(Py_False))) return left();
-    if (!equal(attribute(options, names.reduce_op).ptr(), knows(1))) return left();
+    if (!attribute(knows(2), names.profiling).is(py::handle(Py_False))) return leave();
+    if (!equal(attribute(options, names.reduce_op).ptr(), knows(1))) return leave();
     Calls& calls = py::handle(core).cast<Group&>().ready();
     auto array = plain_on_host(calls, std::move(tensor));
     // The caller sends complex numbers as pairs of real numbers. Every rank must do the same.
-    if (!array || !array->library || *array->dtype == Dtype::complex64 || *array->dtype == Dtype::complex128) return left();
-    if (!attribute(array->given.ptr(), names.requires_grad).is(py::handle(Py_False))) return left();
+    if (!array || !array->library || *array->dtype == Dtype::complex64 || *array->dtype == Dtype::complex128) return leave();
+    if (!attribute(array->given.ptr(), names.requires_grad).is(py::handle(Py_False))) return leave();
     const py::object timeout = attribute(options, names.timeout);
-    if (!PyDelta_Check(timeout.ptr())) return left();
+    if (!PyDelta_Check(timeout.ptr())) return leave();
     const double limit_s = seconds(timeout.ptr());  // 0 and less stand for the group's
     const bool async_op = attribute(options, names.async_op).is(py::handle(Py_True));
     return sum_in_place(calls, *std::move(array), limit_s > 0 ? limit_s : calls.timeout_s, async_op).release().ptr();

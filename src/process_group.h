@@ -5,10 +5,10 @@
 
 namespace mscomm {
 
-// Returns a function of a Group of this module, and of the two arguments of ProcessGroup.allreduce in torch. It carries out the
-// usual calls: one dense tensor on the host, whose elements lie in C order, and for which autograd has nothing to do, is summed
-// while no profiler records. It then returns the tensor or, if the call is asynchronous, a Work. It leaves all other calls to its
-// caller, and returns None.
+// Returns a Python function with three arguments: a Group of this module, and the two arguments of ProcessGroup.allreduce in
+// torch. The function carries out the usual calls. They sum one dense tensor on the host, whose elements lie in C order, and for
+// which autograd has nothing to do, while no profiler records. The function returns the tensor or, if the call is asynchronous, a
+// Work. For all other calls, it does nothing and returns None.
 //
 // options: torch's class AllreduceOptions. sum: ReduceOp.SUM. profiler: the module torch.autograd.profiler.
 pybind11::object usual_all_reduce(const pybind11::object& options, const pybind11::object& sum, const pybind11::object& profiler);

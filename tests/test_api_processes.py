@@ -29,6 +29,12 @@ def test_a_forked_child_is_no_rank_and_its_parent_goes_on(rank, group):
     core = resolve(None).core
     call = core.prepare(FUNCTION["barrier"], None)
     assert in_a_forked_child(lambda: core.run(call, 1.0, 0)).startswith("RuntimeError: mscomm:")
+    heap = resolve(None).epoch.heap
+
+    def gets_no_memory():
+        assert heap.allocate(1 << 20) is None
+
+    assert in_a_forked_child(gets_no_memory) == "nothing was raised"
     assert mscomm.all_reduce(np.float32([rank]))[0] == 1
 
 

@@ -97,6 +97,12 @@ from datetime import timedelta
 dist.init_process_group("mscomm", timeout=timedelta(seconds=20))
 groups = dist.new_group(timeout=timedelta(seconds=3)), dist.new_group()
 groups[1].set_timeout(timedelta(seconds=3))
+try:
+    groups[1].set_timeout(timedelta(0))
+except ValueError as error:
+    assert "is not more than 0 seconds" in str(error), error
+else:
+    raise AssertionError
 for group in groups if rank == 0 else ():
     try:
         dist.all_reduce(torch.ones(1), group=group)

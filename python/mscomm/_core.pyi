@@ -383,7 +383,7 @@ def usual_all_reduce(options: type, sum: Any, profiler: ModuleType, /) -> Callab
 
     These sum one dense tensor on the host, whose elements lie in C order, and for which autograd has nothing to do,
     while no profiler records. The function takes the Group, the list of tensors and torch's options. It returns the
-    tensor or, if the call is asynchronous, a Work. It leaves all other calls to its caller, and returns None.
+    tensor or, if the call is asynchronous, a Work. For all other calls, it does nothing and returns None.
 
     options: torch's class AllreduceOptions. sum: ReduceOp.SUM. profiler: the module torch.autograd.profiler.
     """
