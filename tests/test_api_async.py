@@ -122,22 +122,32 @@ def test_a_handler_that_raises_ends_the_wait_but_not_the_call(rank, group, what)
     assert mscomm.all_reduce(np.ones(1)) == [2]
 
 
+@pytest.mark.parametrize("thread", ["caller", "worker"])
 @ranks(2, timeout_s=30)
-def test_a_wait_that_is_interrupted_for_good_ends_the_call(rank, group):
-    stopped = [0]
-
+def test_a_wait_that_is_interrupted_for_good_ends_the_call(rank, group, thread):
     def stop(*_):
-        stopped[0] += 1
         raise Stop
 
+    def interrupt():
+        inside.set()
+        waits.wait()
+        time.sleep(0.05)  # until the main thread is in Work.wait()
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    inside, waits = threading.Event(), threading.Event()
     if rank == 0:
         signal.signal(signal.SIGUSR1, stop)
-        when_inside(1, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+        when_inside(1, interrupt)
         work = mscomm.all_reduce(np.ones(3), async_op=True)
+        if thread == "worker":
+            inside.wait()
         with pytest.raises(Stop):
+            waits.set()
             work.wait()
         if not work.done():  # the worker thread runs the call
             mscomm.abort("rank 0 is interrupted in all_reduce #1")
+            with pytest.raises(mscomm.Aborted):
+                work.wait()
         assert isinstance(work.exception(), mscomm.Aborted)
         tell("over")
     until_told("over")
