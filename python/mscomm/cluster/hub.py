@@ -2,8 +2,9 @@
 each group its first failure.
 
 The hub runs in `mscomm run`, in the MS_SCHED process, or in a small process that rank 0 starts under other launchers,
-such as mpirun. The section "Frames" of docs/design/0001-call.md lists the control frames. judge.py decides which
-failure was the first, meetings.py decides when a meeting is complete, and switchboard.py moves the bytes.
+such as mpirun. The section "Frames" of docs/design/0001-call.md lists the control frames. groups.py and judge.py
+decide which failure of a group was the first, meetings.py decides when a meeting is complete, and switchboard.py moves
+the bytes.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mscomm.cluster import security
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.frames import FROM_HUB_BYTES, JOIN, READY, Frame, encode
+from mscomm.cluster.groups import Groups, verdict_frame
 from mscomm.cluster.handlers import handlers
 from mscomm.cluster.hello import CONTROL, LAUNCHER, UNKNOWN_JOB, UNKNOWN_RANK, Identity, package_version
-from mscomm.cluster.judge import Judge, Progress
+from mscomm.cluster.judge import Progress
 from mscomm.cluster.launchers import Launchers, State
 from mscomm.cluster.links import Door, is_between_hosts, require_same_user
 from mscomm.cluster.meetings import Answer, Meetings, unmet
@@ -52,17 +54,6 @@ class Outcome(NamedTuple):
     ok: bool
     text: str
     verdict: Error | None = None
-
-
-class _Group:
-    """What the hub knows about a group: its ranks and its first failure."""
-
-    def __init__(self, ranks: Collection[int], judge: Judge) -> None:
-        self.ranks = ranks
-        self.judge = judge
-        self.announced: Error | None = None  # the verdict that was sent to the group
-        self.closed: set[int] = set()
-        self.rejoining: set[int] = set()  # the ranks in `closed` that destroyed the group after the world had failed
 
 
 class Hub:
@@ -120,8 +111,6 @@ class Hub:
         self._started_again: set[int] = set()  # ranks that were lost in this epoch and are restarted
         self.state = State()  # any thread may read this
         self._stopped_here: Sequence[int] = ()
-        self._aborted: Error | None = None  # why all groups of this epoch are aborted, even those created later
-        self._abort_announced = False
         self._welcomed = former is not None
         self._ready: set[int] = set()
         self._returning = Returning(self._roster)
@@ -133,9 +122,8 @@ class Hub:
         self._tell_leavers_at = 0.0  # do not send the next of these frames earlier
         self._never_began: str | None = None
         self._contested_until = 0.0  # if two jobs use one port, the hub serves until this time, to refuse newcomers
-        self._groups: dict[str, _Group] = {}
-        self._world = self._open_group(world_id(self._epoch), range(size))
-        self._meetings = Meetings(self._roster.gone, self._roster.name, lambda: self._world.judge)
+        self._groups = Groups(self._roster, self._epoch, watched=watched, restarts=restarts, log=log)
+        self._meetings = Meetings(self._roster.gone, self._roster.name, lambda: self._groups.world.judge)
         self._selector = selectors.DefaultSelector()
         self._board: Switchboard[Link] = Switchboard(self._selector, self._handle, self._ended, self._log)
         # Epoch 0, because a process that joins does not know the epoch yet.
@@ -235,7 +223,7 @@ class Hub:
     @property
     def verdict(self) -> Error | None:
         """The job's first failure or, with `restarts`, the failure that ended the job. Any thread may read this."""
-        return self.state.over if self._restarts else self._world.judge.verdict
+        return self.state.over if self._restarts else self._groups.world.judge.verdict
 
     @property
     def can_restart(self) -> bool:
@@ -276,14 +264,14 @@ class Hub:
             return False
         if self._never_began is None and self._returning.may_come(nobody_came=self._topo_until is not None):
             return False
-        if self._welcomed or self._world.announced or self._never_began is not None:
+        if self._welcomed or self._groups.world.announced or self._never_began is not None:
             return True  # ignore links over which no rank has joined
         if self._board.lines or self._door.expire() is not None:
             return False
         return self._starter_gone or not self._listening
 
     def _outcome(self) -> Outcome:
-        verdict = self.state.over or self._world.judge.verdict
+        verdict = self.state.over or self._groups.world.judge.verdict
         if verdict:
             return Outcome(False, f"{verdict.kind}: {verdict}", verdict)
         if self._never_began is not None:
@@ -301,7 +289,7 @@ class Hub:
     def _sleep_s(self) -> float | None:
         """Return how many seconds to wait for events until the next action is due; None if no action is due."""
         now = time.monotonic()
-        dues = [group.judge.due() for group in self._groups.values()]
+        dues = [group.judge.due() for group in self._groups]
         dues += [
             self._tell_leavers_at if self._leavers else None,
             self._returning.due(),
@@ -326,24 +314,11 @@ class Hub:
             action()
         if self._leavers and now >= self._tell_leavers_at:
             self._tell_leavers(now)
-        for name, group in list(self._groups.items()):
-            judge = group.judge
-            judge.look(now)
-            if judge.ask is not None:
-                self._broadcast({"t": "where", "group": name, "number": judge.ask}, group.ranks)
-                judge.ask = None
-            if judge.verdict and not group.announced:
-                if group is self._world:
-                    self._topo_until = None
-                verdict = group.announced = self._explained(judge.verdict, group)
-                self._log(f"verdict on {name}: {verdict.kind}: {verdict}")
-                self._broadcast({"t": "verdict", "group": name, **verdict.fields()}, group.ranks)
-                if group is self._world:
-                    self._answer(self._meetings.look())  # meetings with lost ranks were waiting for this verdict
-        if self._aborted and not self._abort_announced:
-            # This broadcast comes last, because groups that failed earlier must first get their own verdicts, above.
-            self._abort_announced = True
-            self._broadcast({"t": "verdict", "group": "", **self._aborted.fields()}, self._world.ranks)
+        for group, frame in self._groups.look(now):
+            self._broadcast(frame, group.ranks)
+            if group is self._groups.world and group.announced:
+                self._topo_until = None
+                self._answer(self._meetings.look())  # meetings with lost ranks were waiting for this verdict
         if self.state.over is None and (end := self._end()):
             self._give_up(end)
         self._set_state(goes_on=self._meetings.survivors_go_on, only_stopped=self._only_stopped())
@@ -357,7 +332,7 @@ class Hub:
         self._leaving.clear()
         for group, leavers in self._leavers.items():
             found = self._groups.get(group)
-            staying = set(self._members(found)) if found else self._world.ranks
+            staying = set(self._groups.members(found)) if found else self._groups.world.ranks
             if found or not group:
                 self._broadcast({"t": "left", "group": group, "ranks": leavers}, staying)
         self._leavers.clear()
@@ -383,7 +358,7 @@ class Hub:
 
     def _end(self) -> Error | None:
         """Return why the job cannot continue, or None if it can."""
-        judge = self._world.judge
+        judge = self._groups.world.judge
         verdict = judge.verdict
         if self._ended_badly and judge.due() is None:
             if verdict and not any(rank in self._started_again for rank in verdict.ranks):
@@ -392,25 +367,6 @@ class Hub:
             end = ", and it is not started again" if self._restarts else ""
             return PeerLost(f"{self._roster.name(rank)}: {how}{end}", [rank])
         return verdict if verdict and verdict.kind == "PeerLost" and not self._restarts else None
-
-    def _explained(self, verdict: Error, group: _Group) -> Error:
-        """Return the verdict to announce. It differs from `verdict` if a rank left this group because of a failure.
-
-        If the rank may have left because another group failed, add that failure. If the rank left to wait for the next
-        epoch, return the world's verdict instead of this group's.
-        """
-        if verdict.kind != "PeerLost":
-            return verdict
-        first = self._world.judge.verdict
-        leaving = (link for link in self._roster if (link.waits and link.welcomed) or link.number in group.rejoining)
-        waiting = [link for link in leaving if link.number in verdict.ranks]
-        if first and waiting and group is not self._world:
-            return first.again(f"{first}; {waiting[0]} therefore left this group for the next epoch")
-        left = {link.number for link in self._roster if link.left and link.number in verdict.ranks}
-        for other in self._groups.values():
-            if other is not group and other.announced and left.intersection(other.ranks):
-                return verdict.again(f"{verdict}; before that another group of that rank failed: {other.announced}")
-        return verdict
 
     def _close(self) -> None:
         self._door.close()
@@ -457,8 +413,7 @@ class Hub:
             self._ended_well.add(rank)
         if badly:
             self._meetings.lost(rank)
-        for group in self._groups_of(rank):
-            group.judge.process_ended(rank, how, badly, time.monotonic())
+        self._groups.process_ended(rank, how, badly)
         for link in links:
             self._board.end(link, "")  # do not wait for EOF, because a child of the rank may hold the socket open
         if member is None and not again and not self._restarts and not self._welcomed:
@@ -478,27 +433,6 @@ class Hub:
             self._board.end(link, "")
         if rank not in self._absent and all(link.rank != rank for link in self._roster):
             self._lost(rank, f"rank {rank}", "ended before it joined")
-
-    # -- groups
-
-    def _open_group(self, name: str, ranks: Collection[int]) -> _Group:
-        judge = Judge(self._roster.name, lambda: self._members(group), group_name(name), self._watched, self._restarts)
-        group = self._groups[name] = _Group(ranks, judge)
-        return group
-
-    def _groups_of(self, rank: int) -> list[_Group]:
-        return [group for group in self._groups.values() if group is self._world or rank in group.ranks]
-
-    def _members(self, group: _Group) -> list[int]:
-        """Return the ranks that the hub can ask: they are still in the group and have an open control link."""
-        return [
-            link.number
-            for link in self._roster
-            if link.open
-            and not link.left
-            and link.number not in group.closed
-            and (group is self._world or link.number in group.ranks)
-        ]
 
     # -- control frames from the ranks
 
@@ -528,7 +462,7 @@ class Hub:
         if len(self._ready) == self._roster.size:
             self._save()
             self._log(f"all {self._roster.size} {self._roster.plural} are ready")
-            self._broadcast({"t": "go", "epoch": self._epoch}, self._world.ranks)
+            self._broadcast({"t": "go", "epoch": self._epoch}, self._groups.world.ranks)
 
     def _on_failed(
         self,
@@ -547,50 +481,40 @@ class Hub:
             words = (kind, text, ranks, waiting_for, group, number, call)
             if self._returning.later(lambda: self._on_failed(link, *words)):
                 return
-        for one in [one for name, one in self._groups.items() if group in ("", name)]:
+        for one in self._groups.named(group):
             one.judge.called(link.number, number, call, time.monotonic())
-            self._failed(one, link, error, number)
+            one.failed(link.number, error, number)
         if not group:
             self._abort_epoch(error)
 
-    def _failed(self, group: _Group, link: Link, error: Error, number: int = -1) -> None:
-        """Tell the group's judge about an error of this rank, which the rank reported or the hub noticed."""
-        group.judge.failed(link.number, error, number, time.monotonic())
-
     def _abort_epoch(self, verdict: Error) -> None:
         """Abort all groups of this epoch, including groups that are yet to be created."""
-        if self._aborted is None:
+        if self._groups.aborted is None:
             # End the meetings now, not in _look(). If a link ended before _look(), they would end with PeerLost.
-            self._aborted = verdict
+            self._groups.aborted = verdict
             self._answer(self._meetings.clear(verdict))
 
     def _on_compare(self, link: Link, group: str, number: int, call: str) -> None:
-        if group in self._groups:
-            self._groups[group].judge.compare(link.number, number, call, time.monotonic())
+        self._groups.compare(link.number, group, number, call)
 
     def _on_here(self, link: Link, group: str, asked: int, call: str, number: int, inside: bool, text: str) -> None:
-        if group in self._groups:
-            judge = self._groups[group].judge
-            judge.called(link.number, asked, call, time.monotonic())
-            judge.here(link.number, Progress(number, inside, text), time.monotonic())
+        self._groups.here(link.number, group, asked, call, Progress(number, inside, text))
 
     def _on_meet(
         self, link: Link, key: str, name: str, ranks: list[Any], facts: Frame, founds: object, survivors: object
     ) -> None:
         ranks = self._checked_meeting("meet", link, key, ranks)
-        if self._aborted:
-            self._answer([unmet((link.number,), key, self._aborted)])
+        if self._groups.aborted:
+            self._answer([unmet((link.number,), key, self._groups.aborted)])
             return
         answers = self._meetings.come(link.number, key, name, ranks, facts, bool(survivors))
         met = any(answer.frame["t"] == "met" for answer in answers)
-        if founds and not met and key in self._groups and self._groups[key] is not self._world:
-            self._half_founded(key, ranks)
-            return
-        if founds and met:
-            group = self._world if key == world_id(self._epoch) else self._open_group(key, frozenset(ranks))
-            for other in self._roster:  # tell the judge which ranks left the job before the group existed
-                if other.left and other.number in group.ranks:
-                    group.judge.left(other.number, 0, time.monotonic())
+        if founds and key != self._groups.world.name:
+            if met:
+                self._groups.found(key, frozenset(ranks))
+            elif self._groups.get(key):
+                self._half_founded(key, ranks)
+                return
         self._answer(answers)
 
     def _checked_meeting(self, kind: str, link: Link, key: str, ranks: list[Any]) -> list[int]:
@@ -609,7 +533,7 @@ class Hub:
         ranks = self._checked_meeting("refuse", link, key, ranks)
         group = self._groups.get(key)
         if group:  # all ranks have met in the meantime, so the group exists
-            self._failed(group, link, Aborted(why, [link.number]))
+            group.failed(link.number, Aborted(why, [link.number]))
         else:
             self._answer(self._meetings.refuse(link.number, key, name, ranks, why))
 
@@ -620,27 +544,15 @@ class Hub:
             return  # the frame is from an earlier epoch
         if to in found.closed:
             text = f"{self._roster.name(to)} has destroyed the group, but {link} sends to it"
-            self._failed(found, link, PeerLost(text, [to]))
+            found.failed(link.number, PeerLost(text, [to]))
             return
         other = self._roster.at(to)
         if other and other.open and not other.left:
             self._send(other, {"t": "dial", "from": link.number, "group": group, "address": address})
 
     def _on_close(self, link: Link, group: str, number: int) -> None:
-        """A rank has destroyed the group. This is a failure only if another rank is waiting for this rank."""
-        found = self._groups.get(group)
-        if found is None or found is self._world or link.number not in found.ranks:
-            return
-        found.closed.add(link.number)
-        if self._restarts and self._world.judge.verdict:
-            # Other ranks may report this rank as lost before its "rejoin" arrives. Then _explained() must find it here.
-            found.rejoining.add(link.number)
-        staying = self._members(found)
-        if not staying and not self._roster.away:
-            del self._groups[group]
-            return
-        found.judge.left(link.number, number, time.monotonic(), destroyed=True)
-        self._leavers.setdefault(group, []).append(link.number)
+        if self._groups.closed(link.number, group, number):
+            self._leavers.setdefault(group, []).append(link.number)
 
     def _on_waits(self, link: Link, key: str) -> None:
         """A rank has waited for a long time, and asks which ranks are missing. Only one waiting rank tells the user."""
@@ -665,7 +577,7 @@ class Hub:
         if len(self._ready) < self._roster.size:
             # The other ranks are still setting up the epoch, and need this rank. Let the set-up fail.
             text = f"{link} gave up its set-up, and waits for the next epoch"
-            self._failed(self._world, link, PeerLost(text, [link.number]), 0)
+            self._groups.world.failed(link.number, PeerLost(text, [link.number]), 0)
         self._begin_epoch()
         self._answer(self._meetings.look())  # other ranks may be waiting for this rank in a meeting
 
@@ -696,17 +608,12 @@ class Hub:
         if not self._welcomed:
             self._board.end(link, f"left before all {self._roster.size} {self._roster.plural} had joined")
             return
-        verdict = self._world.judge.verdict
+        verdict = self._groups.world.judge.verdict
         if self._restarts and not self._watched and verdict and link.number in verdict.ranks:
             self._board.end(link, "left after its failure")  # lost now, because no launcher will report how it ended
             return
         link.left, link.waits = True, False
-        for name, group in self._groups.items():
-            if group is self._world:
-                group.judge.left(link.number, number, time.monotonic())
-            elif link.number in group.ranks and link.number not in group.closed:
-                last = numbers.get(name)
-                group.judge.left(link.number, last if isinstance(last, int) else 0, time.monotonic())
+        self._groups.left(link.number, number, numbers)
         self._leavers.setdefault("", []).append(link.number)
         if self._restarts and not self._watched:
             self._leaving.append(link)
@@ -747,14 +654,13 @@ class Hub:
             link.waits = True
             self._begin_epoch()
             return
-        if self._watched and self._topo_until is None and not self._world.announced:
+        if self._watched and self._topo_until is None and not self._groups.world.announced:
             self._topo_until = time.monotonic() + self._topo_timeout_s
         for absent, how in self._absent.items():
-            self._world.judge.gone(absent, how, time.monotonic())
+            self._groups.world.judge.gone(absent, how, time.monotonic())
         self._absent.clear()
-        if self._world.judge.verdict and self._world.announced:
-            verdict = self._world.judge.verdict
-            self._send(link, {"t": "verdict", "group": world_id(self._epoch), **verdict.fields()})
+        if verdict := self._groups.world.announced:
+            self._send(link, verdict_frame(self._groups.world.name, verdict))
         elif len(self._roster) == self._roster.size:
             self._welcome()
 
@@ -809,11 +715,9 @@ class Hub:
         self._ready.clear()
         self._started_again.clear()
         self._meetings.forget_survivors()
-        self._aborted, self._abort_announced = None, False
+        self._groups.begin(self._epoch)
         self._answer(self._meetings.clear(PeerLost("another epoch of the job has begun")))
-        self._groups.clear()
         self._leavers.clear()
-        self._world = self._open_group(world_id(self._epoch), range(self._roster.size))
         self._welcome()
 
     def _never_again(self) -> Error | None:
@@ -834,8 +738,8 @@ class Hub:
         if link.welcomed:
             self._answer([unmet((link.number,), link.rejoin_key, why)])
             return
-        verdict = self.state.over or self._world.judge.verdict or why
-        self._send(link, {"t": "verdict", "group": world_id(0), **verdict.fields()})
+        verdict = self.state.over or self._groups.world.judge.verdict or why
+        self._send(link, verdict_frame(world_id(0), verdict))
         if link.open:
             self._board.drop(link)
 
@@ -866,8 +770,7 @@ class Hub:
             return
         self._log(f"{name} {how}")
         self._meetings.lost(number)
-        for group in self._groups_of(number):
-            group.judge.gone(number, how, time.monotonic())
+        self._groups.lost(number, how)
         self._answer(self._meetings.look())
 
     def _count_short_lives(self, number: int, name: str, how: str) -> None:
@@ -893,12 +796,12 @@ class Hub:
         self._roster.kept = {seat.rank: seat for seat in former.seats}
         for seat in former.seats:
             if seat.left:
-                self._world.judge.left(seat.rank, 0, time.monotonic())
+                self._groups.world.judge.left(seat.rank, 0, time.monotonic())
         if former.ready:
             self._ready.update(self._all)
         else:
             why = f"the scheduler was started again while the ranks set up epoch {self._epoch}"
-            self._world.judge.verdict = PeerLost(why)
+            self._groups.world.fail(PeerLost(why))
         self._log(f"takes over the {self._roster.plural} of epoch {self._epoch}")
 
     def _save(self) -> None:
@@ -941,19 +844,15 @@ class Hub:
         self._log(f"{link} is back, {len(self._roster)} of {self._roster.size}")
         if claimant := self._returning.returned(rank):
             self._refuse(claimant, f"rank {rank} is taken already: {link}; was it started twice?")
-        for name, group in self._groups.items():
-            if group.announced and rank in group.ranks:
-                self._send(link, {"t": "verdict", "group": name, **group.announced.fields()})
-        if self._abort_announced and self._aborted:
-            self._send(link, {"t": "verdict", "group": "", **self._aborted.fields()})
+        for frame in self._groups.announced(link.number):
+            self._send(link, frame)
 
     def _jump_to(self, epoch: int) -> None:
         """A rank is in a later epoch than the recovery file says, because the former hub could not write the file."""
         self._epoch = epoch
         self._ready.clear()
-        self._groups.clear()
-        self._world = self._open_group(world_id(epoch), range(self._roster.size))
-        self._world.judge.verdict = PeerLost(f"the recovery file of the scheduler did not know epoch {epoch}")
+        self._groups.begin(epoch)
+        self._groups.world.fail(PeerLost(f"the recovery file of the scheduler did not know epoch {epoch}"))
         self._save()
 
     def _on_in_group(self, link: Link, group: str, ranks: list[Any]) -> None:
@@ -963,12 +862,8 @@ class Hub:
             return
         if self._meetings.present(group):
             self._half_founded(group, ranks)
-        if group in self._groups:
-            return
-        judge = self._open_group(group, frozenset(ranks)).judge
-        for rank in self._roster.left:
-            if rank in ranks:
-                judge.left(rank, 0, time.monotonic())
+        if self._groups.get(group) is None:
+            self._groups.found(group, frozenset(ranks))
 
     def _half_founded(self, key: str, ranks: Collection[int]) -> None:
         """Fail a group that some ranks have founded, while others still wait in its meeting.
@@ -977,10 +872,8 @@ class Hub:
         does not know the facts of the ranks that have met.
         """
         why = PeerLost(f"the scheduler was started again while the ranks created group {group_name(key)}")
-        if key not in self._groups:
-            self._open_group(key, frozenset(ranks))
-        judge = self._groups[key].judge
-        judge.verdict = judge.verdict or why
+        group = self._groups.get(key) or self._groups.found(key, frozenset(ranks))
+        group.fail(why)
         self._answer(self._meetings.end(key, why))
 
     def _on_saw(self, link: Link, group: str, kind: str, text: str, ranks: list[Any], waiting_for: list[Any]) -> None:
@@ -988,9 +881,8 @@ class Hub:
         verdict = make(kind, text, self._roster.known(ranks), self._roster.known(waiting_for))
         if not group:
             self._abort_epoch(verdict)
-        for name, one in self._groups.items():
-            if group in ("", name) and one.judge.verdict is None:
-                one.judge.verdict = verdict
+        for one in self._groups.named(group):
+            one.fail(verdict)
 
     # -- launchers of other hosts
 
@@ -1026,8 +918,8 @@ class Hub:
         if not self._welcomed:
             self._refuse_all(why)
             return
-        for group in self._groups.values():
-            group.judge.failed(UNKNOWN_RANK, Aborted(why), -1, now)
+        for group in self._groups:
+            group.failed(UNKNOWN_RANK, Aborted(why))
         self._abort_epoch(Aborted(why))
         self._give_up(Aborted(why))
 

@@ -111,7 +111,8 @@ class Roster:
     @property
     def left(self) -> list[int]:
         """The ranks that have left the job."""
-        return [seat.rank for seat in self.seats() if seat.left]
+        here = [link.number for link in self._members if link.left]
+        return sorted([*here, *(rank for rank, seat in self.kept.items() if seat.left)])
 
     def _holder(self, link: Link, rank: Any) -> Link | None:
         """Return the member that already has the rank or the id that the newcomer claims; None if no member has it."""
