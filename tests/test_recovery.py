@@ -370,6 +370,34 @@ def test_a_recovery_file_of_an_earlier_epoch_makes_all_begin_the_next(tmp_path):
         assert [wait.ended().result.epoch for wait in waiting] == [2, 2]
 
 
+@pytest.mark.parametrize("order", ["earlier first", "later first"])
+def test_an_abort_of_an_earlier_epoch_does_not_end_this_one(tmp_path, order):
+    """The hub ended when it had welcomed only rank 0 to epoch 1. Rank 1 still waits after the abort of epoch 0."""
+    with Cluster(2, tmp_path) as cluster:
+        ranks = cluster.joined()
+        cluster.recovery.write = lambda membership: None
+        waiting = [Waits(member.rejoin, {"size": 2}, soon()) for member, _ in ranks]
+        assert [wait.ended().result.epoch for wait in waiting] == [1, 1]
+        (later, here), (earlier, _) = cluster.set_up([member for member, _ in ranks])
+        gates = {member: cluster.keep_away(member) for member in (earlier, later)}
+        cluster.end()
+        eventually(lambda: earlier._away and later._away)
+        earlier._welcome = earlier._welcome._replace(epoch=0)
+        earlier._verdicts[""] = errors.Aborted("of epoch 0", [1])
+        cluster.start()
+        for count, member in enumerate((earlier, later) if order == "earlier first" else (later, earlier), 1):
+            gates[member].set()
+            cluster.returned(count)
+        eventually(lambda: here.aborts)
+        assert ["did not know epoch 1" in str(abort) for abort in here.aborts] == [True]
+        waiting = [Waits(earlier.rejoin, {"size": 2}, soon())]
+        eventually(lambda: any(link.waits for link in cluster.hub._roster))  # so the hub has heard of the abort
+        assert cluster.hub._groups.aborted is None
+        waiting.append(Waits(later.rejoin, {"size": 2}, soon()))
+        assert [wait.ended().result.epoch for wait in waiting] == [2, 2]
+        cluster.set_up([later, earlier])
+
+
 @pytest.mark.parametrize("order", ["waits first", "founded first"])
 def test_a_group_that_only_some_ranks_have_founded_fails_on_all(tmp_path, order):
     """The scheduler ends after rank 0 has learnt that all have met, and before rank 1 has learnt it."""

@@ -12,7 +12,7 @@ import msgpack
 from fuzzing import frame, instrumented, mutated_script, run, script
 
 with instrumented():
-    from mscomm.cluster import hub, judge, launchers, waiting
+    from mscomm.cluster import groups, hub, launchers, waiting
     from mscomm.cluster.bytestream import ByteStream
     from mscomm.cluster.frames import FROM_HUB_BYTES, Parser
     from mscomm.cluster.hello import CONTROL, LAUNCHER, Identity
@@ -22,7 +22,7 @@ LAUNCHER_LINK = SIZE  # its host has the last rank
 KNOWN, WATCHED, RESTARTS = 1, 2, 4  # bits of the options
 
 clock = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-for module in (hub, judge, launchers, waiting):
+for module in (groups, hub, launchers, waiting):
     module.time = clock
 
 

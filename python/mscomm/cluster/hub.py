@@ -89,12 +89,12 @@ class Hub:
         recovery: RecoveryFile | None = None,
     ) -> None:
         self._certified = protection is not None and protection.credentials is not None
-        self._roster = Roster(size, ranks_known)
         self._all = list(range(size))
         self._admissions = {purpose: security.admission_key(key, purpose) for purpose in (CONTROL, LAUNCHER)}
         self._key = key
         self._recovery = recovery
         former = recovery.found if recovery else None
+        self._roster = Roster(size, ranks_known, former.seats if former else ())
         self.run = former.run if former else os.urandom(16)  # the id of this start of the job
         self._epoch = former.epoch if former else 0
         self._topo_timeout_s = topo_timeout_s
@@ -289,8 +289,8 @@ class Hub:
     def _sleep_s(self) -> float | None:
         """Return how many seconds to wait for events until the next action is due; None if no action is due."""
         now = time.monotonic()
-        dues = [group.judge.due() for group in self._groups]
-        dues += [
+        dues = [
+            *self._groups.due(),
             self._tell_leavers_at if self._leavers else None,
             self._returning.due(),
             self._topo_until,
@@ -316,7 +316,7 @@ class Hub:
             self._tell_leavers(now)
         for group, frame in self._groups.look(now):
             self._broadcast(frame, group.ranks)
-            if group is self._groups.world and group.announced:
+            if frame["t"] == "verdict" and frame["group"] == self._groups.world.id:
                 self._topo_until = None
                 self._answer(self._meetings.look())  # meetings with lost ranks were waiting for this verdict
         if self.state.over is None and (end := self._end()):
@@ -481,17 +481,14 @@ class Hub:
             words = (kind, text, ranks, waiting_for, group, number, call)
             if self._returning.later(lambda: self._on_failed(link, *words)):
                 return
-        for one in self._groups.named(group):
-            one.judge.called(link.number, number, call, time.monotonic())
-            one.failed(link.number, error, number)
+        self._groups.failed(link.number, group, error, number, call)
         if not group:
             self._abort_epoch(error)
 
     def _abort_epoch(self, verdict: Error) -> None:
         """Abort all groups of this epoch, including groups that are yet to be created."""
-        if self._groups.aborted is None:
+        if self._groups.abort(verdict):
             # End the meetings now, not in _look(). If a link ended before _look(), they would end with PeerLost.
-            self._groups.aborted = verdict
             self._answer(self._meetings.clear(verdict))
 
     def _on_compare(self, link: Link, group: str, number: int, call: str) -> None:
@@ -509,9 +506,9 @@ class Hub:
             return
         answers = self._meetings.come(link.number, key, name, ranks, facts, bool(survivors))
         met = any(answer.frame["t"] == "met" for answer in answers)
-        if founds and key != self._groups.world.name:
+        if founds and key != self._groups.world.id:
             if met:
-                self._groups.found(key, frozenset(ranks))
+                self._groups.found(key, ranks)
             elif self._groups.get(key):
                 self._half_founded(key, ranks)
                 return
@@ -551,7 +548,7 @@ class Hub:
             self._send(other, {"t": "dial", "from": link.number, "group": group, "address": address})
 
     def _on_close(self, link: Link, group: str, number: int) -> None:
-        if self._groups.closed(link.number, group, number):
+        if self._groups.destroyed(link.number, group, number):
             self._leavers.setdefault(group, []).append(link.number)
 
     def _on_waits(self, link: Link, key: str) -> None:
@@ -657,10 +654,10 @@ class Hub:
         if self._watched and self._topo_until is None and not self._groups.world.announced:
             self._topo_until = time.monotonic() + self._topo_timeout_s
         for absent, how in self._absent.items():
-            self._groups.world.judge.gone(absent, how, time.monotonic())
+            self._groups.lost(absent, how)
         self._absent.clear()
         if verdict := self._groups.world.announced:
-            self._send(link, verdict_frame(self._groups.world.name, verdict))
+            self._send(link, verdict_frame(self._groups.world.id, verdict))
         elif len(self._roster) == self._roster.size:
             self._welcome()
 
@@ -715,6 +712,7 @@ class Hub:
         self._ready.clear()
         self._started_again.clear()
         self._meetings.forget_survivors()
+        # If a link ends below, the judge of the new epoch must hear of it.
         self._groups.begin(self._epoch)
         self._answer(self._meetings.clear(PeerLost("another epoch of the job has begun")))
         self._leavers.clear()
@@ -793,15 +791,11 @@ class Hub:
 
     def _take_over(self, former: Membership) -> None:
         """Take over the ranks of a scheduler that has ended."""
-        self._roster.kept = {seat.rank: seat for seat in former.seats}
-        for seat in former.seats:
-            if seat.left:
-                self._groups.world.judge.left(seat.rank, 0, time.monotonic())
         if former.ready:
             self._ready.update(self._all)
         else:
             why = f"the scheduler was started again while the ranks set up epoch {self._epoch}"
-            self._groups.world.fail(PeerLost(why))
+            self._groups.world.set_verdict(PeerLost(why))
         self._log(f"takes over the {self._roster.plural} of epoch {self._epoch}")
 
     def _save(self) -> None:
@@ -839,12 +833,13 @@ class Hub:
             self._board.drop(former)
         link.rank, link.node_id, link.nonce, link.facts = rank, seat.node_id, seat.nonce, {**seat.facts, **facts}
         link.welcomed, link.since, self._topo_until = True, time.monotonic(), None
+        link.returned_in = epoch
         self._returning.came()
         self._roster.seat(link, former)
         self._log(f"{link} is back, {len(self._roster)} of {self._roster.size}")
         if claimant := self._returning.returned(rank):
             self._refuse(claimant, f"rank {rank} is taken already: {link}; was it started twice?")
-        for frame in self._groups.announced(link.number):
+        for frame in self._groups.verdicts_for(link.number):
             self._send(link, frame)
 
     def _jump_to(self, epoch: int) -> None:
@@ -852,7 +847,7 @@ class Hub:
         self._epoch = epoch
         self._ready.clear()
         self._groups.begin(epoch)
-        self._groups.world.fail(PeerLost(f"the recovery file of the scheduler did not know epoch {epoch}"))
+        self._groups.world.set_verdict(PeerLost(f"the recovery file of the scheduler did not know epoch {epoch}"))
         self._save()
 
     def _on_in_group(self, link: Link, group: str, ranks: list[Any]) -> None:
@@ -862,8 +857,7 @@ class Hub:
             return
         if self._meetings.present(group):
             self._half_founded(group, ranks)
-        if self._groups.get(group) is None:
-            self._groups.found(group, frozenset(ranks))
+        self._groups.known(group, ranks)
 
     def _half_founded(self, key: str, ranks: Collection[int]) -> None:
         """Fail a group that some ranks have founded, while others still wait in its meeting.
@@ -872,17 +866,17 @@ class Hub:
         does not know the facts of the ranks that have met.
         """
         why = PeerLost(f"the scheduler was started again while the ranks created group {group_name(key)}")
-        group = self._groups.get(key) or self._groups.found(key, frozenset(ranks))
-        group.fail(why)
+        self._groups.known(key, ranks).set_verdict(why)
         self._answer(self._meetings.end(key, why))
 
     def _on_saw(self, link: Link, group: str, kind: str, text: str, ranks: list[Any], waiting_for: list[Any]) -> None:
         """A process that has returned knows a verdict, which this scheduler may not know."""
         verdict = make(kind, text, self._roster.known(ranks), self._roster.known(waiting_for))
         if not group:
+            if link.returned_in < self._epoch:
+                return  # this rank waits for the next epoch, and its former epoch was aborted
             self._abort_epoch(verdict)
-        for one in self._groups.named(group):
-            one.fail(verdict)
+        self._groups.set_verdict(group, verdict)
 
     # -- launchers of other hosts
 
@@ -918,8 +912,7 @@ class Hub:
         if not self._welcomed:
             self._refuse_all(why)
             return
-        for group in self._groups:
-            group.failed(UNKNOWN_RANK, Aborted(why))
+        self._groups.failed(UNKNOWN_RANK, "", Aborted(why), -1, "")
         self._abort_epoch(Aborted(why))
         self._give_up(Aborted(why))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mscomm.cluster.bytestream import ByteStream
@@ -23,6 +23,7 @@ class Link(Line):
         self.since = 0.0  # when the process joined, in time.monotonic() seconds
         self.left = False
         self.welcomed = False  # whether the process has taken part in an epoch
+        self.returned_in = 0  # if the process returned to a scheduler: the epoch in which the process was
         self.waits = False  # whether the process waits for the next epoch, and no longer takes part in this one
         self.rejoin_key = ""  # the key of the latest rejoin() of the process; the answer must contain it
         self.node_id: str | None = None
@@ -54,7 +55,7 @@ class Roster:
     `kept`: the seats that an earlier scheduler of the job gave out, and that no process has taken again from this one.
     """
 
-    def __init__(self, size: int, ranks_known: bool) -> None:
+    def __init__(self, size: int, ranks_known: bool, kept: Iterable[Seat] = ()) -> None:
         self.size = size
         self.address = ""  # the address where members join, as text for messages
         self.plural = "ranks" if ranks_known else "workers"
@@ -62,7 +63,7 @@ class Roster:
         self._members: list[Link] = []
         self._by_number: dict[int, Link] = {}  # by Link.number
         self._by_id: dict[str, Link] = {}  # by node id, for members that have one
-        self.kept: dict[int, Seat] = {}  # by rank
+        self.kept = {seat.rank: seat for seat in kept}  # by rank
 
     def __len__(self) -> int:
         return len(self._members)
