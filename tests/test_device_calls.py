@@ -164,7 +164,7 @@ def test_a_call_comes_after_what_the_stream_has_and_before_what_comes(rank: int,
 def test_wait_orders_the_current_stream_after_the_call_and_does_not_wait(rank: int, group: None, backend: str) -> None:
     here, other = device_array.new_stream(rank), device_array.new_stream(rank)
     with device_array.stream(here):
-        x = compute.add(on_device(np.ones(1000, np.float32)), 1, delay=0.3)
+        x = compute.add(on_device(np.ones(1000, np.float32)), 1, delay=2)
         work = mscomm.all_reduce(x, async_op=True)
         assert not work.done()
     with device_array.stream(other):

@@ -40,7 +40,7 @@ OPTIONAL = {
     "ml-dtypes": "bfloat16 and float8 arrays of NumPy",
     "cryptography": "TLS with certificates, and mpirun on several hosts without a key file",
     "matplotlib": "`mscomm bench --plot`",
-    "torch": "`mscomm bench --vs torch-gloo`",
+    "torch": "tensors of PyTorch, torch.distributed over mscomm, and `mscomm bench --vs torch-gloo`",
 }
 _LIBRARIES = {
     "nccl": ("MSCOMM_NCCL_LIBRARY", "MSCOMM_CUDA_LIBRARY"),
