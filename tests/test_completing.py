@@ -14,6 +14,7 @@ import pytest
 from ranks import ranks
 
 import mscomm
+from mscomm import completing
 from mscomm.works import when_done
 
 CARRIERS = pytest.mark.parametrize("algorithm", ["", "all_gather=direct"])
@@ -191,6 +192,28 @@ def test_release_waits_for_calls_with_a_head(rank, group):
         mscomm.all_gather_v(np.full(1 + rank, k), out=out.view(np.int64), async_op=True)
     mscomm.release()
     assert [out.view(np.int64).tolist() for out in outs] == [[k] * 3 for k in range(20)]
+
+
+def test_the_end_waits_for_a_thread_that_is_being_started(monkeypatch):
+    start, starting, called = threading.Thread.start, threading.Event(), list[int]()
+
+    def start_late(thread):
+        starting.set()
+        time.sleep(0.05)
+        start(thread)
+
+    for _ in range(10):  # end() joins the threads in any order
+        starting.clear()
+        called.clear()
+        made = completing._Completing()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start_late)
+            for number in range(3):
+                made.call_after(None, lambda number=number: lambda: called.append(number))
+            wait_for(starting)
+            made.end()
+        assert sorted(called) == [0, 1, 2]
+        assert not made._threads
 
 
 @ranks(2)

@@ -34,7 +34,7 @@ class _Completing:
         self._steps: dict[int, Step] = {}  # what to call for each token
         self._leading = threading.Lock()  # held by the thread that waits for completions
         self._blocking: collections.deque[Callable[[], object]] = collections.deque()  # protected by _leading
-        self._counting = threading.Lock()  # protects _waiting
+        self._counting = threading.Lock()  # protects _waiting, and is held while a thread is started
         # The number of threads that wait for completions, or for _leading: at most two. The second one takes over while
         # the first one calls a function.
         self._waiting = 0
@@ -63,7 +63,9 @@ class _Completing:
         self.call_after(None, lambda: None)  # wakes the thread that waits
         deadline = Deadline(_PATIENCE_S)
         while self._threads and not deadline.passed:  # a thread may still start others
-            for thread in tuple(self._threads):
+            with self._counting:  # so all these threads have been started: only such a thread can be joined
+                threads = tuple(self._threads)
+            for thread in threads:
                 thread.join(deadline.left())
 
     def _run(self) -> None:
