@@ -97,7 +97,7 @@ def test_a_small_all_reduce_takes_few_instructions(tmp_path, case):
         pytest.importorskip("torch")
     source, counting, script = (tmp_path / name for name in ("counting.cc", "counting.so", "script.py"))
     source.write_text(COUNTING)
-    subprocess.run(["c++", "-shared", "-fPIC", "-o", counting, source], check=True)
+    subprocess.run(["c++", "-shared", "-fPIC", "-o", counting, source], check=True, timeout=60)
     script.write_text(PROGRAM.format(ready, call))
     each = instructions(script, counting) / CALLS
     print(f"{case}: {each:.0f} instructions")

@@ -245,6 +245,11 @@ class Cluster:
             assert wait.ended().error is None
         return list(zip(members, communicators, strict=True))
 
+    def rejoined(self, members):
+        """Let these ranks, which are all ranks of the job, call rejoin(). Return the epoch that each of them gets."""
+        waiting = [Waits(member.rejoin, {"size": self.size}, soon()) for member in members]
+        return [wait.ended().result.epoch for wait in waiting]
+
     @staticmethod
     def found(member, communicator, group, ranks):
         member.meet(group, group, list(ranks), {}, soon(), founds=True)
@@ -349,37 +354,33 @@ def test_a_scheduler_that_ends_during_the_set_up_of_an_epoch_makes_all_begin_the
         cluster.start()
         assert "started again while the ranks set up epoch 0" in str(readying.ended().error)
         assert readying.error.kind == "PeerLost"
-        waiting = [Waits(member.rejoin, {"size": 2}, soon()) for member in members]
-        assert [wait.ended().result.epoch for wait in waiting] == [1, 1]
+        assert cluster.rejoined(members) == [1, 1]
         cluster.set_up(members)
 
 
 def test_a_recovery_file_of_an_earlier_epoch_makes_all_begin_the_next(tmp_path):
     """The disk was full when the epoch began."""
     with Cluster(2, tmp_path) as cluster:
-        ranks = cluster.joined()
+        members = [member for member, _ in cluster.joined()]
         cluster.recovery.write = lambda membership: None
-        waiting = [Waits(member.rejoin, {"size": 2}, soon()) for member, _ in ranks]
-        assert [wait.ended().result.epoch for wait in waiting] == [1, 1]
-        (first, here), (second, there) = cluster.set_up([member for member, _ in ranks])
+        assert cluster.rejoined(members) == [1, 1]
+        (_, here), (_, there) = cluster.set_up(members)
         cluster.end()
         cluster.start()
         eventually(lambda: here.aborts and there.aborts)
         assert "did not know epoch 1" in str(here.aborts[0])
-        waiting = [Waits(member.rejoin, {"size": 2}, soon()) for member in (first, second)]
-        assert [wait.ended().result.epoch for wait in waiting] == [2, 2]
+        assert cluster.rejoined(members) == [2, 2]
 
 
 @pytest.mark.parametrize("order", ["earlier first", "later first"])
 def test_an_abort_of_an_earlier_epoch_does_not_end_this_one(tmp_path, order):
     """The hub ended when it had welcomed only rank 0 to epoch 1. Rank 1 still waits after the abort of epoch 0."""
     with Cluster(2, tmp_path) as cluster:
-        ranks = cluster.joined()
+        members = later, earlier = [member for member, _ in cluster.joined()]
         cluster.recovery.write = lambda membership: None
-        waiting = [Waits(member.rejoin, {"size": 2}, soon()) for member, _ in ranks]
-        assert [wait.ended().result.epoch for wait in waiting] == [1, 1]
-        (later, here), (earlier, _) = cluster.set_up([member for member, _ in ranks])
-        gates = {member: cluster.keep_away(member) for member in (earlier, later)}
+        assert cluster.rejoined(members) == [1, 1]
+        (_, here), _ = cluster.set_up(members)
+        gates = {member: cluster.keep_away(member) for member in members}
         cluster.end()
         eventually(lambda: earlier._away and later._away)
         earlier._welcome = earlier._welcome._replace(epoch=0)
@@ -395,7 +396,7 @@ def test_an_abort_of_an_earlier_epoch_does_not_end_this_one(tmp_path, order):
         assert cluster.hub._groups.aborted is None
         waiting.append(Waits(later.rejoin, {"size": 2}, soon()))
         assert [wait.ended().result.epoch for wait in waiting] == [2, 2]
-        cluster.set_up([later, earlier])
+        cluster.set_up(members)
 
 
 @pytest.mark.parametrize("order", ["waits first", "founded first"])

@@ -130,7 +130,7 @@ model.register_comm_hook(group, hook)
 model(torch.full((3, 64), 1.0 + rank)).sum().backward()
 assert model.module.weight.grad.eq(4.5).all()
 
-# A sparse gradient is refused with the error that says what to do.
+# The hook refuses a sparse gradient, and the error says what to do.
 model = DDP(torch.nn.Embedding(8, 4, sparse=True))
 model.register_comm_hook(group, hook)
 try:

@@ -63,7 +63,7 @@ class _Completing:
         self.call_after(None, lambda: None)  # wakes the thread that waits
         deadline = Deadline(_PATIENCE_S)
         while self._threads and not deadline.passed:  # a thread may still start others
-            with self._counting:  # so all these threads have been started: only such a thread can be joined
+            with self._counting:  # with this lock, no thread is being started, and only a started one can be joined
                 threads = tuple(self._threads)
             for thread in threads:
                 thread.join(deadline.left())

@@ -33,7 +33,7 @@ def verdict_frame(id: str, verdict: Error) -> Frame:
 class Group:
     """What the hub knows about a group: its ranks and its first failure."""
 
-    def __init__(self, id: str, ranks: Collection[int], judge: Judge) -> None:
+    def __init__(self, id: str, ranks: frozenset[int], judge: Judge) -> None:
         self.id = id
         self.ranks = ranks
         self.judge = judge
@@ -79,7 +79,7 @@ class Groups:
     def found(self, id: str, ranks: Collection[int]) -> Group:
         """Add a group, and tell its judge which of its ranks have left the job before."""
         judge = Judge(self._roster.name, lambda: self.members(group), group_name(id), self._watched, self._restarts)
-        group = self._by_id[id] = Group(id, ranks if isinstance(ranks, range) else frozenset(ranks), judge)
+        group = self._by_id[id] = Group(id, frozenset(ranks), judge)
         for rank in self._roster.left:
             if rank in group.ranks:
                 judge.left(rank, 0, time.monotonic())

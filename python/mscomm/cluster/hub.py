@@ -712,7 +712,7 @@ class Hub:
         self._ready.clear()
         self._started_again.clear()
         self._meetings.forget_survivors()
-        # If a link ends below, the judge of the new epoch must hear of it.
+        # Begin it before the answers: if a link ends while they are sent, the judge of the new epoch must hear of that.
         self._groups.begin(self._epoch)
         self._answer(self._meetings.clear(PeerLost("another epoch of the job has begun")))
         self._leavers.clear()
@@ -874,7 +874,7 @@ class Hub:
         verdict = make(kind, text, self._roster.known(ranks), self._roster.known(waiting_for))
         if not group:
             if link.returned_in < self._epoch:
-                return  # this rank waits for the next epoch, and its former epoch was aborted
+                return  # the abort was of an earlier epoch, and this rank waits for the next one
             self._abort_epoch(verdict)
         self._groups.set_verdict(group, verdict)
 
