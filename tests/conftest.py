@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 import random
+import resource
 import socket
 from pathlib import Path
 
+import interpreter
 import numpy as np
 import pytest
+import rotated
 
 import mscomm
 from mscomm.job import resolve
+
+_used_s = [0.0]  # the CPU time of this process and its children when the last test file ended
+
+
+def pytest_configure():
+    rotated.seed()  # chosen before pytest-xdist starts its workers, so that all of them collect the same tests
+
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.write_line(f"{rotated.SEED}={rotated.seed()}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """With the report of the last test of a file, send the CPU time of the whole file, which tests/tiers.py adds up.
+
+    The time of single tests is not known: an interpreter that forks ranks is waited for only when its file ends.
+    """
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        interpreter.close()
+        both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        used_s = sum(one.ru_utime + one.ru_stime for one in both)
+        item.user_properties.append(("cpu_s_of_file", round(used_s - _used_s[0], 2)))
+        _used_s[0] = used_s
+    return result
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -142,8 +142,11 @@ def of(file: str, rank: int, env: dict[str, str]) -> Interpreter:
 
 @atexit.register
 def close() -> None:
+    """End the interpreters of the last file, and wait for them."""
+    global _of_file
     for one in _of_file[1]:
         one.close()
+    _of_file = ("", [])
 
 
 # -- code that runs in the interpreter process

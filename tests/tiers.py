@@ -1,0 +1,97 @@
+"""Runs a tier of checks: `python tests/tiers.py check`, `test` or `test-all`. The Makefile has a target for each.
+
+A tier is a list of steps, each a target of the Makefile. At the end, the program prints what each step took, and the 30
+slowest tests. The tier fails if a step fails, or if all steps together need a third more CPU time than the tier's
+budget. The budget is CPU time, because wall time depends on what else the machine does. It is stated for the machine on
+which REFERENCE_S was measured; on a faster or slower machine, pace() scales it.
+"""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parent.parent
+TIMES = ROOT / "build/times"  # pytest and ctest write the duration of each test here, as JUnit XML
+SLOWEST = 30
+# Each tier: the Makefile's targets that it runs, and its budget in CPU seconds, with all builds of a fresh clone but
+# that of the virtual environments.
+TIERS: dict[str, tuple[list[str], int]] = {
+    "check": (["lint", "core-quick", "python-quick"], 200),
+    "test": (["lint", "test-core", "fuzz", "test-python"], 900),
+    "test-all": (["lint", "test-core", "fuzz", "test-python", "test-mindspore"], 3000),
+}
+# The CPU seconds that pace()'s work took on the machine for which the budgets are stated: 2 virtual CPUs of an Intel
+# Sapphire Rapids at 2.6 GHz, CPython 3.11.
+REFERENCE_S = 0.5
+
+
+def pace() -> float:
+    """Return how many CPU seconds of this machine do the work of one CPU second of the reference machine."""
+    shortest = float("inf")
+    for _ in range(3):
+        begin = time.process_time()
+        words: dict[str, int] = {}
+        for number in range(1_000_000):
+            word = str(number % 10_007)
+            words[word] = words.get(word, 0) + number
+        shortest = min(shortest, time.process_time() - begin)
+    return shortest / REFERENCE_S
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of all processes that this process and its descendants have started and waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def durations() -> list[tuple[float, str]]:
+    """Return the seconds and the name of each test that the steps ran, the longest first."""
+    found = []
+    for report in sorted(TIMES.glob("*.xml")):
+        for case in ElementTree.parse(report).iter("testcase"):
+            name = f"{case.get('classname', '')}.{case.get('name')}".removeprefix("tests.")
+            found.append((float(case.get("time", 0)), f"{report.stem}: {name}"))
+    return sorted(found, reverse=True)
+
+
+def main(tier: str) -> int:
+    steps, budget_s = TIERS[tier]
+    for report in TIMES.glob("*.xml"):
+        report.unlink()
+    TIMES.mkdir(parents=True, exist_ok=True)
+    speed = pace()
+    lines = []
+    failed = ""
+    for step in steps:
+        began, used = time.monotonic(), cpu_seconds()
+        print(f"--- make {step}", flush=True)
+        code = subprocess.run(["make", "--no-print-directory", step], cwd=ROOT).returncode
+        lines.append(f"{step:>15} {time.monotonic() - began:7.0f} s, CPU {cpu_seconds() - used:6.0f} s")
+        if code:
+            failed = f"make {step} failed"
+            break
+    every = durations()
+    total = sum(seconds for seconds, _ in every)
+    slowest = every[:SLOWEST]
+    print(f"--- the {len(slowest)} slowest of {len(every)} tests")
+    for seconds, name in slowest:
+        print(f"{seconds:8.1f} s  {name}")
+    share = sum(seconds for seconds, _ in slowest) / total if total else 0
+    print(f"They took {share:.0%} of the {total:.0f} s of all tests, which run several at once.")
+    limit_s = budget_s * 4 / 3 * max(speed, pace())
+    used = cpu_seconds()
+    print(f"--- make {tier}", *lines, sep="\n")
+    print(f"{'all':>15} {'':7}    CPU {used:6.0f} s; the budget allows {limit_s:.0f} s on this machine")
+    if not failed and used > limit_s:
+        failed = f"the steps took {used:.0f} s of CPU time, more than {limit_s:.0f} s"
+    print(f"make {tier}: {failed or 'all passed'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
