@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import interpreter
+import rotated
 from interpreter import Forked, Order
 
 from mscomm.bootstrap.launcher import CONTROL_FD
@@ -42,6 +43,7 @@ from mscomm.cluster import hub, security
 # How long the other ranks may take to end after the first failure. On a busy machine, a process with PyTorch can take
 # more than 5 s to end.
 GRACE_S = 10.0
+FINALIZED = 1 / 8  # the share of tests, other ones in each run, whose ranks finalize Python when they end
 TOLD = "RANKS_TOLD"  # the environment variable that names the folder in which ranks signal each other
 
 
@@ -214,6 +216,7 @@ def ranks(
                 "parameters": {k: parameters[k] for k in wanted},
                 "init": init(**parameters) if callable(init) else init,
             }
+            where["finalizes"] = rotated.chance(json.dumps(where), FINALIZED)
             command = [sys.executable, "-u", interpreter.__file__, "be", json.dumps(where)]
             job = Job(size, command, tmp_path, filled, where)
             codes = job.wait(timeout_s)

@@ -23,6 +23,11 @@ def seed() -> str:
     return os.environ.setdefault(SEED, str(random.SystemRandom().randrange(10**6)))
 
 
+def chance(name: str, share: float) -> bool:
+    """Return True for this share of all names."""
+    return random.Random(f"{seed()} {name}").random() < share
+
+
 def rotated(product: Iterable[Any], few: int, always: Iterable[Any] = ()) -> list[Any]:
     """Return the product as parameters for pytest.mark.parametrize. A run of `make test` has the cases in `always`, and
     `few` of the others. The rest are marked `long`.

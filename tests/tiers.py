@@ -27,7 +27,7 @@ TIERS: dict[str, tuple[list[str], int]] = {
 }
 # The CPU seconds that pace()'s work took on the machine for which the budgets are stated: 2 virtual CPUs of an Intel
 # Sapphire Rapids at 2.6 GHz, CPython 3.11.
-REFERENCE_S = 0.5
+REFERENCE_S = 0.16
 
 
 def pace() -> float:
