@@ -1,6 +1,8 @@
 # make demo   installs the package in a virtual environment; runs eight ranks under mpirun, and a training on four ranks
-# make test   runs all checks of a change, in under 20 minutes on 2 cores
-# make test-all   runs the long tests, too, in under 40 minutes
+# make check  runs the quick checks, for use while you work on a change, in under 2 minutes on 2 cores
+# make test   runs all checks of a change, in under 12 minutes, even in a fresh clone
+# make test-all   runs the long tests, too, in under 35 minutes
+# make soak   runs jobs with random faults for MINUTES (60)
 # make test-gpu   runs what needs a GPU, with a PYTHON that has CuPy and PyTorch; fetches nothing, logs to build/gpu.log
 # make fuzz   fuzzes every parser that sees bytes from outside, for SECONDS (600) in all; `make test` does so for 30 s
 # make wheel  builds the source distribution and the wheel, in dist, and tries the wheel in a fresh environment
@@ -17,11 +19,12 @@ RELEASE := build/release
 MARKS :=
 # How long the fuzz targets run, in all.
 SECONDS := 600
+MINUTES := 60
 SOURCES := $(shell find csrc src python -type f -not -name '*.pyc') CMakeLists.txt pyproject.toml
 # Without these options, Open MPI's mpirun refuses to run as root, and to start more ranks than there are cores.
 MPIRUN := $(BIN)/mpirun $(if $(filter 0,$(shell id -u)),--allow-run-as-root) --oversubscribe
 
-.PHONY: help demo test test-all test-core core-address core-thread fuzz core-fuzzer test-python test-mindspore test-gpu lint format wheel clean
+.PHONY: help demo check test test-all soak test-core core-address core-thread fuzz core-fuzzer test-quick test-python test-mindspore test-gpu lint format wheel clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -32,11 +35,15 @@ demo: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/mscomm run -n 4 examples/distributed_training_quickstart/net.py
 	@echo "--- make demo: done. Next: . $(BIN)/activate; mscomm doctor"
 
-test test-all: SECONDS := 30
-test: lint test-core fuzz test-python
+# tests/tiers.py lists what each of these targets runs.
+check: $(VENV)/.dev
+test: $(VENV)/.dev $(MPICH)/.installed
+test-all: $(VENV)/.frameworks $(MPICH)/.installed $(MINDSPORE)/.installed
+check test test-all:
+	$(BIN)/python tests/tiers.py $@
 
-test-all: MARKS := not huge
-test-all: lint test-core fuzz $(VENV)/.frameworks test-python test-mindspore
+soak: $(VENV)/.dev
+	$(BIN)/python tests/soaks.py $(MINUTES)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check python tests bench examples
@@ -74,13 +81,18 @@ core-fuzzer: $(VENV)/.dev
 	  $(BIN)/ninja -C build/core-fuzzer --quiet fuzz_targets; \
 	else echo "fuzz: the core's targets are skipped: no clang++ with libFuzzer (Debian: clang libclang-rt-14-dev)"; fi
 
-# Runs three tests at once even on two cores, because many tests only wait for a timeout.
+# Runs three tests at once even on two cores, because many tests only wait.
+PYTEST := MSCOMM_TEST_MPICH="$(CURDIR)/$(MPICH)" $(BIN)/pytest -q -n 3 --dist loadfile
 test-python: $(VENV)/.dev $(MPICH)/.installed
-	MSCOMM_TEST_MPICH="$(CURDIR)/$(MPICH)" $(BIN)/pytest -q -n 3 --dist loadfile $(if $(MARKS),-m "$(MARKS)")
+	$(PYTEST) --junitxml=build/times/python.xml $(if $(MARKS),-m "$(MARKS)")
+
+# Runs the files that tests/promises.py calls quick.
+test-quick: $(VENV)/.dev
+	$(PYTEST) --junitxml=build/times/quick.xml $$($(BIN)/python tests/promises.py quick)
 
 # MindSpore has an environment of its own, because it needs an older NumPy.
 test-mindspore: $(MINDSPORE)/.installed
-	$(MINDSPORE)/bin/pytest -q tests/test_arrays.py tests/test_ops.py tests/test_reducer.py tests/test_train.py \
+	$(MINDSPORE)/bin/pytest -q --junitxml=build/times/mindspore.xml tests/test_arrays.py tests/test_ops.py tests/test_reducer.py tests/test_train.py \
 	  tests/test_vision.py tests/test_examples_frameworks.py
 
 # Uses the machine's own Python and its packages: the PyTorch that is installed there fits the GPU, and the machine may

@@ -246,7 +246,7 @@ def _main(what: str, *arguments: str) -> None:
     from ranks import be_a_rank
 
     be_a_rank(test)
-    if what == "serve" and not test["finalizes"]:
+    if what == "serve" and not test.get("finalizes", True):
         leave()
 
 
