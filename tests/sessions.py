@@ -25,7 +25,7 @@ MARK = "MSCOMM_SOAK_JOB"  # all processes of a job of a soak inherit this variab
 
 def run(
     command: Sequence[str | Path],
-    timeout_s: float = 60,
+    timeout_s: float = 120,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     *,
@@ -57,7 +57,7 @@ def run(
 
 
 def mscomm_run(
-    *words: object, timeout_s: float = 60, env: Mapping[str, str] | None = None, stdin: TextIO | None = None
+    *words: object, timeout_s: float = 120, env: Mapping[str, str] | None = None, stdin: TextIO | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run `mscomm run WORDS` with one thread per rank. env: variables in addition to those of this process.
 
