@@ -22,7 +22,8 @@ import pytest
 from ranks import Job, everybody_is_here, no_descriptor_left, ranks, tell, until_told
 
 import mscomm
-from mscomm import job
+from mscomm import job, log
+from mscomm.cluster import member
 
 
 def total(group, x=1.0):
@@ -600,11 +601,19 @@ def test_a_rank_without_a_descriptor_for_the_core_of_a_group_is_named(rank, grou
     until_told("seen")
 
 
-@ranks(3, timeout_s=40)
+@ranks(3)
 def _waits_to_found(rank, group):
     mscomm.barrier()
+    member.NOTICES_S = (0.5, 60, 300)  # say soon that it waits, and not again in this test
+    notice = log.notice
+
+    def notice_and_tell(text):
+        notice(text)
+        tell("said")
+
+    log.notice = notice_and_tell
     if rank == 2:
-        time.sleep(11.5)
+        until_told("said")
     mscomm.create_group("late", [0, 1, 2])
 
 
@@ -612,4 +621,4 @@ def test_a_long_wait_in_create_group_says_once_whom_it_waits_for(tmp_path):
     _waits_to_found(tmp_path=tmp_path)
     logs = "".join((tmp_path / f"rank_{rank}.log").read_text() for rank in range(3))
     (line,) = [line for line in logs.splitlines() if "has waited" in line]
-    assert re.search(r"rank 0: create_group\('late'\) has waited 10 s for rank 2 \(pid \d+ on host ", line)
+    assert re.search(r"rank 0: create_group\('late'\) has waited \d+ s for rank 2 \(pid \d+ on host ", line)
