@@ -180,7 +180,7 @@ class Cluster:
         """End the hub without a word to its ranks, as if its process had been killed."""
         self.listener.close()
         self.hub.stop()
-        self.thread.join(5)
+        self.thread.join(60)
         assert not self.thread.is_alive()
 
     def dial_again(self, run, deadline):
@@ -270,7 +270,7 @@ def test_ranks_return_and_the_group_goes_on(tmp_path):
         assert [wait.ended().result.ranks for wait in meetings] == [[0, 1, 2]] * 3
         for wait in [Waits(member.leave, 5) for member in members]:
             wait.ended()
-        cluster.thread.join(5)
+        cluster.thread.join(60)
         assert cluster.outcome.ok, cluster.outcome
         assert not any(communicator.aborts for _, communicator in ranks)
 
@@ -451,7 +451,7 @@ def test_a_bye_that_was_not_confirmed_is_said_again(tmp_path):
         cluster.start()
         for wait in leaving:
             assert wait.ended().error is None
-        cluster.thread.join(5)
+        cluster.thread.join(60)
         assert cluster.outcome.ok, cluster.outcome
 
 
@@ -464,7 +464,7 @@ def test_a_rank_whose_confirmation_was_lost_has_left(tmp_path):
         cluster.start()
         assert leaving.ended().error is None and "bye" not in second._unanswered
         Waits(first.leave, 5).ended()
-        cluster.thread.join(5)
+        cluster.thread.join(60)
         assert cluster.outcome.ok, cluster.outcome
 
 
@@ -602,7 +602,7 @@ def test_the_file_of_a_job_to_which_nobody_returned_stays(tmp_path):
             member.close()
         cluster.topo_timeout_s = 1.0
         cluster.start()
-        cluster.thread.join(10)
+        cluster.thread.join(60)
         assert "only 0 of 2 workers joined" in cluster.outcome.text and not cluster.hub.is_over
 
 
@@ -617,7 +617,7 @@ def test_a_rank_that_closes_while_it_dials_does_not_return(tmp_path):
         cluster.start()
         gate.set()
         closing.ended()
-        first._reader.join(5)
+        first._reader.join(60)
         cluster.returned(1)
         time.sleep(0.3)
         assert sum("is back" in line for line in cluster.log) == 1
@@ -657,7 +657,7 @@ def test_a_scheduler_that_ends_when_all_have_left_ends_at_once_when_it_is_starte
             wait.ended()
         cluster.end()  # killed before it removed the file
         cluster.start()
-        cluster.thread.join(5)
+        cluster.thread.join(60)
         assert cluster.outcome.ok, cluster.outcome
 
 
