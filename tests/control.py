@@ -28,10 +28,11 @@ WORLD = world_id(0)
 
 
 def soon() -> Deadline:
-    return Deadline(5)
+    """Return a deadline that only ends a hang."""
+    return Deadline(60)
 
 
-def eventually(condition, timeout_s=5.0):
+def eventually(condition, timeout_s=60.0):
     """Wait until another thread has made the condition true."""
     deadline = Deadline(timeout_s)
     while not condition():
@@ -93,7 +94,9 @@ def undialled(rank, address):
 class Job:
     """Runs a hub in a thread. The Members are in the same process, and connect to the hub by socket pairs or TCP."""
 
-    def __init__(self, size, *, ranks_known=True, watched=False, restarts=False, topo_timeout_s=5.0, tcp=False, **more):
+    def __init__(
+        self, size, *, ranks_known=True, watched=False, restarts=False, topo_timeout_s=60.0, tcp=False, **more
+    ):
         self.log: list[str] = []
         self.size = size
         options = {"ranks_known": ranks_known, "watched": watched, "restarts": restarts, **more}
@@ -120,10 +123,12 @@ class Job:
 
     def __exit__(self, *_):
         self.hub.stop()
-        self.thread.join(5)
+        for link in self.links:  # the hub gives launchers some time to close their links
+            link.close()
+        self.thread.join(60)
         assert not self.thread.is_alive()
-        for end in (*self.members, *self.links):
-            end.close()
+        for member in self.members:
+            member.close()
         for end in self.ends.values():
             end.close()
         if self.listener:
@@ -175,7 +180,7 @@ class Job:
         self.ends[rank] = theirs
         return self.member(rank)
 
-    def settled(self, timeout_s=5.0):
+    def settled(self, timeout_s=60.0):
         self.thread.join(timeout_s)
         assert self.outcome is not None
         return self.outcome
@@ -209,6 +214,6 @@ class Waits:
         self.thread.start()
 
     def ended(self):
-        self.thread.join(10)
+        self.thread.join(60)
         assert not self.thread.is_alive()
         return self

@@ -9,37 +9,41 @@ import os
 import re
 import resource
 import select
+import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import interpreter
 import numpy as np
 import pytest
 from functions import algorithms_of
 from hosts import Hosts
-from ranks import everybody_is_here, ranks, tell, until_told, when_inside
+from ranks import TOLD, before_joining, common, everybody_is_here, ranks, tell, until_told, when_inside
+from rotated import rotated
 
 import mscomm
 
 ALGORITHMS = algorithms_of("all_reduce")
 COLLECTIVES = {
-    "all_reduce": lambda x: mscomm.all_reduce(x),
-    "all_gather": lambda x: mscomm.all_gather(x),
-    "reduce_scatter": lambda x: mscomm.reduce_scatter(x),
-    "broadcast": lambda x: mscomm.broadcast(x),
-    "reduce": lambda x: mscomm.reduce(x),
-    "gather": lambda x: mscomm.gather(x),
-    "scatter": lambda x: mscomm.scatter(x),
-    "all_to_all": lambda x: mscomm.all_to_all(x),
-    "barrier": lambda x: mscomm.barrier(),
-    "all_gather_v": lambda x: mscomm.all_gather_v(x[: len(x) - mscomm.get_rank()]),
-    "all_to_all_v": lambda x: mscomm.all_to_all_v(x, [len(x) // 4] * 4),
-    "all_reduce_many": lambda x: mscomm.all_reduce_many([x, x[:5]]),
-    "all_gather_object": lambda x: mscomm.all_gather_object({"x": x}),
+    "all_reduce": lambda x, group: mscomm.all_reduce(x, group=group),
+    "all_gather": lambda x, group: mscomm.all_gather(x, group=group),
+    "reduce_scatter": lambda x, group: mscomm.reduce_scatter(x, group=group),
+    "broadcast": lambda x, group: mscomm.broadcast(x, group=group),
+    "reduce": lambda x, group: mscomm.reduce(x, group=group),
+    "gather": lambda x, group: mscomm.gather(x, group=group),
+    "scatter": lambda x, group: mscomm.scatter(x, group=group),
+    "all_to_all": lambda x, group: mscomm.all_to_all(x, group=group),
+    "barrier": lambda x, group: mscomm.barrier(group=group),
+    "all_gather_v": lambda x, group: mscomm.all_gather_v(x[: len(x) - mscomm.get_rank()], group=group),
+    "all_to_all_v": lambda x, group: mscomm.all_to_all_v(x, [len(x) // 4] * 4, group=group),
+    "all_reduce_many": lambda x, group: mscomm.all_reduce_many([x, x[:5]], group=group),
+    "all_gather_object": lambda x, group: mscomm.all_gather_object({"x": x}, group=group),
 }
 # `arena` uses the arena, `direct` the mesh, and `hierarchical` both. The other algorithms use the mesh as `direct`
 # does, so only long tests run them.
@@ -59,14 +63,23 @@ def forced(rank: int, algo: str, **_: object) -> dict[str, str]:
     return {"MSCOMM_ALGO": algo, **({"MSCOMM_HOST_ID": "aabb"[rank % 4]} if algo == "hierarchical" else {})}
 
 
-# The figures in release notes are from MSCOMM_FAULT_RUNS=50.
-RUNS = range(int(os.environ.get("MSCOMM_FAULT_RUNS", "8")))
-RAISES_WITHIN_S = 5  # a generous bound; the measured figures are in docs/performance.md
+# In run i, rank i % 8 is killed. The figures in release notes are from MSCOMM_FAULT_RUNS=50.
+FAULT_RUNS = os.environ.get("MSCOMM_FAULT_RUNS")
+RUNS = range(int(FAULT_RUNS)) if FAULT_RUNS else rotated(range(8), few=1)
+RAISES_WITHIN_S = 60  # ends a hang; the measured figures are in docs/performance.md
+CPUS = "TEST_CPUS"  # the environment variable that says how many CPUs a rank may use
 
 
 def later(seconds: float, what: signal.Signals) -> None:
     """Send this process the signal after this many seconds. By then, the process is probably in another call."""
     threading.Timer(seconds, os.kill, (os.getpid(), what)).start()
+
+
+@before_joining.append
+def use_few_cpus() -> None:
+    """Limit the CPUs of this rank before it decides how to wait for the others."""
+    if count := int(os.environ.get(CPUS, "0")):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
 
 
 KILL_SCRIPT = """
@@ -131,7 +144,7 @@ def leftovers(mark: str) -> list[str]:
 
 def nothing_is_left(mark: str) -> None:
     """Check that no marked process is left; killed processes may need a moment to end."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while left := leftovers(mark):
         assert time.monotonic() < until, left
         time.sleep(0.02)
@@ -152,22 +165,33 @@ def test_every_later_call_raises_the_same_error(rank, group, algo):
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize("what", COLLECTIVES)
 @pytest.mark.parametrize("algo", ["", "direct"])
 @ranks(4, env=forced, expect={1: -signal.SIGKILL})
-def test_a_rank_killed_in_any_collective_is_named(rank, group, algo, what):
-    shared = mscomm.zeros(1 << 18, np.float32)
-    for x in (np.ones(1 << 18, np.float32), shared):  # first in private memory, then in shared memory
-        COLLECTIVES[what](x)
+def test_a_rank_killed_in_any_collective_is_named(rank, group, algo):
+    """Each collective has a group and a thread, which calls it until rank 1 is killed."""
+    groups = {what: mscomm.create_group(what, [0, 1, 2, 3]) for what in COLLECTIVES}
+    shared = {what: mscomm.zeros(1 << 18, np.float32) for what in COLLECTIVES}
+    for what, call in COLLECTIVES.items():
+        call(np.ones(1 << 18, np.float32), groups[what])  # once in private memory; all later calls in shared memory
+    named = []
+
+    def call_until_it_fails(what):
+        with pytest.raises(mscomm.PeerLost, match=r"rank 1 ") as caught:
+            while True:
+                COLLECTIVES[what](shared[what], groups[what])
+        named.append((what, caught.value.ranks))
+
+    threads = [threading.Thread(target=call_until_it_fails, args=(what,)) for what in COLLECTIVES]
+    for thread in threads:
+        thread.start()
     if rank == 1:
-        mscomm.barrier()
-        later(0.1, signal.SIGKILL)
-    with pytest.raises(mscomm.PeerLost, match=r"rank 1 ") as caught:
-        if rank != 1:
-            mscomm.barrier()
-        while True:
-            COLLECTIVES[what](shared)
-    assert caught.value.ranks == (1,)
+        before = {what: made.core.where()[0] for what, made in groups.items()}
+        while any(made.core.where()[0] < before[what] + 4 for what, made in groups.items()):
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    assert sorted(named) == sorted((what, (1,)) for what in COLLECTIVES)
 
 
 @each_carrier
@@ -207,24 +231,26 @@ def test_what_nobody_waited_for_is_raised_by_the_next_call(rank, group):
         mscomm.barrier()
 
 
-@each_algorithm
 @ranks(4, env=forced)
-def test_a_rank_stopped_for_three_seconds_delays_the_call_and_breaks_nothing(rank, group, algo):
-    x = np.full(1 << 20, rank, np.float32)
+def _one_is_stopped(rank, group, algo):
+    x, over = np.full(1 << 20, rank, np.float32), Path(os.environ[TOLD], "over")
     mscomm.barrier()
     if rank == 1:
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                f"import os, time; os.kill({os.getpid()}, 19); time.sleep(3); os.kill({os.getpid()}, 18)",
-            ]
-        )
-    until = time.monotonic() + 4
+        # Longer than anybody waits for the answer of a rank after a failure: the judge, and a rank for its verdict.
+        pause = f"kill -STOP {os.getpid()}; sleep 2.5; kill -CONT {os.getpid()}; touch {shlex.quote(str(over))}"
+        subprocess.Popen(["sh", "-c", pause])
     going = np.ones(1)
     while going[0]:
         assert (mscomm.all_reduce(x) == 6).all()
-        going = mscomm.broadcast(np.array([float(time.monotonic() < until)]))
+        going = mscomm.broadcast(np.array([float(not over.exists())]))
+
+
+@each_algorithm
+def test_a_rank_that_is_stopped_for_seconds_delays_the_call_and_is_no_failure_and_no_news(
+    tmp_path: Path, algo: str
+) -> None:
+    _one_is_stopped(tmp_path, algo=algo)
+    assert not any("has waited" in path.read_text() for path in tmp_path.glob("rank_*.log"))
 
 
 @each_algorithm
@@ -286,23 +312,6 @@ def test_a_process_that_ends_without_a_word_is_named_with_its_status(rank, group
     assert caught.value.ranks == (1,)
 
 
-@each_algorithm
-@ranks(3, env=forced)
-def _waits_two_seconds(rank, group, algo):
-    mscomm.barrier()
-    if rank == 1:
-        time.sleep(2)
-    assert mscomm.all_reduce(np.ones(1 << 16))[0] == 3
-
-
-def test_a_rank_that_is_two_seconds_late_is_no_failure_and_no_news(tmp_path: Path) -> None:
-    for algo in ALGORITHMS:
-        folder = tmp_path / algo
-        folder.mkdir()
-        _waits_two_seconds(folder, algo=algo)
-        assert not any("has waited" in path.read_text() for path in folder.glob("rank_*.log"))
-
-
 @each_carrier
 @ranks(4, env=forced)
 def test_a_group_that_fails_leaves_the_others_whole(rank, group, algo):
@@ -349,11 +358,10 @@ def test_groups_without_the_lost_rank_go_on(rank, group, algo):
 @ranks(3, env=forced, expect={2: 7})
 def test_who_gave_up_because_of_a_lost_rank_is_not_named_alone(rank, group, algo):
     left, right = (mscomm.create_group(name, ids) for name, ids in (("left", [0, 1]), ("right", [1, 2])))
-    mscomm.barrier()
-    everybody_is_here()
     if rank == 2:
-        time.sleep(0.5)  # by then, the others are probably in the barrier, but the test does not depend on it
+        until_told("rank 0 waits", "rank 1 waits")
         os._exit(7)
+    when_inside(1, lambda: tell(f"rank {rank} waits"), right if rank else left)
     if rank == 1:
         with pytest.raises(mscomm.PeerLost, match=r"rank 2 .*exit code 7"):
             mscomm.barrier(group=right)
@@ -387,11 +395,11 @@ def test_a_deadline_covers_all_rounds_of_a_call(rank, group, algo):
     if rank > 1:
         until_told("rank 1 has given up")
         return
-    time.sleep(0 if rank else 6)
+    time.sleep(0 if rank else 3.5)
     began = time.monotonic()
     with pytest.raises(mscomm.Error):
-        mscomm.all_reduce(np.ones(2, np.float32), timeout=8)
-    assert rank == 0 or time.monotonic() - began < 12  # and not 6 s + 8 s
+        mscomm.all_reduce(np.ones(2, np.float32), timeout=4)
+    assert rank == 0 or time.monotonic() - began < 7  # and not 3.5 s + 4 s
     tell(f"rank {rank} has given up")
 
 
@@ -447,7 +455,7 @@ def test_a_signal_handler_cannot_call_into_the_call_that_it_interrupts(rank, gro
     assert refused == [True] * (rank == 0)
 
 
-@ranks(3, timeout_s=40, env={"MSCOMM_ALGO": "{algo}"})
+@ranks(3, env={"MSCOMM_ALGO": "{algo}"})
 def _waits_long(rank, group, algo, count):
     mscomm.barrier()
     everybody_is_here()
@@ -456,26 +464,26 @@ def _waits_long(rank, group, algo, count):
     mscomm.all_reduce(np.ones(count, np.float32))
 
 
-def long_waits(tmp_path: Path, algo: str, count: int) -> list[str]:
-    """Run _waits_long(), in which ranks 0 and 1 wait for rank 2. Return the "has waited" lines of all ranks."""
-    _waits_long(tmp_path=tmp_path, algo=algo, count=count)
-    logs = "".join((tmp_path / f"rank_{rank}.log").read_text() for rank in range(3))
-    return [line for line in logs.splitlines() if "has waited" in line]
-
-
 def test_a_long_wait_says_once_whom_it_waits_for(tmp_path: Path) -> None:
-    (line,) = long_waits(tmp_path, "", 1 << 18)
-    assert re.search(r"all_reduce #2 \(1 MiB\) has waited 10 s for rank 2 \(pid \d+ on host ", line)
-
-
-def test_who_takes_nothing_because_it_waits_too_is_not_named(tmp_path: Path) -> None:
-    """While ranks 0 and 1 wait for rank 2, they stop reading from each other. 16 MiB does not fit into the buffers of
-    their link, so they also wait for each other. The lines must name only rank 2.
+    """Ranks 0 and 1 wait for rank 2, in two jobs at the same time. Over the mesh, they stop reading from each other
+    while they wait. 16 MiB do not fit into the buffers of their link, so they also wait for each other. The lines must
+    name only rank 2.
     """
-    lines = long_waits(tmp_path, "direct", 1 << 22)
-    assert 1 <= len(lines) <= 2
-    for line in lines:
-        assert re.search(r"all_reduce #2 \(16 MiB\) has waited 10 s for rank 2 \(pid \d+ on host [^,]*\)$", line), line
+
+    def lines(algo: str, count: int) -> list[str]:
+        folder = tmp_path / f"job {algo}"
+        folder.mkdir()
+        _waits_long(tmp_path=folder, algo=algo, count=count)
+        logs = "".join((folder / f"rank_{rank}.log").read_text() for rank in range(3))
+        return [line for line in logs.splitlines() if "has waited" in line]
+
+    interpreter.of(__file__, 0, common())  # otherwise both threads could start interpreters for this file
+    with ThreadPoolExecutor() as pool:
+        over_arena, over_mesh = pool.map(lines, ["", "direct"], [1 << 18, 1 << 22])
+    assert len(over_arena) == 1 and 1 <= len(over_mesh) <= 2, (over_arena, over_mesh)
+    for size, line in [("1", over_arena[0]), *(("16", line) for line in over_mesh)]:
+        words = rf"all_reduce #2 \({size} MiB\) has waited 10 s for rank 2 \(pid \d+ on host [^,]*\)$"
+        assert re.search(words, line), line
 
 
 @ranks(2)
@@ -496,7 +504,7 @@ def test_a_rank_that_wakes_late_writes_into_nothing_that_lives(rank, group):
     before = hashlib.sha256(x).digest()
     with open_pidfd(int(pids[1])) as late:
         os.kill(int(pids[1]), signal.SIGCONT)  # rank 1 continues, raises its own error, and ends
-        assert select.select([late], [], [], 20)[0], "the stopped rank did not end"
+        assert select.select([late], [], [], 60)[0], "the stopped rank did not end"
     assert hashlib.sha256(x).digest() == before
 
 
@@ -651,20 +659,20 @@ def test_control_c_ends_a_whole_job_and_every_rank_knows_why(tmp_path: Path) -> 
     script, mark = tmp_path / "loop.py", f"mscomm-test-{os.getpid()}-ctrl-c"
     script.write_text(INTERRUPTED)
     job = subprocess.Popen(
-        [sys.executable, "-m", "mscomm", "run", "-n", "4", str(script), str(tmp_path)],
+        [sys.executable, "-m", "mscomm", "run", "-n", "3", str(script), str(tmp_path)],
         env={**os.environ, "MSCOMM_TEST_MARK": mark},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     until = time.monotonic() + 60
-    while len(list(tmp_path.glob("up.*"))) < 4:
+    while len(list(tmp_path.glob("up.*"))) < 3:
         assert time.monotonic() < until and job.poll() is None
         time.sleep(0.02)
     job.send_signal(signal.SIGINT)
-    _, err = job.communicate(timeout=30)
+    _, err = job.communicate(timeout=120)
     assert job.returncode == 128 + signal.SIGINT, err
-    for rank in range(4):
+    for rank in range(3):
         saw = (tmp_path / f"saw.{rank}").read_text()
         assert saw == "KeyboardInterrupt: " or re.match(r"Aborted: rank \d .*KeyboardInterrupt", saw), saw
     nothing_is_left(mark)
@@ -686,18 +694,15 @@ def small_disk(folder: Path, size: str):
 
 CHATTERING = """
 import os, sys, time
-import numpy as np
-import mscomm
-mscomm.init()
+rank = int(os.environ["MSCOMM_RANK"])
 for i in range(50):
     print("x" * 10000, flush=True)
-assert mscomm.all_reduce(np.ones(3))[0] == 2
 print("all is well", flush=True)
-if mscomm.get_rank() == 0:
+if rank == 0:
     open(sys.argv[0] + ".well", "w").close()
-while not os.path.exists(sys.argv[0] + ".well"):  # otherwise rank 1 could fail while rank 0 is still in the call
+while not os.path.exists(sys.argv[0] + ".well"):  # otherwise rank 1 could fail while rank 0 is still writing
     time.sleep(0.01)
-sys.exit(mscomm.get_rank() * int(sys.argv[1]))
+sys.exit(rank * int(sys.argv[1]))
 """
 
 
@@ -756,52 +761,23 @@ def test_a_record_for_which_there_is_no_room_is_said_and_costs_nothing(tmp_path:
     assert left == [], "half a record"
 
 
-MANY = """
-import os, signal, sys, time
-import numpy as np
-import mscomm
-mscomm.init()
-rank, n = mscomm.get_rank(), mscomm.get_group_size()
-for i in range(5):
-    assert (mscomm.all_reduce(np.full(5000, rank + i)) == n * (n - 1) // 2 + n * i).all()
-    mscomm.barrier()
-if rank == 0:
-    print("right", flush=True)
-try:
-    mscomm.barrier()  # the victim may leave the barrier and die while others are still in it
-    if rank == int(sys.argv[1]):
-        print("at", time.time(), flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    while True:
-        mscomm.all_reduce(np.ones(5000))
-except mscomm.PeerLost as error:
-    assert error.ranks == (int(sys.argv[1]),), error
-    print("named at", time.time(), flush=True)
-"""
-
-
 @pytest.mark.parametrize("algo", ["", pytest.param("direct", marks=pytest.mark.long)])
-def test_64_ranks_share_two_cores_and_name_the_one_that_is_killed(tmp_path: Path, algo: str) -> None:
-    script = tmp_path / "many.py"
-    script.write_text(MANY)
-    cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
-    done = subprocess.run(
-        ["taskset", "-c", cpus, sys.executable, "-m", "mscomm", "run", "-n", "64", str(script), "40"],
-        env={**os.environ, "MSCOMM_ALGO": algo, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 128 + signal.SIGKILL, done.stderr[-4000:]
-    assert done.stdout.count("right") == 1 and done.stdout.count("named") == 63, done.stderr[-4000:]
-    died, *named = sorted(map(float, re.findall(r" at (\d+\.\d+)", done.stdout)))
-    print(f"the last of 63 ranks raised PeerLost {named[-1] - died:.2f} s after the kill")
-    assert named[-1] - died < 60
+@ranks(64, timeout_s=240, env={"MSCOMM_ALGO": "{algo}", CPUS: "2"}, expect={40: -signal.SIGKILL})
+def test_64_ranks_share_two_cores_and_name_the_one_that_is_killed(rank, group, algo):
+    for i in range(5):
+        assert (mscomm.all_reduce(np.full(5000, rank + i)) == 64 * 63 // 2 + 64 * i).all()
+        mscomm.barrier()
+    with pytest.raises(mscomm.PeerLost) as caught:
+        mscomm.barrier()  # the victim may leave the barrier and die while others are still in it
+        if rank == 40:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:
+            mscomm.all_reduce(np.ones(5000))
+    assert caught.value.ranks == (40,)
 
 
-@ranks(4, expect={1: -signal.SIGKILL})
-def _on_one_cpu(rank, group):
-    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+@ranks(4, env={CPUS: "1"}, expect={1: -signal.SIGKILL})
+def test_four_ranks_on_one_cpu(rank, group):
     for i in range(20):
         assert (mscomm.all_reduce(np.full(50_000, rank + i)) == 6 + 4 * i).all()
     with pytest.raises(mscomm.PeerLost, match="rank 1 "):
@@ -810,15 +786,6 @@ def _on_one_cpu(rank, group):
             later(0.1, signal.SIGKILL)
         while True:
             mscomm.all_reduce(np.ones(50_000))
-
-
-def test_four_ranks_on_one_cpu(tmp_path: Path) -> None:
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, [min(before)])  # the ranks inherit this CPU set before they decide how to wait
-    try:
-        _on_one_cpu(tmp_path)
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 # -- a link between two hosts
@@ -860,7 +827,7 @@ def on_hosts(count: int, each: int, folder: Path, text: str, *args: str, silence
         ]
         try:
             appear([folder / f"up.{rank}" for rank in range(count * each)], 60)
-            time.sleep(0.3)  # by then, the ranks are in a call
+            time.sleep(0.3)  # by then, the ranks are probably in a call; if not, the test must pass too
             yield hosts
         finally:
             for node in nodes:
@@ -888,10 +855,10 @@ PARTED = CUT.replace(
 
 def test_a_link_that_breaks_is_noticed_on_both_sides(tmp_path: Path) -> None:
     """The cable is unplugged, so the kernel does not report that connections have ended."""
-    with on_hosts(2, 2, tmp_path, CUT, silence_s=4) as hosts:
+    with on_hosts(2, 2, tmp_path, CUT, silence_s=2) as hosts:
         cut = time.time()
         hosts[1].unplug()
-        appear([tmp_path / f"saw.{rank}" for rank in range(4)], 40)
+        appear([tmp_path / f"saw.{rank}" for rank in range(4)], 60)
     for rank in range(4):
         saw = json.loads((tmp_path / f"saw.{rank}").read_text())
         others = {0, 1} if rank >= 2 else {2, 3}
@@ -905,7 +872,7 @@ def test_two_hosts_that_lose_each_other_are_found_out_by_themselves(tmp_path: Pa
     are in a call (a rank has sent data that the peer does not acknowledge), in recv (a rank has sent nothing and only
     waits for data) or in create_group (a rank tries to connect).
     """
-    with on_hosts(3, 1, tmp_path, PARTED, how, silence_s=4) as hosts:
+    with on_hosts(3, 1, tmp_path, PARTED, how, silence_s=2) as hosts:
         cut = time.time()
         hosts[1].lose(hosts[2])
         hosts[2].lose(hosts[1])

@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from control import KEY, RUN, VERSION, listening, raised, soon
+from control import KEY, RUN, VERSION, listening, soon
 from ranks import no_descriptor_left
 
 from mscomm import errors
@@ -108,7 +108,7 @@ def test_a_rank_without_descriptors_says_so_instead_of_waiting_for_others(left):
 
         try:
             with pytest.raises(OSError, match="Too many open files"):
-                links.accept_all([listener], {1, 2}, KEY, DATA, mine, Deadline(20), check=check)
+                links.accept_all([listener], {1, 2}, KEY, DATA, mine, soon(), check=check)
         finally:
             lacking.__exit__(None, None, None)
         assert time.process_time() - began < 5
@@ -154,8 +154,8 @@ def test_a_door_without_descriptors_rests_and_opens_again():
                 assert selector.select(0.01) == [] and door.expire() > 0  # select() finds nothing ready: no spinning
             thread = threading.Thread(target=lambda: links.greet(sock, KEY, DATA, theirs(1), soon()))
             thread.start()
-            until = time.monotonic() + 20
-            while not entered and time.monotonic() < until:
+            until = soon()
+            while not entered and not until.passed:
                 door.expire()
                 for ready, _ in selector.select(0.05):
                     ready.data()
@@ -254,7 +254,8 @@ def test_each_kind_of_complaint_is_logged_at_once_and_then_counted(monkeypatch):
     assert log[5:] == [f"a third wrong key (1 {more})"]
 
 
-def test_a_flood_of_garbage_silence_and_wrong_keys_does_not_disturb_the_wanted():
+def test_a_flood_of_garbage_silence_and_wrong_keys_does_not_disturb_the_wanted(monkeypatch):
+    monkeypatch.setattr(links, "HELLO_S", 600.0)  # so the wanted do not come in because the others are dropped in time
     complaints: list[str] = []
     with listening() as listener, contextlib.ExitStack() as stack:
         for i in range(150):
@@ -281,7 +282,6 @@ def test_a_flood_of_garbage_silence_and_wrong_keys_does_not_disturb_the_wanted()
                 links.accept_all([listener], {1, 2}, KEY, DATA, MINE, soon(), complaints.append)
             )
         )
-        started = time.monotonic()
         for thread in (acceptor, *threads):
             thread.start()
         for thread in threads:
@@ -289,7 +289,6 @@ def test_a_flood_of_garbage_silence_and_wrong_keys_does_not_disturb_the_wanted()
         stack.enter_context(dial(listener, 2))
         acceptor.join()
         assert results.keys() == {1, 2}
-        assert time.monotonic() - started < 3
         assert len(outcome) == 1
         assert len(complaints) <= 16
         for sock in results.values():
@@ -305,7 +304,7 @@ def test_as_many_as_are_expected_may_be_in_their_hello_at_once():
         results = {}
         mine = MINE
         acceptor = threading.Thread(
-            target=lambda: results.update(links.accept_all([listener], wanted, KEY, DATA, mine, Deadline(20)))
+            target=lambda: results.update(links.accept_all([listener], wanted, KEY, DATA, mine, soon()))
         )
         acceptor.start()
         time.sleep(0.3)  # by then, all connections have probably been accepted
@@ -321,16 +320,18 @@ def test_a_silent_connection_is_dropped_in_time(monkeypatch):
     monkeypatch.setattr(links, "HELLO_S", 0.1)
     with listening() as listener, socket.create_connection(listener.getsockname()) as silent:
         silent.send(b"MSCM")
-        silent.settimeout(5)
+        silent.settimeout(60)
+        came = {}
         thread = threading.Thread(
-            target=lambda: raised(errors.Error, links.accept_all, [listener], {1}, KEY, DATA, MINE, Deadline(2))
+            target=lambda: came.update(links.accept_all([listener], {1}, KEY, DATA, MINE, soon()))
         )
         thread.start()
-        started = time.monotonic()
         with contextlib.suppress(ConnectionResetError):
             assert silent.recv(1) == b""
-        assert time.monotonic() - started < 1.9
-        thread.join()
+        monkeypatch.setattr(links, "HELLO_S", 60.0)
+        with dial(listener, 1):
+            thread.join()
+        came[1].close()
 
 
 def test_a_rank_that_is_there_already_cannot_be_taken():
@@ -376,7 +377,7 @@ def test_a_signal_in_accept_all_stays_the_error(number, before, monkeypatch):
     with links.listen("127.0.0.1", 8, {}) as listener, socket.create_connection(listener.getsockname()) as stranger:
         stranger.sendall(b"no hello")  # is accepted, and then dropped
         with pytest.raises(KeyboardInterrupt):
-            links.accept_all([listener], {1}, KEY, DATA, MINE, Deadline(1))
+            links.accept_all([listener], {1}, KEY, DATA, MINE, Deadline(60 if number < 3 else 1))
 
 
 def test_accept_all_names_those_that_did_not_come():

@@ -237,7 +237,7 @@ def test_all_meetings_end_with_their_epoch():
 class Meeting:
     """Runs one rank's part of a meeting in a thread. Keeps the result, or the error that meet() raised."""
 
-    def __init__(self, members, rank, ranks, *, key="", name="create_group('g')", timeout_s=5.0, survivors=False):
+    def __init__(self, members, rank, ranks, *, key="", name="create_group('g')", timeout_s=60.0, survivors=False):
         self.result = self.error = None
 
         def meet():
@@ -252,7 +252,7 @@ class Meeting:
         self.thread.start()
 
     def ended(self):
-        self.thread.join(10)
+        self.thread.join(60)
         assert not self.thread.is_alive()
         return self
 

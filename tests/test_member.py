@@ -6,7 +6,6 @@ import os
 import socket
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -15,11 +14,13 @@ from ranks import ranks
 
 import mscomm
 from mscomm import errors
+from mscomm.cluster import judge
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.member import Member
 from mscomm.cluster.protection import Protection
 from mscomm.job import resolve
+from mscomm.launching import parts
 from mscomm.launching.parts import OtherNode
 
 
@@ -36,12 +37,11 @@ def test_settle_returns_the_first_cause_with_the_symptom_behind_it():
         eventually(lambda: [one.fields() for one in members[2][1].aborts] == [error.fields()])
 
 
-def test_settle_asks_everybody_where_they_are():
+def test_settle_asks_everybody_where_they_are_and_decides_when_all_have_answered(monkeypatch):
+    monkeypatch.setattr(judge, "ANSWERS_WITHIN_S", 600.0)
     with Job(3, tcp=True) as job:
         members = job.joined(places=[(9, True, ""), (8, False, "is between calls, after #8"), (9, True, "")])
-        started = time.monotonic()
         error = members[0][0].settle(WORLD, errors.CollectiveTimeout("all_reduce #9 took over 1 s"), 9)
-        assert time.monotonic() - started < 1
         assert error.waiting_for == (1,)
         assert "is between calls, after #8" in str(error)
 
@@ -90,7 +90,8 @@ def test_a_frame_with_a_wrong_field_ends_the_link(frame, wrong):
 
 
 @pytest.mark.parametrize("wrong", [{"over": 1}, {"over": {"kind": 1}}, {"goes_on": None}])
-def test_a_launcher_ends_its_link_after_a_frame_with_a_wrong_field(wrong):
+def test_a_launcher_ends_its_link_after_a_frame_with_a_wrong_field(wrong, monkeypatch):
+    monkeypatch.setattr(parts, "_TELL_S", 0.1)
     node = OtherNode(4, range(2, 4), "node2", "-n 2", "10.0.0.1", 4000, Protection(), 60.0)
     ours, hub = socket.socketpair()
     node._link, node._where = Frames(ByteStream(ours)), "10.0.0.1:4000"

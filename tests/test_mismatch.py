@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
-import socket
-import subprocess
-import sys
-import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from functions import FUNCTIONS, How, algorithms_of
 from ranks import ranks
+from rotated import SEED, rotated, seed
 
 import mscomm
 from mscomm import _core
-from mscomm.cluster import hub, security
 
-PAIRS = 67  # with `arena`, the number of jobs for each of 2, 3 and 4 ranks: 201 jobs in all
+ALGORITHMS = algorithms_of("all_reduce")
+# The sizes and algorithms with which ranks make different calls. `bruck` also runs on 8 ranks, because some pairs of
+# them send each other nothing over the links.
+SIZES = [(size, algo) for algo in ALGORITHMS for size in (2, 3, 4)] + [(8, "bruck")]
+PAIRS = 12  # for each size and algorithm, the number of pairs of calls that differ
 Made = tuple[str, str, tuple[int, ...], str, int]  # collective, dtype, shape, op, root
 
 
@@ -47,12 +47,12 @@ def meaning(made: Made) -> Any:
     return what, dtype, shape, op if row.has_op else None, root if row.has_root else None
 
 
-def perform(made: Made) -> None:
+def perform(made: Made, group: mscomm.Group) -> None:
     what, dtype, shape, op, root = made
     if what == "barrier":
-        mscomm.barrier()
+        mscomm.barrier(group=group)
     else:
-        FUNCTIONS[what].call(np.ones(shape, dtype), How(op, root, []), mscomm.get_rank())
+        FUNCTIONS[what].call(np.ones(shape, dtype), How(op, root, []), mscomm.get_rank(), group=group)
 
 
 def words(made: Made) -> str:
@@ -72,11 +72,9 @@ def named_calls(text: str) -> dict[int, str]:
     return {int(rank): pair[2] for pair in pairs if pair for rank in pair[1].split(", ")}
 
 
-def one_life(life: int) -> None:
-    """Join, make one call that matches and one that differs between the ranks, and check the errors."""
-    mscomm.init()
+def differ(group: mscomm.Group, dice: random.Random) -> None:
+    """Make one call in the group that matches and one that differs between the ranks, and check the errors."""
     rank, size = mscomm.get_rank(), mscomm.get_group_size()
-    dice = random.Random(f"{life} of {size}")
     first = second = random_call(dice, size)
     while meaning(second) == meaning(first):
         second = random_call(dice, size)
@@ -87,9 +85,9 @@ def one_life(life: int) -> None:
     with pytest.raises(mscomm.Mismatch) as caught:
         # Over links, this call may also raise the Mismatch: a rank may still be inside it when other ranks are already
         # in the call that differs.
-        assert (mscomm.all_reduce(np.ones(3)) == size).all()
-        perform(calls[rank])
-        mscomm.barrier()
+        assert (mscomm.all_reduce(np.ones(3), group=group) == size).all()
+        perform(calls[rank], group)
+        mscomm.barrier(group=group)
     text = str(caught.value)
     assert words(first) in text and words(second) in text, (calls, text)
     # The text may lack a rank, because that rank may still be inside all_reduce #1.
@@ -97,74 +95,30 @@ def one_life(life: int) -> None:
     assert all(call == words(calls[r]) for r, call in named.items()), (calls, text)
     assert caught.value.ranks == tuple(sorted(r for r in named if named[r] != named[min(named)])), text
     with pytest.raises(mscomm.Mismatch):
-        mscomm.barrier()
-    mscomm.release()
+        mscomm.barrier(group=group)
 
 
-# `bruck` also runs on 8 ranks, because some pairs of them send each other nothing over the links.
 @pytest.mark.parametrize(
-    ("size", "algo"),
-    [
-        pytest.param(size, algo, marks=pytest.mark.long if size == 4 else [])
-        for algo in algorithms_of("all_reduce")
-        for size in (2, 3, 4)
-    ]
-    + [(8, "bruck")],
+    ("size", "algo"), rotated(SIZES, few=3, always=[(3, "arena"), (3, "direct"), (3, "hierarchical")])
 )
-def test_mismatched_calls_raise_on_every_rank(size: int, algo: str, tmp_path: Path) -> None:
-    lives = PAIRS if algo == "arena" else 20
-    hubs = [
-        hub.Hub(size, key=security.new_key(), topo_timeout_s=60, ranks_known=True, watched=True) for _ in range(lives)
-    ]
-    links: list[list[socket.socket]] = [[] for _ in range(size)]
-    for one in hubs:
-        for rank in range(size):
-            ours, theirs = socket.socketpair()
-            one.adopt(ours, rank)
-            links[rank].append(theirs)
-    threads = [threading.Thread(target=one.serve, daemon=True) for one in hubs]
-    for thread in threads:
-        thread.start()
-    ranks = []
-    for rank in range(size):
-        variables = {
-            "MSCOMM_RANK": str(rank),
-            "MSCOMM_HOST_ID": "aba"[rank % 3] if algo == "hierarchical" else "a",
-            "MSCOMM_WORLD_SIZE": str(size),
-            "MSCOMM_LOCAL_RANK": str(rank),
-            "MSCOMM_LOCAL_WORLD_SIZE": str(size),
-            "MSCOMM_ALGO": algo,
-        }
-        fds = [sock.fileno() for sock in links[rank]]
-        with open(tmp_path / f"rank_{rank}.log", "wb") as log:
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, __file__, *map(str, fds)],
-                    stdout=log,
-                    stderr=log,
-                    env={**os.environ, **variables},
-                    pass_fds=fds,
-                )
-            )
-        for sock in links[rank]:
-            sock.close()
-    try:
-        codes = [process.wait(120) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-        for one in hubs:
-            one.stop()
-        for thread in threads:
-            thread.join(10)
-    logs = "\n".join(f"--- rank {rank}\n" + (tmp_path / f"rank_{rank}.log").read_text()[-2000:] for rank in range(size))
-    assert codes == [0] * size, logs
+@ranks(
+    "size",
+    env=lambda rank, algo, **_: {
+        "MSCOMM_ALGO": algo,
+        "MSCOMM_HOST_ID": "aba"[rank % 3] if algo == "hierarchical" else "a",
+        SEED: seed(),
+    },
+)
+def test_mismatched_calls_raise_on_every_rank(size: int, algo: str) -> None:
+    """The calls of each pair are in a group of their own, because a Mismatch breaks the group."""
+    for pair in range(PAIRS):
+        dice = random.Random(f"{os.environ[SEED]} {algo} {size} {pair}")
+        differ(mscomm.create_group(f"pair {pair}", list(range(size))), dice)
+    mscomm.barrier()
 
 
 # Over links, a rank compares its call with the call of one peer. The error must name the calls of all ranks anyway.
-@pytest.mark.parametrize("odd", [0, 1])
-@pytest.mark.parametrize("algo", algorithms_of("all_reduce"))
+@pytest.mark.parametrize(("algo", "odd"), rotated(itertools.product(ALGORITHMS, [0, 1]), few=2))
 @ranks(4, env={"MSCOMM_ALGO": "{algo}"})
 def test_every_rank_names_the_rank_with_the_other_call(rank: int, group: None, algo: str, odd: int) -> None:
     meeting = mscomm.create_group("meeting", [0, 1, 2, 3])
@@ -182,29 +136,36 @@ def test_every_rank_names_the_rank_with_the_other_call(rank: int, group: None, a
     assert list(caught.value.ranks) == ([odd] if odd else others)
 
 
-@ranks(2)
-def test_fused_lists_of_one_total_size_but_other_shapes_are_a_mismatch(rank, group):
-    mine = [np.ones(3), np.ones(4)] if rank else [np.ones(4), np.ones(3)]
-    with pytest.raises(mscomm.Mismatch, match="digest"):
-        mscomm.all_reduce_many(mine)
+def shapes(rank: int, group: mscomm.Group) -> None:
+    mscomm.all_reduce_many([np.ones(3), np.ones(4)] if rank else [np.ones(4), np.ones(3)], group=group)
+
+
+def counts(rank: int, group: mscomm.Group) -> None:
+    mscomm.reduce_scatter_v(np.ones(5), [2, 3] if rank else [3, 2], group=group)
+
+
+def rows(rank: int, group: mscomm.Group) -> None:
+    mscomm.all_gather_v(np.ones((2 + rank, 3 + rank)), group=group)
+
+
+def scattered(rank: int, group: mscomm.Group) -> None:
+    mscomm.scatter(np.ones(4, np.float32 if rank else np.float64), group=group)
 
 
 @ranks(2)
-def test_uneven_calls_with_other_counts_are_a_mismatch(rank, group):
-    with pytest.raises(mscomm.Mismatch, match="digest"):
-        mscomm.reduce_scatter_v(np.ones(5), [2, 3] if rank else [3, 2])
-
-
-@ranks(2)
-def test_gathered_arrays_with_other_rows_are_a_mismatch_that_names_both(rank, group):
-    with pytest.raises(mscomm.Mismatch, match=r"float64\[5, 3\].*float64\[5, 4\]"):
-        mscomm.all_gather_v(np.ones((2 + rank, 3 + rank)))
-
-
-@ranks(2)
-def test_an_array_that_is_not_the_one_that_the_root_scatters_is_a_mismatch(rank, group):
-    with pytest.raises(mscomm.Mismatch, match=r"x is float32\[4\] on rank 1, and float64\[4\] at the root"):
-        mscomm.scatter(np.ones(4, np.float32 if rank else np.float64))
+def test_what_the_head_or_the_digest_shows_is_a_mismatch(rank, group):
+    """Fused lists of one total size but with other shapes; uneven calls with other counts; gathered arrays with other
+    rows; an array that is not the one that the root scatters.
+    """
+    for call, text in (
+        (shapes, "digest"),
+        (counts, "digest"),
+        (rows, r"float64\[5, 3\].*float64\[5, 4\]"),
+        (scattered, r"x is float32\[4\] on rank 1, and float64\[4\] at the root"),
+    ):
+        made = mscomm.create_group(call.__name__, [0, 1])
+        with pytest.raises(mscomm.Mismatch, match=text):
+            call(rank, made)
 
 
 @ranks(3)
@@ -214,9 +175,3 @@ def test_an_out_that_turns_out_too_small_breaks_the_group_and_is_named(rank, gro
         mscomm.all_gather_v(np.ones(rank + 1), out=out)
     with pytest.raises(mscomm.Mismatch):
         mscomm.barrier()
-
-
-if __name__ == "__main__":
-    for life, fd in enumerate(sys.argv[1:]):
-        os.environ["MSCOMM_CONTROL_FD"] = fd
-        one_life(life)

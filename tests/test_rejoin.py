@@ -13,6 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from rotated import rotated
 from sessions import mscomm_run
 
 # A loop of collective calls that continues when ranks are lost. After each rejoin, the ranks continue at the first
@@ -25,7 +26,7 @@ import json, os, random, signal, sys, threading, time
 import numpy as np
 import mscomm
 rank, life = int(os.environ["MSCOMM_RANK"]), int(os.environ["MSCOMM_RESTART_COUNT"])
-steps = int(os.environ.get("STEPS", 150))
+steps = 150
 
 def planned(name):
     return [tuple(map(float, one.split(":"))) for one in os.environ.get(name, "").split()]
@@ -39,14 +40,15 @@ def die_in(seconds):
 def say(**words):
     print(json.dumps({"rank": rank, "life": life, "pid": os.getpid(), **words}))
 
+death, last = None, -1  # the timer that ends this process, and the step before which it must have done so
 began = time.monotonic()
 for victim, seconds in planned("IN_INIT"):
     if (victim, life) == (rank, 1):
-        die_in(seconds)
+        death = die_in(seconds)
 mscomm.init()
 pair = mscomm.create_group("pair", [1, 3])  # a falsy Group on the other ranks
 halves = mscomm.split(rank % 2 if rank else None)  # rank 0 is in neither half
-step, agreed, death = 0, life == 0, None
+step, agreed = 0, life == 0
 while True:
     try:
         if not agreed:
@@ -76,7 +78,7 @@ while True:
     except mscomm.PeerLost as lost:
         for victim, seconds in planned("IN_REJOIN"):
             if (victim, life) == (rank, 0):
-                die_in(seconds)
+                death = die_in(seconds)
         at = time.monotonic()
         epoch = mscomm.rejoin(60)
         agreed = False
@@ -114,11 +116,11 @@ def assert_went_on(done, lost: set[int]):
     for rank in lost:
         back_s = [word["back_after"] for word in words[rank] if "back_after" in word][-1]
         print(f"rank {rank} was back in the group {back_s:.3f} s after it called init")
-        assert back_s < 5  # a generous bound: on an idle machine, the rank is back in less than 1 s
+        assert back_s < 60  # a generous bound: on an idle machine, the rank is back in less than 1 s
     return words
 
 
-@pytest.mark.parametrize("victim", range(4))
+@pytest.mark.parametrize("victim", rotated(range(4), few=1))
 def test_a_killed_rank_comes_back_and_the_others_stay(tmp_path, victim):
     done = job(tmp_path, LOOP, "--max-restarts", 3, VICTIMS=f"40:{victim}")
     words = assert_went_on(done, {victim})
@@ -184,16 +186,16 @@ def test_two_ranks_lost_at_once_come_back_together(tmp_path):
     assert "restart 2 of 3" in done.stderr and "restart 3" not in done.stderr
 
 
-@pytest.mark.parametrize("seconds", [0, 0.1, 0.2])
+@pytest.mark.parametrize("seconds", rotated([0, 0.1, 0.2], few=1))
 def test_a_new_rank_that_dies_on_its_way_back_is_started_once_more(tmp_path, seconds):
-    done = job(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="40:1", IN_INIT=f"1:{seconds}", STEPS="3000")
+    done = job(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="40:1", IN_INIT=f"1:{seconds}")
     words = assert_went_on(done, {1})
     assert words[1][-1]["life"] == 2
 
 
-@pytest.mark.parametrize("seconds", [0, 0.2])
+@pytest.mark.parametrize("seconds", rotated([0, 0.2], few=1))
 def test_a_survivor_that_dies_in_rejoin_comes_back_too(tmp_path, seconds):
-    done = job(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="40:1", IN_REJOIN=f"2:{seconds}", STEPS="3000")
+    done = job(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="40:1", IN_REJOIN=f"2:{seconds}")
     assert_went_on(done, {1, 2})
 
 
@@ -342,11 +344,12 @@ assert mscomm.all_reduce(np.ones(1))[0] == 3
     assert done.stdout.count("epoch 1") == 2
 
 
-@pytest.mark.long
 def test_a_long_wait_in_rejoin_says_once_whom_it_waits_for(tmp_path):
     body = """
-import os, signal, time
+import os, signal, sys, time
 import mscomm
+from mscomm import log
+from mscomm.cluster import member
 rank, life = int(os.environ["MSCOMM_RANK"]), int(os.environ["MSCOMM_RESTART_COUNT"])
 mscomm.init()
 if life == 0:
@@ -355,14 +358,23 @@ if life == 0:
     try:
         mscomm.barrier()
     except mscomm.PeerLost:
-        time.sleep(20 * (rank == 2))
+        member.NOTICES_S = (0.5, 60, 300)  # say soon that it waits, and not again in this test
+        notice, told = log.notice, sys.argv[0] + ".told"
+        def tell(text):
+            notice(text)
+            open(told, "w").close()
+        if rank == 0:
+            log.notice = tell
+        while rank == 2 and not os.path.exists(told):
+            time.sleep(0.01)
         mscomm.rejoin()
 mscomm.barrier()
 """
     done = job(tmp_path, body, "--max-restarts", 1, ranks=3)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if "rejoin has waited" in line]
-    words = r"\[0\] mscomm: rank 0: rejoin has waited 1\d s for rank 2 \(pid .*\), which has not called rejoin\(\)"
+    missing = r"(rank 1 .*, )?rank 2 \(pid .*\), which has not called rejoin\(\)"  # rank 1 may not be back yet
+    words = r"\[0\] mscomm: rank 0: rejoin has waited \d+ s for " + missing
     assert len(lines) == 1 and re.fullmatch(words, lines[0]), done.stderr
 
 
@@ -407,9 +419,9 @@ if os.environ["MSCOMM_RESTART_COUNT"] == "0":
     print(child.pid)
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = job(tmp_path, body, "--max-restarts", 1, ranks=1, timeout_s=30)
+    done = job(tmp_path, body, "--max-restarts", 1, ranks=1, timeout_s=60)
     assert done.returncode == 0
-    child, end = Path("/proc", done.stdout.split()[1], "stat"), time.monotonic() + 10
+    child, end = Path("/proc", done.stdout.split()[1], "stat"), time.monotonic() + 60
     while child.exists() and child.read_text().rsplit(")", 1)[1].split()[0] != "Z":
         assert time.monotonic() < end, "it lives on"
         time.sleep(0.01)
@@ -431,7 +443,7 @@ while True:
         mscomm.all_reduce(np.zeros(1), async_op=True).wait()
         maps = open("/proc/self/maps").read()
         sizes.append((len(os.listdir("/proc/self/fd")), maps.count("mscomm-heap"), len(os.listdir("/proc/self/task"))))
-        if life == 5:
+        if life == 3:
             break
         mscomm.barrier()  # rank 1 must not die before rank 0 has measured, too
         if rank == 1:
@@ -440,10 +452,10 @@ while True:
     except mscomm.PeerLost:
         mscomm.rejoin()
 if rank == 0:
-    assert not kept.any() and len(sizes) == 6
-    assert sizes[2:] == [sizes[2]] * 4, sizes
+    assert not kept.any() and len(sizes) == 4
+    assert sizes[2] == sizes[3], sizes
 """
-    done = job(tmp_path, body, "--max-restarts", 5, ranks=2)
+    done = job(tmp_path, body, "--max-restarts", 3, ranks=2)
     assert done.returncode == 0, done.stderr + done.stdout
 
 
@@ -466,7 +478,7 @@ def test_a_worker_comes_back_to_its_scheduler(tmp_path, port):
         assert workers[2].wait(60) == -signal.SIGKILL
         workers[2] = start(2, life=1)
         assert [worker.wait(60) for worker in workers] == [0] * 4
-        out, _ = scheduler.communicate(timeout=20)
+        out, _ = scheduler.communicate(timeout=60)
     finally:
         for process in (scheduler, *workers):
             process.kill()
@@ -502,7 +514,7 @@ def two_nodes(tmp_path, port):
     return run_both
 
 
-@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("victim", rotated([1, 2], few=1))
 def test_each_node_starts_its_own_ranks_again(two_nodes, victim):
     ends = two_nodes(LOOP, "--max-restarts", 1, VICTIMS=f"40:{victim}")
     for node, (code, out, err) in enumerate(ends):

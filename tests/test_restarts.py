@@ -277,7 +277,7 @@ def test_ranks_that_said_bye_have_ended_well_though_their_launcher_is_cut_off():
         for rank in (0, 1):
             members[rank].leave(0)
             here.ended(rank, "exit code 0", badly=False)
-        job.thread.join(10)
+        job.thread.join(60)
         assert job.outcome.ok and job.hub.state.over is None, job.outcome
 
 

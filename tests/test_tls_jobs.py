@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from hosts import Host, Hosts
+from rotated import rotated
 from sessions import MSCOMM
 from test_hosts import finished, mpirun, new_key
 
@@ -65,8 +66,8 @@ class Capture:
     def stop(self) -> bytes:
         assert self._process.stdin
         self._process.stdin.close()
-        self._thread.join(30)
-        self._process.wait(10)
+        self._thread.join(60)
+        self._process.wait(60)
         assert self._process.stdout
         self._process.stdout.close()
         return bytes(self._bytes)
@@ -141,7 +142,7 @@ mscomm.init("gloo")
     assert MARKER not in seen and PASSWORD.encode() not in seen
 
 
-@pytest.mark.parametrize("plain", ["scheduler", "worker", "no OpenSSL", ""])
+@pytest.mark.parametrize("plain", rotated(["scheduler", "worker", "no OpenSSL", ""], few=1, always=[""]))
 def test_a_job_with_a_key_is_encrypted_unless_somebody_wants_or_can_only_have_plain_links(
     two: Hosts, tmp_path: Path, plain: str
 ) -> None:
@@ -172,7 +173,7 @@ mscomm.init()
 
 
 def test_mscomm_run_on_two_nodes(two: Hosts, certs: Path) -> None:
-    words = [*MSCOMM, "run", "-n", "2", "--nnodes", "2", "--master-addr", two[0].address, "--node-rank"]
+    words = [*MSCOMM, "run", "-n", "1", "--nnodes", "2", "--master-addr", two[0].address, "--node-rank"]
     script = ["-c", f"import mscomm\nmscomm.init()\n{BODY}"]
     program = certs / "job.py"
     program.write_text(script[1])
@@ -182,18 +183,18 @@ def test_mscomm_run_on_two_nodes(two: Hosts, certs: Path) -> None:
         code, out, err = finished(node)
         assert code == 0, err
         lines += [re.sub(r"^\[\d\] ", "", line) for line in out.splitlines()]
-    assert sorted(lines) == [f"rank {rank} of 4" for rank in range(4)]
+    assert sorted(lines) == ["rank 0 of 2", "rank 1 of 2"]
 
 
 def test_mpirun_on_two_hosts(two: Hosts, certs: Path) -> None:
     """Rank 0 starts the hub, and passes it the password of the server's key through a pipe."""
     variables = by_environment(certs)
     passed = [word for name in variables for word in ("-x", name)]
-    where = f"{two[0].address}:2,{two[1].address}:2"
+    where = f"{two[0].address}:1,{two[1].address}:1"
     script = ["-c", f"import mscomm\nmscomm.init()\n{BODY}"]
     done = mpirun(two, "-H", where, *passed, sys.executable, *script, **variables)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 4" for rank in range(4)]
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
 
 
 def test_a_wrong_password_is_named_before_anything_starts(two: Hosts, certs: Path) -> None:

@@ -96,7 +96,7 @@ def test_another_key_ends_the_group(rank, group):
         mscomm.all_reduce(np.ones(3), group=both)
 
 
-@ranks(2, env=HOSTS, timeout_s=20)
+@ranks(2, env=HOSTS)
 def test_a_peer_that_does_not_encrypt_ends_the_group(rank, group):
     encrypt(rank, lambda me, peer: agreed(me, peer) if me == 0 else None)
     both = mscomm.create_group("half encrypted", [0, 1])
@@ -105,7 +105,7 @@ def test_a_peer_that_does_not_encrypt_ends_the_group(rank, group):
 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="openssl makes the certificate")
-@ranks(2, env=HOSTS, timeout_s=20)
+@ranks(2, env=HOSTS)
 def test_a_server_with_a_certificate_is_refused(rank, group):
     if rank == 0:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -35,6 +35,8 @@ from mscomm.errors import Aborted, BackendUnavailable, CollectiveTimeout, Error,
 
 SETTLE_S = 2.0  # how long a rank that reported a failure waits for the verdict
 LEAVE_S = 2.0
+# When a rank that waits says so: after 10 s, after 60 s, and then every 300 s. Calls do the same (csrc/net/wait.h).
+NOTICES_S = (10.0, 60.0, 300.0)
 _DIAL_PAUSE_S = 0.1  # between two attempts
 _DIAL_S = 3.0  # how long one attempt to reach a hub that is away may take
 _CALL_CHARACTERS = 1000
@@ -766,7 +768,8 @@ class Member:
             return None if group is None else self._verdict(group)
 
         began = time.monotonic()
-        notices_s = itertools.chain((10, 60), itertools.count(300, 300))  # same times as for calls (csrc/net/wait.h)
+        first, second, every = NOTICES_S
+        notices_s = itertools.chain((first, second), itertools.count(every, every))
         notice = began + next(notices_s)
         while True:
             with self._news:
