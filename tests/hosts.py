@@ -184,12 +184,17 @@ class Hosts:
             lines += [f"{other.address} {other.name} {other.name.partition('.')[0]}" for other in self._hosts]
             (etc / "hosts").write_text("\n".join(lines) + "\n")
 
-    def _remove(self) -> None:
+    def kill(self) -> None:
+        """Kill all processes that are still running on the hosts."""
         for host in self._hosts:
-            with contextlib.suppress(RuntimeError):  # if creating the namespace failed, it does not exist
-                for pid in host.pids():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+            for pid in host.pids():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _remove(self) -> None:
+        with contextlib.suppress(RuntimeError):  # if creating a namespace failed, it does not exist
+            self.kill()
+        for host in self._hosts:
             shutil.rmtree(f"/etc/netns/{host.space}", ignore_errors=True)
         with contextlib.suppress(OSError):  # the folder is not empty while other tests have hosts
             os.rmdir("/etc/netns")

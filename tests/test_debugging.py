@@ -29,7 +29,7 @@ class Terminal:
     def type(self, line: str) -> None:
         os.write(self._ours, f"{line}\n".encode())
 
-    def until(self, text: str, timeout_s: float = 30) -> str:
+    def until(self, text: str, timeout_s: float = 60) -> str:
         """Wait for the text. Return the output up to and including it."""
         end = time.monotonic() + timeout_s
         while text not in self.seen:
@@ -87,7 +87,7 @@ def test_one_rank_has_the_terminal_and_its_debugger_works(terminal, tmp_path):
     one.type("Anna")
     assert "[1] name? Anna\n" in one.rest()
     assert sorted(re.findall(r"\[(\d)\] went on \1", one.all)) == ["0", "1", "2"]
-    assert one.process.wait(20) == 0
+    assert one.process.wait(60) == 0
 
 
 def test_a_breakpoint_without_a_terminal_says_what_to_do(tmp_path):
@@ -140,4 +140,4 @@ def test_a_failed_test_of_ranks_prints_the_command_that_debugs_it(terminal, tmp_
     one.until("[0] (0, 3, 'a b')\n[0] (Pdb) ")
     one.type("c")
     one.rest()
-    assert one.process.wait(20) == 0
+    assert one.process.wait(60) == 0

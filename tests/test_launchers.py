@@ -26,8 +26,8 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 ALLGATHER = EXAMPLES / "nccl_allgather.py"
 QUICKSTART = EXAMPLES / "distributed_training_quickstart"
 
-# The tutorial's output, for 8 ranks instead of 4.
-ROWS = "[[0.],\n [1.],\n [2.],\n [3.],\n [4.],\n [5.],\n [6.],\n [7.]]\n"
+# The tutorial's output.
+ROWS = "[[0.],\n [1.],\n [2.],\n [3.]]\n"
 
 
 class Environment:
@@ -86,10 +86,10 @@ def mpi(request: pytest.FixtureRequest) -> Environment:
 
 
 def test_the_rows_under_mpirun_are_the_tutorials_to_the_byte(mpi: Environment) -> None:
-    done = mpi.start(8, ALLGATHER)
+    done = mpi.start(4, ALLGATHER)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == ROWS * 8
-    assert re.search(r"^carried by cpu, started by PMI.*: 8 ranks on 1 host", done.stderr, re.M)
+    assert done.stdout == ROWS * 4
+    assert re.search(r"^carried by cpu, started by PMI.*: 4 ranks on 1 host", done.stderr, re.M)
 
 
 @pytest.mark.parametrize("wrapper", [(), ("sh", "-c", '"$@"; exit $?', "sh")], ids=["alone", "in a script"])
@@ -114,18 +114,18 @@ def test_ranks_end_with_an_mpirun_that_is_killed(
 
 def test_the_rows_under_mscomm_run_are_the_tutorials_to_the_byte(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "mscomm", "run", "-n", "8", "--log_dir", tmp_path, ALLGATHER],
+        [sys.executable, "-m", "mscomm", "run", "-n", "4", "--log_dir", tmp_path, ALLGATHER],
         capture_output=True,
         text=True,
         timeout=60,
         env=clean_environment(),
     )
     assert done.returncode == 0, done.stderr
-    for rank in range(8):
+    for rank in range(4):
         mine = [line for line in done.stdout.splitlines(keepends=True) if line.startswith(f"[{rank}] ")]
         assert "".join(line.removeprefix(f"[{rank}] ") for line in mine) == ROWS
         log = (tmp_path / f"worker_{rank}.log").read_text()
-        assert log.replace("carried by cpu, started by mscomm run: 8 ranks on 1 host(s)\n", "") == ROWS
+        assert log.replace("carried by cpu, started by mscomm run: 4 ranks on 1 host(s)\n", "") == ROWS
 
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -159,31 +159,21 @@ def start(port: int) -> Iterator[Start]:
         process.communicate()
 
 
-def finished(process: subprocess.Popen[str], timeout_s: float = 40) -> tuple[int, str, str]:
+def finished(process: subprocess.Popen[str], timeout_s: float = 60) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=timeout_s)
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize("scheduler", ["first", "last"])
-def test_the_rows_of_a_scheduler_and_workers_are_the_tutorials_to_the_byte(start: Start, scheduler: str) -> None:
-    before = [start("MS_SCHED", workers=8)] if scheduler == "first" else []
-    workers = [start("MS_WORKER", workers=8) for _ in range(8)]
-    after = [start("MS_SCHED", workers=8)] if scheduler == "last" else []
-    for worker in workers:
+def test_the_rows_of_a_scheduler_and_workers_are_the_tutorials_to_the_byte(start: Start) -> None:
+    """Some workers start before the scheduler, and some after it."""
+    before = [start("MS_WORKER", workers=4) for _ in range(2)]
+    scheduler = start("MS_SCHED", workers=4)
+    after = [start("MS_WORKER", workers=4) for _ in range(2)]
+    for worker in before + after:
         code, out, err = finished(worker)
         assert (code, out) == (0, ROWS), err
-    code, _, err = finished((before + after)[0])
+    code, _, err = finished(scheduler)
     assert code == 0, err
-
-
-def test_too_few_workers_end_with_how_many_came(start: Start) -> None:
-    scheduler = start("MS_SCHED", workers=3, MS_TOPO_TIMEOUT="3")
-    workers = [start("MS_WORKER", workers=3, MS_TOPO_TIMEOUT="6") for _ in range(2)]
-    for worker in workers:
-        code, _, err = finished(worker)
-        assert code == 1 and "only 2 of 3 workers joined within 3 s (MS_TOPO_TIMEOUT)" in err, err
-    code, out, err = finished(scheduler)
-    assert code == 1 and "only 2 of 3 workers" in out + err
 
 
 SLOW = """
@@ -267,8 +257,8 @@ sys.stdout.write("ok\\n")
 def test_mpi4py_may_come_before_or_after_init_or_not_at_all(mpi: Environment, order: list[str], tmp_path: Path) -> None:
     script = tmp_path / "orders.py"
     script.write_text(MPI_SCRIPT)
-    done = mpi.start(4, script, *order)
-    assert (done.returncode, done.stdout) == (0, "ok\n" * 4), done.stderr
+    done = mpi.start(2, script, *order)
+    assert (done.returncode, done.stdout) == (0, "ok\n" * 2), done.stderr
 
 
 # In prterun, one thread answers PMIx_Finalize, and then another thread records that the client has finalized. If the
@@ -296,20 +286,29 @@ __attribute__((constructor)) static void not_in_the_ranks() {
 """
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_mpi4py_works_with_a_pmix_server_that_is_late(openmpi: Environment, order: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def late_note(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler is installed")
-    script, source, library = tmp_path / "orders.py", tmp_path / "late.cc", tmp_path / "late.so"
-    script.write_text(MPI_SCRIPT)
+    source = tmp_path_factory.mktemp("late") / "late.cc"
     source.write_text(LATE_NOTE)
+    library = source.with_suffix(".so")
     subprocess.run([compiler, "-shared", "-fPIC", "-D_GNU_SOURCE", source, "-o", library, "-ldl"], check=True)
-    done = openmpi.start(4, script, order, LD_PRELOAD=str(library))
-    assert (done.returncode, done.stdout) == (0, "ok\n" * 4), done.stderr
-    # At least 8 answers must be late. Each of the 4 ranks gets one answer for its PMIx helper, and one at
+    return library
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_mpi4py_works_with_a_pmix_server_that_is_late(
+    openmpi: Environment, late_note: Path, order: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "orders.py"
+    script.write_text(MPI_SCRIPT)
+    done = openmpi.start(2, script, order, LD_PRELOAD=str(late_note))
+    assert (done.returncode, done.stdout) == (0, "ok\n" * 2), done.stderr
+    # At least 4 answers must be late. Each of the 2 ranks gets one answer for its PMIx helper, and one at
     # its MPI_Finalize.
-    assert done.stderr.count("late\n") >= 8, done.stderr
+    assert done.stderr.count("late\n") >= 4, done.stderr
 
 
 CONNECTIONS = """
@@ -359,8 +358,8 @@ sys.stdout.write(mscomm.get_launcher() + "\\n")
 def test_a_communicator_may_carry_the_address(mpi: Environment, tmp_path: Path) -> None:
     script = tmp_path / "communicator.py"
     script.write_text(COMMUNICATOR)
-    done = mpi.start(3, script)
-    assert (done.returncode, done.stdout) == (0, "MPI communicator\n" * 3), done.stderr
+    done = mpi.start(2, script)
+    assert (done.returncode, done.stdout) == (0, "MPI communicator\n" * 2), done.stderr
 
 
 # -- torchrun
@@ -436,7 +435,7 @@ TABLE = {
     "server_list": [
         {
             "server_id": "10.1.2.3",  # not used, because the table has only one server
-            "device": [{"device_id": str(i), "device_ip": f"192.1.27.{i}", "rank_id": str(i)} for i in range(3)],
+            "device": [{"device_id": str(i), "device_ip": f"192.1.27.{i}", "rank_id": str(i)} for i in range(2)],
             "host_nic_ip": "reserve",
         }
     ],
@@ -444,7 +443,7 @@ TABLE = {
 }
 
 
-def by_variables(script: Path, env: dict[str, str], size: int = 3) -> list[tuple[int, str, str]]:
+def by_variables(script: Path, env: dict[str, str], size: int = 2) -> list[tuple[int, str, str]]:
     processes = [
         subprocess.Popen(
             [sys.executable, script],
@@ -472,16 +471,16 @@ def by_variables(script: Path, env: dict[str, str], size: int = 3) -> list[tuple
                 "SLURM_PROCID": "%",
                 "SLURM_LOCALID": "%",
                 "SLURM_STEP_ID": "0",
-                "SLURM_STEP_NUM_TASKS": "3",
+                "SLURM_STEP_NUM_TASKS": "2",
                 "SLURM_STEP_NODELIST": "node001",
                 "SLURM_JOB_ID": "PORT",
             },
         ),
-        ("RANK and WORLD_SIZE", {"RANK": "%", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "PORT"}),
-        ("rank table", {"RANK_ID": "%", "RANK_SIZE": "3", "RANK_TABLE_FILE": "TABLE"}),
+        ("RANK and WORLD_SIZE", {"RANK": "%", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "PORT"}),
+        ("rank table", {"RANK_ID": "%", "RANK_SIZE": "2", "RANK_TABLE_FILE": "TABLE"}),
         (
             "Kubernetes indexed job",
-            {"JOB_COMPLETION_INDEX": "%", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "PORT"},
+            {"JOB_COMPLETION_INDEX": "%", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "PORT"},
         ),
     ],
     ids=["slurm", "torch", "table", "kubernetes"],
@@ -492,7 +491,7 @@ def test_launchers_by_their_variables(name: str, env: dict[str, str], tmp_path: 
     table.write_text(json.dumps(TABLE))
     env = {key: text.replace("PORT", str(port)).replace("TABLE", str(table)) for key, text in env.items()}
     for rank, end in enumerate(by_variables(script, env)):
-        assert end[:2] == (0, f"{name}: {rank} of 3\n"), end[2]
+        assert end[:2] == (0, f"{name}: {rank} of 2\n"), end[2]
 
 
 def test_a_batch_script_is_no_step_and_one_task_no_job() -> None:
@@ -554,8 +553,8 @@ def test_init_by_an_address_in_any_order(host: str, tmp_path: Path, port: int) -
     script = tmp_path / "by_hand.py"
     script.write_text(
         "import sys\nimport numpy as np\nimport mscomm\n"
-        f"mscomm.init(init_method='tcp://{host}:{port}', rank=int(sys.argv[1]), world_size=3)\n"
-        "assert (mscomm.all_reduce(np.ones(3)) == 3).all()\nprint(mscomm.get_rank(), mscomm.get_local_rank())"
+        f"mscomm.init(init_method='tcp://{host}:{port}', rank=int(sys.argv[1]), world_size=2)\n"
+        "assert (mscomm.all_reduce(np.ones(3)) == 2).all()\nprint(mscomm.get_rank(), mscomm.get_local_rank())"
     )
     processes = {
         rank: subprocess.Popen(
@@ -565,7 +564,7 @@ def test_init_by_an_address_in_any_order(host: str, tmp_path: Path, port: int) -
             text=True,
             env=clean_environment(TMPDIR=str(tmp_path)),
         )
-        for rank in (2, 1, 0)
+        for rank in (1, 0)
     }
     for rank, process in processes.items():
         code, out, err = finished(process)
@@ -599,7 +598,7 @@ def test_a_world_of_one_needs_nobody() -> None:
 
 UNREACHABLE = [
     {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0"},
-    {"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_FD": "99"},
+    {"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_FD": "9999"},
     {"MSCOMM_RANK": "0", "MSCOMM_WORLD_SIZE": "2"},
     {"MSCOMM_RANK": "0", "MSCOMM_WORLD_SIZE": "2", "MSCOMM_SCHED": "127.0.0.1:1"},
     {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "PORT"},
@@ -614,19 +613,20 @@ UNREACHABLE = [
 
 
 @pytest.mark.parametrize("variables", UNREACHABLE, ids=lambda variables: " ".join(variables)[:60])
-def test_a_launcher_that_cannot_be_reached_never_makes_jobs_of_one(variables: dict[str, str], port: int) -> None:
+def test_a_launcher_that_cannot_be_reached_never_makes_jobs_of_one(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], port: int
+) -> None:
     """The variables are those of a job with several ranks. But there is no launcher or no second rank, or the variables
     are incomplete or contradictory. init() must raise an error instead of making a job with one rank.
     """
-    variables = {name: text.replace("PORT", str(port)) for name, text in variables.items()}
-    done = subprocess.run(
-        [sys.executable, "-c", "import mscomm; mscomm.init()"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=clean_environment(MS_TOPO_TIMEOUT="2", **variables),
-    )
-    assert done.returncode == 1 and "BackendUnavailable" in done.stderr, done.stderr
+    clean = clean_environment(MS_TOPO_TIMEOUT="0.5")
+    for name in set(os.environ) - set(clean):
+        monkeypatch.delenv(name)
+    for name, text in (clean | variables).items():
+        monkeypatch.setenv(name, text.replace("PORT", str(port)))
+    with pytest.raises(mscomm.BackendUnavailable):
+        mscomm.init()
+    assert not mscomm.is_initialized()
 
 
 # -- the quickstart
@@ -675,11 +675,11 @@ def test_the_quickstart_by_scheduler_and_workers(alone: list[float], tmp_path: P
         capture_output=True,
         text=True,
         timeout=90,
-        env=clean_environment(MS_WORKER_NUM="4", MS_SCHED_PORT=str(port), PYTHON=sys.executable),
+        env=clean_environment(MS_WORKER_NUM="2", MS_SCHED_PORT=str(port), PYTHON=sys.executable),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "scheduler start success!" in done.stdout
-    assert_all_ranks_print(alone, [(folder / f"worker_{rank}.txt").read_text() for rank in range(4)])
+    assert_all_ranks_print(alone, [(folder / f"worker_{rank}.txt").read_text() for rank in range(2)])
 
 
 def test_the_quickstart_by_mpirun(alone: list[float], tmp_path: Path, mpi: Environment) -> None:
@@ -690,11 +690,11 @@ def test_the_quickstart_by_mpirun(alone: list[float], tmp_path: Path, mpi: Envir
         capture_output=True,
         text=True,
         timeout=90,
-        env=clean_environment(RANKS="4", PATH=path, PYTHON=str(mpi.python)),
+        env=clean_environment(RANKS="2", PATH=path, PYTHON=str(mpi.python)),
     )
     log = (folder / "device" / "train.log").read_text()
     assert done.returncode == 0, done.stdout + done.stderr + log
     values = losses(log)
-    assert len(values) == 4 * 20
-    assert sorted(values, reverse=True) == pytest.approx(sorted(alone * 4, reverse=True), rel=0, abs=1e-6)
-    assert all(values.count(value) % 4 == 0 for value in set(values))  # all 4 ranks print the same losses
+    assert len(values) == 2 * 20
+    assert sorted(values, reverse=True) == pytest.approx(sorted(alone * 2, reverse=True), rel=0, abs=1e-6)
+    assert all(values.count(value) % 2 == 0 for value in set(values))  # both ranks print the same losses

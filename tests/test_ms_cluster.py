@@ -126,10 +126,10 @@ from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.member import Member
 from mscomm.cluster.protection import Protection
-way = ms_cluster.accept(os.environ, Deadline(20), Protection())
+way = ms_cluster.accept(os.environ, Deadline(60), Protection())
 member = Member(Frames(way.stream), key=way.key, node_id=way.node_id, hub=way.where)
-welcome = member.join({"size": way.seat.size}, Deadline(20))
-member.ready(Deadline(20))
+welcome = member.join({"size": way.seat.size}, Deadline(60))
+member.ready(Deadline(60))
 print(welcome.rank, welcome.size, flush=True)
 member.leave(0)
 """
@@ -154,9 +154,9 @@ def test_workers_may_start_before_the_scheduler_and_the_key_file_goes_at_the_end
         env={**env, "MS_ROLE": "MS_SCHED"},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
     )
-    outputs = [worker.communicate(timeout=10)[0] for worker in workers]
+    outputs = [worker.communicate(timeout=60)[0] for worker in workers]
     assert outputs == [b"1 2\n", b"0 2\n"]
     assert scheduler.returncode == 0, scheduler.stderr
     assert "all 2 workers have left" in scheduler.stdout
@@ -165,7 +165,7 @@ def test_workers_may_start_before_the_scheduler_and_the_key_file_goes_at_the_end
 
 def test_the_workers_of_a_killed_scheduler_remove_its_key_file(tmpdir_env, port):
     env = {**os.environ, **MS, "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port)}
-    command = [sys.executable, "-c", WORKER.replace("member.leave(0)", "member._reader.join(30); member.close()")]
+    command = [sys.executable, "-c", WORKER.replace("member.leave(0)", "member._reader.join(60); member.close()")]
     with subprocess.Popen([sys.executable, "-c", SCHEDULER], env={**env, "MS_ROLE": "MS_SCHED"}) as scheduler:
         workers = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE) for _ in range(2)]
         for worker in workers:
@@ -173,7 +173,7 @@ def test_the_workers_of_a_killed_scheduler_remove_its_key_file(tmpdir_env, port)
         assert len(list(tmpdir_env.glob("mscomm-*/*.key"))) == 1
         scheduler.kill()
     for worker in workers:
-        worker.communicate(timeout=30)
+        worker.communicate(timeout=60)
         assert worker.returncode == 0
     assert not list(tmpdir_env.glob("mscomm-*/*"))
 
@@ -182,7 +182,7 @@ def test_a_lock_that_the_kernel_frees_late_is_waited_for(tmpdir_env, monkeypatch
     """When a process is killed, its connections may be closed before its locks are freed. So remove_stale() must wait
     for the lock of a scheduler whose connections have just been closed.
     """
-    monkeypatch.setattr(security, "_FREED_WITHIN_S", 30)
+    monkeypatch.setattr(security, "_FREED_WITHIN_S", 60)
     living, killed = (security.KeyFile(security.key_path(name)) for name in ("living", "killed"))
     closing = threading.Timer(0.1, os.close, [killed._fd])
     closing.start()
@@ -200,7 +200,7 @@ def test_a_new_key_file_removes_those_of_killed_processes_only(tmpdir_env):
     path = security.key_path("killed")
     code = "import os, sys; from mscomm.cluster import security; security.KeyFile(sys.argv[1]); os.kill(os.getpid(), 9)"
     living = security.KeyFile(security.key_path("living"))
-    subprocess.run([sys.executable, "-c", code, path], env=dict(os.environ), timeout=30)
+    subprocess.run([sys.executable, "-c", code, path], env=dict(os.environ), timeout=60)
     assert Path(path).exists()
     new = security.KeyFile(security.key_path("new"))
     assert not Path(path).exists()
@@ -220,9 +220,9 @@ def test_a_scheduler_needs_nobody_who_reads_its_log(tmpdir_env, closed, port):
         [*command, sys.executable, "-c", SCHEDULER], env={**env, "MS_ROLE": "MS_SCHED"}, stdout=writer
     )
     os.close(writer)
-    done = subprocess.run([sys.executable, "-c", WORKER], env=env, capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", WORKER], env=env, capture_output=True, text=True, timeout=60)
     assert done.stdout == "0 1\n", done.stderr
-    assert scheduler.wait(10) == 0
+    assert scheduler.wait(60) == 0
 
 
 def full_pipe():
@@ -238,15 +238,15 @@ def test_a_job_runs_and_ends_although_nobody_takes_the_log_of_its_scheduler(tmpd
     scheduler = subprocess.Popen([sys.executable, "-c", SCHEDULER], env={**env, "MS_ROLE": "MS_SCHED"}, stdout=writer)
     os.close(writer)
     workers = [subprocess.Popen([sys.executable, "-c", WORKER], env=env, stdout=subprocess.PIPE) for _ in range(2)]
-    outputs = sorted(worker.communicate(timeout=30)[0] for worker in workers)
+    outputs = sorted(worker.communicate(timeout=60)[0] for worker in workers)
     assert outputs == [b"0 2\n", b"1 2\n"]
-    assert scheduler.wait(10) == 0
+    assert scheduler.wait(60) == 0
     os.close(reader)
 
 
 def test_sigterm_ends_a_scheduler_whose_log_nobody_takes(tmpdir_env, port):
     env = {**os.environ, **MS, "MS_SCHED_PORT": str(port)}
-    command = [sys.executable, "-c", WORKER.replace("member.leave(0)", "member._reader.join(30); member.close()")]
+    command = [sys.executable, "-c", WORKER.replace("member.leave(0)", "member._reader.join(60); member.close()")]
     reader, writer = full_pipe()
     scheduler = subprocess.Popen([sys.executable, "-c", SCHEDULER], env={**env, "MS_ROLE": "MS_SCHED"}, stdout=writer)
     os.close(writer)
@@ -254,9 +254,9 @@ def test_sigterm_ends_a_scheduler_whose_log_nobody_takes(tmpdir_env, port):
     for worker in workers:
         assert worker.stdout.readline()
     scheduler.terminate()
-    assert scheduler.wait(10) == 1
+    assert scheduler.wait(60) == 1
     for worker in workers:
-        worker.communicate(timeout=30)
+        worker.communicate(timeout=60)
     assert not list(tmpdir_env.glob("mscomm-*/*"))
     os.close(reader)
 
@@ -264,7 +264,7 @@ def test_sigterm_ends_a_scheduler_whose_log_nobody_takes(tmpdir_env, port):
 def test_a_scheduler_whose_job_fails_ends_with_1(tmpdir_env, port):
     env = {**os.environ, **MS, "MS_ROLE": "MS_SCHED", "MS_SCHED_PORT": str(port), "MS_TOPO_TIMEOUT": "0.2"}
     done = subprocess.run(
-        [sys.executable, "-m", "mscomm", "sched"], env=env, capture_output=True, text=True, timeout=30
+        [sys.executable, "-m", "mscomm", "sched"], env=env, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 1
     assert "only 0 of 2 workers joined within 0.2 s" in done.stdout

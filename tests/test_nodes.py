@@ -9,11 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from control import Job, eventually, greeted, key_file, soon
+from patched_run import patched_run
 
 from mscomm.cluster import waiting
 from mscomm.cluster.bytestream import ByteStream
@@ -36,10 +37,12 @@ class Nodes:
         self.script.write_text("import mscomm\nmscomm.init()\nmscomm.barrier()\n")
         self.processes: list[subprocess.Popen[str]] = []
 
-    def start(self, rank: int, *args: object, **env: str) -> subprocess.Popen[str]:
+    def start(
+        self, rank: int, *args: object, mscomm_run: Sequence[str] = (*MSCOMM, "run"), **env: str
+    ) -> subprocess.Popen[str]:
         words = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(self._port)]
         process = subprocess.Popen(
-            [*MSCOMM, "run", *words, "--node-rank", str(rank), *map(str, args)],
+            [*mscomm_run, *words, "--node-rank", str(rank), *map(str, args)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -54,8 +57,8 @@ def nodes(port: int, tmp_path: Path) -> Iterator[Nodes]:
     nodes = Nodes(port, tmp_path)
     yield nodes
     for process in nodes.processes:
-        process.terminate()
-        process.communicate(timeout=20)
+        process.kill()
+        process.communicate()
 
 
 def line_with(process: subprocess.Popen[str], text: str) -> str:
@@ -78,10 +81,10 @@ def test_stopped_ranks_that_are_all_that_is_left_are_ended_on_each_node(nodes: N
         "mscomm.init()\n"
         f"if mscomm.get_rank() == {stopped}: os.kill(os.getpid(), signal.SIGSTOP)\n"
     )
-    both = [nodes.start(node, "-n", 1, nodes.script) for node in range(2)]
+    both = [nodes.start(node, "-n", 1, nodes.script, mscomm_run=patched_run(STOPPED_S=0.3)) for node in range(2)]
     line_with(both[stopped], f"killed rank {stopped}: stopped (SIGSTOP or SIGTSTP) though all other ranks had ended")
-    assert both[stopped].wait(30) == 128 + signal.SIGKILL
-    both[1 - stopped].wait(30)
+    assert both[stopped].wait(60) == 128 + signal.SIGKILL
+    both[1 - stopped].wait(60)
 
 
 @pytest.mark.parametrize("wrong", ["-n", "key", "script", "program"])
@@ -109,11 +112,11 @@ def test_node_0_shows_what_is_wrong_with_the_other_node(nodes: Nodes, tmp_path: 
     node_1 = nodes.start(1, "-n", other["-n"], other["script"], MSCOMM_JOB_KEY_FILE=str(other["key"]))
     line = line_with(node_0, why)
     assert wrong != "key" or "could not prove that it knows the key of this job" in line
-    _, err = node_1.communicate(timeout=30)
+    _, err = node_1.communicate(timeout=60)
     assert node_1.returncode == 1 and theirs in err, err
     if wrong == "program":  # node 1 had already joined the job, so its failure ends the job
         line_with(node_0, "PeerLost: rank 1")
-        assert node_0.wait(30) == 1
+        assert node_0.wait(60) == 1
     else:
         assert node_0.poll() is None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import socket
 import subprocess
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 from control import soon
 from hosts import Hosts
-from test_hosts import mpirun, new_key
+from rotated import rotated
+from test_hosts import mpirun, new_key, one_network, two  # noqa: F401
 from test_launchers import Environment, mpich  # noqa: F401
 from test_tls_jobs import BODY, MARKER, Capture
 
@@ -285,12 +287,6 @@ def test_a_public_key_that_is_none_ends_the_job_on_every_rank(joining: Joining) 
 # -- real launchers, over two hosts
 
 
-@pytest.fixture
-def two(tmp_path: Path) -> Iterator[Hosts]:
-    with Hosts(2, tmp_path) as hosts:
-        yield hosts
-
-
 class Launch:
     """Starts a script on four ranks, two on each host, with one kind of mpirun."""
 
@@ -311,16 +307,24 @@ class Launch:
 
 
 @pytest.fixture(params=["Open MPI", "MPICH"])
-def launch(two: Hosts, tmp_path: Path, request: pytest.FixtureRequest) -> Launch:
+def launch(two: Hosts, tmp_path: Path, request: pytest.FixtureRequest) -> Launch:  # noqa: F811
     return Launch(two, tmp_path, request.getfixturevalue("mpich") if request.param == "MPICH" else None)
 
 
-@pytest.mark.parametrize("init", ["", "init_method=MPI.COMM_WORLD"], ids=["by variables", "by hand"])
-def test_mpirun_without_a_key_is_encrypted(two: Hosts, launch: Launch, init: str, tmp_path: Path) -> None:
+HOW = list(itertools.product(["Open MPI", "MPICH"], ["by variables", "by hand"]))
+
+
+@pytest.mark.parametrize(
+    ("launch", "how"),
+    rotated(HOW, few=1, always=[case for case in HOW if case[1] == "by variables"]),
+    indirect=["launch"],
+)
+def test_mpirun_without_a_key_is_encrypted(two: Hosts, launch: Launch, how: str, tmp_path: Path) -> None:  # noqa: F811
     """Rank 0 writes each new key to a file, for this test. The ranks join twice.
 
     If the launcher's variables describe the job, the second job derives its key from that of the first.
     """
+    init = "init_method=MPI.COMM_WORLD" if how == "by hand" else ""
     code = f"""
 import mscomm
 from mscomm.cluster import security
@@ -377,11 +381,27 @@ def test_a_key_file_on_one_host_alone_is_named(launch: Launch, tmp_path: Path) -
     assert done.returncode != 0 and "ranks 2, 3, but not rank 0. Set MSCOMM_JOB_KEY_FILE" in done.stderr, done.stderr
 
 
-def test_a_rank_that_never_joins_is_named_where_the_store_knows_it(launch: Launch) -> None:
-    code = "import time, mscomm\n"
-    code += "time.sleep(8) if '3' in map(os.environ.get, ('PMIX_RANK', 'PMI_RANK')) else mscomm.init()"
-    done = launch(code, MS_TOPO_TIMEOUT="4")
+def test_a_rank_that_never_joins_is_named_where_the_store_knows_it(launch: Launch, tmp_path: Path) -> None:
+    """The other ranks call init() at the same time. The last rank ends when init() has failed on one of them."""
+    code = f"""
+import pathlib, time
+import numpy, mscomm
+rank = os.environ.get("PMIX_RANK") or os.environ["PMI_RANK"]
+def wait_for(*names):
+    while not all(pathlib.Path({str(tmp_path)!r}, name).exists() for name in names):
+        time.sleep(0.01)
+if rank == "3":
+    wait_for("failed")
+else:
+    pathlib.Path({str(tmp_path)!r}, rank).touch()
+    wait_for("0", "1", "2")
+    try:
+        mscomm.init()
+    finally:
+        pathlib.Path({str(tmp_path)!r}, "failed").touch()
+"""
+    done = launch(code, MS_TOPO_TIMEOUT="3")
     assert done.returncode != 0
     assert re.search(
-        r"PMIx: rank 3 did not call mscomm.init\(\) within 4 s|PMI: not all 4 ranks called mscomm.init\(\)", done.stderr
+        r"PMIx: rank 3 did not call mscomm.init\(\) within 3 s|PMI: not all 4 ranks called mscomm.init\(\)", done.stderr
     ), done.stderr

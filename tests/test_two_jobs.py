@@ -32,7 +32,7 @@ class Jobs:
 
     def __init__(self, port: int, folder: Path) -> None:
         self._env = {"MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port)}
-        self._env |= {"TMPDIR": str(folder), "MS_TOPO_TIMEOUT": "20", "OMP_NUM_THREADS": "1"}
+        self._env |= {"TMPDIR": str(folder), "MS_TOPO_TIMEOUT": "60", "OMP_NUM_THREADS": "1"}
         # After init(), a worker waits until the path GO exists. "/" always exists, so by default no worker waits.
         self._env["GO"] = "/"
         self.processes: list[subprocess.Popen[str]] = []
