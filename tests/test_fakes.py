@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from fakes.build import CUDA, build, compiler
-from fakes.launch import launch
+from fakes.launch import launch, warm
 from fakes.nccl_calls import IN_PROGRESS, INVALID_USAGE, TYPES, Config, Nccl, UniqueId
 
 
@@ -25,8 +25,14 @@ def paths():
     return build(names=CUDA)
 
 
+@pytest.fixture(scope="module")
+def warmed(paths):
+    with warm("fakes.scenarios") as process:
+        yield process
+
+
 @pytest.fixture
-def ranks(paths, tmp_path):
+def ranks(paths, warmed, tmp_path):
     """ranks(n, scenario, ...) runs the scenario in n processes. It returns a dict with the result of each rank."""
 
     def run(
@@ -39,7 +45,7 @@ def ranks(paths, tmp_path):
             "ids": [library.unique_id().hex() for _ in range(10)],
         }
         return launch(
-            "fakes.scenarios",
+            warmed,
             scenario,
             size,
             more,
