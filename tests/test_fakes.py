@@ -77,14 +77,23 @@ def test_other_versions(ranks, paths, version):
         assert value["bad"] == [] and value["version"] == version
 
 
-def test_several_processes_build_at_once(tmp_path):
-    code = f"from fakes.build import build; print(build({str(tmp_path)!r}, ['hccl-split'])['hccl-split'])"
-    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+def test_one_of_several_processes_builds_and_the_others_wait(tmp_path):
+    compiler, log, folder = tmp_path / "compiler", tmp_path / "log", tmp_path / "builds"
+    compiler.write_text(f"""#!/bin/sh
+echo "$@" >> {log}
+while [ "$1" != -o ]; do shift; done
+sleep 0.2
+touch "$2"
+""")
+    compiler.chmod(0o755)
+    code = f"from fakes.build import build; print(build({str(folder)!r}, ['hccl-split'])['hccl-split'])"
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "CXX": str(compiler)}
     command = [sys.executable, "-c", code]
     started = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert len({process.communicate(timeout=100)[0] for process in started}) == 1
     assert [process.returncode for process in started] == [0, 0, 0]
-    assert [path.name for path in tmp_path.glob("*/**/*") if path.is_file()] == ["libhccl.so"]
+    assert [path.name for path in folder.glob("*/**/*") if path.is_file()] == ["libhccl.so"]
+    assert len(log.read_text().splitlines()) == 3  # two sources and a library
 
 
 def test_without_a_compiler(monkeypatch):
