@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import mmap
 import os
@@ -36,12 +37,17 @@ def may_read_each_other() -> bool:
     return said == "0" or (os.geteuid() == 0 and said != "3")
 
 
+@functools.cache
+def drawn_bytes(size: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
 def pieces(make, rank: int, n: int) -> None:
     """Make each collective call that only moves data, with pieces of all SIZES. Check the results."""
 
     def drawn(size: int, seed: int) -> np.ndarray:
         x = make(size, np.uint8)
-        x[:] = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+        x[:] = drawn_bytes(size, seed)
         return x
 
     for size in SIZES:
