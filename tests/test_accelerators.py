@@ -288,7 +288,7 @@ def test_a_rank_without_a_driver_is_an_error_on_all_ranks_at_once(rank: int) -> 
     began = time.monotonic()
     with pytest.raises(mscomm.BackendUnavailable, match=r"nccl cannot be used, on rank 1 .*: cannot open libcuda.so.1"):
         mscomm.init("nccl")
-    assert time.monotonic() - began < 20  # a generous bound: the error comes as soon as all ranks have joined
+    assert time.monotonic() - began < 60  # not after the 120 s of the test's hub: the error comes when all have joined
 
 
 @pytest.mark.parametrize(("code", "version"), [("21803", "2.18.3"), ("22809", "2.28.9"), ("23203", "2.32.3")])

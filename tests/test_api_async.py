@@ -37,7 +37,7 @@ def test_calls_beside_the_caller_are_carried_out_in_order(rank, group):
         works.append(mscomm.all_reduce(x, "max", out=x, async_op=True))
         works.append(mscomm.all_gather_v(np.full(rank, rank), async_op=True))
     assert mscomm.all_reduce(np.ones(1))[0] == 3  # this call runs after all of the asynchronous ones
-    assert all((work.wait(timeout=10) == 3).all() for work in works[::2])
+    assert all((work.wait(timeout=60) == 3).all() for work in works[::2])
     rows, counts = works[-1].wait()
     assert rows.tolist() == [1, 2, 2] and counts == [0, 1, 2]
 
@@ -77,7 +77,7 @@ def test_threads_wait_for_different_works(rank, group):
     assert all((results[i] == 2 * i).all() for i in range(20))
 
 
-@ranks(2, timeout_s=30)
+@ranks(2)
 def test_a_wait_raises_the_timeout_of_its_call(rank, group):
     if rank == 0:
         with pytest.raises(mscomm.CollectiveTimeout, match=r"all_reduce #1 .*waiting for rank 1") as raised:
@@ -94,7 +94,7 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("what", ["call", "message"])
-@ranks(2, timeout_s=30)
+@ranks(2)
 def test_a_handler_that_raises_ends_the_wait_but_not_the_call(rank, group, what):
     x = np.ones(3)
     mscomm.sendrecv(x, 1 - rank, np.empty(3), 1 - rank)
@@ -123,7 +123,7 @@ def test_a_handler_that_raises_ends_the_wait_but_not_the_call(rank, group, what)
 
 
 @pytest.mark.parametrize("thread", ["caller", "worker"])
-@ranks(2, timeout_s=30)
+@ranks(2)
 def test_a_wait_that_is_interrupted_for_good_ends_the_call(rank, group, thread):
     def stop(*_):
         raise Stop
@@ -181,7 +181,7 @@ def test_arrays_of_a_dropped_work_live_until_it_has_ended(rank, group):
     mscomm.barrier()
 
 
-@ranks(2, timeout_s=30)
+@ranks(2)
 def test_the_error_of_a_dropped_work_is_raised_by_the_next_call(rank, group):
     if rank == 0:
         mscomm.all_reduce(np.ones(3), async_op=True)
@@ -193,7 +193,7 @@ def test_the_error_of_a_dropped_work_is_raised_by_the_next_call(rank, group):
             mscomm.barrier()
 
 
-@ranks(2, timeout_s=30)
+@ranks(2)
 def test_a_work_raises_what_ended_its_call_and_shows_it(rank, group):
     other = mscomm.create_group("other", [0, 1])
     with pytest.raises(mscomm.Aborted, match="rank 1 called abort: enough"):
@@ -239,7 +239,7 @@ STARTED = {
 }
 
 
-@pytest.mark.parametrize("timeout", [None, 20])
+@pytest.mark.parametrize("timeout", [None, 60])
 @pytest.mark.parametrize("function", STARTED)
 @ranks(2)
 def test_a_work_that_was_waited_for_keeps_nothing(rank, group, function, timeout):
@@ -259,7 +259,7 @@ def test_a_work_that_was_waited_for_keeps_nothing(rank, group, function, timeout
 def test_a_second_wait_writes_nothing(rank, group):
     out = np.zeros((2, 10))[:, ::2][0]  # strided, so mscomm copies the result into it
     work = mscomm.all_reduce_many([np.ones(5)], out=[out], async_op=True)
-    assert (work.wait(timeout=20)[0] == 2).all()
+    assert (work.wait(timeout=60)[0] == 2).all()
     out[:] = 7  # the second wait() must not overwrite these values
     assert work.wait()[0] is out and (out == 7).all()
 

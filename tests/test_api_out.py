@@ -116,5 +116,5 @@ def test_a_job_of_one_whose_out_is_too_large_is_told_so_at_each_call(alone):
         mscomm.all_gather_v(np.ones(3), out=np.empty(5))
     began = time.monotonic()
     with pytest.raises(mscomm.Mismatch, match="out has shape"):
-        mscomm.barrier(timeout=20)
-    assert time.monotonic() - began < 10
+        mscomm.barrier(timeout=600)
+    assert time.monotonic() - began < 60

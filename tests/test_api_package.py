@@ -44,18 +44,19 @@ def test_the_module_knows_where_every_name_lives():
         assert name in vars(importlib.import_module(mscomm._MODULE_OF[name]))
 
 
-def test_importing_mscomm_costs_little_over_numpy(capsys):
-    line = "import time, numpy; t = time.process_time(); import mscomm; mscomm.init; print(time.process_time() - t)"
-    seconds = [float(subprocess.check_output([sys.executable, "-c", line])) for _ in range(7)]
-    with capsys.disabled():
-        print(f"\nimport mscomm over numpy: {1000 * min(seconds):.0f} ms of CPU time (least of 7)")
-    assert min(seconds) < 0.150  # a generous bound: the import takes 0.050 s on a quiet machine
+def test_importing_mscomm_costs_less_than_importing_numpy():
+    line = (
+        "import time; begin = time.process_time(); import numpy; numpy_s = time.process_time() - begin\n"
+        "import mscomm; mscomm.init; print((time.process_time() - begin - numpy_s) / numpy_s)"
+    )
+    ratios = [float(subprocess.check_output([sys.executable, "-c", line])) for _ in range(3)]
+    assert min(ratios) < 1, ratios  # of CPU times in one process, so that the machine's speed does not matter
 
 
-@pytest.mark.parametrize("module", ["click", "rich", "psutil", "ml_dtypes", "torch", "mpi4py"])
-def test_importing_mscomm_does_not_import(module):
-    line = f"import sys, mscomm; mscomm.init(); mscomm.barrier(); sys.exit({module!r} in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", line]).returncode == 0
+def test_importing_mscomm_imports_no_slow_modules():
+    slow = {"click", "rich", "psutil", "ml_dtypes", "torch", "mpi4py"}
+    line = f"import sys, mscomm; mscomm.init(); mscomm.barrier(); print(sorted({slow} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", line], text=True) == "[]\n"
 
 
 def test_a_star_import_needs_no_pytorch():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -76,22 +78,46 @@ def test_a_plot_without_matplotlib_is_an_error_that_names_the_extra(monkeypatch:
     assert "pip install 'mscomm[plot]'" in done.output
 
 
-@pytest.mark.parametrize("name", table.COLLECTIVES)
-def test_every_collective_that_is_here_is_measured_and_right(name: str, tmp_path: Path) -> None:
-    done = measure(name, "-n", 3, "-b", 8, "-e", "32K", "-f", 64, "--iters", 3, "-r", 1, "--json", tmp_path / "j")
+def benched(folder: Path, ranks: int, program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program as the ranks, which call main(["bench", ...]) themselves. In the output, rank 0's lines have no
+    prefix.
+    """
+    script = folder / "program.py"
+    script.write_text(program)
+    command = [sys.executable, "-m", "mscomm", "run", "-n", str(ranks), str(script)]
+    done = run(command, 240, clean_environment())
+    done.stdout = "".join(line.removeprefix("[0] ") for line in done.stdout.splitlines(keepends=True))
+    return done
+
+
+def test_every_collective_that_is_here_is_measured_and_right(tmp_path: Path) -> None:
+    words = ["-n", "3", "-b", "8", "-e", "32K", "-f", "64", "--iters", "3", "-r", "1", "-w", "1"]
+    done = benched(
+        tmp_path,
+        3,
+        "from mscomm.cli import main\n"
+        f"for name in {list(table.COLLECTIVES)}:\n"
+        "    try:\n"
+        f"        main(['bench', name, *{words}, '--json', '{tmp_path}/' + name])\n"
+        "    except SystemExit as end:\n"
+        "        assert not end.code, name\n",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads((tmp_path / "j").read_text())
-    assert document["schema"] == report.SCHEMA
-    assert document["environment"]["ranks"] == 3
-    assert document["plan"]["collective"] == name
-    for row in document["rows"]:
-        for cell in row["results"]["mscomm"].values():
-            assert cell["wrong"] == 0
-            assert [len(one) for one in cell["rounds_us"]] == [3]
-    lines = rows_of(done.stdout)
-    assert len(lines) == len(document["rows"])
-    assert [int(line[0]) for line in lines] == [row["size"] for row in document["rows"]]
-    assert {len(line) for line in lines} == {13}
+    printed = iter(rows_of(done.stdout))
+    for name in table.COLLECTIVES:
+        document = json.loads((tmp_path / name).read_text())
+        assert document["schema"] == report.SCHEMA
+        assert document["environment"]["ranks"] == 3
+        assert document["plan"]["collective"] == name
+        for row in document["rows"]:
+            for cell in row["results"]["mscomm"].values():
+                assert cell["wrong"] == 0
+                assert [len(one) for one in cell["rounds_us"]] == [3]
+        lines = list(itertools.islice(printed, len(document["rows"])))
+        assert [int(line[0]) for line in lines] == [row["size"] for row in document["rows"]]
+        assert {len(line) for line in lines} == {13}
+    assert list(printed) == []
+    assert done.stdout.count("# Avg bus bandwidth    : ") == len(table.COLLECTIVES)
     assert done.stdout.splitlines()[-1].startswith("# Avg bus bandwidth    : ")
 
 
@@ -114,8 +140,9 @@ def test_what_mscomm_itself_refuses_is_told_once_without_a_traceback() -> None:
 
 def test_wrong_elements_end_the_command_with_1(tmp_path: Path) -> None:
     """A script replaces all_reduce: on each rank, the first element of a float32 sum is 1 too large."""
-    script = tmp_path / "wrong.py"
-    script.write_text(
+    done = benched(
+        tmp_path,
+        2,
         "import mscomm, sys\n"
         "right = mscomm.all_reduce\n"
         "def wrong(x, op='sum', **more):\n"
@@ -124,22 +151,37 @@ def test_wrong_elements_end_the_command_with_1(tmp_path: Path) -> None:
         "    return found\n"
         "mscomm.all_reduce = wrong\n"
         "from mscomm.cli import main\n"
-        "main(['bench', 'all_reduce', '-e', '8', '--iters', '2'])\n"
+        "main(['bench', 'all_reduce', '-e', '8', '--iters', '2', '-w', '1'])\n",
     )
-    command = [sys.executable, "-m", "mscomm", "run", "-n", "2", str(script)]
-    done = run(command, 120, clean_environment())
     assert done.returncode == 1
     # One wrong element x 2 ranks x 2 measurements (in place, out of place).
     assert "Wrong elements       : 4 FAILED" in done.stdout
 
 
-def test_buckets_compares_fused_with_each() -> None:
-    done = measure("buckets", "-n", 2, "--iters", 1, "-w", 0)
+def test_the_gradients_are_those_of_resnet_50() -> None:
+    assert (len(buckets.gradients()), sum(buckets.gradients())) == (161, 25_557_032)
+
+
+SIXTEENTH = """
+from mscomm.bench import buckets
+from mscomm.cli import main
+
+whole = buckets.gradients()
+buckets.gradients = lambda: [count // 16 + 1 for count in whole]
+buckets.BUCKETS_MB = (0.25, 1.0, 4.0)
+main(["bench", "buckets", "--iters", "1", "-w", "0"])
+"""
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)], ids=["sixteenth", "whole"])
+def test_buckets_compares_fused_with_each(whole: bool, tmp_path: Path) -> None:
+    done = measure("buckets", "-n", 2, "--iters", 1, "-w", 0) if whole else benched(tmp_path, 2, SIXTEENTH)
     assert done.returncode == 0, done.stdout + done.stderr
-    small, whole, *sizes = (line.split() for line in done.stdout.splitlines() if line and not line.startswith("#"))
-    assert whole[:3] == ["all", "161", str(4 * 25_557_032)]
-    assert whole[-1] == small[-1] == "0"
-    assert [float(row[0]) for row in sizes] == list(buckets.BUCKETS_MB)
+    small, all_, *sizes = (line.split() for line in done.stdout.splitlines() if line and not line.startswith("#"))
+    elements = sum(count if whole else count // 16 + 1 for count in buckets.gradients())
+    assert all_[:3] == ["all", "161", str(4 * elements)]
+    assert all_[-1] == small[-1] == "0"
+    assert [float(row[0]) for row in sizes] == list(buckets.BUCKETS_MB if whole else (0.25, 1.0, 4.0))
     for _, _, backward, communication, step, exposed, hidden in sizes:
         assert float(exposed) == pytest.approx(float(step) - float(backward), abs=0.2)
         assert 0 <= float(hidden.rstrip("%")) <= 100

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from benches import each_moving, installed, measure, rows_of
+from rotated import rotated
 from sessions import clean_environment, run
 
 from mscomm.bench import peers, table
@@ -87,52 +90,55 @@ def test_memory_has_a_call_for_every_row(ranks: int, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-each_peer = pytest.mark.parametrize("peer", ["torch-gloo", *peers.FLAVOURS])
+PEERS = ["torch-gloo", *peers.FLAVOURS]
+
+
+TOGETHER = ["private,memory", "openmpi,openmpi-single", "mpich,mpich-single", "torch-gloo,torch-gloo-4"]
+
+
+@pytest.mark.parametrize("names", rotated(TOGETHER, few=1, always=TOGETHER[:2]))
+def test_peers_are_measured_in_turn_and_each_in_a_column_of_its_own(names: str, tmp_path: Path) -> None:
+    words = ["-n", 2, "-b", 64, "-e", "64K", "-f", 32, "--iters", 2, "-w", 2, "--json", tmp_path / "j", "--vs", names]
+    done = measure("all_reduce", *words, *installed(names.split(",")[0]))
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads((tmp_path / "j").read_text())
+    assert [int(line[0]) for line in rows_of(done.stdout)] == [64, 2048, 65536]
+    for peer in names.split(","):
+        for row in document["rows"]:
+            for name in ("mscomm", peer):
+                (cell,) = row["results"][name].values()
+                assert (cell["wrong"], [len(one) for one in cell["rounds_us"]]) == (0, [2] * 5)
+        assert re.search(rf"^# {peer}/mscomm: geometric mean .* {peer} is faster in \d of 3 sizes$", done.stdout, re.M)
+        about = document["environment"]["contenders"][peer]
+        if peer.removesuffix(peers.SINGLE) in peers.FLAVOURS:
+            assert about.endswith("MPI_THREAD_SINGLE" if peer.endswith(peers.SINGLE) else "MPI_THREAD_MULTIPLE")
+        if peer in peers.GLOO_INTERFACES:
+            assert about.endswith(",".join(["lo"] * peers.GLOO_INTERFACES[peer]))
+
+
+def test_every_peer_is_measured() -> None:
+    assert set(",".join(TOGETHER).split(",")) == set(peers.PEERS)
 
 
 @pytest.mark.parametrize(
-    "peer",
-    [pytest.param(peer, marks=pytest.mark.long if peer.endswith(peers.SINGLE) else ()) for peer in peers.PEERS],
+    ("peer", "words", "what"),
+    rotated(
+        [(peer, *rest) for peer in PEERS for rest in (("all_reduce -o avg", "avg"), ("exscan", "exscan"))],
+        few=1,
+        always=[("openmpi", "exscan", "exscan")],
+    ),
 )
-def test_a_peer_is_measured_in_turn_and_in_a_column_of_its_own(peer: str, tmp_path: Path) -> None:
-    words = ["-n", 2, "-b", 64, "-e", "64K", "-f", 32, "--iters", 2, "--json", tmp_path / "j", "--vs", peer]
-    done = measure("all_reduce", *words, *installed(peer))
-    assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads((tmp_path / "j").read_text())
-    for row in document["rows"]:
-        for name in ("mscomm", peer):
-            (cell,) = row["results"][name].values()
-            assert (cell["wrong"], [len(one) for one in cell["rounds_us"]]) == (0, [2] * 5)
-    assert [int(line[0]) for line in rows_of(done.stdout)] == [64, 2048, 65536]
-    assert re.search(rf"^# {peer}/mscomm: geometric mean .* {peer} is faster in \d of 3 sizes$", done.stdout, re.M)
-    about = document["environment"]["contenders"][peer]
-    if peer.removesuffix(peers.SINGLE) in peers.FLAVOURS:
-        assert about.endswith("MPI_THREAD_SINGLE" if peer.endswith(peers.SINGLE) else "MPI_THREAD_MULTIPLE")
-    if peer in peers.GLOO_INTERFACES:
-        assert about.endswith(",".join(["lo"] * peers.GLOO_INTERFACES[peer]))
-
-
-@pytest.mark.parametrize("settings", ["torch-gloo,torch-gloo-4", "openmpi,openmpi-single"])
-def test_two_settings_of_a_peer_are_measured_in_one_run(settings: str) -> None:
-    first, second = settings.split(",")
-    done = measure("all_gather", "-n", 2, "-b", 64, "-e", 64, "--iters", 2, "--vs", settings, *installed(first))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"# {second}/mscomm" in done.stdout
-
-
-@each_peer
-def test_what_a_peer_cannot_do_is_told_before_anything_is_measured(peer: str) -> None:
-    for words, what in ((["all_reduce", "-o", "avg"], "avg"), (["exscan"], "exscan")):
-        done = measure(*words, "-n", 2, "-e", 64, "--vs", peer, *installed(peer))
-        assert done.returncode == 1
-        assert re.search(rf"mscomm bench: {peer}.* has no {what}|mscomm bench: {peer}: MPI has no {what}", done.stderr)
-        assert rows_of(done.stdout) == [] and "Traceback" not in done.stderr
+def test_what_a_peer_cannot_do_is_told_before_anything_is_measured(peer: str, words: str, what: str) -> None:
+    done = measure(*words.split(), "-n", 2, "-e", 64, "--vs", peer, *installed(peer))
+    assert done.returncode == 1
+    assert re.search(rf"mscomm bench: {peer}.* has no {what}|mscomm bench: {peer}: MPI has no {what}", done.stderr)
+    assert rows_of(done.stdout) == [] and "Traceback" not in done.stderr
 
 
 EVERY_ROW = """
-import sys
+import sys, time
 from pathlib import Path
-import numpy as np
+import numpy as np, psutil
 import mscomm
 from mscomm.bench.peers import PEERS, lacks
 from mscomm.bench.table import COLLECTIVES, Case
@@ -154,56 +160,44 @@ for row in COLLECTIVES.values():
         cell.close()
         if rank == 0:
             print(row.name, wrong)
-peer.close()
-"""
-
-
-@each_peer
-def test_every_row_of_the_table_is_right_on_a_peer(peer: str, tmp_path: Path) -> None:
-    """Run each collective of the table with the peer, and compare its results with those that the table expects."""
-    prefix = installed(peer)[1:]
-    script = tmp_path / "every_row.py"
-    script.write_text(EVERY_ROW)
-    command = [sys.executable, "-m", "mscomm", "run", "-n", "3", str(script), peer, *prefix]
-    done = run(command, 280, clean_environment())
-    assert done.returncode == 0, done.stderr
-    found = [line.removeprefix("[0] ").split() for line in done.stdout.splitlines()]
-    assert {name for name, _ in found} == {name for name in table.COLLECTIVES if not peers.lacks(peer, name)}
-    assert [line for line in found if line[1] != "0"] == []
-
-
-IDLE = """
-import os, sys, time
-from pathlib import Path
-import numpy as np, psutil
-import mscomm
-from mscomm.bench.peers import Mpi
-from mscomm.bench.table import COLLECTIVES, Case
 
 def used():
     return sum(sum(p.cpu_times()[:2]) for p in psutil.Process().children(recursive=True))
 
-mscomm.init()
-case = Case(COLLECTIVES["barrier"], np.dtype(np.float32), "sum", 0, 2, mscomm.get_rank())
-mpi = Mpi(sys.argv[1], case, Path(sys.argv[2]) if len(sys.argv) > 2 else None)
-mpi.cell(0, False).measure(0, 10)
 before = used()
-time.sleep(2)
+time.sleep(2)  # meanwhile the ranks of an MPI must not spin
 spent = used() - before
 mscomm.barrier()
-mpi.close()
-if case.rank == 0:
+peer.close()
+if rank == 0:
     print("spent", spent)
 """
 
 
-@pytest.mark.parametrize("peer", peers.FLAVOURS)
-def test_the_ranks_of_an_mpi_use_no_cpu_while_others_are_measured(peer: str, tmp_path: Path) -> None:
+@functools.cache
+def every_row(peer: str) -> tuple[list[list[str]], float]:
+    """Run each collective of the table with the peer, in one job. Return pairs of its name and the number of wrong
+    results, and the CPU time that the peer's processes then use in two seconds.
+    """
     prefix = installed(peer)[1:]
-    script = tmp_path / "idle.py"
-    script.write_text(IDLE)
-    command = [sys.executable, "-m", "mscomm", "run", "-n", "2", str(script), peer, *prefix]
-    done = run(command, 120, clean_environment())
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "every_row.py")
+        script.write_text(EVERY_ROW)
+        command = [sys.executable, "-m", "mscomm", "run", "-n", "3", str(script), peer, *prefix]
+        done = run(command, 280, clean_environment())
     assert done.returncode == 0, done.stderr
-    spent = float(done.stdout.removeprefix("[0] spent "))
-    assert spent < 1.0  # two spinning ranks would take 4 CPU seconds
+    *found, (_, spent) = (line.removeprefix("[0] ").split() for line in done.stdout.splitlines())
+    return found, float(spent)
+
+
+@pytest.mark.parametrize("peer", rotated(PEERS, few=1, always=["openmpi"]))
+def test_every_row_of_the_table_is_right_on_a_peer(peer: str) -> None:
+    found, _ = every_row(peer)
+    assert {name for name, _ in found} == {name for name in table.COLLECTIVES if not peers.lacks(peer, name)}
+    assert [line for line in found if line[1] != "0"] == []
+
+
+@pytest.mark.parametrize("peer", rotated(list(peers.FLAVOURS), few=0, always=["openmpi"]))
+def test_the_ranks_of_an_mpi_use_no_cpu_while_others_are_measured(peer: str) -> None:
+    _, spent = every_row(peer)
+    assert spent < 1.0  # on free CPUs, three spinning ranks would take 6 CPU seconds

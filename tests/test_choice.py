@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -58,32 +59,47 @@ def test_what_is_forced_is_not_asked_about_its_size():
     assert chosen("broadcast", [0, 1, 2], forced) == ["tree"]
 
 
-@pytest.mark.parametrize(("n", "chain"), [(2, None), (4, 256 << 10)])
-@ranks("n", env={"MSCOMM_HOST_ID": "{rank}"})
-def test_a_long_broadcast_over_links_goes_along_a_chain(rank: int, group: Any, n: int, chain: int | None):
+def sizes_chosen(what: str, ranks: int, sizes: Iterable[int]) -> list[str]:
+    """Return the algorithm for each size, if each rank is on a host of its own."""
+    layout = _core.Layout(hosts=list(range(ranks)), rank=0, forced=NONE)
+    return [layout.chosen(list(_core.collectives).index(what), size) for size in sizes]
+
+
+LONG = (8, (256 << 10) - 1, 256 << 10, (1 << 20) + 1)
+
+
+def test_a_long_broadcast_over_links_goes_along_a_chain():
     """Check that the faster algorithm is chosen. A chain (the algorithm `ring`) takes as long as one message plus n-2
     windows of 128 KiB. A tree takes as long as log2(n) messages.
     """
-    layout, broadcast = resolve(None).core.layout, _core.collectives.index("broadcast")
-    for size in (8, (256 << 10) - 1, 256 << 10, (1 << 20) + 1):
-        assert layout.chosen(broadcast, size) == ("ring" if chain and size >= chain else "tree")
-        for root in range(n):
+    assert sizes_chosen("broadcast", 2, LONG) == ["tree"] * 4
+    assert sizes_chosen("broadcast", 4, LONG) == ["tree", "tree", "ring", "ring"]
+
+
+@ranks(4, env={"MSCOMM_HOST_ID": "{rank}"})
+def test_ranks_on_hosts_of_their_own_take_the_chosen_algorithm(rank: int, group: Any):
+    layout, broadcast = resolve(None).core.layout, list(_core.collectives).index("broadcast")
+    assert [layout.chosen(broadcast, size) for size in LONG] == sizes_chosen("broadcast", 4, LONG)
+    for size in LONG:
+        for root in range(4):
             x = np.full(size, rank if rank == root else 99, np.uint8)
             assert (mscomm.broadcast(x, root=root) == root).all(), size
 
 
-@ranks(34, env={"MSCOMM_HOST_ID": "{rank}"})
-def test_many_hosts_choose_what_takes_few_messages_or_a_ring(rank: int, group: Any):
+def test_many_hosts_choose_what_takes_few_messages_or_a_ring():
     """With more than 32 hosts, `direct` takes longer for short messages than `bruck`, because each rank sends n-1
     messages instead of log2(n). Long messages of all_gather go around a ring. Reductions do not use a ring, because the
     bits of their results would change.
     """
-    layout = resolve(None).core.layout
     sizes = (8, 7 << 10, 8 << 10, 1 << 20, 34 << 20)
-    chosen = {what: [layout.chosen(number, size) for size in sizes] for number, what in enumerate(_core.collectives)}
-    assert chosen["all_reduce"] == ["bruck", "bruck", "direct", "direct", "direct"]
-    assert chosen["all_gather"] == ["bruck", "bruck", "direct", "ring", "ring"]
-    assert chosen["reduce_scatter"] == ["direct"] * 5
+    assert sizes_chosen("all_reduce", 34, sizes) == ["bruck", "bruck", "direct", "direct", "direct"]
+    assert sizes_chosen("all_gather", 34, sizes) == ["bruck", "bruck", "direct", "ring", "ring"]
+    assert sizes_chosen("reduce_scatter", 34, sizes) == ["direct"] * 5
+
+
+@pytest.mark.long
+@ranks(34, env={"MSCOMM_HOST_ID": "{rank}"})
+def test_many_hosts_make_calls(rank: int, group: Any):
     x = np.arange(5.0) + rank
     assert (mscomm.all_reduce(x) == 34 * np.arange(5.0) + 33 * 17).all()
     assert (mscomm.all_gather(x[None]) == np.arange(34)[:, None] + np.arange(5.0)).all()

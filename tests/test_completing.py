@@ -18,7 +18,7 @@ from mscomm import completing
 from mscomm.works import when_done
 
 CARRIERS = pytest.mark.parametrize("algorithm", ["", "all_gather=direct"])
-LONGEST_S = 30
+LONGEST_S = 60
 
 
 def wait_for(event: threading.Event) -> None:

@@ -1,6 +1,7 @@
 """Every function gives the right bits with every algorithm. There is one job for each algorithm and number of ranks.
-Each job tries every function x dtype x op x size, with all kinds of memory. Further jobs try shapes, counts and strides
-that hypothesis draws.
+Each job tries every function x dtype x op. In `make test`, a job tries one size with each of these, another one in each
+run, and all kinds of memory. In `make test-all`, it tries every size with each. Further jobs try shapes, counts and
+strides that hypothesis draws, others in each run.
 
 mscomm._core says which functions exist, and functions.py says which results they must have. Only the `ring` reductions
 may reduce in a different order than functions.py: see check_in_any_order.
@@ -12,6 +13,7 @@ import functools
 import itertools
 import math
 import os
+import random
 import select
 import time
 import zlib
@@ -23,8 +25,10 @@ import numpy as np
 import pytest
 from functions import DTYPES, FUNCTIONS, OTHERS, REDUCED, Array, Function, How, algorithms_of, bits, ops_of, real
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as begins_with
 from hypothesis import strategies as some
 from ranks import ranks
+from rotated import rotated, seed
 
 import mscomm
 from mscomm import _core
@@ -321,55 +325,70 @@ def rows_of(name: str, n: int, size: int) -> list[list[int]]:
     return [[each * ((s + 2 * d) % (n + 1)) // n + (d == 1) for d in range(n)] for s in range(n)]
 
 
-def cases(names: list[str], n: int) -> Iterator[Case]:
+def cases(names: list[str], n: int, few: random.Random | None = None) -> Iterator[Case]:
     """Yield a case for every function x dtype x op x size. The kinds of memory, the shapes and the roots change from
     case to case.
 
     For three ranks, there is also a case for every kind of memory x function x size. In these cases, the dtypes change
     from case to case.
+
+    few: if given, it chooses one size, seldom the large one, for every function x dtype x op, and for every kind of
+    memory x function.
     """
     turn = itertools.count()
     kinds, tails, roots, dtypes = map(itertools.cycle, (KINDS, TAILS, range(n), DTYPES))
+    if few:
+        for values in (kinds, tails, roots, dtypes):
+            for _ in range(few.randrange(len(KINDS))):
+                next(values)
 
     def case(name: str, dtype: np.dtype[Any], op: str, size: int, kind: Kind) -> Case:
         tail = next(tails)
         rows = rows_of(name, n, -(-size // math.prod(tail)))
         return Case(name, How(op, next(roots), rows), dtype, tail, kind, next(turn))
 
+    def some_sizes(dtype: np.dtype[Any]) -> list[int]:
+        return few.choices(sizes(dtype, n), (4, 4, 4, 4, 1)) if few else sizes(dtype, n)
+
     for name in names:
         for dtype in DTYPES:
             for op in ops_of(dtype, name) if FUNCTIONS[name].has_op else [""]:
-                for size in sizes(dtype, n):
+                for size in some_sizes(dtype):
                     yield case(name, dtype, op, size, next(kinds))
         if n == 3:
             for kind, dtype in zip(KINDS, dtypes, strict=False):
                 if FUNCTIONS[name].has_op and dtype not in REDUCED:
                     continue
-                for size in sizes(dtype, n):
+                for size in some_sizes(dtype):
                     yield case(name, dtype, "max" if dtype.kind != "c" else "sum", size, kind)
 
 
 # --- the tests ------------------------------------------------------------------------------------------------------
 
 
-def is_long(algorithm: str, n: int) -> bool:
-    return n > (3 if algorithm in ("arena", "direct") else 2)
+JOBS = list(itertools.product(ALGORITHMS, RANKS))
+# The jobs that `make test` runs each time, with few cases. It runs a few of the other jobs, too.
+ALWAYS = [(name, n) for name, n in JOBS if n in ((1, 2, 3) if name in ("arena", "direct") else (2,))]
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "n"),
-    [
-        pytest.param(algorithm, n, marks=[pytest.mark.long] if is_long(algorithm, n) else [])
-        for algorithm in ALGORITHMS
-        for n in RANKS
-    ],
-)
+@pytest.mark.parametrize(("algorithm", "n"), rotated(JOBS, few=2, always=ALWAYS))
+@ranks("n", env={"MSCOMM_ALGO": "{algorithm}"}, timeout_s=300)
+def test_every_function_gives_what_numpy_gives_for_a_size(rank, group, n, algorithm):
+    try_cases(rank, n, algorithm, lambda names, n: cases(names, n, random.Random(seed())))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("algorithm", "n"), JOBS)
 @ranks("n", env={"MSCOMM_ALGO": "{algorithm}"}, timeout_s=300)
 def test_every_function_gives_what_numpy_gives(rank, group, n, algorithm):
+    try_cases(rank, n, algorithm, cases)
+
+
+def try_cases(rank: int, n: int, algorithm: str, cases_of: Callable[[list[str], int], Iterator[Case]]) -> None:
     names = [name for name, row in FUNCTIONS.items() if algorithm in algorithms_of(row.what)]
     hosts = resolve(None).hosts  # the host of each rank; test_hosts.py runs this test on several hosts
     ledger = Ledger()
-    for case in cases(names, n):
+    for case in cases_of(names, n):
         own_order = algorithm in OWN_ORDER and case.row.has_op
         make = tame if own_order else wild if case.row.has_op else raw_bits
         inputs = case.inputs(make, n)
@@ -406,15 +425,16 @@ def drawn_cases(draw: Any, n: int) -> Case:
     return Case(name, How(op, draw(some.integers(0, n - 1)), rows), dtype, tail, kind, draw(some.integers(0, 5)))
 
 
+@pytest.mark.parametrize("examples", [40, pytest.param(250, marks=pytest.mark.long)])
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name not in OWN_ORDER])
 @ranks(3, env={"MSCOMM_ALGO": "{algorithm}"}, timeout_s=240)
-def test_any_shape_counts_and_strides(rank, group, algorithm):
+def test_any_shape_counts_and_strides(rank, group, algorithm, examples):
     n = 3
 
-    # All ranks draw the same examples, because hypothesis is derandomized and retries nothing after a failure.
+    # All ranks draw the same examples, because they begin with the same seed, and retry nothing after a failure.
+    @begins_with(int(seed()))
     @settings(
-        max_examples=250,
-        derandomize=True,
+        max_examples=examples,
         database=None,
         deadline=None,
         phases=[Phase.generate],

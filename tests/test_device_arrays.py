@@ -5,6 +5,7 @@ change nothing else.
 from __future__ import annotations
 
 import importlib
+import random
 import sys
 import time
 import types
@@ -20,6 +21,7 @@ from fakes import device_array
 from fakes.device_array import DeviceArray, compute
 from functions import DTYPES, bits
 from ranks import everybody_is_here
+from rotated import seed
 
 import mscomm
 from mscomm import _core, arrays
@@ -94,6 +96,7 @@ def records() -> list[dict[str, Any]]:
 @devices(2)
 def test_a_row_changes_no_result_and_no_record(rank: int, group: None, backend: str) -> None:
     shapes = [(), (1,), (4, 3), (2, 1, 5), (0, 3), (1,) * 12, (4096, 5)]
+    dice = random.Random(seed())
     for dtype in DTYPES:
         code = DTYPES.index(dtype)
         for name, options in CALLS.items():
@@ -103,9 +106,8 @@ def test_a_row_changes_no_result_and_no_record(rank: int, group: None, backend: 
                 or resolve(None).refuses(code, _core.ops.index(options["op"]))
             ):
                 continue
-            for shape in shapes:
-                if name in ("reduce_scatter", "all_to_all") and (not shape or shape[0] % 2):
-                    continue
+            divides = name in ("reduce_scatter", "all_to_all")
+            for shape in dice.sample([shape for shape in shapes if not divides or (shape and shape[0] % 2 == 0)], 2):
                 x = on_device((np.random.default_rng(rank).integers(0, 2, shape)).astype(dtype))
                 known()
                 call = getattr(mscomm, name)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from fakes.build import CUDA, build, compiler
-from fakes.launch import launch
+from fakes.launch import launch, warm
 from fakes.nccl_calls import IN_PROGRESS, INVALID_USAGE, TYPES, Config, Nccl, UniqueId
 
 
@@ -25,8 +25,14 @@ def paths():
     return build(names=CUDA)
 
 
+@pytest.fixture(scope="module")
+def warmed(paths):
+    with warm("fakes.scenarios") as process:
+        yield process
+
+
 @pytest.fixture
-def ranks(paths, tmp_path):
+def ranks(paths, warmed, tmp_path):
     """ranks(n, scenario, ...) runs the scenario in n processes. It returns a dict with the result of each rank."""
 
     def run(
@@ -39,7 +45,7 @@ def ranks(paths, tmp_path):
             "ids": [library.unique_id().hex() for _ in range(10)],
         }
         return launch(
-            "fakes.scenarios",
+            warmed,
             scenario,
             size,
             more,
@@ -71,14 +77,23 @@ def test_other_versions(ranks, paths, version):
         assert value["bad"] == [] and value["version"] == version
 
 
-def test_several_processes_build_at_once(tmp_path):
-    code = f"from fakes.build import build; print(build({str(tmp_path)!r}, ['hccl-split'])['hccl-split'])"
-    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+def test_one_of_several_processes_builds_and_the_others_wait(tmp_path):
+    compiler, log, folder = tmp_path / "compiler", tmp_path / "log", tmp_path / "builds"
+    compiler.write_text(f"""#!/bin/sh
+echo "$@" >> {log}
+while [ "$1" != -o ]; do shift; done
+sleep 0.2
+touch "$2"
+""")
+    compiler.chmod(0o755)
+    code = f"from fakes.build import build; print(build({str(folder)!r}, ['hccl-split'])['hccl-split'])"
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "CXX": str(compiler)}
     command = [sys.executable, "-c", code]
     started = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert len({process.communicate(timeout=100)[0] for process in started}) == 1
     assert [process.returncode for process in started] == [0, 0, 0]
-    assert [path.name for path in tmp_path.glob("*/**/*") if path.is_file()] == ["libhccl.so"]
+    assert [path.name for path in folder.glob("*/**/*") if path.is_file()] == ["libhccl.so"]
+    assert len(log.read_text().splitlines()) == 3  # two sources and a library
 
 
 def test_without_a_compiler(monkeypatch):

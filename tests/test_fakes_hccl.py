@@ -6,7 +6,7 @@ import signal
 
 import pytest
 from fakes.build import ASCEND, build, compiler
-from fakes.launch import launch
+from fakes.launch import launch, warm
 
 VARIANTS = {
     "one library": ("acl", ("hccl",)),
@@ -24,16 +24,23 @@ def paths():
     return build(names=ASCEND)
 
 
+@pytest.fixture(scope="module")
+def warmed(paths):
+    with warm("fakes.hccl_scenarios") as process:
+        yield process
+
+
 @pytest.fixture
-def ranks(paths, tmp_path):
+def ranks(paths, warmed, tmp_path):
     """ranks(n, scenario, ...) runs the scenario in n processes. It returns a dict with the result of each rank."""
 
-    def run(size, scenario, *, variant="one library", env=None, only=None, codes=None, clean=True, **more):
+    def run(
+        size, scenario, *, variant="one library", device_of=None, env=None, only=None, codes=None, clean=True, **more
+    ):
         runtime, libraries = VARIANTS[variant]
         more |= {"acl": str(paths[runtime]), "hccl": [str(paths[one]) for one in libraries]}
-        return launch(
-            "fakes.hccl_scenarios", scenario, size, more, tmp_path, env=env, only=only, codes=codes, clean=clean
-        )
+        each = {"arguments_of": lambda rank: {"device": device_of(rank)}} if device_of else {}
+        return launch(warmed, scenario, size, more, tmp_path, env=env, only=only, codes=codes, clean=clean, **each)
 
     return run
 
@@ -81,24 +88,10 @@ def test_types_and_operators_of_910(ranks):
 @pytest.mark.parametrize(
     ("size", "first", "code"), [(1, 0, 0), (2, 0, 0), (3, 0, 1), (2, 3, 1), (2, 4, 0)], ids=lambda value: str(value)
 )
-def test_rank_counts_of_910(ranks, paths, tmp_path, size, first, code):
-    more = {"acl": str(paths["acl"]), "hccl": [str(paths["hccl"])]}
+def test_rank_counts_of_910(ranks, size, first, code):
     env = {"FAKE_ASCEND": "910", "FAKE_DEVICES": "8"}
-    shifted = [{**more, "device": first + rank} for rank in range(size)]
-    assert set(_each(shifted, "init_code", tmp_path, env).values()) == {code}
-
-
-def _each(arguments, scenario, folder, env):
-    """Run each rank with its own arguments."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    def one(rank):
-        return launch(
-            "fakes.hccl_scenarios", scenario, len(arguments), arguments[rank], folder, env=env, only=[rank], clean=False
-        )[rank][0]
-
-    with ThreadPoolExecutor(len(arguments)) as pool:
-        return dict(enumerate(pool.map(one, range(len(arguments)))))
+    values = ranks(size, "init_code", device_of=lambda rank: first + rank, env=env, clean=False)
+    assert {value for value, _ in values.values()} == {code}
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,10 @@ listeners or vendor headers.
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 import mscomm
 
@@ -61,8 +59,10 @@ def layer(name: str) -> str:
     return name.split(".")[1] if "." in name else "mscomm"
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line, module) for each import from the package, including imports that are only for type checkers."""
+@functools.cache
+def imports(path: Path) -> list[tuple[int, str]]:
+    """Return (line, module) for each import from the package, including imports that are only for type checkers."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -72,28 +72,33 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
         else:
             continue
         for name in names:
-            found = name if name in MODULES else name.rpartition(".")[0]
-            if found in MODULES and found != module(path):
-                yield node.lineno, found
+            imported = name if name in MODULES else name.rpartition(".")[0]
+            if imported in MODULES and imported != module(path):
+                found.append((node.lineno, imported))
+    return found
 
 
-@pytest.mark.parametrize("path", CORE_FILES, ids=named)
-def test_core_files_include_their_own_and_lower_layers(path):
+def test_core_files_include_their_own_and_lower_layers():
     wrong = [
         f"{named(path)}:{number}: {line}"
+        for path in CORE_FILES
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if (found := re.match(r'\s*#\s*include\s*"([^/"]+)', line)) and found[1] not in CORE_SEES[core_layer(path)]
     ]
     assert not wrong
 
 
-@pytest.mark.parametrize("path", PYTHON_FILES, ids=named)
-def test_python_files_import_only_their_own_and_lower_layers(path):
-    mine = layer(module(path))
-    assert mine in PYTHON_LAYERS, f"{mine} is no layer yet; give it a place among PYTHON_LAYERS and in CONTRIBUTING.md"
-    lower = PYTHON_LAYERS[: PYTHON_LAYERS.index(mine)]
-    wrong = [(line, name) for line, name in imports(path) if layer(name) != mine and layer(name) not in lower]
-    assert not wrong, f"{named(path)}: {mine} must not import {wrong}"
+def test_python_files_import_only_their_own_and_lower_layers():
+    folders = {layer(module(path)) for path in PYTHON_FILES}
+    assert folders <= set(PYTHON_LAYERS), "give the new layer a place among PYTHON_LAYERS and in CONTRIBUTING.md"
+    place = {name: number for number, name in enumerate(PYTHON_LAYERS)}
+    wrong = [
+        f"{named(path)}:{line}: {layer(module(path))} must not import {name}"
+        for path in PYTHON_FILES
+        for line, name in imports(path)
+        if place.get(layer(name), len(place)) > place[layer(module(path))]
+    ]
+    assert not wrong
 
 
 def test_the_package_names_only_what_is_below_it():
@@ -107,18 +112,19 @@ def test_no_module_imports_itself_through_others():
     graphlib.TopologicalSorter(graph).prepare()  # raises a CycleError that shows the cycle
 
 
-@pytest.mark.parametrize("path", [path for path in CORE_FILES if core_layer(path) != "src"], ids=named)
-def test_the_core_knows_no_python(path):
-    assert not re.search(r'#\s*include\s*[<"](Python\.h|pybind11/)|\bPy[A-Z_]\w+\(', code(path))
+def test_the_core_knows_no_python():
+    python = r'#\s*include\s*[<"](Python\.h|pybind11/)|\bPy[A-Z_]\w+\('
+    assert [named(path) for path in CORE_FILES if core_layer(path) != "src" and re.search(python, code(path))] == []
 
 
-@pytest.mark.parametrize("path", [path for path in CORE_FILES if core_layer(path) != "tools"], ids=named)
-def test_the_core_never_listens(path):
-    assert not re.search(r"(?<![\w.>:])(::)?(listen|accept4?|bind)\s*\(", code(path))
+def test_the_core_never_listens():
+    listens = r"(?<![\w.>:])(::)?(listen|accept4?|bind)\s*\("
+    assert [named(path) for path in CORE_FILES if core_layer(path) != "tools" and re.search(listens, code(path))] == []
 
 
-@pytest.mark.parametrize("path", CORE_FILES, ids=named)
-def test_no_vendor_header_is_included(path):
+def test_no_vendor_header_is_included():
     vendors = "cuda|nccl|hccl|acl|mpi|pmi|pmix|numa|openssl|infiniband|rdma|torch|ATen|c10"
-    found = re.findall(rf'#\s*include\s*[<"]((?:{vendors})\w*(?:/[^>"]*|\.h\w*))[>"]', path.read_text(), re.I)
-    assert [header for header in found if not (CSRC / header).exists()] == []  # headers in csrc/cuda are mscomm's own
+    included = re.compile(rf'#\s*include\s*[<"]((?:{vendors})\w*(?:/[^>"]*|\.h\w*))[>"]', re.I)
+    found = [(named(path), header) for path in CORE_FILES for header in included.findall(path.read_text())]
+    # Headers in csrc/cuda are mscomm's own.
+    assert [(path, header) for path, header in found if not (CSRC / header).exists()] == []

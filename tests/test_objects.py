@@ -37,8 +37,10 @@ from mscomm.group import Group
 from mscomm.job import resolve
 from mscomm.packing import DEEPEST, pack, unpack
 
-settings.register_profile("mscomm", database=None, deadline=None, derandomize=True, max_examples=300)
+# The examples differ from run to run. Hypothesis prints the one that fails.
+settings.register_profile("mscomm", database=None, deadline=None, max_examples=300)
 settings.load_profile("mscomm")
+few = settings(max_examples=60)  # for objects(), which are slow to draw
 
 
 @mscomm.register_object
@@ -201,6 +203,7 @@ def objects(draw: Any, depth: int = 0) -> Any:
     return kind(draw(objects(depth + 1)) for _ in range(size))
 
 
+@few
 @given(objects())
 def test_what_is_packed_comes_back_with_its_types(obj):
     assert same(unpack(pack(obj)), obj)
@@ -482,6 +485,7 @@ def refused_or_read(data: bytes) -> None:
         assert str(error).startswith("unpack: ")
 
 
+@few
 @given(objects(), st.data())
 def test_damaged_bytes_are_an_error_or_another_object(obj, data):
     damaged = bytearray(pack(obj))
@@ -499,6 +503,7 @@ def test_any_bytes_are_an_error_or_an_object(data):
     refused_or_read(data)
 
 
+@few
 @given(objects())
 def test_no_prefix_of_an_object_is_an_object(obj):
     whole = pack(obj)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 from ranks import ranks
+from rotated import rotated
 
 import mscomm
 from mscomm.job import resolve
 
-CARRIERS = pytest.mark.parametrize("algorithm", ["arena", "direct"])
+ALGORITHMS = ["arena", "direct"]
+CARRIERS = pytest.mark.parametrize("algorithm", ALGORITHMS)
 # The largest number of rows from one rank to another. A row has 8 bytes, so x is empty, tiny, or in several chunks.
 MOST_ROWS = [0, 3, 400, 30_000, 300_000]
 
@@ -66,8 +69,10 @@ def test_the_call_takes_one_number_and_may_run_beside_the_caller(rank, group, al
     assert resolve(None).core.where()[0] == 2
 
 
-@pytest.mark.parametrize("rows", [2, 5000])
-@CARRIERS
+@pytest.mark.parametrize(
+    ("algorithm", "rows"),
+    rotated(itertools.product(ALGORITHMS, [2, 5000]), few=0, always=[("arena", 2), ("direct", 5000)]),
+)
 @ranks(3, env={"MSCOMM_ALGO": "all_to_all={algorithm}"})
 def test_counts_that_do_not_fit_fail_on_every_rank(rank, group, algorithm, rows):
     sent = [rows] * 3
@@ -80,8 +85,14 @@ def test_counts_that_do_not_fit_fail_on_every_rank(rank, group, algorithm, rows)
     assert caught.value.ranks == (0, 1)
 
 
-@pytest.mark.parametrize("what", ["row", "dtype", "head", "even"])
-@CARRIERS
+@pytest.mark.parametrize(
+    ("algorithm", "what"),
+    rotated(
+        itertools.product(ALGORITHMS, ["row", "dtype", "head", "even"]),
+        few=1,
+        always=[("arena", "row"), ("direct", "dtype"), ("arena", "head"), ("direct", "even")],
+    ),
+)
 @ranks(3, env={"MSCOMM_ALGO": "all_to_all={algorithm}"})
 def test_calls_that_differ_fail_on_every_rank(rank, group, algorithm, what):
     odd = rank == 1

@@ -1,12 +1,13 @@
 """Checks the types that editors see.
 
-_core.pyi must match the compiled module, and the package must pass mypy --strict. A program that imports the installed
-package must see the types of the public names.
+_core.pyi must match the compiled module. A program that imports the installed package must see the types of the public
+names. `make lint` checks that the package passes mypy --strict.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import os
 import re
@@ -61,6 +62,9 @@ def test_the_stub_has_what_the_core_has_and_nothing_else(tmp_path):
     package.mkdir()
     (package / "__init__.pyi").touch()  # empty, because errors in the package's own __init__.pyi must not matter
     shutil.copy(STUB, package)
+    # An empty stub of NumPy, because the types of arrays do not matter here, and NumPy's own stubs take 10 s to read.
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy/__init__.pyi").write_text("from typing import Any\ndef __getattr__(name: str) -> Any: ...\n")
     (tmp_path / "allowed").write_text(PYBIND11)
     checked = subprocess.run(
         [sys.executable, "-m", "mypy.stubtest", "mscomm._core", "--allowlist", "allowed"],
@@ -84,12 +88,6 @@ def test_the_stub_has_the_parameters_of_the_core(name):
     assert parameters(value.__doc__.splitlines()[0]) == stub
 
 
-@needs_mypy
-def test_the_package_passes_mypy_strict():
-    checked = subprocess.run([sys.executable, "-m", "mypy", "--strict"], cwd=ROOT, capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-
-
 def typed_names() -> set[str]:
     """Return the names in mscomm/__init__.pyi, except those of modules."""
     tree = ast.parse((ROOT / "python/mscomm/__init__.pyi").read_text())
@@ -109,6 +107,9 @@ def test_every_public_name_is_there():
 def test_a_strict_program_knows_the_type_of_every_public_name(tmp_path):
     lines = ["import mscomm", *(f"reveal_type(mscomm.{name})" for name in mscomm.__all__), "mscomm.no_such_name"]
     (tmp_path / "program.py").write_text("\n".join(lines))
+    # What `make lint` has found out about NumPy need not be found out again.
+    with contextlib.suppress(FileNotFoundError):
+        shutil.copytree(ROOT / ".mypy_cache", tmp_path / "cache")
     checked = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", "cache", "program.py"],
         cwd=tmp_path,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -25,7 +27,7 @@ LIBRARIES: dict[str, tuple[str, tuple[str, ...]]] = {
     **{
         f"nccl-{version}": (
             f"nccl-{version}/libnccl.so.2",
-            (f"nccl.cc -DFAKE_NCCL_VERSION={version}", *COMMUNICATION),
+            (f"nccl_version.cc -DFAKE_NCCL_VERSION={version}", "nccl.cc", *COMMUNICATION),
         )
         for version in NCCL_VERSIONS
     },
@@ -55,6 +57,14 @@ def default_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"mscomm-fakes-{os.getuid()}"
 
 
+@contextlib.contextmanager
+def locked(top: Path) -> Iterator[None]:
+    """Let only one process at a time compile in this folder. The others wait, and then find what it has compiled."""
+    with open(top / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # closing the file releases the lock
+        yield
+
+
 def _sweep(top: Path) -> None:
     """Delete builds that are more than a week old."""
     for old in top.iterdir():
@@ -76,15 +86,40 @@ def _run_all(commands: Iterable[list[str]]) -> None:
         raise RuntimeError("the stand-ins do not compile:\n" + "\n".join(failed))
 
 
+def _compile(command: list[str], linking: list[str], root: Path, paths: dict[str, Path]) -> None:
+    """Compile the libraries of `paths` that do not exist. A library appears at its path when it is finished."""
+    missing = [name for name, path in paths.items() if not path.exists()]
+    with tempfile.TemporaryDirectory(prefix=".work-", dir=root) as work:
+        objects = {
+            source: f"{work}/{i}.o"
+            for i, source in enumerate(dict.fromkeys(one for name in missing for one in LIBRARIES[name][1]))
+        }
+        _run_all(
+            [*command, "-c", str(HERE / source.split()[0]), *source.split()[1:], "-o", output]
+            for source, output in objects.items()
+        )
+        _run_all(
+            [
+                *(*command, "-shared", *linking, f"-Wl,-soname,{paths[name].name}", "-o", f"{work}/{name}"),
+                *(objects[source] for source in LIBRARIES[name][1]),
+                "-ldl",
+            ]
+            for name in missing
+        )
+        for name in missing:
+            paths[name].parent.mkdir(exist_ok=True)
+            os.rename(f"{work}/{name}", paths[name])
+
+
 def build(
     folder: str | Path | None = None, names: Iterable[str] | None = None, flags: tuple[str, ...] = ()
 ) -> dict[str, Path]:
     """Compile the libraries that do not exist yet. Return the paths by name: "cuda", "nccl-22809", ...
 
-    "nccl" is the default version of NCCL. Several processes can build at the same time, because each process works in
-    its own folder and then moves the finished libraries into place.
+    "nccl" is the default version of NCCL. Several processes can build at the same time: the first one compiles, and the
+    others wait for it.
     """
-    command = [*compiler(), "-std=c++20", "-O2", "-g1", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden", "-pthread"]
+    command = [*compiler(), "-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden", "-pthread"]
     command += flags
     sources = b"".join(path.read_bytes() for path in sorted(HERE.glob("*.cc")) + sorted(HERE.glob("*.h")))
     key = hashlib.sha256(sources + repr((command, LIBRARIES)).encode()).hexdigest()[:16]
@@ -95,37 +130,11 @@ def build(
     root = top / key
     wanted = tuple(names or LIBRARIES)
     paths = {name: root / LIBRARIES[name][0] for name in wanted}
-    missing = [name for name in wanted if not paths[name].exists()]
-    if missing:
-        _sweep(top)
-        root.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".work-", dir=root) as work:
-            objects = {
-                source: f"{work}/{i}.o"
-                for i, source in enumerate(dict.fromkeys(one for name in missing for one in LIBRARIES[name][1]))
-            }
-            _run_all(
-                [*command, "-c", str(HERE / source.split()[0]), *source.split()[1:], "-o", output]
-                for source, output in objects.items()
-            )
-            _run_all(
-                [
-                    *(
-                        *command,
-                        "-shared",
-                        *(() if flags else ("-Wl,-z,defs",)),
-                        f"-Wl,-soname,{paths[name].name}",
-                        "-o",
-                        f"{work}/{name}",
-                    ),
-                    *(objects[source] for source in LIBRARIES[name][1]),
-                    "-ldl",
-                ]
-                for name in missing
-            )
-            for name in missing:
-                paths[name].parent.mkdir(exist_ok=True)
-                os.rename(f"{work}/{name}", paths[name])
+    if not all(path.exists() for path in paths.values()):
+        with locked(top):
+            _sweep(top)
+            root.mkdir(exist_ok=True)
+            _compile(command, [] if flags else ["-Wl,-z,defs"], root, paths)
     if "nccl-22809" in paths:
         paths["nccl"] = paths["nccl-22809"]
     return paths

@@ -197,19 +197,19 @@ def hang(r: Rank):
     x = r.array(np.ones(8, np.float32))
     da.synchronize(r.device)
     first = r.all_reduce(x, comm)
-    before = r.wait(20_000)
+    before = r.wait(60_000)
     what = r.arguments["what"]
     if what == "count":
         r.all_reduce(x[: 7 if r.rank else 8], comm)
     else:
         r.all_reduce(x, comm)
     waited = r.wait(400)
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while what == "remote" and not r.hccl.state(comm) and time.monotonic() < end:
         time.sleep(0.01)
     state = r.hccl.state(comm)
     r.hccl.CommSuspend(comm)
-    after = r.wait(20_000)
+    after = r.wait(60_000)
     later = r.all_reduce(x, comm)
     r.hccl.CommDestroy(comm)
     return {"first": [first, before], "waited": waited, "state": state, "after": after, "later": later}
@@ -221,13 +221,13 @@ def injected(r: Rank):
     x = r.array(np.ones(8, np.float32))
     da.synchronize(r.device)
     codes = [r.all_reduce(x, comm), r.all_reduce(x, comm)]
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while r.arguments.get("until_error") and not r.hccl.state(comm) and time.monotonic() < end:
         time.sleep(0.01)
     state = r.hccl.state(comm)
     waited = r.wait(400)
     r.hccl.CommSuspend(comm)
-    r.wait(20_000)
+    r.wait(60_000)
     r.hccl.CommDestroy(comm)
     return {"codes": codes, "state": state, "waited": waited}
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from fakes.build import HERE, compiler, default_folder
+from fakes.build import HERE, compiler, default_folder, locked
 
 CSRC, CORE = HERE.parent.parent / "csrc", HERE.parent / "core"
 FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-fvisibility=hidden"]
@@ -26,9 +26,10 @@ def build_kernels() -> Path:
     sources += [CSRC / "device/kernels.h", CSRC / "device/packing.h"]
     key = hashlib.sha256(repr(command).encode() + b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     target = default_folder() / f"kernels-{key}.so"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f".{target.name}.{os.getpid()}")
-        subprocess.run([*command, "-o", str(part), str(sources[0])], check=True)
-        part.rename(target)
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with locked(target.parent):
+        if not target.exists():
+            part = target.with_name(f".{target.name}.{os.getpid()}")
+            subprocess.run([*command, "-o", str(part), str(sources[0])], check=True)
+            part.rename(target)
     return target

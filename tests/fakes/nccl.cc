@@ -1,7 +1,7 @@
 // Implements libnccl.so.2 without a GPU: NCCL's C ABI and behaviour, on top of the libcuda.so.1 of cuda.cc and the meetings of
 // meeting.h.
 //
-// FAKE_NCCL_VERSION says which version of NCCL this is. Types and settings of later versions are missing.
+// fake_nccl_version says which version of NCCL this is. Types and settings of later versions are missing.
 #include <arpa/inet.h>
 #include <unistd.h>
 
@@ -20,11 +20,9 @@
 
 #include "communicator.h"
 
-#ifndef FAKE_NCCL_VERSION
-#define FAKE_NCCL_VERSION 22809
-#endif
-
 using namespace fake;
+
+extern const int fake_nccl_version;  // nccl_version.cc defines it, so that this file is compiled once for all versions
 
 namespace {
 
@@ -40,7 +38,7 @@ enum : Result {
   in_progress = 7,
 };
 
-constexpr int version = FAKE_NCCL_VERSION;
+const int version = fake_nccl_version;
 constexpr uint32_t magic = 0xcafebeef;
 constexpr int undefined = INT_MIN;
 
@@ -73,9 +71,9 @@ constexpr size_t bytes_of_config(int of) {
          : of >= 21700 ? 40
                        : 24;
 }
-constexpr size_t config_bytes = bytes_of_config(version);
+const size_t config_bytes = bytes_of_config(version);
 
-constexpr Config undefined_config() {
+Config undefined_config() {
   Config config{};
   config.size = sizeof(Config);
   config.magic = magic;

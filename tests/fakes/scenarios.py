@@ -285,7 +285,7 @@ def mismatches(r: Rank):
         hung[what] = not r.done_within(0.3)
         state = me.state(comm)
         me.CommAbort(comm)
-        hung[what] = hung[what] and state == 0 and r.done_within(30)
+        hung[what] = hung[what] and state == 0 and r.done_within(60)
     return hung
 
 
@@ -300,11 +300,11 @@ def dies(r: Rank):
     hung = not r.done_within(0.5)
     state = r.nccl.state(comm)
     if r.arguments.get("remote"):
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while not (state := r.nccl.state(comm)) and time.monotonic() < end:
             time.sleep(0.01)
     r.nccl.CommAbort(comm)
-    return {"hung": hung, "state": state, "free": r.done_within(30)}
+    return {"hung": hung, "state": state, "free": r.done_within(60)}
 
 
 @scenario
@@ -431,7 +431,7 @@ def exchange_without_group(r: Rank):
     r.nccl.Recv(out.ptr, 8, 7, 1 - r.rank, comm, r.stream)
     hung = not r.done_within(0.5)
     r.nccl.CommAbort(comm)
-    return {"hung": hung, "free": r.done_within(30)}
+    return {"hung": hung, "free": r.done_within(60)}
 
 
 @scenario
@@ -444,12 +444,12 @@ def two_all_reduces(r: Rank):
     found = {"first": first, "code": r.nccl.code("AllReduce", x.ptr, x.ptr, 8, 7, 0, comm, r.stream)}
     found["text"] = r.nccl.last_error()
     found["done"] = r.done_within(0.5)
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while r.arguments.get("until_error") and not r.nccl.state(comm) and time.monotonic() < end:
         time.sleep(0.01)
     found["state"] = r.nccl.state(comm)
     r.nccl.CommAbort(comm)
-    found["free"] = r.done_within(30)
+    found["free"] = r.done_within(60)
     return found
 
 
@@ -528,7 +528,7 @@ def misuse(r: Rank):
             r.all_reduce(x, comm)
             thread = threading.Thread(target=nccl.CommFinalize, args=(comm,))
             thread.start()
-            end = time.monotonic() + 30
+            end = time.monotonic() + 60
             while not da.counters()["violations"] and time.monotonic() < end:
                 nccl.code("AllReduce", x.ptr, x.ptr, 8, 7, 2, comm, r.stream)
         thread.join()
