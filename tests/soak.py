@@ -53,7 +53,7 @@ from soak_training import WrongResult
 import mscomm
 from mscomm.cluster import hub, security
 
-ENDS_WITHIN_S = 60  # a generous bound, even on a busy machine; an idle machine runs a job in a few seconds
+ENDS_WITHIN_S = 240  # ends a hang; an idle machine runs a job in a few seconds
 FAULTS = ("kill", "stop", "raise", "exit", "os-exit", "interrupt", "mismatch", "slow", "timeout", "uneven", "damage")
 FAULTS += ("hub", "descriptors", "memory", "mpirun", "parted")
 TRANSPORTS = ("", "all_reduce=arena", "direct", "ring", "bruck")
@@ -430,11 +430,11 @@ class Running:
 
     def wrong(self) -> list[str]:
         """Check the job after all processes have ended. Return what went wrong, or an empty list if nothing did."""
-        self._serving.join(10)
+        self._serving.join(60)
         if self._serving.is_alive():
             self.faults.append("the hub goes on though all ranks have ended")
             self._hub.stop()
-            self._serving.join(10)
+            self._serving.join(60)
         codes = [process.wait() for process in self._ranks]
         job = self.job
         if job["fault"] == "memory":

@@ -38,7 +38,7 @@ from hosts import Host, Hosts
 from sessions import clean_environment, free_port
 
 WORKERS = 4
-ENDS_WITHIN_S = 60  # a generous bound, even on a busy machine; an idle machine runs a trial in a few seconds
+ENDS_WITHIN_S = 240  # ends a hang; an idle machine runs a trial in a few seconds
 LIMIT_S = 300  # the time limits of the job, so that no trial ends only because a limit has passed
 NODE_TIMEOUT_S = 3
 MOMENTS = ("training", "training", "training", "file", "recovery", "init", "release")

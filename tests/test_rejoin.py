@@ -26,7 +26,7 @@ import json, os, random, signal, sys, threading, time
 import numpy as np
 import mscomm
 rank, life = int(os.environ["MSCOMM_RANK"]), int(os.environ["MSCOMM_RESTART_COUNT"])
-steps = 150
+steps = 50
 
 def planned(name):
     return [tuple(map(float, one.split(":"))) for one in os.environ.get(name, "").split()]
@@ -61,7 +61,7 @@ while True:
         shared = mscomm.empty(50_000, np.float32)
         while step < steps:
             if life == 0 and (step, rank) in planned("VICTIMS"):
-                death, last = die_in(random.random() * 0.02), step + 29
+                death, last = die_in(random.random() * 0.02), step + 9
             if death is not None and step == last:  # on a fast machine, the next victim could otherwise die first
                 death.join()
             shared[:] = rank + step
@@ -122,7 +122,7 @@ def assert_went_on(done, lost: set[int]):
 
 @pytest.mark.parametrize("victim", rotated(range(4), few=1))
 def test_a_killed_rank_comes_back_and_the_others_stay(tmp_path, victim):
-    done = job(tmp_path, LOOP, "--max-restarts", 3, VICTIMS=f"40:{victim}")
+    done = job(tmp_path, LOOP, "--max-restarts", 3, VICTIMS=f"10:{victim}")
     words = assert_went_on(done, {victim})
     assert f"rank {victim} is started again (restart 1 of 3): killed by SIGKILL" in done.stderr
     for rank in set(range(4)) - {victim}:
@@ -181,32 +181,32 @@ mscomm.barrier()
 
 
 def test_two_ranks_lost_at_once_come_back_together(tmp_path):
-    done = job(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="40:1 40:2")
+    done = job(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="10:1 10:2")
     assert_went_on(done, {1, 2})
     assert "restart 2 of 3" in done.stderr and "restart 3" not in done.stderr
 
 
 @pytest.mark.parametrize("seconds", rotated([0, 0.1, 0.2], few=1))
 def test_a_new_rank_that_dies_on_its_way_back_is_started_once_more(tmp_path, seconds):
-    done = job(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="40:1", IN_INIT=f"1:{seconds}")
+    done = job(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="10:1", IN_INIT=f"1:{seconds}")
     words = assert_went_on(done, {1})
     assert words[1][-1]["life"] == 2
 
 
 @pytest.mark.parametrize("seconds", rotated([0, 0.2], few=1))
 def test_a_survivor_that_dies_in_rejoin_comes_back_too(tmp_path, seconds):
-    done = job(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="40:1", IN_REJOIN=f"2:{seconds}")
+    done = job(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="10:1", IN_REJOIN=f"2:{seconds}")
     assert_went_on(done, {1, 2})
 
 
 def test_one_after_the_other(tmp_path):
-    done = job(tmp_path, LOOP, "--max-restarts", 4, VICTIMS="20:3 50:0 80:1 110:2")
+    done = job(tmp_path, LOOP, "--max-restarts", 4, VICTIMS="5:3 15:0 25:1 35:2")
     words = assert_went_on(done, {0, 1, 2, 3})
     assert max(word.get("epoch", 0) for word in words[2]) <= 4
 
 
 def test_when_the_budget_is_spent_the_next_failure_ends_the_job(tmp_path):
-    done = job(tmp_path, LOOP, "--max-restarts", 1, VICTIMS="40:1 90:2")
+    done = job(tmp_path, LOOP, "--max-restarts", 1, VICTIMS="10:1 30:2")
     assert done.returncode == 128 + signal.SIGKILL
     assert "rank 1 is started again (restart 1 of 1)" in done.stderr
     assert "rank 2 failed first: killed by SIGKILL" in done.stderr
@@ -465,7 +465,7 @@ if rank == 0:
 def test_a_worker_comes_back_to_its_scheduler(tmp_path, port):
     (tmp_path / "script.py").write_text(LOOP)
     job = {"MS_WORKER_NUM": "4", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port), "MS_ENABLE_RECOVERY": "1"}
-    env = {**os.environ, **job, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "VICTIMS": "40:2"}
+    env = {**os.environ, **job, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "VICTIMS": "10:2"}
 
     def start(rank, life=0):
         own = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank), "MSCOMM_RANK": str(rank)}
@@ -516,17 +516,17 @@ def two_nodes(tmp_path, port):
 
 @pytest.mark.parametrize("victim", rotated([1, 2], few=1))
 def test_each_node_starts_its_own_ranks_again(two_nodes, victim):
-    ends = two_nodes(LOOP, "--max-restarts", 1, VICTIMS=f"40:{victim}")
+    ends = two_nodes(LOOP, "--max-restarts", 1, VICTIMS=f"10:{victim}")
     for node, (code, out, err) in enumerate(ends):
         assert code == 0, err
-        assert out.count('"done": 150') == 2
+        assert out.count('"done": 50') == 2
         assert (f"rank {victim} is started again" in err) == (node == victim // 2)
     # Node 0 prints the command that starts the other node.
     assert "--max-restarts 1 -n 2" in ends[0][2] or "-n 2 --max-restarts 1" in ends[0][2]
 
 
 def test_a_rank_that_no_node_starts_again_ends_the_job_on_both(two_nodes):
-    (code_0, _, err_0), (code_1, _, err_1) = two_nodes(LOOP, "--max-restarts", 1, VICTIMS="40:2 90:3")
+    (code_0, _, err_0), (code_1, _, err_1) = two_nodes(LOOP, "--max-restarts", 1, VICTIMS="10:2 30:3")
     assert code_1 == 128 + signal.SIGKILL, err_1
     assert code_0 == 1, err_0
     assert "rank 2 is started again (restart 1 of 1)" in err_1

@@ -190,11 +190,11 @@ def test_mpirun_on_two_hosts(two: Hosts, certs: Path) -> None:
     """Rank 0 starts the hub, and passes it the password of the server's key through a pipe."""
     variables = by_environment(certs)
     passed = [word for name in variables for word in ("-x", name)]
-    where = f"{two[0].address}:1,{two[1].address}:1"
+    where = f"{two[0].address}:2,{two[1].address}:2"
     script = ["-c", f"import mscomm\nmscomm.init()\n{BODY}"]
     done = mpirun(two, "-H", where, *passed, sys.executable, *script, **variables)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 4" for rank in range(4)]
 
 
 def test_a_wrong_password_is_named_before_anything_starts(two: Hosts, certs: Path) -> None:
