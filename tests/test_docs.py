@@ -92,15 +92,16 @@ def test_the_guides_interactive_examples_print_what_it_shows(tmp_path: Path) -> 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("page", [README, GUIDE], ids=lambda page: page.name)
-def test_the_first_program_prints_what_the_page_shows(page: Path, tmp_path: Path) -> None:
+def test_the_first_program_prints_what_the_pages_show(tmp_path: Path) -> None:
     script = tmp_path / "hello.py"
-    script.write_text(blocks(page, "python")[0])
-    shown = next(block for block in blocks(page, "console") if "run -n 4 hello.py" in block)
+    script.write_text(blocks(README, "python")[0])
     command = [sys.executable, "-m", "mscomm", "run", "-n", "4", script]
     done = run(command, env=clean_environment())
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == sorted(line for line in shown.splitlines() if line.startswith("["))
+    for page in (README, GUIDE):
+        assert blocks(page, "python")[0] == script.read_text()
+        shown = next(block for block in blocks(page, "console") if "run -n 4 hello.py" in block)
+        assert sorted(done.stdout.splitlines()) == sorted(line for line in shown.splitlines() if line.startswith("["))
 
 
 @pytest.mark.parametrize(
