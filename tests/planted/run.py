@@ -41,7 +41,7 @@ BIN = ENV / "bin"
 # The arguments of pytest for all tests of a tier. The tier "core" is the C++ tests.
 TIERS: Mapping[str, Sequence[str]] = {"check": [], "test": [], "test-all": ["-m", "not huge"]}
 PYTEST = ("-m", "pytest", "-q", "-x", "-n", "3", "--dist", "loadfile")  # three tests at once, as in the Makefile
-BUILD_LIMIT_S, ROW_LIMIT_S, TIER_LIMIT_S = 1800, 900, 5400
+BUILD_LIMIT_S, ROW_LIMIT_S, TIER_LIMIT_S = 3600, 900, 5400
 MARK = "MSCOMM_TEST_PLANTED"  # all processes of a command inherit this variable
 OF_TESTS = ("-DMSCOMM_PYTHON=OFF", "-DMSCOMM_TESTS=ON", "-DMSCOMM_SANITIZE=address")
 AREAS = ("csrc", "src", "cluster", "train", "parallel")
