@@ -444,13 +444,23 @@ def test_init_by_hand_over_two_hosts(two: Hosts, key: str) -> None:
 # -- what is sent over the links
 
 
+def few(cases: list[test_conformance.Case], choice: str) -> list[test_conformance.Case]:
+    """Return every 61st of the cases, or more of a few cases, so that there are at least 10. choice: a seed.
+
+    The steps are primes, so that the chosen cases have all sizes, dtypes and kinds of memory.
+    """
+    step = next(prime for prime in (61, 31, 13, 7, 1) if len(cases) >= 10 * prime or prime == 1)
+    return cases[random.Random(choice).randrange(step) :: step]
+
+
 @ranks(4)
-def conformance_by_links(rank: int, group: None, n: int, algorithm: str, part: tuple[int, int]) -> None:
-    """Run the conformance test of an algorithm, with case `part[0]` of every `part[1]` cases. Check that only the
+def conformance_by_links(rank: int, group: None, n: int, algorithm: str, choice: str) -> None:
+    """Run the conformance test of an algorithm, with all cases or with the few that `choice` gives. Check that only the
     hierarchical algorithm has used shared memory.
     """
-    cases, (first, step) = test_conformance.cases, part
-    test_conformance.cases = lambda names, n: itertools.islice(cases(names, n), first, None, step)
+    if choice:
+        cases = test_conformance.cases
+        test_conformance.cases = lambda names, n: iter(few(list(cases(names, n)), choice))
     test_conformance.test_every_function_gives_what_numpy_gives.body(rank=rank, group=group, n=n, algorithm=algorithm)
     carried = resolve(None).core.carried()
     assert (carried["arena"] > 0) == (algorithm == "hierarchical") and carried["mesh"] > 1 << 20, carried
@@ -458,18 +468,16 @@ def conformance_by_links(rank: int, group: None, n: int, algorithm: str, part: t
 
 
 LINKED = sorted({name for what, name, by in _core.algorithms() if by != "arena" and what != "barrier"})
+
+
 # tests/test_conformance.py tests all cases over unix sockets. Here, `make test` only checks that TCP changes nothing.
-# It has a few cases of each function, which differ from run to run.
-EVERY = 61  # a prime, so that these cases have all sizes, dtypes and kinds of memory
-
-
+# It has one algorithm, with a few cases that differ from run to run.
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)], ids=["few", "whole"])
 @pytest.mark.parametrize(
     ("launcher", "algorithm"), rotated(itertools.product(["mpirun -H", "mscomm run --nnodes"], LINKED), few=1)
 )
 def test_conformance_over_two_hosts(two: Hosts, key: str, launcher: str, algorithm: str, whole: bool) -> None:
-    part = (0, 1) if whole else (random.Random(seed()).randrange(EVERY), EVERY)
-    where = {"n": 4, "algorithm": algorithm, "part": part}
+    where = {"n": 4, "algorithm": algorithm, "choice": "" if whole else seed()}
     where = {"file": __file__, "name": "conformance_by_links", "parameters": where}
     body = [Path(__file__).with_name("interpreter.py"), "be", json.dumps(where)]
     variables = {"MSCOMM_JOB_KEY_FILE": key, "MSCOMM_ALGO": algorithm, "PYTHONPATH": str(Path(__file__).parent)}
