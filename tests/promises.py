@@ -15,7 +15,7 @@ QUICK = {
     "dataset/test_dataset_cifar10.py": "a file of CIFAR-10 that is read wrongly, or damaged and not refused",
     "dataset/test_dataset_dealing.py": "samples that two ranks get, or no rank",
     "dataset/test_dataset_generator.py": "a sample source that is used wrongly, or whose error is not explained",
-    "dataset/test_dataset_modules.py": "a module of mscomm.dataset that imports much, and an untrue example in a docstring",
+    "dataset/test_dataset_modules.py": "a module of mscomm.dataset that imports much, and untrue examples",
     "dataset/test_dataset_resuming.py": "a dataset that does not go on where the checkpoint says",
     "dataset/test_dataset_steps.py": "shuffle, batch, map or repeat in the wrong order or number",
     "test_api_job.py": "wrong arguments and results of init, get_rank and the like",
