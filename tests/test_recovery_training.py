@@ -13,11 +13,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
-from sessions import mscomm_run
+import warm
+from control import eventually
 
 # A training with 4 epochs of 8 steps. Environment variables:
 # NET: line (NumPy), torch, dropout, batchnorm. DATA: list, pipeline (mscomm.dataset), loader (PyTorch).
@@ -52,6 +52,9 @@ mscomm.init(timeout=timeout)
 rank, size = mscomm.get_rank(), mscomm.get_group_size()
 mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)
 moments = {moment for _, moment in kills}
+if "stop" in {moment for *_, moment in (one.split(":") for one in os.environ.get("KILLS", "").split())}:
+    rejoin = mscomm.job.rejoin
+    mscomm.job.rejoin = lambda *given, **named: (print("rejoins", flush=True), rejoin(*given, **named))[1]
 if "away" in moments:
     barrier = mscomm.collectives.barrier
     mscomm.collectives.barrier = lambda **group: (barrier(**group), die())
@@ -164,13 +167,14 @@ print("ends", os.getpid(), life, hashlib.sha256(bits).hexdigest()[:16], killer.s
 TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
 
-def train(folder: Path, kills: str = "", *, ranks: int = 4, restarts: int = 6, timeout_s: float = 120, **env: object):
+def train(folder: Path, kills: str = "", *, ranks: int = 4, restarts: int = 6, timeout_s: float = 300, **env: object):
     script = folder / "training.py"
     script.write_text(TRAINING)
     variables = {"NET": "line", "DATA": "list", "LOOP": "model", "KILLS": kills}
     variables |= {name: str(value) for name, value in env.items()}
     options = ["--max-restarts", restarts] if restarts else []
-    return mscomm_run("-n", ranks, *options, script, timeout_s=timeout_s, env=variables)
+    file = warm.__file__ if variables["NET"] == "line" else warm.WITH_TORCH
+    return warm.mscomm_run("-n", ranks, *options, script, timeout_s=timeout_s, env=variables, file=file)
 
 
 def results(done) -> dict[int, list[str]]:
@@ -207,8 +211,6 @@ ONE, TWO = "2:13:begin", "0:13:inside 3:13:inside"
     [
         *(("line", "list", "model", kills) for kills in (ONE, TWO, "1:16:epoch")),
         *(("line", "pipeline", "own", kills) for kills in (ONE, TWO, "1:16:epoch")),
-        pytest.param("torch", "pipeline", "model", TWO, marks=TORCH),
-        pytest.param("dropout", "loader", "own", ONE, marks=TORCH),
     ],
 )
 def test_lost_ranks_take_the_state_of_a_survivor(tmp_path, net, data, loop, kills):
@@ -234,14 +236,10 @@ def test_a_survivor_that_dies_in_the_recovery_is_recovered_too(tmp_path, second)
 EVERYBODY = "0:20:begin 1:20:begin 2:20:begin 3:20:begin"
 
 
-@pytest.mark.parametrize(("net", "kills"), [("line", EVERYBODY), pytest.param("batchnorm", "1:15:file", marks=TORCH)])
-def test_training_goes_on_from_a_checkpoint(tmp_path, net, kills):
-    """This is so if nobody has survived, or if training changes running means."""
-    done = train(tmp_path, kills, NET=net, FILES=tmp_path)
-    assert_same_bits(done, kills, net)
+def test_if_nobody_has_survived_training_goes_on_from_a_checkpoint(tmp_path):
+    done = train(tmp_path, EVERYBODY, FILES=tmp_path)
+    assert_same_bits(done, EVERYBODY)
     assert re.search(r"Training goes on from checkpoint [23]_\d", done.stderr), done.stderr
-    if net == "batchnorm":
-        assert "(training changes 1.running_mean, which is not among the trained weights)" in done.stderr
 
 
 def test_a_rank_that_dies_while_it_writes_a_checkpoint(tmp_path):
@@ -276,34 +274,29 @@ def test_checkpoints_after_a_recovery_belong_to_the_same_training(tmp_path):
     assert names == {"t"}  # all files have one prefix
 
 
-@pytest.mark.parametrize(("net", "kills"), [("line", EVERYBODY), pytest.param("batchnorm", "1:13:begin", marks=TORCH)])
-def test_without_checkpoints_training_begins_again(tmp_path, net, kills):
-    done = train(tmp_path, kills, NET=net)
-    assert_same_bits(done, kills, net)
-    if net == "batchnorm":
-        assert "Training goes on at step 1, because there is no checkpoint that all ranks have" in done.stderr
+def test_without_checkpoints_training_begins_again(tmp_path):
+    done = train(tmp_path, EVERYBODY)
+    assert_same_bits(done, EVERYBODY)
 
 
 def test_a_worker_that_was_stopped_goes_on_with_the_others(tmp_path):
     """The others go on waiting in rejoin() after their call has timed out. Then the stopped rank continues."""
     (tmp_path / "training.py").write_text(TRAINING)
-    env = {"NET": "line", "DATA": "list", "LOOP": "model", "KILLS": "1:13:stop", "TIMEOUT": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "mscomm", "run", "-n", "4", "--max-restarts", "1", tmp_path / "training.py"]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env={**os.environ, **env}, **streams) as job:
-        try:
-            lines = []
-            while not lines or " stops " not in lines[-1]:
-                lines.append(job.stdout.readline())
-                assert lines[-1], job.stderr.read()
-            time.sleep(2)  # by then, the call has timed out on the other ranks
-            os.kill(int(lines[-1].split()[-1]), signal.SIGCONT)
-            out, err = job.communicate(timeout=60)
-        finally:
-            job.kill()
-    done = subprocess.CompletedProcess(command, job.returncode, "".join(lines) + out, err)
+    env = {"NET": "line", "DATA": "list", "LOOP": "model", "KILLS": "1:13:stop", "TIMEOUT": "2"}
+    job = warm.Started("-n", 4, "--max-restarts", 1, tmp_path / "training.py", env=env)
+    try:
+        eventually(lambda: job.stdout.read_text().count(" rejoins\n") == 3, 120)
+        (stopped,) = re.findall(r" stops (\d+)\n", job.stdout.read_text())
+        os.kill(int(stopped), signal.SIGCONT)
+        done = job.ended()
+    finally:
+        job.kill()
     assert_same_bits(done, "")
-    assert "WARN Model.train: CollectiveTimeout: " in err and "Training goes on after epoch 2 step 4" in err
+    assert "WARN Model.train: CollectiveTimeout: " in done.stderr
+    # The other ranks have left their parts of step 5 in shared memory. If the stopped rank takes them before it hears
+    # that the others have given up, it is one step ahead, and the others take its state.
+    where = r"Training goes on after epoch 2 step (4, from the memory of ranks |5, from the memory of rank 1\n)"
+    assert re.search(where, done.stderr), done.stderr
 
 
 def damage(path: Path) -> None:
@@ -377,7 +370,7 @@ data = [np.full(3, i, np.float32) for i in range(5)]
 def other(folder: Path, body: str, ranks: int = 3):
     script = folder / "script.py"
     script.write_text(OTHER_SCRIPTS + body)
-    return mscomm_run("-n", ranks, "--max-restarts", 3, script, timeout_s=60)
+    return warm.mscomm_run("-n", ranks, "--max-restarts", 3, script)
 
 
 def test_a_script_that_calls_resume_or_train_several_times(tmp_path):
@@ -447,44 +440,6 @@ for use, error in (leave_out, RuntimeError), (fail, KeyError):
     assert done.stdout.count("KeyError('no such column')") == 2
 
 
-GRADIENTS = """
-import os, signal, time
-import torch
-import mscomm
-
-torch.set_num_threads(1)
-rank, life = int(os.environ["MSCOMM_RANK"]), int(os.environ["MSCOMM_RESTART_COUNT"])
-mscomm.init()
-mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)
-torch.manual_seed(3)
-net = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(net.parameters(), 0.1)
-drawn = torch.Generator().manual_seed(1)
-data = [(torch.randn(4, 4, generator=drawn), torch.randn(4, 1, generator=drawn)) for _ in range(8)]
-for step in mscomm.Model(net, optimizer=optimizer).steps(2, data):
-    with step as (x, y):
-        ((net(x) - y) ** 2).mean().backward()
-        if "DIES" in os.environ and life == 0 and rank == 1 and step.number == 6:
-            time.sleep(1)  # until rank 0 has its own gradients, and waits for those of this rank
-            os.kill(os.getpid(), signal.SIGKILL)
-        step.reducer.wait()
-        optimizer.step()
-        step.reducer.zero_grad()
-print("weights", [p.double().sum().item() for p in net.parameters()])
-"""
-
-
-@TORCH
-def test_the_gradients_of_an_interrupted_step_are_dropped(tmp_path):
-    (tmp_path / "script.py").write_text(GRADIENTS)
-    command = ["-n", "2", "--max-restarts", "1", tmp_path / "script.py"]
-    expected, done = mscomm_run(*command), mscomm_run(*command, env={"DIES": "1"})
-    assert expected.returncode == done.returncode == 0, expected.stderr + done.stderr
-    assert "from the memory of rank 0" in done.stderr
-    weights = [set(re.findall("weights .*", one.stdout)) for one in (expected, done)]
-    assert weights[0] == weights[1] and len(weights[0]) == 1, weights
-
-
 def test_an_exception_leaves_the_block_of_a_step(tmp_path):
     """If a lost rank has ended the block, and the program then leaves the loop, a warning says so."""
     done = other(
@@ -548,3 +503,65 @@ def test_random_moments(tmp_path):
         folder.mkdir()
         done = train(folder, kills, SLEEP=0.04, **({"FILES": folder} if seed % 2 else {}))
         assert_same_bits(done, kills)
+
+
+# -- with PyTorch; these tests come last, because their ranks need another interpreter
+
+
+@TORCH
+@pytest.mark.parametrize(
+    ("net", "data", "loop", "kills"), [("torch", "pipeline", "model", TWO), ("dropout", "loader", "own", ONE)]
+)
+def test_lost_ranks_of_pytorch_take_the_state_of_a_survivor(tmp_path, net, data, loop, kills):
+    test_lost_ranks_take_the_state_of_a_survivor(tmp_path, net, data, loop, kills)
+
+
+@TORCH
+@pytest.mark.parametrize("files", [True, False])
+def test_if_training_changes_running_means_it_goes_on_from_a_checkpoint(tmp_path, files):
+    kills = "1:15:file" if files else "1:13:begin"
+    done = train(tmp_path, kills, NET="batchnorm", **({"FILES": tmp_path} if files else {}))
+    assert_same_bits(done, kills, "batchnorm")
+    if files:
+        assert re.search(r"Training goes on from checkpoint [23]_\d", done.stderr), done.stderr
+        assert "(training changes 1.running_mean, which is not among the trained weights)" in done.stderr
+    else:
+        assert "Training goes on at step 1, because there is no checkpoint that all ranks have" in done.stderr
+
+
+GRADIENTS = """
+import os, signal, time
+import torch
+import mscomm
+
+torch.set_num_threads(1)
+rank, life = int(os.environ["MSCOMM_RANK"]), int(os.environ["MSCOMM_RESTART_COUNT"])
+mscomm.init()
+mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)
+torch.manual_seed(3)
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+drawn = torch.Generator().manual_seed(1)
+data = [(torch.randn(4, 4, generator=drawn), torch.randn(4, 1, generator=drawn)) for _ in range(8)]
+for step in mscomm.Model(net, optimizer=optimizer).steps(2, data):
+    with step as (x, y):
+        ((net(x) - y) ** 2).mean().backward()
+        if "DIES" in os.environ and life == 0 and rank == 1 and step.number == 6:
+            time.sleep(1)  # until rank 0 has its own gradients, and waits for those of this rank
+            os.kill(os.getpid(), signal.SIGKILL)
+        step.reducer.wait()
+        optimizer.step()
+        step.reducer.zero_grad()
+print("weights", [p.double().sum().item() for p in net.parameters()])
+"""
+
+
+@TORCH
+def test_the_gradients_of_an_interrupted_step_are_dropped(tmp_path):
+    (tmp_path / "script.py").write_text(GRADIENTS)
+    command = ["-n", "2", "--max-restarts", "1", tmp_path / "script.py"]
+    expected, done = (warm.mscomm_run(*command, env=env, file=warm.WITH_TORCH) for env in ({}, {"DIES": "1"}))
+    assert expected.returncode == done.returncode == 0, expected.stderr + done.stderr
+    assert "from the memory of rank 0" in done.stderr
+    weights = [set(re.findall("weights .*", one.stdout)) for one in (expected, done)]
+    assert weights[0] == weights[1] and len(weights[0]) == 1, weights
