@@ -49,7 +49,7 @@ def as_main(words: Sequence[str]) -> None:
     sys.path[0] = str(Path(words[0]).resolve().parent)
     main = sys.modules["__main__"] = type(sys)("__main__")
     main.__dict__.update(__file__=words[0], __builtins__=__builtins__)
-    exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), main.__dict__)  # noqa: S102
+    exec(compile(Path(words[0]).read_bytes(), words[0], "exec", dont_inherit=True), main.__dict__)  # noqa: S102
 
 
 # -- mscomm run
