@@ -122,7 +122,7 @@ SMALL_NETWORK = """
 def resnet50(*_):
     import os, time
 
-    norms = [torch.nn.BatchNorm2d] if "norm" in ResNet.__init__.__annotations__ else []
+    norms = [nn.BatchNorm2d] if "norm" in ResNet.__init__.__annotations__ else []
     net = ResNet((1, 1), 10, *norms)
     net.register_forward_pre_hook(lambda *_: time.sleep(float(os.getenv("SLEEP", "0"))))
     return net

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Job
+from ranks import Job, ranks
 from sessions import clean_environment
 
 import mscomm
@@ -261,17 +261,19 @@ def test_one_rank_of_a_job_tells_also_what_was_set_before_init(launcher, tmp_pat
 
 # --- ranks that train separate models by mistake ---------------------------------------------------------------------
 
-ALONE = """
-import sys, mscomm
-sys.path.insert(0, {folder!r})
-from test_notices import tiny_model, np
-if {init}: mscomm.init()
-if {explicit}: mscomm.set_auto_parallel_context(parallel_mode="stand_alone")
-model = tiny_model()
-model.resume("nowhere")
-for _ in range(2):
-    model.train(1, [np.ones(1)])
-"""
+
+@ranks(2, init=None)
+def train_a_model(init: bool, explicit: bool) -> None:
+    if init:
+        mscomm.init()
+    if explicit:
+        mscomm.set_auto_parallel_context(parallel_mode="stand_alone")
+    model = tiny_model()
+    model.resume("nowhere")
+    for _ in range(2):
+        model.train(1, [np.ones(1)])
+
+
 THE_LINE = "mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)"
 
 
@@ -289,8 +291,9 @@ THE_LINE = "mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.D
     ],
 )
 def test_ranks_that_train_a_model_each_are_told_once_a_job(init, explicit, says, tmp_path):
-    code = ALONE.format(folder=str(Path(__file__).parent), init=init, explicit=explicit)
-    job = Job(2, [sys.executable, "-c", code], tmp_path)
+    parameters = {"init": init, "explicit": explicit}
+    order = {"file": __file__, "name": "train_a_model", "parameters": parameters, "init": None}
+    job = Job(2, [], tmp_path, test=order)  # forks the ranks, because importing this file takes a second
     assert job.wait(60) == [0, 0], job.logs()
     told = [line for rank in range(2) for line in job.output(rank).splitlines() if "WARN" in line]
     assert len(told) == (says is not None)

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -536,7 +537,7 @@ def test_the_first_program_of_the_page_prints_what_it_shows(tmp_path):
     code, shown = (re.search(rf"^```{kind}\n(.*?)^```", page, re.M | re.S)[1] for kind in ("python", "console"))
     (tmp_path / "line.py").write_text(code)
     command = [sys.executable, "-m", "mscomm", *shown.splitlines()[0].split()[2:]]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     printed_lines, shown_lines = sorted(done.stdout.splitlines()), sorted(shown.splitlines()[1:])
     assert len(printed_lines) == len(shown_lines) == 4
@@ -804,23 +805,19 @@ def test_a_training_whose_ranks_were_all_killed_ends_with_the_bits_of_one_that_w
 
 # --- a full disk ----------------------------------------------------------------------------------------------------
 
-IN_A_FULL_FOLDER = """
-import os, resource, signal, sys
-sys.path.insert(0, {tests!r})
-import mscomm
-from test_train import Batches, ModelCheckpoint, data_parallel, numpy_line
 
-mscomm.init()
-rank = mscomm.get_rank()
-if {limited} and rank == 1:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-data_parallel()
-model, weights = numpy_line()
-folder = os.path.join({folder!r}, str(rank))
-print("goes on after", model.resume(folder), flush=True)
-model.train(1, Batches(rank, 2), ModelCheckpoint("line", folder, mscomm.CheckpointConfig(4)))
-"""
+@ranks(2, init=None)
+def train_in_a_full_folder(folder, limited):
+    mscomm.init()
+    rank = mscomm.get_rank()
+    if limited and rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    data_parallel()
+    model, _ = numpy_line()
+    own = os.path.join(folder, str(rank))
+    print("goes on after", model.resume(own), flush=True)
+    model.train(1, Batches(rank, 2), ModelCheckpoint("line", own, mscomm.CheckpointConfig(4)))
 
 
 @contextlib.contextmanager
@@ -838,10 +835,11 @@ def small_disk(folder: Path) -> Any:
 
 def test_a_first_checkpoint_that_one_rank_could_not_write(tmp_path):
     def run(name: str, limited: bool = False) -> tuple[list[Any], Job]:
-        code = IN_A_FULL_FOLDER.format(tests=str(Path(__file__).parent), folder=str(tmp_path), limited=limited)
+        parameters = {"folder": str(tmp_path), "limited": limited}
+        order = {"file": __file__, "name": "train_in_a_full_folder", "parameters": parameters, "init": None}
         (tmp_path / name).mkdir()
-        job = Job(2, [sys.executable, "-c", code], tmp_path / name)
-        return job.wait(60), job
+        job = Job(2, [], tmp_path / name, test=order)  # forks the ranks
+        return job.wait(120), job
 
     def files(rank: int) -> list[str]:
         return sorted(path.name for path in (tmp_path / str(rank)).iterdir())
