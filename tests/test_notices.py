@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import re
 import subprocess
@@ -27,7 +28,12 @@ from mscomm.communication import comm_func
 from mscomm.dataset import transforms, vision
 
 PACKAGE = Path(mscomm.__file__).parent
-TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@functools.cache  # reading the package takes a second, and the ranks of this file do not need it
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
 
 # Options that no code needs to read, each with the reason.
 FULFILLED = {
@@ -40,15 +46,18 @@ FULFILLED = {
 # --- each accepted option has an effect, a row, or an error ----------------------------------------------------------
 
 
-# All strings in the package's code, except in the files with the tables of options. If an option's name is one of
-# these strings, the option counts as used.
-STRINGS = {
-    node.value
-    for path, tree in TREES.items()
-    if path.name not in ("context.py", "notices.py")
-    for node in ast.walk(tree)
-    if isinstance(node, ast.Constant) and isinstance(node.value, str)
-}
+@functools.cache
+def strings() -> set[str]:
+    """Return all strings in the package's code, except in the files with the tables of options. If an option's name is
+    one of these strings, the option counts as used.
+    """
+    return {
+        node.value
+        for path, tree in trees().items()
+        if path.name not in ("context.py", "notices.py")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
 
 
 def is_refused(check: Callable[[Any], None], default: Any) -> bool:
@@ -65,7 +74,7 @@ def is_refused(check: Callable[[Any], None], default: Any) -> bool:
 def test_an_option_of_set_auto_parallel_context_works_is_told_or_refused(name: str) -> None:
     row = context._AUTO_PARALLEL[name]
     is_told = ("set_auto_parallel_context", name) in notices.WITHOUT_EFFECT
-    is_read = name in STRINGS
+    is_read = name in strings()
     assert is_told or is_read or is_refused(row.check, row.default)
     assert not (is_told and row.default not in notices.WITHOUT_EFFECT["set_auto_parallel_context", name].silent)
 
@@ -100,7 +109,7 @@ def options_without_a_use(function: Callable[..., Any]) -> set[str]:
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     except OSError:  # a dataclass's __init__ has no source; it stores each option in an attribute of the same name
-        return options - ATTRIBUTES_READ
+        return options - attributes_read()
     # For each expression that is assigned to an attribute, maps the id of its node to the attribute's name.
     kept: dict[int, str] = {}
     for node in ast.walk(tree):
@@ -109,17 +118,19 @@ def options_without_a_use(function: Callable[..., Any]) -> set[str]:
     used = set()
     for node in ast.walk(tree):
         is_read = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-        if is_read and (id(node) not in kept or kept[id(node)] in ATTRIBUTES_READ):
+        if is_read and (id(node) not in kept or kept[id(node)] in attributes_read()):
             used.add(node.id)
     return options - used
 
 
-ATTRIBUTES_READ = {
-    node.attr
-    for tree in TREES.values()
-    for node in ast.walk(tree)
-    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-}
+@functools.cache
+def attributes_read() -> set[str]:
+    return {
+        node.attr
+        for tree in trees().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
 
 
 def test_no_public_function_has_an_option_that_it_does_not_read() -> None:
@@ -155,7 +166,7 @@ def test_that_walk_finds_what_it_looks_for() -> None:
 
 def test_whoever_tells_of_an_option_by_name_has_a_row_for_it() -> None:
     told = set()
-    for tree in TREES.values():
+    for tree in trees().values():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "tell_without_effect":
                 function = node.args[0].value if isinstance(node.args[0], ast.Constant) else ""
