@@ -359,7 +359,7 @@ def test_run_goes_on_behind_the_newest_checkpoint_of_all_ranks_with_the_same_bit
 
 @pytest.mark.long
 def test_run_learns_the_digits(folder: Path, digits: Path, table: str) -> None:
-    """A small ResNet learns as quickly as ResNet-50 does, at the tutorial's learning rate."""
+    """At the learning rate of the tutorial, a small ResNet learns small images more quickly than ResNet-50 does."""
     with open(folder / "resnet.py", "a") as network:
         network.write(SMALL_NETWORK)
     done = bash(folder, "run.sh", digits, "2", RANK_TABLE_FILE=table, EPOCH_SIZE="3", BATCH_SIZE="16")
@@ -367,7 +367,7 @@ def test_run_learns_the_digits(folder: Path, digits: Path, table: str) -> None:
     assert done.returncode == 0, done.stderr + log
     assert places(losses(log)) == steps(3, 46)
     first, last = (sum(loss for e, _, loss in losses(log) if e == epoch) / 46 for epoch in (1, 3))
-    assert last < first and accuracy(log) > 0.2, log  # guessing would give 0.1
+    assert last < first and accuracy(log) > 0.4, log  # one run ended with 0.59; guessing would give 0.1
 
 
 # -- recovery
