@@ -418,7 +418,7 @@ def test_a_lost_worker_and_a_lost_scheduler_are_started_again(few: Path, tmp_pat
     def kill_and_start_again(process: psutil.Process, log: str) -> None:
         line, variables, cwd = process.cmdline(), process.environ(), process.cwd()
         process.kill()
-        process.wait(20)
+        process.wait(120)
         with open(folder / "device" / log, "ab") as output:
             again.append(subprocess.Popen(line, env=variables, cwd=cwd, stdout=output, stderr=output))
 
@@ -434,7 +434,7 @@ def test_a_lost_worker_and_a_lost_scheduler_are_started_again(few: Path, tmp_pat
         assert started["worker_0"].is_running()
         said, _ = script.communicate(timeout=TIMEOUT_S)
         assert script.returncode == 0 and said.endswith("training success\n"), said
-        assert [process.wait(60) for process in again] == [0, 0]
+        assert [process.wait(240) for process in again] == [0, 0]
         assert sessions.members(script.pid) == []
     finally:
         sessions.kill(script.pid)

@@ -481,10 +481,10 @@ def test_a_worker_comes_back_to_its_scheduler(tmp_path, port):
     scheduler = subprocess.Popen([sys.executable, "-m", "mscomm", "sched"], env=env, stdout=subprocess.DEVNULL)
     workers = [start(rank) for rank in range(4)]
     try:
-        assert workers[2].wait(60) == -signal.SIGKILL
+        assert workers[2].wait(240) == -signal.SIGKILL
         workers[2].stdout.close()
         workers[2] = start(2, life=1)
-        outs = [worker.communicate(timeout=60)[0] for worker in workers]
+        outs = [worker.communicate(timeout=240)[0] for worker in workers]
     finally:
         for process in (scheduler, *workers):
             process.kill()

@@ -58,10 +58,10 @@ def fillers() -> list[threading.Thread]:
 
 
 def none_is_left() -> bool:
-    """Wait up to 10 s for the threads of all datasets to end. Each thread finishes its batch first. Return whether all
+    """Wait up to 60 s for the threads of all datasets to end. Each thread finishes its batch first. Return whether all
     threads have ended.
     """
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while fillers() and time.monotonic() < until:
         time.sleep(0.001)
     return not fillers()

@@ -90,7 +90,7 @@ def test_no_more_is_made_ahead_than_there_is_room():
 
     rows = iter(ds.GeneratorDataset(Counted(50), ["x", "y"], shuffle=False))
     for taken, _ in enumerate(rows, 1):
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while len(ahead) < min(taken + 3, 50) and time.monotonic() < until:
             time.sleep(0.0005)
     # The thread reads a row only while at most two others are waiting. The test increases `taken` shortly after it
@@ -139,7 +139,7 @@ child = os.fork()
 if child:
     forked.set()
 if child == 0:
-    signal.alarm(30)  # the child must not outlive a failed test
+    signal.alarm(60)  # the child must not outlive a failed test
     try:
         next(rows)
     except RuntimeError as error:

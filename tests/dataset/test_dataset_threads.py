@@ -96,7 +96,7 @@ def test_a_pass_in_threads_goes_on_at_any_batch_with_the_same_bits(folder, four_
 class Busy:
     """A function that records how many threads call it at once, and the order in which it gets the rows.
 
-    wanted: a call waits until so many threads have been in the function at the same time, but at most 10 s.
+    wanted: a call waits until so many threads have been in the function at the same time, but at most 60 s.
     """
 
     def __init__(self, wanted: int) -> None:
@@ -111,7 +111,7 @@ class Busy:
             self.most = max(self.most, self.inside)
             self.order.append(int(x))
             self.news.notify_all()
-            self.news.wait_for(lambda: self.most >= self.wanted, 10)
+            self.news.wait_for(lambda: self.most >= self.wanted, 60)
         time.sleep(0.002)  # time for another thread to come in too, where that would be wrong
         with self.news:
             self.inside -= 1
@@ -181,7 +181,7 @@ rows = iter(ds.GeneratorDataset([(i,) for i in range(999)], "x").map(lambda x: x
 next(rows)
 child = os.fork()
 if child == 0:
-    signal.alarm(30)
+    signal.alarm(60)
     try:
         while True:
             next(rows)
