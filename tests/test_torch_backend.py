@@ -36,7 +36,7 @@ def test_the_same_programs_give_the_same_tensors(size: int, tmp_path: Path) -> N
     results = {}
     script = shutil.copy(HERE / "torch_cases.py", tmp_path)
     for backend in ("gloo", "mscomm"):
-        done = torchrun(size, Path(script), backend, tmp_path / backend)
+        done = with_torchrun(size, Path(script), backend, tmp_path / backend)
         assert done.returncode == 0, done.stderr[-6000:]
         results[backend] = [torch.load(f"{tmp_path / backend}.{rank}") for rank in range(size)]
     for rank in range(size):
