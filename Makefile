@@ -12,6 +12,7 @@ MPICH := .venv-mpich
 MINDSPORE := .venv-mindspore
 BIN := $(VENV)/bin
 WHEELS := build/wheels
+BUILD := build/wheel
 DIST := dist
 RELEASE := build/release
 # The value of pytest's option -m, which selects tests. If it is empty, pytest uses the -m in pyproject.toml, which
@@ -20,11 +21,12 @@ MARKS :=
 # How long the fuzz targets run, in all.
 SECONDS := 600
 MINUTES := 60
-SOURCES := $(shell find csrc src python -type f -not -name '*.pyc') CMakeLists.txt pyproject.toml
+# With the directories, so that a file that was deleted counts as a change, too.
+SOURCES := $(shell find csrc src python -not -name '*.pyc' -not -name __pycache__) CMakeLists.txt pyproject.toml
 # Without these options, Open MPI's mpirun refuses to run as root, and to start more ranks than there are cores.
 MPIRUN := $(BIN)/mpirun $(if $(filter 0,$(shell id -u)),--allow-run-as-root) --oversubscribe
 
-.PHONY: help demo check test test-all soak test-core core-address core-thread fuzz core-fuzzer test-quick test-python test-mindspore test-gpu lint format wheel clean
+.PHONY: help demo check test test-all soak test-core core-address core-thread core-arithmetic fuzz core-fuzzer test-quick test-python test-mindspore test-gpu lint format wheel clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -56,16 +58,24 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format python tests bench examples
 	$(BIN)/clang-format -i $$(find csrc src tests/core tests/fuzz -name '*.cc' -o -name '*.h')
 
-# Runs the core's own tests under AddressSanitizer with UBSan and under ThreadSanitizer, and compiles each header alone.
+# Runs the core's own tests under AddressSanitizer with UBSan and under ThreadSanitizer, compares the arithmetic's levels in the
+# installed build, and compiles each header alone.
 test-core: $(VENV)/.dev
-	$(MAKE) --jobs=2 --output-sync=target --no-print-directory core-address core-thread
+	$(MAKE) --jobs=2 --output-sync=target --no-print-directory core-address core-thread core-arithmetic
 	$(BIN)/ninja -C build/core-address --quiet all_verify_interface_header_sets
 
-core-address core-thread: core-%:
+# After a change of one file, `make core-address` is the quick check: it compiles this file, and runs all tests once.
+core-address core-thread: core-%: | $(VENV)/.tools
 	$(BIN)/cmake -S . -B build/core-$* -G Ninja -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" -DMSCOMM_PYTHON=OFF \
-	  -DMSCOMM_TESTS=ON -DMSCOMM_SANITIZE=$* -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null
-	$(BIN)/ninja -C build/core-$* --quiet
-	$(BIN)/ctest --test-dir build/core-$* --output-on-failure
+	  -DMSCOMM_TESTS=ON -DMSCOMM_SANITIZE=$* -DMSCOMM_CUDA_KERNELS=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null
+	$(BIN)/ninja -C build/core-$* --quiet core_tests_all
+	$(BIN)/ctest --test-dir build/core-$* --output-on-failure --parallel 2 --output-junit "$(CURDIR)/build/times/$@.xml"
+
+# The levels of the arithmetic can differ only where the compiler vectorises the loops. So this test uses the library of the
+# installed build.
+core-arithmetic: $(VENV)/.installed
+	$(BIN)/ninja -C $(BUILD) --quiet core_tests_all
+	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --parallel 2 --output-junit "$(CURDIR)/build/times/$@.xml"
 
 # Each target keeps its corpus, its log and the inputs on which it failed in build/fuzz.
 fuzz: $(VENV)/.dev core-fuzzer
@@ -122,22 +132,31 @@ wheel: $(VENV)/.release
 	  "$$trial/venv/bin/pytest" -p no:cacheprovider "$(CURDIR)/tests/test_wheel.py"
 	@ls -l $(DIST)
 
-$(WHEELS)/.built: $(SOURCES) | $(VENV)/.made
+# Builds without isolation: an isolated build finds pybind11 at a new path each time, and so compiles everything again.
+# MSCOMM_TESTS adds targets, which this build leaves out.
+$(WHEELS)/.built: $(SOURCES) | $(VENV)/.tools
 	rm -rf $(WHEELS)
-	$(BIN)/pip wheel -q --no-deps -w $(WHEELS) .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip wheel -q --no-deps --no-build-isolation -w $(WHEELS) -C build-dir=$(BUILD) \
+	  -C cmake.define.MSCOMM_TESTS=ON .
+	touch $@
+
+# What builds the package: the requirements of [build-system] in pyproject.toml, with CMake and Ninja.
+$(VENV)/.tools: pyproject.toml | $(VENV)/.made
+	$(BIN)/pip install -q "scikit-build-core>=0.11" "pybind11>=3.0" "cmake>=3.24" ninja
 	touch $@
 
 $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
+# pip takes seconds to find that all requirements are installed, so they are installed only after a change of pyproject.toml.
 $(VENV)/.installed: $(WHEELS)/.built
 	$(BIN)/pip install -q --force-reinstall --no-deps $(WHEELS)/*.whl
-	$(BIN)/pip install -q "$$(ls $(WHEELS)/*.whl)[mpi,examples]"
+	@test $@ -nt pyproject.toml || $(BIN)/pip install -q "$$(ls $(WHEELS)/*.whl)[mpi,examples]"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.installed
-	$(BIN)/pip install -q "$$(ls $(WHEELS)/*.whl)[mpi,examples,dev]"
+	@test $@ -nt pyproject.toml || $(BIN)/pip install -q "$$(ls $(WHEELS)/*.whl)[mpi,examples,dev]"
 	touch $@
 
 # Packages without which some tests are skipped: array libraries, the libraries of `mscomm bench --plot` and of
@@ -150,7 +169,8 @@ $(VENV)/.frameworks: $(VENV)/.dev
 $(MINDSPORE)/.installed: $(WHEELS)/.built
 	test -d $(MINDSPORE) || $(PYTHON) -m venv $(MINDSPORE)
 	$(MINDSPORE)/bin/pip install -q --force-reinstall --no-deps $(WHEELS)/*.whl
-	$(MINDSPORE)/bin/pip install -q "$$(ls $(WHEELS)/*.whl)[mpi,examples]" "mindspore==2.10.*" "numpy<2" \
+	@test $@ -nt pyproject.toml || \
+	  $(MINDSPORE)/bin/pip install -q "$$(ls $(WHEELS)/*.whl)[mpi,examples]" "mindspore==2.10.*" "numpy<2" \
 	  pytest pytest-timeout hypothesis "ml-dtypes>=0.5"
 	touch $@
 
@@ -162,7 +182,7 @@ $(VENV)/.release: pyproject.toml | $(VENV)/.made
 $(MPICH)/.installed: $(WHEELS)/.built
 	test -d $(MPICH) || $(PYTHON) -m venv $(MPICH)
 	$(MPICH)/bin/pip install -q --force-reinstall --no-deps $(WHEELS)/*.whl
-	$(MPICH)/bin/pip install -q "$$(ls $(WHEELS)/*.whl)[tls]" "mpich>=4.3" "mpi4py>=4.1"
+	@test $@ -nt pyproject.toml || $(MPICH)/bin/pip install -q "$$(ls $(WHEELS)/*.whl)[tls]" "mpich>=4.3" "mpi4py>=4.1"
 	touch $@
 
 clean:

@@ -20,7 +20,7 @@ TIMES = ROOT / "build/times"  # pytest and ctest write the duration of each test
 SLOWEST = 30
 # The targets of the Makefile that a tier runs. `make test` fuzzes only for seconds: `make fuzz` is longer.
 TIERS = {
-    "check": ("lint", "core-quick", "test-quick"),
+    "check": ("lint", "core-address", "test-quick"),
     "test": ("lint", "test-core", "fuzz SECONDS=30", "test-python"),
     "test-all": ("lint", "test-core", "fuzz SECONDS=30", "test-python MARKS=not huge", "test-mindspore"),
 }

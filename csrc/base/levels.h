@@ -13,7 +13,11 @@ struct Baseline {
   }
 };
 
-#if defined(__x86_64__)
+// MSCOMM_LEVELS is the number of levels that are compiled. A build with a sanitizer defines MSCOMM_BASELINE_ONLY: all levels
+// access the same memory, so the other levels would only take long to compile.
+#if defined(__x86_64__) && !defined(MSCOMM_BASELINE_ONLY)
+#define MSCOMM_LEVELS 3
+
 struct Avx2 {
   template <auto body, class... Args>
   [[gnu::target("avx2")]] static void run(Args... args) {
@@ -27,7 +31,10 @@ struct Avx512 {
     body(args...);
   }
 };
-#else  // levels() is 1, so these two levels are never used
+#else
+#define MSCOMM_LEVELS 1
+
+// These two levels are never used.
 using Avx2 = Baseline;
 using Avx512 = Baseline;
 #endif

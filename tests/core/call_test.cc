@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/reduce.h"
 #include "check.h"
 #include "collective_cases.h"
 #include "comm/recorder.h"
@@ -301,7 +302,7 @@ void records_have_the_times_of_calls() {
 
 }  // namespace
 
-int main() {
+SUITE(call) {
   right_calls_pass();
   for (const bool slow : {false, true}) copies_are_right_at_all_distances(slow);
   wrong_sizes_are_refused();
@@ -313,5 +314,4 @@ int main() {
   fingerprints_tell_signatures_apart();
   records_have_the_times_of_calls();
   for (const std::string algorithm : {"arena", "direct"}) on_threads(3, algorithm, false, a_refused_call_leaves_the_group_whole);
-  return test::failed();
 }

@@ -1,8 +1,11 @@
-// CHECK(expression) prints the expression if it is false, and continues. A test's main() ends with `return test::failed();`.
+// SUITE(name) { ... } defines the tests that `core_tests name` runs. CHECK(expression) prints the expression if it is false, and
+// continues.
 #pragma once
 
 #include <atomic>
 #include <cstdio>
+#include <map>
+#include <string>
 
 namespace mscomm::test {
 
@@ -18,6 +21,29 @@ inline bool check(bool ok, const char* file, int line, const char* expression) {
 
 inline int failed() { return failures > 0; }
 
+// Under ThreadSanitizer, each step takes ten times longer, but a race does not depend on the length of the data. So the tests
+// then use fewer ranks, sizes and repeats: those that still reach every branch. The run under AddressSanitizer checks the results
+// for all of them. `core_tests --whole` uses all of them under ThreadSanitizer, too.
+#ifdef __SANITIZE_THREAD__
+inline bool only_races = true;
+#else
+inline bool only_races = false;
+#endif
+
+inline std::map<std::string, void (*)()>& suites() {
+  static std::map<std::string, void (*)()> all;
+  return all;
+}
+
+struct Registered {
+  Registered(const char* name, void (*run)()) { suites()[name] = run; }
+};
+
 }  // namespace mscomm::test
 
 #define CHECK(...) ::mscomm::test::check(static_cast<bool>(__VA_ARGS__), __FILE__, __LINE__, #__VA_ARGS__)
+
+#define SUITE(name)                                                               \
+  static void suite_##name();                                                     \
+  static const ::mscomm::test::Registered registered_##name{#name, suite_##name}; \
+  static void suite_##name()

@@ -334,7 +334,7 @@ void wrong_offsets_are_refused() {
 
 }  // namespace
 
-int main() {
+SUITE(messages) {
   messages_use_the_heap_of_the_sender();
   messages_need_no_heap();
   wrong_offsets_are_refused();
@@ -349,5 +349,4 @@ int main() {
   where_tells_of_a_message();
   close_ends_a_recv_of_another_thread();
   destroyed_without_close_with_a_message_under_way();
-  return test::failed();
 }

@@ -521,7 +521,7 @@ void test_which_kernel() {
 
 }  // namespace
 
-int main() {
+SUITE(pack) {
   test_the_cpu_compresses_as_the_kernels_do<Float16, float>(Dtype::float32, Dtype::float16);
   test_the_cpu_compresses_as_the_kernels_do<Bfloat16, float>(Dtype::float32, Dtype::bfloat16);
   test_the_cpu_compresses_as_the_kernels_do<Float16, double>(Dtype::float64, Dtype::float16);
@@ -536,5 +536,4 @@ int main() {
   test_error_feedback_adds_up();
   test_no_sum_over_ranks_overflows();
   test_what_is_not_finite_goes_as_it_is_and_leaves_nothing_owed();
-  return test::failed();
 }

@@ -449,7 +449,7 @@ void an_end_that_never_received_frees_the_memory() {
 
 }  // namespace
 
-int main() {
+SUITE(ring) {
   a_killed_process_ends_the_link();
   a_forked_child_is_no_end();
   bytes_arrive_in_order();
@@ -466,5 +466,4 @@ int main() {
   the_end_may_come_before_the_offset();
   memory_is_unused_when_both_ends_are_gone();
   an_end_that_never_received_frees_the_memory();
-  return test::failed();
 }

@@ -2,16 +2,10 @@
 // address. If each rank had a mapping of its own, ThreadSanitizer would miss the races between ranks.
 #pragma once
 
-#include <sys/socket.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <cerrno>
 #include <functional>
 #include <map>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -25,35 +19,12 @@ class ThreadJob {
   static constexpr size_t heap_bytes = 128u << 20;  // untouched pages of a heap use no memory
 
   // hosts: the host of each rank. If `hosts` is empty, all ranks are on one host.
-  explicit ThreadJob(int size, std::vector<int> hosts = {}) {
-    const auto n = static_cast<size_t>(size);
-    if (hosts.empty()) hosts.assign(n, 0);
-    std::vector<std::string> names;
-    for (int rank = 0; rank < size; rank++) {
-      names.push_back("rank " + std::to_string(rank));
-      const int fd = make_memory("test-heap", heap_bytes);
-      memory_.emplace_back(fd, heap_bytes);
-      heaps_.push_back(std::make_shared<Heap>(memory_.back().borrow()));
-      close(fd);
-    }
-    for (int rank = 0; rank < size; rank++) {
-      std::vector<Mapping> others(n);
-      for (size_t other = 0; other < n; other++)
-        if (static_cast<int>(other) != rank && hosts[other] == hosts[static_cast<size_t>(rank)])
-          others[other] = memory_[other].borrow();
-      auto all = std::make_shared<Heaps>(rank, heaps_[static_cast<size_t>(rank)], std::move(others));
-      peers_.push_back(std::make_shared<Peers>(names, hosts, std::vector<Descriptor>(n), std::move(all)));
-    }
-  }
+  explicit ThreadJob(int size, std::vector<int> hosts = {});
 
   int size() const { return static_cast<int>(heaps_.size()); }
   Heap& heap(int rank) const { return *heaps_[static_cast<size_t>(rank)]; }
   const std::shared_ptr<Peers>& peers(int rank) const { return peers_[static_cast<size_t>(rank)]; }
-  std::vector<int> all() const {
-    std::vector<int> ranks;
-    for (int rank = 0; rank < size(); rank++) ranks.push_back(rank);
-    return ranks;
-  }
+  std::vector<int> all() const;
 
  private:
   std::vector<Mapping> memory_;
@@ -62,87 +33,24 @@ class ThreadJob {
 };
 
 // Returns a call without counts.
-inline Call make_call(Collective what, Dtype dtype, int root, const void* x, size_t x_count, void* out, size_t out_count,
-                      size_t count) {
-  Call call;
-  call.signature.what = what;
-  // The first values of Function are equal to the values of Collective.
-  call.signature.function = static_cast<Function>(what);
-  call.signature.dtype = dtype;
-  call.signature.root = root;
-  if (what != Collective::barrier) {
-    call.signature.dims = 1;
-    call.signature.shape[0] = call.signature.count = count;
-  }
-  call.x = x;
-  call.x_bytes = x_count * size_of(dtype);
-  call.out = out;
-  call.out_bytes = out_count * size_of(dtype);
-  return call;
-}
+Call make_call(Collective what, Dtype dtype, int root, const void* x, size_t x_count, void* out, size_t out_count, size_t count);
 
 struct ThreadRank {
   int rank;  // the rank's number in the group
   Communicator* group;
   Heap* heap;
 
-  void all_reduce(const float* x, float* out, size_t count, double timeout_s = 60) const {
-    group->run(make_call(Collective::all_reduce, Dtype::float32, -1, x, count, out, count, count), timeout_s);
-  }
-  void broadcast(const float* x, float* out, size_t count, int root, double timeout_s = 60) const {
-    group->run(make_call(Collective::broadcast, Dtype::float32, root, x, count, out, count, count), timeout_s);
-  }
-  void barrier(double timeout_s = 60) const {
-    group->run(make_call(Collective::barrier, Dtype::uint8, -1, nullptr, 0, nullptr, 0, 0), timeout_s);
-  }
+  void all_reduce(const float* x, float* out, size_t count, double timeout_s = 60) const;
+  void broadcast(const float* x, float* out, size_t count, int root, double timeout_s = 60) const;
+  void barrier(double timeout_s = 60) const;
 };
 
 // A group of some or all ranks of a job. Every collective that the given algorithm implements uses this algorithm. If the group's
 // layout needs a mesh, socket pairs connect the ranks.
 class ThreadGroup {
  public:
-  ThreadGroup(const ThreadJob& job, std::vector<int> ranks, const std::string& algorithm, bool spin)
-      : job_(job), ranks_(std::move(ranks)) {
-    const size_t n = ranks_.size();
-    const int size = static_cast<int>(n);
-    Forced forced;
-    for (const Algorithm& row : algorithms())
-      if (row.name == algorithm) forced[static_cast<size_t>(row.what)] = algorithm;
-    std::vector<Layout> layouts;
-    for (int rank = 0; rank < size; rank++) layouts.emplace_back(hosts(), rank, forced);
-
-    const bool linked = layouts[0].mesh;
-    std::vector<std::vector<int>> links(n, std::vector<int>(linked ? n : 0, -1));
-    for (size_t a = 0; a < n && linked; a++)
-      for (size_t b = a + 1; b < n; b++) {
-        int ends[2];
-        if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) < 0) throw system_error("socketpair", errno);
-        constexpr int little = 64 << 10;  // small buffers, so that the sockets are often full
-        for (const int end : ends) setsockopt(end, SOL_SOCKET, SO_SNDBUF, &little, sizeof little);
-        links[a][b] = ends[0], links[b][a] = ends[1];
-      }
-    for (int rank = 0; rank < size; rank++) {
-      Layout& layout = layouts[static_cast<size_t>(rank)];
-      uint64_t offset = 0;
-      if (layout.arena) {
-        int lowest = in_job(rank);
-        for (const int other : layout.at_home()) lowest = std::min(lowest, in_job(other));
-        Control& control = controls_[layout.here];
-        if (!control.heap) {
-          control = {&job_.heap(lowest), static_cast<int>(layout.at_home().size())};
-          control.offset = Arena::reserve(*control.heap, control.size);
-        }
-        offset = control.offset;
-      }
-      const std::vector<int>& mine = links[static_cast<size_t>(rank)];
-      Founding founding{"world", ranks_, std::move(layout), 0, offset, spin, {mine.begin(), mine.end()}};
-      groups_.push_back(std::make_unique<Founded>(std::move(founding), job_.peers(in_job(rank)), nullptr));
-    }
-  }
-  ~ThreadGroup() {
-    groups_.clear();
-    for (const auto& [host, control] : controls_) Arena::release(*control.heap, control.offset, control.size);
-  }
+  ThreadGroup(const ThreadJob& job, std::vector<int> ranks, const std::string& algorithm, bool spin);
+  ~ThreadGroup();
   ThreadGroup(const ThreadGroup&) = delete;
   ThreadGroup& operator=(const ThreadGroup&) = delete;
 
@@ -150,31 +58,15 @@ class ThreadGroup {
   Layout layout() const { return {hosts(), 0}; }
   ThreadRank at(int rank) const { return {rank, &groups_[rank]->communicator(), &job_.heap(in_job(rank))}; }
   // Converts a rank of the job to a rank of the group. Returns -1 if the group does not contain the rank.
-  int place_of(int rank) const {
-    const auto found = std::find(ranks_.begin(), ranks_.end(), rank);
-    return found == ranks_.end() ? -1 : static_cast<int>(found - ranks_.begin());
-  }
+  int place_of(int rank) const;
   // Runs body for each rank, on a thread of its own.
-  void run(const std::function<void(const ThreadRank&)>& body) const {
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < size(); rank++) threads.emplace_back([&, rank] { body(at(rank)); });
-    for (std::thread& thread : threads) thread.join();
-  }
+  void run(const std::function<void(const ThreadRank&)>& body) const;
 
  private:
   int in_job(int rank) const { return ranks_[static_cast<size_t>(rank)]; }
   int host_of(int rank) const { return job_.peers(rank)->hosts[static_cast<size_t>(rank)]; }
   // Returns the host of each rank. The hosts are numbered in the order of their lowest ranks in the group.
-  std::vector<int> hosts() const {
-    std::vector<int> seen, hosts;
-    for (int rank : ranks_) {
-      const int host = host_of(rank);
-      const auto found = std::find(seen.begin(), seen.end(), host);
-      hosts.push_back(static_cast<int>(found - seen.begin()));
-      if (found == seen.end()) seen.push_back(host);
-    }
-    return hosts;
-  }
+  std::vector<int> hosts() const;
 
   const ThreadJob& job_;
   std::vector<int> ranks_;
@@ -188,11 +80,7 @@ class ThreadGroup {
 };
 
 // Creates a job and its world, and runs body for each rank, on a thread of its own.
-inline void on_threads(int size, const std::string& algorithm, bool spin, const std::function<void(const ThreadRank&)>& body,
-                       std::vector<int> hosts = {}) {
-  const ThreadJob job(size, std::move(hosts));
-  const ThreadGroup world(job, job.all(), algorithm, spin);
-  world.run(body);
-}
+void on_threads(int size, const std::string& algorithm, bool spin, const std::function<void(const ThreadRank&)>& body,
+                std::vector<int> hosts = {});
 
 }  // namespace mscomm

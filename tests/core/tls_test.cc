@@ -478,7 +478,7 @@ void messages_are_encrypted() {
 
 }  // namespace
 
-int main() {
+SUITE(tls) {
   CHECK(tls_version().starts_with("OpenSSL 3"));
   for (auto* const pair : {tcp_pair, unix_pair, tiny_pair})
     for (const size_t piece : {size_t{1} << 20, size_t{10'000}}) bytes_arrive_in_both_directions(pair, 4 << 20, piece);
@@ -498,5 +498,4 @@ int main() {
   a_forked_child_leaves_the_link_alone();
   a_mesh_is_encrypted();
   messages_are_encrypted();
-  return test::failed();
 }

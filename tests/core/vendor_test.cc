@@ -515,7 +515,7 @@ void test_what_the_library_refuses() {
 
 }  // namespace
 
-int main() {
+SUITE(vendor) {
   test_composed_collectives();
   test_calls_beside_and_their_order();
   test_a_call_after_a_pause_is_seen();
@@ -526,5 +526,4 @@ int main() {
   test_the_end_with_calls_under_way();
   test_a_captured_call_is_not_watched();
   test_what_the_library_refuses();
-  return test::failed();
 }

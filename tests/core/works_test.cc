@@ -228,7 +228,7 @@ void a_handler_cannot_wait_for_the_call_that_it_interrupts() {
 
 }  // namespace
 
-int main() {
+SUITE(works) {
   wait_runs_the_queued_calls_in_order();
   a_call_runs_although_nobody_waits();
   a_wait_with_a_time_limit_ends_in_time();
@@ -237,5 +237,4 @@ int main() {
   a_call_ends_although_a_handler_raises();
   a_handler_that_raises_breaks_a_call_that_does_not_end();
   a_handler_cannot_wait_for_the_call_that_it_interrupts();
-  return test::failed();
 }
