@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import promises
 import pytest
 
 TESTS = Path(__file__).parent
@@ -39,3 +40,4 @@ def test_the_tests_of_a_fault_exist(fault: Any):
         file, _, test = row.partition("::")
         path = TESTS / f"core/{file}.cc" if fault.tier == "core" else TESTS / file
         assert path.is_file() and f"def {test}(" in path.read_text() if test else path.is_file(), row
+        assert fault.tier != "check" or file in promises.QUICK, f"make check does not run {file}"
