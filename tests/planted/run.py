@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -239,6 +240,7 @@ def main() -> None:
     left = [fault for fault in FAULTS if fault.name not in done and fault.name in (options.names or [fault.name])]
     if left:
         BUILD.mkdir(parents=True, exist_ok=True)
+        fcntl.flock(os.open(BUILD, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails during another run
         make_environment()
         control(left, tests)
     for fault in left:
