@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import json
 import os
 import shutil
@@ -38,9 +37,6 @@ from mscomm.launching import processes
 
 TIMEOUT_S = 600
 WITH_TORCH = str(Path(__file__).with_name("warm_torch.py"))  # an interpreter that has imported PyTorch, too
-
-if __name__ == "under_test":  # in the interpreter: a collection in a rank would copy the memory that they share
-    gc.freeze()
 
 
 def as_main(words: Sequence[str]) -> None:
