@@ -417,7 +417,7 @@ def test_it_gives_its_memory_back(rank: int, group: None, backend: str) -> None:
     del reducer
     gc.collect()
     until = time.monotonic() + 60
-    while handles()["allocations"] != before and time.monotonic() < until:
+    while handles()["allocations"] > before and time.monotonic() < until:
         mscomm.all_reduce(np.ones(1))  # each call frees the memory of calls that have ended
-    assert handles()["allocations"] == before
+    assert handles()["allocations"] <= before  # less, if the first call still had memory then
     assert violations() == []
