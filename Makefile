@@ -102,7 +102,7 @@ test-quick: $(VENV)/.dev
 
 # MindSpore has an environment of its own, because it needs an older NumPy.
 test-mindspore: $(MINDSPORE)/.installed
-	$(MINDSPORE)/bin/pytest -q -n 2 --dist loadfile --junitxml=build/times/mindspore.xml tests/test_arrays.py \
+	$(MINDSPORE)/bin/pytest -q --junitxml=build/times/mindspore.xml tests/test_arrays.py \
 	  tests/test_ops.py tests/test_reducer.py tests/test_train.py tests/test_vision.py tests/test_examples_frameworks.py
 
 # Uses the machine's own Python and its packages: the PyTorch that is installed there fits the GPU, and the machine may
@@ -171,7 +171,7 @@ $(MINDSPORE)/.installed: $(WHEELS)/.built
 	$(MINDSPORE)/bin/pip install -q --force-reinstall --no-deps $(WHEELS)/*.whl
 	@test $@ -nt pyproject.toml || \
 	  $(MINDSPORE)/bin/pip install -q "$$(ls $(WHEELS)/*.whl)[mpi,examples]" "mindspore==2.10.*" "numpy<2" \
-	  pytest pytest-timeout pytest-xdist hypothesis "ml-dtypes>=0.5"
+	  pytest pytest-timeout hypothesis "ml-dtypes>=0.5"
 	touch $@
 
 $(VENV)/.release: pyproject.toml | $(VENV)/.made
