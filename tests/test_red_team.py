@@ -445,7 +445,7 @@ def test_who_knows_the_admission_key_ends_only_its_own_link(victim: Victim) -> N
             sock.close()
 
     from_host(attacker, partial(attack, "0", "0"))
-    assert len(victim.lines("refused .*MS_NODE_ID")) == 1
+    victim.logged("refused .*MS_NODE_ID")
     flooding = threading.Thread(target=from_host, args=(attacker, flood))
     flooding.start()
     try:

@@ -293,7 +293,8 @@ def test_the_third_signal_kills(script, tmp_path):
 def test_ranks_that_do_not_follow_a_signal_are_ended(script, tmp_path):
     """The rank advances the launcher's clock after our SIGTERM, and again after the SIGTERM that the launcher sends."""
     body = (
-        f"def go_on(*_):\n    open('{tmp_path}/clock', 'a').write('!')\n    print('not yet')\n"
+        # One write, because the second signal may interrupt the handler of the first.
+        f"def go_on(*_):\n    os.write(1, b'not yet\\n')\n    open('{tmp_path}/clock', 'a').write('!')\n"
         "signal.signal(signal.SIGTERM, go_on)\n"
         f"open('{tmp_path}/up', 'w').write('up')\nwhile True: time.sleep(1)"
     )
