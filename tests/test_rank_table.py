@@ -503,7 +503,7 @@ def test_a_table_with_odd_values_is_told_or_taken(data: st.DataObject, of: Calla
         for step in before:
             holder = holder[step]
         if data.draw(st.booleans()):
-            holder[last] = data.draw(ODD)
+            holder[last] = copy.deepcopy(data.draw(ODD))  # a later step may change it
         elif isinstance(holder, list):
             holder.append(copy.deepcopy(holder[last]))
         else:
