@@ -446,6 +446,7 @@ def test_who_knows_the_admission_key_ends_only_its_own_link(victim: Victim) -> N
 
     from_host(attacker, partial(attack, "0", "0"))
     victim.logged("refused .*MS_NODE_ID")
+    assert len(victim.lines("refused .*MS_NODE_ID")) == 1
     flooding = threading.Thread(target=from_host, args=(attacker, flood))
     flooding.start()
     try:

@@ -8,7 +8,6 @@ sessions.mscomm_run() and with_torchrun().
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
@@ -18,7 +17,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -179,11 +177,7 @@ def _be_a_process(words: Sequence[str], inherits: Sequence[int], out: int, err: 
         except BaseException:
             code = 1
             sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        interpreter.leave(code)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
