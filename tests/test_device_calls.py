@@ -170,9 +170,9 @@ def test_a_call_comes_after_what_the_stream_has_and_before_what_comes(rank: int,
 @devices(2)
 def test_wait_orders_the_current_stream_after_the_call_and_does_not_wait(rank: int, group: None, backend: str) -> None:
     here, other = device_array.new_stream(rank), device_array.new_stream(rank)
-    x = on_device(np.ones(1000, np.float32))
     with contextlib.ExitStack() as held:
         with device_array.stream(here):
+            x = on_device(np.ones(1000, np.float32))
             held.enter_context(compute.hold(rank))  # nothing after this runs on the stream until the block ends
             compute.add(x, 1)
             work = mscomm.all_reduce(x, async_op=True)
@@ -182,8 +182,8 @@ def test_wait_orders_the_current_stream_after_the_call_and_does_not_wait(rank: i
             assert not work.done()
     with device_array.stream(other):
         assert (y.to_numpy() == 4).all()
-    work = mscomm.all_reduce(x, async_op=True)
-    assert (work.wait(timeout=60).to_numpy() == 4).all() and work.done() and work.exception() is None
+        work = mscomm.all_reduce(x, async_op=True)
+        assert (work.wait(timeout=60).to_numpy() == 4).all() and work.done() and work.exception() is None
     assert violations() == []
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 from functions import algorithms_of
 from hosts import Hosts
+from patched_run import patched_run
 from ranks import TOLD, before_joining, common, everybody_is_here, ranks, tell, until_told, when_inside
 from rotated import rotated
 
@@ -659,7 +660,7 @@ def test_control_c_ends_a_whole_job_and_every_rank_knows_why(tmp_path: Path) -> 
     script, mark = tmp_path / "loop.py", f"mscomm-test-{os.getpid()}-ctrl-c"
     script.write_text(INTERRUPTED)
     job = subprocess.Popen(
-        [sys.executable, "-m", "mscomm", "run", "-n", "3", str(script), str(tmp_path)],
+        [*patched_run(REPORT_S=60.0), "-n", "3", str(script), str(tmp_path)],
         env={**os.environ, "MSCOMM_TEST_MARK": mark},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

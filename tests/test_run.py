@@ -265,7 +265,8 @@ def test_signals_are_forwarded_to_all_ranks(script, tmp_path, number):
         f"open(f'{tmp_path}/up{{rank}}', 'w').write('up')\nwhile True: time.sleep(1)"
     )
     # If the tests run under nohup or as a background job of a shell, some signals are ignored. env resets the signal.
-    command = ["env", f"--default-signal={number.name.removeprefix('SIG')}", *MSCOMM, "run", "-n", "2", script(body)]
+    reset = ["env", f"--default-signal={number.name.removeprefix('SIG')}"]
+    command = [*reset, *patched_run(REPORT_S=60.0), "-n", "2", script(body)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     for rank in range(2):
         appears(tmp_path / f"up{rank}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from patched_run import patched_run
-from sessions import MSCOMM, mscomm_run, run
+from sessions import mscomm_run, run
 from test_run import appears
 
 from mscomm.launching.tracebacks import Tracebacks, last_words, numbers
@@ -168,7 +168,7 @@ def test_a_hook_of_the_users_is_called_with_the_short_traceback(script):
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_is_one_line_that_tells_where_the_ranks_were(script, tmp_path, times):
     body = f"open(f'{tmp_path}/up{{rank}}', 'w').write('up')\nif rank == 1:\n    time.sleep(1000)\nmscomm.barrier()"
-    command = ["env", "--default-signal=INT", *MSCOMM, "run", "-n", "3", script(body)]
+    command = ["env", "--default-signal=INT", *patched_run(REPORT_S=60.0), "-n", "3", script(body)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
     for rank in range(3):
@@ -188,7 +188,7 @@ def test_what_a_rank_writes_after_ctrl_c_is_shown(script, tmp_path):
         f"    open('{tmp_path}/up', 'w').write('up')\n    time.sleep(60)\n"
         "except KeyboardInterrupt:\n    traceback.print_exc()\n    print('saved', file=sys.stderr)\n    sys.exit(3)"
     )
-    command = ["env", "--default-signal=INT", *MSCOMM, "run", "-n", "1", script(body)]
+    command = ["env", "--default-signal=INT", *patched_run(REPORT_S=60.0), "-n", "1", script(body)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     appears(tmp_path / "up")
     process.send_signal(signal.SIGINT)
