@@ -13,8 +13,8 @@ class Fault(NamedTuple):
     """A fault: in `file`, the text `old`, which occurs once, becomes `new`.
 
     tier: the smallest set of tests that should find the fault. "core" stands for the C++ tests, and the other tiers are
-    the keys of TIERS in run.py. tests: the tests that run first: names of C++ tests, or files and node ids in tests/.
-    breaks: what a user suffers.
+    the keys of CHOOSING in run.py. tests: the tests that run first: names of C++ tests, or files and node ids in
+    tests/. breaks: what a user suffers.
     """
 
     name: str
@@ -363,7 +363,7 @@ FAULTS = [
         "python/mscomm/cluster/groups.py",
         "group.judge.left(rank, last if isinstance(last, int) else 0, time.monotonic())",
         "group.judge.left(rank, number if isinstance(last, int) else 0, time.monotonic())",
-        "test",
+        "check",
         ("test_meetings.py",),
         "A timeout in a group does not name the rank that left before the group's call.",
     ),
@@ -438,7 +438,7 @@ FAULTS = [
         "python/mscomm/cluster/security.py",
         "    if status.st_mode & 0o077:\n",
         "    if status.st_mode & 0o007:\n",
-        "test",
+        "check",
         ("test_security.py",),
         "Users of the same Unix group can replace the key file of a job.",
     ),
@@ -486,7 +486,7 @@ FAULTS = [
         'obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True)',
         'obj.to_bytes((obj.bit_length() + 7) // 8, "little", signed=True)',
         "test",
-        ("test_pack.py",),
+        ("test_objects.py",),
         "Integers such as 2**71 cannot be sent in an object.",
     ),
     Fault(

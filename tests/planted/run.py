@@ -1,13 +1,15 @@
 """Measures the tests: plants the faults of faults.py, one at a time, and runs the tests that should find each.
 
-    .venv/bin/python tests/planted/run.py [NAMES...] [--tests DIR] [--only-first] [--table FILE] [--from FILE]
+    .venv/bin/python tests/planted/run.py [NAMES...] [--only-first] [--table FILE] [--from FILE]
 
 The tests run in build/planted/env. It has links to the files of .venv, which `make .venv/.dev` makes, but a copy of
-mscomm with the fault. So neither the sources nor .venv change, and every process that the tests start has the fault. A
-fault in C++ is planted in build/planted/source, and only what depends on it is built again.
+mscomm with the fault. So neither the sources nor .venv change, and the processes that the tests start have the fault,
+except the few ranks that run in .venv-mpich. A fault in C++ is planted in build/planted/source, and only what depends
+on it is built again.
 
-First the tests in the fault's row run. If they pass, all tests of its tier run, too. If they take longer than the
-limit, something hangs, so the fault is found.
+First the tests in the fault's row run. If they pass, all Python tests of its tier run, too. A test of the tier that
+fails also runs without the fault, where it must pass. If the tests take longer than the limit, something hangs, so the
+fault is found. All of a run's tests have one MSCOMM_TEST_SEED, which the table names.
 """
 
 from __future__ import annotations
@@ -36,25 +38,30 @@ from mscomm import _core
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import promises  # noqa: E402
+import rotated  # noqa: E402
 
 ROOT = HERE.parent.parent
 VENV = ROOT / ".venv"
 BUILD = ROOT / "build/planted"
-ENV, SOURCE, TOOLS, LOG = (BUILD / name for name in ("env", "source", "tools", "log"))
+ENV, SOURCE, LOG = (BUILD / name for name in ("env", "source", "log"))
 BIN = ENV / "bin"
-# The arguments of pytest for all tests of a tier. The tier "core" is the C++ tests.
-TIERS: Mapping[str, Sequence[str]] = {"check": [], "test": [], "test-all": ["-m", "not huge"]}
+# What chooses all Python tests of a tier. The tier "core" is the C++ tests.
+CHOOSING: Mapping[str, Sequence[str]] = {
+    "check": list(promises.QUICK),
+    "test": [""],
+    "test-all": ["", "-m", "not huge"],
+}
 PYTEST = ("-m", "pytest", "-q", "-x", "-n", "3", "--dist", "loadfile")  # three tests at once, as in the Makefile
 BUILD_LIMIT_S, ROW_LIMIT_S, TIER_LIMIT_S = 3600, 900, 5400
 MARK = "MSCOMM_TEST_PLANTED"  # all processes of a command inherit this variable
-OF_TESTS = ("-DMSCOMM_PYTHON=OFF", "-DMSCOMM_TESTS=ON", "-DMSCOMM_SANITIZE=address")
+OF_TESTS = ("PYTHON=OFF", "TESTS=ON", "SANITIZE=address", "CUDA_KERNELS=OFF")
 AREAS = ("csrc", "src", "cluster", "train", "parallel")
 
 
 def execute(command: Sequence[str | Path], limit_s: float, cwd: Path = ROOT) -> tuple[int | None, str]:
     """Run a command. Return its exit code, or None if it hangs, and its output. Kill all processes that it leaves."""
     mark = secrets.token_hex(8)
-    env = {**os.environ, MARK: mark, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    env = {**os.environ, rotated.SEED: rotated.seed(), MARK: mark, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     if (mpich := ROOT / ".venv-mpich").exists():
         env["MSCOMM_TEST_MPICH"] = str(mpich)
     code = None
@@ -118,28 +125,25 @@ def mirror(source: Path, target: Path) -> None:
 def build(folder: Path, options: Sequence[str], *targets: str) -> None:
     """Build targets from the sources in build/planted/source."""
     if not (folder / "build.ninja").exists():
-        ninja = f"-DCMAKE_MAKE_PROGRAM={BIN}/ninja"
-        need(BIN / "cmake", "-S", SOURCE, "-B", folder, "-G", "Ninja", ninja, *options)
+        always = (f"-DCMAKE_MAKE_PROGRAM={BIN}/ninja", f"-DPython_EXECUTABLE={BIN}/python")
+        need(BIN / "cmake", "-S", SOURCE, "-B", folder, "-G", "Ninja", *always, *options)
     need(BIN / "ninja", "-C", folder, *targets)
 
 
 def build_module(package: Path) -> None:
     """Build the C++ module of the package, and put it into the package."""
-    pybind11 = TOOLS / "pybind11/share/cmake/pybind11"
-    if not pybind11.exists():
-        need(BIN / "python", "-m", "pip", "install", "-q", "--target", TOOLS, "pybind11>=3.0")
-    options = [f"-Dpybind11_DIR={pybind11}", f"-DPython_EXECUTABLE={BIN}/python"]
-    build(BUILD / "module", [*options, f"-DSKBUILD_PROJECT_VERSION={_core.version}"], "_core")
+    pybind11 = packages_of(VENV) / "pybind11/share/cmake/pybind11"
+    build(BUILD / "module", [f"-Dpybind11_DIR={pybind11}", f"-DSKBUILD_PROJECT_VERSION={_core.version}"], "_core")
     (module,) = (BUILD / "module").glob("_core.*.so")
     shutil.copy(module, package)
 
 
-def plant(fault: Fault | None, tests: Path, with_module: bool) -> None:
+def plant(fault: Fault | None, with_module: bool) -> None:
     """Make the package and the sources with this fault, or without any. with_module: whether to build the module."""
     package = packages_of(ENV) / "mscomm"
     shutil.rmtree(package, ignore_errors=True)
     shutil.copytree(packages_of(VENV) / "mscomm", package)
-    for source, name in ((ROOT / "csrc", "csrc"), (ROOT / "src", "src"), (tests / "core", "tests/core")):
+    for source, name in ((ROOT / "csrc", "csrc"), (ROOT / "src", "src"), (HERE.parent / "core", "tests/core")):
         mirror(source, SOURCE / name)
     shutil.copy2(ROOT / "CMakeLists.txt", SOURCE)
     if fault:
@@ -160,47 +164,51 @@ def needs_module(fault: Fault) -> bool:
 # -- running the tests
 
 
-def of_tests(tier: str, rows: Sequence[str], tests: Path, limit_s: float) -> str:
+def of_tests(tier: str, rows: Sequence[str], limit_s: float) -> str:
     """Run these tests of a tier, or all if `rows` is empty.
 
-    Return the first test that fails, or what else went wrong; "" if all tests pass.
+    Return the first test that fails, or how else the tests failed; "" if all tests pass.
     """
     if tier == "core":
-        build(BUILD / "tests", OF_TESTS, "core_tests_all")
+        options = [f"-DMSCOMM_{option}" for option in OF_TESTS]
+        build(BUILD / "tests", [*options, "-DCMAKE_BUILD_TYPE=RelWithDebInfo"], "core_tests_all")
         suites = [row.removesuffix("_test") for row in rows]
         chosen = ["-R", f"^({'|'.join(suites)})$"] if rows else []
-        code, output = execute([BIN / "ctest", "--test-dir", BUILD / "tests", "--stop-on-failure", *chosen], limit_s)
-        failed = re.search(r"^\s*\d+ - (\w+) \(.*\)$", output, re.MULTILINE)
+        command = [BIN / "ctest", "--test-dir", BUILD / "tests", "--no-tests=error", "--stop-on-failure", *chosen]
+        failing, name = {8}, r"^\s*\d+ - (\w+) \(.*\)$"
     else:
-        everything = promises.QUICK if tier == "check" else [""]
-        chosen = [str(tests / row) for row in rows or everything]
-        code, output = execute([BIN / "python", *PYTEST, *TIERS[tier], *chosen], limit_s, tests.parent)
-        if code == 4 and "not found: " in output:  # an older commit may not have these tests
-            return ""
-        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+        command = [BIN / "python", *PYTEST, *(rows or CHOOSING[tier])]
+        failing, name = {1, 2}, r"^(?:FAILED|ERROR) (?:tests/)?(.+?)(?: - .*)?$"
+    code, output = execute(command, limit_s, HERE.parent)
+    if code not in {None, 0} | failing:
+        sys.exit(f"{output[-4000:]}\nplanted: the tests did not run: exit code {code}")
+    failed = re.search(name, output, re.MULTILINE)
     return "" if code == 0 else failed[1] if failed else "a hang" if code is None else f"exit code {code}"
 
 
-def control(faults: Sequence[Fault], tests: Path) -> None:
+def check_without_fault(faults: Sequence[Fault]) -> None:
     """Check that the tests in the rows pass without a fault."""
-    plant(None, tests, any(map(needs_module, faults)))
+    plant(None, any(map(needs_module, faults)))
     for tier in dict.fromkeys(fault.tier for fault in faults):
         rows = list(dict.fromkeys(row for fault in faults if fault.tier == tier for row in fault.tests))
-        print(f"control: {tier}: {', '.join(rows)}", flush=True)
-        if failed := of_tests(tier, rows, tests, TIER_LIMIT_S):
+        print(f"without a fault: {tier}: {', '.join(rows)}", flush=True)
+        if failed := of_tests(tier, rows, TIER_LIMIT_S):
             sys.exit(f"{LOG.read_text(errors='replace')[-4000:]}\nplanted: without a fault, {failed} fails; see {LOG}")
 
 
-def measure(fault: Fault, tests: Path, only_first: bool) -> dict[str, Any]:
+def measure(fault: Fault, only_first: bool) -> dict[str, Any]:
     """Plant a fault and run its tests. Return the result."""
     began = time.monotonic()
-    plant(fault, tests, needs_module(fault))
-    found, by = of_tests(fault.tier, fault.tests, tests, ROW_LIMIT_S), "row"
+    plant(fault, needs_module(fault))
+    found, by = of_tests(fault.tier, fault.tests, ROW_LIMIT_S), "row"
     if not found and not only_first:
-        found, by = of_tests(fault.tier, (), tests, TIER_LIMIT_S), "tier"
+        found, by = of_tests(fault.tier, (), TIER_LIMIT_S), "tier"
+        plant(None, needs_module(fault))
+        if "::" in found and of_tests(fault.tier, [found], ROW_LIMIT_S):
+            sys.exit(f"planted: {found} fails without a fault, too; see {LOG}")
     seconds = round(time.monotonic() - began)
     print(f"{fault.name}: {found or 'NOT FOUND'}, {seconds} s", flush=True)
-    return {"name": fault.name, "found": found, "by": by, "seconds": seconds}
+    return {"name": fault.name, "found": found, "by": by, "seconds": seconds, "seed": rotated.seed()}
 
 
 # -- the results
@@ -221,20 +229,21 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
         all_of[area] += 1
         found_of[area] += bool(found)
     areas = ", ".join(f"{area} {found_of[area]} of {number}" for area, number in all_of.items())
-    return "\n".join([*lines, "", f"Found: {found_of.total()} of {all_of.total()} ({areas})."])
+    seeds = ", ".join(dict.fromkeys(result["seed"] for result in results))
+    summary = f"Found: {found_of.total()} of {all_of.total()} ({areas}). {rotated.SEED}: {seeds}."
+    return "\n".join([*lines, "", summary])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="the faults to plant; all by default")
-    parser.add_argument("--tests", type=Path, default=HERE.parent, help="the folder tests/ of another commit")
     parser.add_argument("--only-first", action="store_true", help="run only the tests of the rows")
     parser.add_argument("--table", type=Path, help="write the table to this file instead of stdout")
     parser.add_argument("--from", type=Path, dest="earlier", help="go on with the results of an earlier run")
     options = parser.parse_args()
     if unknown := set(options.names) - {fault.name for fault in FAULTS}:
         parser.error(f"there is no fault {', '.join(sorted(unknown))}")
-    tests, kept = options.tests.resolve(), options.earlier or BUILD / "results.json"
+    kept = options.earlier or BUILD / "results.json"
     results = json.loads(options.earlier.read_text()) if options.earlier else []
     done = {result["name"] for result in results}
     left = [fault for fault in FAULTS if fault.name not in done and fault.name in (options.names or [fault.name])]
@@ -242,9 +251,9 @@ def main() -> None:
         BUILD.mkdir(parents=True, exist_ok=True)
         fcntl.flock(os.open(BUILD, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails during another run
         make_environment()
-        control(left, tests)
+        check_without_fault(left)
     for fault in left:
-        results.append(measure(fault, tests, options.only_first))
+        results.append(measure(fault, options.only_first))
         kept.write_text(json.dumps(results, indent=1))
     text = table(results)
     print(text) if options.table is None else options.table.write_text(f"{text}\n")
