@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import resource
-import socket
 from pathlib import Path
 
 import interpreter
 import numpy as np
 import pytest
 import rotated
+from sessions import free_port
 
 import mscomm
 from mscomm.job import resolve
@@ -28,7 +27,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-    """With the report of the last test of a file, send the CPU time of the whole file, which tests/tiers.py adds up.
+    """Write the CPU time of the whole file into the JUnit report, as a property of the file's last test.
 
     The time of single tests is not known: an interpreter that forks ranks is waited for only when its file ends.
     """
@@ -63,22 +62,7 @@ def tmpdir_env(tmp_path, monkeypatch):
 
 @pytest.fixture
 def port() -> int:
-    """Return a free port for a process that binds it seconds later, after its imports.
-
-    If possible, the port is outside the ephemeral range, because the kernel could give a port in that range to another
-    test before the process binds it.
-    """
-    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    every = range(10000, 65536)
-    numbers = [number for number in every if not low <= number <= high] or every
-    for number in random.SystemRandom().sample(numbers, len(numbers)):
-        with socket.socket() as sock:
-            try:
-                sock.bind(("", number))
-            except OSError:
-                continue
-            return number
-    raise RuntimeError(f"none of {len(numbers)} ports is free; net.ipv4.ip_local_port_range is {low} to {high}")
+    return free_port()
 
 
 @pytest.fixture

@@ -137,7 +137,7 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-_of_file: tuple[str, list[Interpreter]] = ("", [])
+_of_file: tuple[str, dict[int, Interpreter]] = ("", {})
 
 
 def of(file: str, rank: int, env: dict[str, str]) -> Interpreter:
@@ -145,17 +145,19 @@ def of(file: str, rank: int, env: dict[str, str]) -> Interpreter:
     global _of_file
     if _of_file[0] != file:
         close()
-        _of_file = (file, [Interpreter(file, env) for _ in range(ALIKE)])
-    return _of_file[1][rank % ALIKE]
+        _of_file = (file, {})
+    if (which := rank % ALIKE) not in _of_file[1]:
+        _of_file[1][which] = Interpreter(file, env)
+    return _of_file[1][which]
 
 
 @atexit.register
 def close() -> None:
     """End the interpreters of the last file, and wait for them."""
     global _of_file
-    for one in _of_file[1]:
+    for one in _of_file[1].values():
         one.close()
-    _of_file = ("", [])
+    _of_file = ("", {})
 
 
 # -- code that runs in the interpreter process
@@ -211,11 +213,17 @@ def prepare(file: str) -> None:
 
 
 def leave(code: int = 0) -> None:
-    """End this process as the end of a program does, but without finalizing Python, which takes 30 ms."""
+    """End this process as the end of a program does, but without finalizing Python, which takes 30 ms.
+
+    code: the exit code, or the negative number of the signal by which the process ends.
+    """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
     os._exit(code)
 
 

@@ -7,8 +7,8 @@
 When a rank returns from a call, other ranks may still be in it. If the rank then ends or aborts, the call may fail on
 the others. To prevent such a failure, let all ranks call everybody_is_here() before one of them ends or aborts.
 
-Each process writes a log. When a rank fails, the others get a moment to report and are then killed, and the test shows
-the logs. `expect` has the exit codes of the ranks that must not end with 0. Parameters of the test
+Each process writes a log. When a rank fails, the others have GRACE_S to report and to end. Then they are killed, and
+the test shows the logs. `expect` has the exit codes of the ranks that must not end with 0. Parameters of the test
 (pytest.mark.parametrize) must be JSON.
 """
 
@@ -120,20 +120,21 @@ class Job:
         """
         until = time.monotonic() + timeout_s
         reported: set[int] = set()
-        while time.monotonic() < until:
-            codes = [process.poll() for process in self.processes]
-            for rank, code in enumerate(codes):
-                if code is not None and rank not in reported:
-                    reported.add(rank)
-                    self.hub.process_ended(rank, _how(code))
-                    if code != 0:
-                        until = min(until, time.monotonic() + GRACE_S)
-            if len(reported) == self.size:
-                break
-            time.sleep(0.005)
-        codes = [process.poll() for process in self.processes]
-        self.kill()
-        return codes
+        try:
+            while time.monotonic() < until:
+                codes = [process.poll() for process in self.processes]
+                for rank, code in enumerate(codes):
+                    if code is not None and rank not in reported:
+                        reported.add(rank)
+                        self.hub.process_ended(rank, _how(code))
+                        if code != 0:
+                            until = min(until, time.monotonic() + GRACE_S)
+                if len(reported) == self.size:
+                    break
+                time.sleep(0.005)
+            return [process.poll() for process in self.processes]
+        finally:
+            self.kill()
 
     def kill(self) -> None:
         """End everything that this job started, including children of the ranks."""
@@ -161,7 +162,11 @@ def _how(code: int) -> str:
 def _by_hand(program: list[str], rank: int, envs: list[dict[str, str]]) -> str:
     """Return a text with the shell command that runs a test's ranks without pytest, so that one can be debugged."""
     same = {name: value for name, value in envs[0].items() if all(env.get(name) == value for env in envs)}
-    variables = [f"{TOLD}=$(mktemp -d)", *(f"{name}={shlex.quote(value)}" for name, value in same.items())]
+    variables = [
+        f"{TOLD}=$(mktemp -d)",
+        f"{rotated.SEED}={rotated.seed()}",
+        *(f"{name}={shlex.quote(value)}" for name, value in same.items()),
+    ]
     left_out = sorted({name for env in envs for name in env} - set(same))
     differing = f" It leaves out {', '.join(left_out)}: the values differ between the ranks." if left_out else ""
     run = [str(Path(sys.executable).with_name("mscomm")), "run", "-n", str(len(envs)), "--stdin", str(rank)]
@@ -178,6 +183,7 @@ def ranks(
     env: dict[str, str] | Callable[..., dict[str, str]] | None = None,
     expect: dict[int, int] | None = None,
     init: dict[str, Any] | Callable[..., dict[str, Any]] | None = {},  # noqa: B006
+    finalizes: bool = False,
 ) -> Any:
     """Decorate a test whose body runs in each of n processes, as fn(rank, group, **parameters).
 
@@ -193,6 +199,9 @@ def ranks(
 
     init: the arguments of mscomm.init, or a function that gets the parameters and returns the arguments; None if the
     body calls init itself.
+
+    finalizes: whether the ranks always finalize Python when they end, because the test is about that. Without it, the
+    ranks of most tests end by interpreter.leave().
     """
 
     def decorate(fn: Callable[..., None]) -> Callable[..., None]:
@@ -215,7 +224,8 @@ def ranks(
                 "parameters": {k: parameters[k] for k in wanted},
                 "init": init(**parameters) if callable(init) else init,
             }
-            where["finalizes"] = rotated.chance(json.dumps(where), FINALIZED)
+            name = f"{Path(where['file']).name} {json.dumps({**where, 'file': ''})}"  # the same in every clone
+            where["finalizes"] = finalizes or rotated.chance(name, FINALIZED)
             command = [sys.executable, "-u", interpreter.__file__, "be", json.dumps(where)]
             job = Job(size, command, tmp_path, filled, where)
             codes = job.wait(timeout_s)

@@ -35,6 +35,7 @@ def rotated(product: Iterable[Any], few: int, always: Iterable[Any] = ()) -> lis
     A case is a tuple of values, or one value if there is only one parameter.
     """
     every, kept = list(product), list(always)
+    assert every, "an empty product would test nothing"
     assert all(case in every for case in kept), f"not in the product: {[case for case in kept if case not in every]}"
     others = [case for case in every if case not in kept]
     kept += random.Random(f"{seed()} {others}").sample(others, min(few, len(others)))

@@ -104,12 +104,22 @@ def marked(folder: Path) -> Iterator[int]:
 
 
 def free_port() -> int:
-    """Return a port that is free now, below the range from which the kernel takes ports itself."""
-    with socket.socket() as sock:
-        while True:
-            with contextlib.suppress(OSError):
-                sock.bind(("", random.SystemRandom().randrange(10000, 32000)))
-                return int(sock.getsockname()[1])
+    """Return a free port for a process that binds it seconds later, after its imports.
+
+    If possible, the port is outside the ephemeral range, because the kernel could give a port in that range to another
+    test before the process binds it.
+    """
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    every = range(10000, 65536)
+    numbers = [number for number in every if not low <= number <= high] or every
+    for number in random.SystemRandom().sample(numbers, len(numbers)):
+        with socket.socket() as sock:
+            try:
+                sock.bind(("", number))
+            except OSError:
+                continue
+            return number
+    raise RuntimeError(f"none of {len(numbers)} ports is free; net.ipv4.ip_local_port_range is {low} to {high}")
 
 
 def _session(process: psutil.Process) -> int:

@@ -108,7 +108,7 @@ BESIDE = {
 
 @pytest.mark.parametrize("what", list(BESIDE))
 @pytest.mark.parametrize("run", range(3))
-@ranks(1)
+@ranks(1, finalizes=True)
 def test_the_process_ends_well_while_a_daemon_thread_is_in_a_call(what, run):
     threading.Thread(target=BESIDE[what], daemon=True).start()
     time.sleep(0.1)  # by then, the thread is probably in its call

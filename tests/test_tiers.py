@@ -13,6 +13,7 @@ HERE = Path(__file__).parent
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.test_a" name="test_one[2]" time="1.5"/>
 <testcase classname="tests.test_a" name="test_two" time="0.25"/>
+<testcase classname="tests.test_a" name="test_three" time="0.01"><skipped message="no torch"/></testcase>
 </testsuite></testsuites>"""
 
 
@@ -45,10 +46,12 @@ def test_a_tier_ends_at_its_first_step_that_fails(tmp_path, monkeypatch, capfd):
     assert out.endswith("make small: make no-such-target failed\n") and "--- make help" not in out
 
 
-def test_the_slowest_tests_come_first(tmp_path, monkeypatch):
+def test_the_slowest_tests_come_first_and_skipped_ones_do_not_count(tmp_path, monkeypatch):
     monkeypatch.setattr(tiers, "TIMES", tmp_path)
     (tmp_path / "python.xml").write_text(REPORT)
-    assert tiers.durations() == [(1.5, "python: test_a.test_one[2]"), (0.25, "python: test_a.test_two")]
+    ran, skipped = tiers.results()
+    assert ran == [(1.5, "python: test_a.test_one[2]"), (0.25, "python: test_a.test_two")]
+    assert skipped == {"no torch": 1}
 
 
 def test_each_run_tests_some_cases_and_make_test_all_tests_every_one(monkeypatch):

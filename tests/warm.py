@@ -1,9 +1,9 @@
 """Runs scripts on ranks that are forked from an interpreter that has already imported NumPy, mscomm and PyTorch.
 
 mscomm_run() is `mscomm run`, and torchrun() does what torchrun does. Importing PyTorch costs seconds of CPU time in
-each process, and importing NumPy a tenth of a second. A script cannot tell the difference, but it must import mscomm
-before it changes a variable that mscomm reads at its import. Tests of a launcher itself start real processes:
-sessions.mscomm_run() and with_torchrun().
+each process, and importing NumPy a tenth of a second. A script must import mscomm before it changes a variable that
+mscomm reads at its import. All ranks are forked from one interpreter, so they hash strings alike, and they do not
+finalize Python. Tests of a launcher itself start real processes: sessions.mscomm_run() and with_torchrun().
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import interpreter
+import psutil
 from ranks import Job, common, ranks
 from sessions import clean_environment, run
 
@@ -104,7 +105,10 @@ class Started:
         )
 
     def kill(self) -> None:
-        """Kill the launcher, which ends its ranks."""
+        """Kill the launcher and its ranks, also stopped ones."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for one in psutil.Process(self._process.pid).children(recursive=True):
+                one.kill()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -126,13 +130,19 @@ def launcher(words: list[str], cwd: str, folder: str) -> None:
 
 
 def _execute(self: processes.Launch, inherits: Sequence[int], stdin: int | None, env: Mapping[str, str]) -> _Rank:
-    """Replaces Launch._execute: fork instead of starting Python."""
-    (out, out_of_rank), (err, err_of_rank) = os.pipe(), os.pipe()
+    """Replaces Launch._execute: fork instead of starting Python. Return when the child has a process group of its own,
+    and no handlers of the launcher's.
+    """
+    assert stdin == subprocess.DEVNULL, "ranks that are forked have no stdin"
+    (out, out_of_rank), (err, err_of_rank), (ready, ready_in_rank) = os.pipe(), os.pipe(), os.pipe()
+    launcher = os.getpid()
     pid = os.fork()
     if pid == 0:
-        _be_a_process(self.command[1:], inherits, out_of_rank, err_of_rank, env)
-    for one in (out_of_rank, err_of_rank):
+        _be_a_process(launcher, self.command[1:], inherits, out_of_rank, err_of_rank, ready_in_rank, env)
+    for one in (out_of_rank, err_of_rank, ready_in_rank):
         os.close(one)
+    os.read(ready, 1)
+    os.close(ready)
     return _Rank(pid, open(out, "rb", 0), open(err, "rb", 0))
 
 
@@ -149,7 +159,15 @@ class _Rank:
         return self.returncode
 
 
-def _be_a_process(words: Sequence[str], inherits: Sequence[int], out: int, err: int, env: Mapping[str, str]) -> None:
+def _be_a_process(
+    launcher: int,
+    words: Sequence[str],
+    inherits: Sequence[int],
+    out: int,
+    err: int,
+    ready: int,
+    env: Mapping[str, str],
+) -> None:
     """In a forked child: set what a newly started process would have, run the script, and end."""
     try:
         os.setsid()
@@ -158,6 +176,9 @@ def _be_a_process(words: Sequence[str], inherits: Sequence[int], out: int, err: 
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if os.getppid() != launcher:  # the launcher ended before prctl took effect
+            os._exit(1)
+        os.write(ready, b"!")
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(out, 1)
         os.dup2(err, 2)
@@ -174,8 +195,8 @@ def _be_a_process(words: Sequence[str], inherits: Sequence[int], out: int, err: 
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
             if isinstance(error.code, str):
                 print(error.code, file=sys.stderr)
-        except BaseException:
-            code = 1
+        except BaseException as error:
+            code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
             sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         interpreter.leave(code)
     except BaseException:

@@ -75,9 +75,9 @@ class Case {
   size_t offset_of_x_ = 0, offset_of_out_ = 0;  // where x and out of an in-place call begin in their common array
 };
 
-// Returns the numbers of ranks with which the tests of the collectives run. Only from 2 ranks on can there be a race, and from 3
-// ranks on, every algorithm takes all its branches: "is the next rank also the previous one?", "does it forward?", "is it a power
-// of 2?".
+// Returns the numbers of ranks with which the tests of the collectives run. ThreadSanitizer needs only
+// 2 and 3 ranks: with these, every algorithm in shared memory takes all its branches, such as "is the next rank also the previous
+// one?" and "is it a power of 2?". Trees need 4 ranks until one forwards, but their ranks are linked by sockets.
 std::vector<int> sizes_of_groups();
 
 // Returns the collectives for which the registry has an algorithm of this name, except barrier.

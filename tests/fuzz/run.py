@@ -45,10 +45,10 @@ def fuzz(name: str, command: list[str], seconds: int) -> bool:
     with open(folder / "log", "wb") as log:
         done = subprocess.run([*command, str(folder / "corpus"), *options], stdout=log, stderr=log, env=env, cwd=ROOT)
     text = (folder / "log").read_text(errors="replace")
-    inputs = re.search(r"number_of_executed_units: (\d+)", text)
+    inputs = int(found[1]) if (found := re.search(r"number_of_executed_units: (\d+)", text)) else 0
     covered = re.findall(r"cov: (\d+)", text)
-    line = f"{name}: {inputs[1] if inputs else 0} inputs, {covered[-1] if covered else 0} branches"
-    if done.returncode == 0:
+    line = f"{name}: {inputs} inputs, {covered[-1] if covered else 0} branches"
+    if done.returncode == 0 and inputs > 0:
         print(f"{line}, no finding", flush=True)
         return True
     kept = re.search(r"Test unit written to (\S+)", text)
@@ -59,8 +59,12 @@ def fuzz(name: str, command: list[str], seconds: int) -> bool:
 
 
 def main(seconds: str, *names: str) -> int:
-    found = {name: command for name, command in targets().items() if not names or name in names}
-    if not found:
+    every = targets()
+    if unknown := set(names) - set(every):
+        print(f"fuzz: there is no target {', '.join(sorted(unknown))} here, only: {', '.join(every)}")
+        return 2
+    found = {name: command for name, command in every.items() if not names or name in names}
+    if not found:  # targets() has said why
         return 0
     each = max(1, int(seconds) * min(AT_ONCE, len(found)) // len(found))
     with ThreadPoolExecutor(AT_ONCE) as pool:
