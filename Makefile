@@ -100,7 +100,7 @@ test-python: $(VENV)/.dev $(MPICH)/.installed
 test-quick: $(VENV)/.dev
 	$(PYTEST) --junitxml=build/times/quick.xml $$($(BIN)/python tests/promises.py quick)
 
-# MindSpore has an environment of its own, because it needs an older NumPy.
+# MindSpore has an environment of its own, because it needs NumPy 1. test_reducer.py is here for NumPy 1 alone.
 test-mindspore: $(MINDSPORE)/.installed
 	$(MINDSPORE)/bin/pytest -q --junitxml=build/times/mindspore.xml tests/test_arrays.py \
 	  tests/test_ops.py tests/test_reducer.py tests/test_train.py tests/test_vision.py tests/test_examples_frameworks.py
