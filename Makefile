@@ -11,6 +11,8 @@ VENV := .venv
 MPICH := .venv-mpich
 MINDSPORE := .venv-mindspore
 BIN := $(VENV)/bin
+# Without the variable, ninja does not look for the job server of the make that runs test-core.
+NINJA := env -u MAKEFLAGS $(BIN)/ninja
 WHEELS := build/wheels
 BUILD := build/wheel
 DIST := dist
@@ -62,19 +64,19 @@ format: $(VENV)/.dev
 # installed build, and compiles each header alone.
 test-core: $(VENV)/.dev
 	$(MAKE) --jobs=2 --output-sync=target --no-print-directory core-address core-thread core-arithmetic
-	$(BIN)/ninja -C build/core-address --quiet all_verify_interface_header_sets
+	$(NINJA) -C build/core-address --quiet all_verify_interface_header_sets
 
 # After a change of one file, `make core-address` is the quick check: it compiles this file, and runs all tests once.
 core-address core-thread: core-%: | $(VENV)/.tools
 	$(BIN)/cmake -S . -B build/core-$* -G Ninja -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" -DMSCOMM_PYTHON=OFF \
 	  -DMSCOMM_TESTS=ON -DMSCOMM_SANITIZE=$* -DMSCOMM_CUDA_KERNELS=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null
-	$(BIN)/ninja -C build/core-$* --quiet core_tests_all
+	$(NINJA) -C build/core-$* --quiet core_tests_all
 	$(BIN)/ctest --test-dir build/core-$* --output-on-failure --no-tests=error --parallel 2 --output-junit "$(CURDIR)/build/times/$@.xml"
 
 # The levels of the arithmetic can differ only where the compiler vectorises the loops. So this test uses the library of the
 # installed build.
 core-arithmetic: $(VENV)/.installed
-	$(BIN)/ninja -C $(BUILD) --quiet core_tests_all
+	$(NINJA) -C $(BUILD) --quiet core_tests_all
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error --parallel 2 --output-junit "$(CURDIR)/build/times/$@.xml"
 
 # Each target keeps its corpus, its log and the inputs on which it failed in build/fuzz.
@@ -88,7 +90,7 @@ core-fuzzer: $(VENV)/.dev
 	  clang++ -fsanitize=fuzzer,address -x c++ -o build/core-fuzzer/probe - 2>/dev/null; then \
 	  $(BIN)/cmake -S . -B build/core-fuzzer -G Ninja -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" -DMSCOMM_PYTHON=OFF \
 	    -DMSCOMM_SANITIZE=fuzzer -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null && \
-	  $(BIN)/ninja -C build/core-fuzzer --quiet fuzz_targets; \
+	  $(NINJA) -C build/core-fuzzer --quiet fuzz_targets; \
 	else rm -f build/core-fuzzer/*_fuzz; echo "fuzz: the core's targets are skipped: no clang++ with libFuzzer (Debian: clang libclang-rt-14-dev)"; fi
 
 # Runs three tests at once even on two cores, because many tests only wait.
