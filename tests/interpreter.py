@@ -138,17 +138,19 @@ class Forked:
 
 
 _of_file: tuple[str, dict[int, Interpreter]] = ("", {})
+_making = threading.Lock()  # some tests start jobs in several threads
 
 
 def of(file: str, rank: int, env: dict[str, str]) -> Interpreter:
     """Return the interpreter that forks this rank for the tests in the file. End the interpreters of other files."""
     global _of_file
-    if _of_file[0] != file:
-        close()
-        _of_file = (file, {})
-    if (which := rank % ALIKE) not in _of_file[1]:
-        _of_file[1][which] = Interpreter(file, env)
-    return _of_file[1][which]
+    with _making:
+        if _of_file[0] != file:
+            close()
+            _of_file = (file, {})
+        if (which := rank % ALIKE) not in _of_file[1]:
+            _of_file[1][which] = Interpreter(file, env)
+        return _of_file[1][which]
 
 
 @atexit.register
