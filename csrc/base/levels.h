@@ -1,6 +1,6 @@
-// Levels: the instruction sets for which the loops of reduce_loops.h and compress.cc are compiled. The level is chosen at run time
-// (see levels() in reduce.h). A loop is written once, without intrinsics, as a function with the attribute always_inline. The
-// compiler inlines it into one function for each level. The arithmetic is IEEE arithmetic without contraction (fused
+// Levels: the instruction sets for which the loops of reduce_loops.h and compress.cc are compiled. The level is chosen at run
+// time (see levels() in reduce.h). A loop is written once, without intrinsics, as a function with the attribute always_inline.
+// The compiler inlines it into one function for each level. The arithmetic is IEEE arithmetic without contraction (fused
 // multiply-add), so all levels give the same bits.
 #pragma once
 
