@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from functions import FUNCTIONS, How, algorithms_of
-from ranks import ranks
+from ranks import everybody_is_here, ranks
 from rotated import SEED, rotated, seed
 
 import mscomm
@@ -115,6 +115,19 @@ def test_mismatched_calls_raise_on_every_rank(size: int, algo: str) -> None:
         dice = random.Random(f"{os.environ[SEED]} {algo} {size} {pair}")
         differ(mscomm.create_group(f"pair {pair}", list(range(size))), dice)
     mscomm.barrier()
+
+
+@pytest.mark.parametrize("algo", ["arena", "direct"])
+@ranks(2, env={"MSCOMM_ALGO": "{algo}"})
+def test_a_process_whose_job_is_broken_joins_the_next_one(rank: int, algo: str) -> None:
+    for _ in range(4):
+        assert (mscomm.all_reduce(np.ones(3)) == 2).all()
+        everybody_is_here()  # otherwise all_reduce may still wait when the other rank is in the call that differs
+        with pytest.raises(mscomm.Mismatch, match="made different calls"):
+            (mscomm.all_reduce if rank else mscomm.all_gather)(np.ones(4))
+        mscomm.release()
+        mscomm.init()
+    assert (mscomm.all_reduce(np.ones(3)) == 2).all()
 
 
 # Over links, a rank compares its call with the call of one peer. The error must name the calls of all ranks anyway.
