@@ -7,12 +7,14 @@ import resource
 import socket
 from pathlib import Path
 
+import fallbacks
 import interpreter
 import numpy as np
 import pytest
 import rotated
 
 import mscomm
+from mscomm.cluster import judge
 from mscomm.job import resolve
 
 _used_s = [0.0]  # the CPU time of this process and its children when the last test file ended
@@ -79,6 +81,22 @@ def port() -> int:
                 continue
             return number
     raise RuntimeError(f"none of {len(numbers)} ports is free; net.ipv4.ip_local_port_range is {low} to {high}")
+
+
+@pytest.fixture
+def no_fallbacks(monkeypatch):
+    """Let the ranks of @ranks, and their hub, learn of a failure only by events (fallbacks.py)."""
+    for name, value in {**fallbacks.IN_ENV, fallbacks.ASKED_FOR: "1"}.items():
+        monkeypatch.setenv(name, value)
+    for name, seconds in fallbacks.IN_HUB.items():
+        monkeypatch.setattr(judge, name, seconds)
+
+
+@pytest.fixture
+def judge_decides(no_fallbacks, monkeypatch):
+    """Let the judge decide after its usual times what no event decides."""
+    for name, seconds in fallbacks.USUAL_IN_HUB.items():
+        monkeypatch.setattr(judge, name, seconds)
 
 
 @pytest.fixture
