@@ -176,6 +176,31 @@ def test_the_rows_of_a_scheduler_and_workers_are_the_tutorials_to_the_byte(start
     assert code == 0, err
 
 
+# The time limit of this scheduler has passed as soon as the first worker has joined.
+IMPATIENT = """
+import time
+import mscomm
+from mscomm.bootstrap import ms_cluster
+class Impatient(ms_cluster.Hub):
+    def _look(self):
+        if len(self._roster) and self._topo_until is not None:
+            self._topo_until = time.monotonic()
+        super()._look()
+ms_cluster.Hub = Impatient
+mscomm.init()
+"""
+
+
+def test_too_few_workers_are_told_how_many_came_within_the_schedulers_limit(start: Start, tmp_path: Path) -> None:
+    script = tmp_path / "impatient.py"
+    script.write_text(IMPATIENT)
+    scheduler = start("MS_SCHED", script, MS_TOPO_TIMEOUT="500")
+    code, _, err = finished(start("MS_WORKER", MS_TOPO_TIMEOUT="600"))
+    assert code == 1 and "only 1 of 2 workers joined within 500 s (MS_TOPO_TIMEOUT)" in err, err
+    code, out, err = finished(scheduler)
+    assert code == 1 and "only 1 of 2 workers" in out + err
+
+
 SLOW = """
 import os, sys, time, numpy as np, mscomm
 mscomm.init()
