@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
+import fallbacks
 import interpreter
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import rotated
 from sessions import free_port
 
 import mscomm
+from mscomm.cluster import judge
 from mscomm.job import resolve
 
 _used_s = [0.0]  # the CPU time of this process and its children when the last test file ended
@@ -63,6 +65,22 @@ def tmpdir_env(tmp_path, monkeypatch):
 @pytest.fixture
 def port() -> int:
     return free_port()
+
+
+@pytest.fixture
+def no_fallbacks(monkeypatch):
+    """Let the ranks of @ranks, and their hub, learn of a failure only by events (fallbacks.py)."""
+    for name, value in {**fallbacks.IN_ENV, fallbacks.ASKED_FOR: "1"}.items():
+        monkeypatch.setenv(name, value)
+    for name, seconds in fallbacks.IN_HUB.items():
+        monkeypatch.setattr(judge, name, seconds)
+
+
+@pytest.fixture
+def judge_decides(no_fallbacks, monkeypatch):
+    """Let the judge decide after its usual times what no event decides."""
+    for name, seconds in fallbacks.USUAL_IN_HUB.items():
+        monkeypatch.setattr(judge, name, seconds)
 
 
 @pytest.fixture

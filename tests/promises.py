@@ -48,6 +48,7 @@ QUICK = {
     "test_restarts.py": "a wrong decision of the hub about restarted ranks, rejoin() and the launchers of other hosts",
     "test_security.py": "a key file or a peer process that is trusted although it should not be",
     "test_tiers.py": "a tier that passes over its budget, and a test file without a row here",
+    "test_times.py": "a time in the docs that is not the constant of the code",
     "test_tls.py": "an encrypted stream that blocks, loses bytes or accepts a wrong certificate",
     "test_torch_store.py": "a store of torch.distributed in which the ranks do not find each other",
     "test_verdicts.py": "a verdict that differs between ranks, or loses its fields on the way",

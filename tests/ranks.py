@@ -126,7 +126,7 @@ class Job:
                 for rank, code in enumerate(codes):
                     if code is not None and rank not in reported:
                         reported.add(rank)
-                        self.hub.process_ended(rank, _how(code))
+                        self.hub.process_ended(rank, _how(code), badly=code != 0)
                         if code != 0:
                             until = min(until, time.monotonic() + GRACE_S)
                 if len(reported) == self.size:

@@ -163,16 +163,17 @@ def test_all_reduce_has_the_same_bits_when_it_is_called_again(rank, group, algor
             assert (bits(once) == bits(again)).all(), f"{op} of {dtype}"
 
 
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)], ids=["few", "whole"])
 @pytest.mark.parametrize("algorithm", algorithms_of("scan"))
 @ranks(4, env={"MSCOMM_ALGO": "scan={algorithm}"})
-def test_the_last_scan_is_all_reduce_to_the_bit(rank, group, algorithm):
+def test_the_last_scan_is_all_reduce_to_the_bit(rank, group, algorithm, whole):
     dice = random.Random(seed())
     for dtype in REDUCED:
         for op in ops_of(dtype, "scan"):
-            size = dice.choice([7, 70_001])
-            x = values_of(wild, dtype, rank, (size,))
-            scan, total = mscomm.scan(x, op), mscomm.all_reduce(x, op)
-            assert rank < 3 or (bits(scan) == bits(total)).all(), f"{op} of {size} x {dtype}"
+            for size in [7, 70_001] if whole else [dice.choice([7, 70_001])]:
+                x = values_of(wild, dtype, rank, (size,))
+                scan, total = mscomm.scan(x, op), mscomm.all_reduce(x, op)
+                assert rank < 3 or (bits(scan) == bits(total)).all(), f"{op} of {size} x {dtype}"
 
 
 # --- all_reduce_many ------------------------------------------------------------------------------------------------

@@ -180,8 +180,10 @@ def test_wait_orders_the_current_stream_after_the_call_and_does_not_wait(rank: i
         with device_array.stream(other):
             y = work.wait()
             assert not work.done()
+            z = y.copy()
+            time.sleep(0.05)  # if `other` did not wait for the call, it would copy y now
     with device_array.stream(other):
-        assert (y.to_numpy() == 4).all()
+        assert (z.to_numpy() == 4).all()
         work = mscomm.all_reduce(x, async_op=True)
         assert (work.wait(timeout=60).to_numpy() == 4).all() and work.done() and work.exception() is None
     assert violations() == []

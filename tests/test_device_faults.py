@@ -11,17 +11,23 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import fallbacks
 import numpy as np
 import pytest
 from devices import BACKENDS, devices, each_backend, handles, on_device, violations
 from fakes.device_array import DeviceArray, compute
-from ranks import everybody_is_here, tell, until_told
+from ranks import before_joining, everybody_is_here, tell, until_told
 from rotated import rotated
 
 import mscomm
 
-BOUND_S = 60  # only bounds a hang: how long a rank may take to raise its error after a fault or a passed deadline
+# How long a rank may take to raise its error after a fault or a passed deadline. It ends a hang: without fallbacks,
+# only an event can come so soon.
+BOUND_S = 60
 SHORT_S = 0.3  # the timeout of calls that must fail
+
+pytestmark = pytest.mark.usefixtures("no_fallbacks")
+before_joining.append(fallbacks.give_no_fallbacks)
 
 
 def ends(call: Callable[[], Any], within_s: float = BOUND_S) -> mscomm.Error:
@@ -75,6 +81,7 @@ ERRORS = {"nccl": "ncclAllReduce: unhandled cuda error", "hccl": "code 1: wrong 
 LATER = {"nccl": "nccl: unhandled system error", "hccl": "code 2: a pointer is missing"}
 
 
+@pytest.mark.usefixtures("judge_decides")
 @each_backend
 @devices(3, env=lambda rank: {"FAKE_FAIL": "all_reduce:3:1"} if rank == 1 else {})
 def test_an_error_of_a_call_is_everybodys(rank: int, group: None, backend: str) -> None:
@@ -84,6 +91,7 @@ def test_an_error_of_a_call_is_everybodys(rank: int, group: None, backend: str) 
     assert violations() == []
 
 
+@pytest.mark.usefixtures("judge_decides")
 @each_backend
 @devices(3, env=lambda rank: {"FAKE_ASYNC_FAIL": "all_reduce:3:2"} if rank == 1 else {})
 def test_an_error_that_comes_later_is_everybodys(rank: int, group: None, backend: str) -> None:
@@ -207,6 +215,7 @@ def test_init_does_not_hang_where_nccls_does(rank: int) -> None:
     assert not mscomm.is_initialized()
 
 
+@pytest.mark.usefixtures("judge_decides")
 @devices(2, env=lambda rank: {"FAKE_FAIL": "init:1:2"} if rank == 1 else {}, init=None)
 def test_an_error_of_nccls_init_is_everybodys(rank: int) -> None:
     with pytest.raises(mscomm.Error, match="ncclCommInitRankConfig: unhandled system error"):

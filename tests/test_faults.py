@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import fallbacks
 import interpreter
 import numpy as np
 import pytest
@@ -67,8 +68,12 @@ def forced(rank: int, algo: str, **_: object) -> dict[str, str]:
 # In run i, rank i % 8 is killed. The figures in release notes are from MSCOMM_FAULT_RUNS=50.
 FAULT_RUNS = os.environ.get("MSCOMM_FAULT_RUNS")
 RUNS = range(int(FAULT_RUNS)) if FAULT_RUNS else rotated(range(8), few=1)
-RAISES_WITHIN_S = 60  # ends a hang; the measured figures are in docs/performance.md
+# Ends a hang: without fallbacks, only an event can come so soon. The measured figures are in docs/performance.md.
+RAISES_WITHIN_S = 60
 CPUS = "TEST_CPUS"  # the environment variable that says how many CPUs a rank may use
+
+pytestmark = pytest.mark.usefixtures("no_fallbacks")
+before_joining.append(fallbacks.give_no_fallbacks)
 
 
 def later(seconds: float, what: signal.Signals) -> None:
@@ -112,9 +117,9 @@ except mscomm.PeerLost as error:
 @pytest.mark.parametrize("run", RUNS)
 def test_a_killed_rank_is_named_by_all_others_and_nothing_is_left(run: int, tmp_path: Path) -> None:
     script, victim, mark = tmp_path / "kill.py", run % 8, f"mscomm-test-{os.getpid()}-{run}"
-    script.write_text(KILL_SCRIPT)
+    script.write_text(fallbacks.IN_SCRIPT + KILL_SCRIPT)
     done = subprocess.run(
-        [sys.executable, "-m", "mscomm", "run", "-n", "8", str(script), str(victim), str(tmp_path)],
+        [*patched_run(**fallbacks.IN_LAUNCHER), "-n", "8", str(script), str(victim), str(tmp_path)],
         env={**os.environ, "MSCOMM_TEST_MARK": mark},
         capture_output=True,
         text=True,
@@ -268,6 +273,7 @@ def test_an_uncaught_exception_is_quoted_on_the_others(rank, group, algo):
     assert caught.value.ranks == (3,)
 
 
+@pytest.mark.usefixtures("judge_decides")
 @each_algorithm
 @ranks(4, env=forced)
 def test_a_rank_that_left_is_lost_only_to_those_that_wait_for_it(rank, group, algo):
@@ -355,6 +361,7 @@ def test_groups_without_the_lost_rank_go_on(rank, group, algo):
             assert mscomm.all_reduce(np.ones(1000), group=pair)[0] == 2
 
 
+@pytest.mark.usefixtures("judge_decides")
 @each_carrier
 @ranks(3, env=forced, expect={2: 7})
 def test_who_gave_up_because_of_a_lost_rank_is_not_named_alone(rank, group, algo):
@@ -487,6 +494,7 @@ def test_a_long_wait_says_once_whom_it_waits_for(tmp_path: Path) -> None:
         assert re.search(words, line), line
 
 
+@pytest.mark.usefixtures("judge_decides")
 @ranks(2)
 def test_a_rank_that_wakes_late_writes_into_nothing_that_lives(rank, group):
     x = mscomm.zeros(8 << 20, np.float32)

@@ -403,7 +403,13 @@ def in_use() -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("algo", "number"), [("", 200), ("direct", 100), pytest.param("", 1000, marks=pytest.mark.long)]
+    ("algo", "number"),
+    [
+        ("", 200),
+        ("direct", 100),
+        pytest.param("", 1000, marks=pytest.mark.long),
+        pytest.param("direct", 200, marks=pytest.mark.long),
+    ],
 )
 @ranks(2, timeout_s=200, env={"MSCOMM_ALGO": "{algo}"})
 def test_many_groups_leave_nothing_behind(rank, group, algo, number):

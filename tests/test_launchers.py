@@ -176,6 +176,31 @@ def test_the_rows_of_a_scheduler_and_workers_are_the_tutorials_to_the_byte(start
     assert code == 0, err
 
 
+# The time limit of this scheduler has passed as soon as the first worker has joined.
+IMPATIENT = """
+import time
+import mscomm
+from mscomm.bootstrap import ms_cluster
+class Impatient(ms_cluster.Hub):
+    def _look(self):
+        if len(self._roster) and self._topo_until is not None:
+            self._topo_until = time.monotonic()
+        super()._look()
+ms_cluster.Hub = Impatient
+mscomm.init()
+"""
+
+
+def test_too_few_workers_are_told_how_many_came_within_the_schedulers_limit(start: Start, tmp_path: Path) -> None:
+    script = tmp_path / "impatient.py"
+    script.write_text(IMPATIENT)
+    scheduler = start("MS_SCHED", script, MS_TOPO_TIMEOUT="500")
+    code, _, err = finished(start("MS_WORKER", MS_TOPO_TIMEOUT="600"))
+    assert code == 1 and "only 1 of 2 workers joined within 500 s (MS_TOPO_TIMEOUT)" in err, err
+    code, out, err = finished(scheduler)
+    assert code == 1 and "only 1 of 2 workers" in out + err
+
+
 SLOW = """
 import os, sys, time, numpy as np, mscomm
 mscomm.init()
@@ -698,3 +723,46 @@ def test_the_quickstart_by_mpirun(alone: list[float], tmp_path: Path, mpi: Envir
     assert len(values) == 2 * 20
     assert sorted(values, reverse=True) == pytest.approx(sorted(alone * 2, reverse=True), rel=0, abs=1e-6)
     assert all(values.count(value) % 2 == 0 for value in set(values))  # both ranks print the same losses
+
+
+# -- the training of the CPU example; a program that makes one call replaces its script
+
+CPU_EXAMPLE = EXAMPLES / "distributed_training_cpu"
+STAND_IN = """
+import os, sys
+import numpy as np
+import mscomm
+mscomm.init()
+ranks = mscomm.all_gather(np.array([mscomm.get_rank()])).tolist()
+sys.stdout.write(f"{ranks} {os.environ.get('DATA_PATH')} {sys.argv[1:]}\\n")
+"""
+
+
+@pytest.mark.long
+def test_run_sh_of_the_cpu_example_starts_eight_workers_by_default(tmp_path: Path) -> None:
+    folder = shutil.copytree(CPU_EXAMPLE, tmp_path / "example", ignore=shutil.ignore_patterns("*.txt"))
+    (folder / "resnet50_distributed_training.py").write_text(STAND_IN)
+    done = subprocess.run(
+        ["bash", folder / "run.sh", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=clean_environment(PYTHON=sys.executable),
+    )
+    logs = {path.name: path.read_text() for path in folder.glob("worker_*.txt")}
+    assert done.returncode == 0, (done.stderr, logs)
+    assert set(logs) == {f"worker_{i}.txt" for i in range(8)}
+    for log in logs.values():
+        assert f"{list(range(8))} {tmp_path} []\n" in log
+
+
+@pytest.mark.long
+def test_mpirun_starts_the_cpu_example_as_its_page_says(openmpi: Environment, tmp_path: Path) -> None:
+    page = (CPU_EXAMPLE / "README.md").read_text()
+    found = re.search(r"^mpirun -n (\d+) python (resnet50_distributed_training\.py) (.*)$", page, re.M)
+    assert found
+    script = tmp_path / found[2]
+    script.write_text(STAND_IN)
+    done = openmpi.start(int(found[1]), script, *found[3].split(), timeout_s=120)
+    expected = f"{list(range(int(found[1])))} None {found[3].split()}\n"
+    assert (done.returncode, done.stdout) == (0, expected * int(found[1])), done.stderr

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from functions import FUNCTIONS, How, algorithms_of
-from ranks import ranks
+from ranks import everybody_is_here, ranks
 from rotated import SEED, rotated, seed
 
 import mscomm
@@ -22,7 +22,6 @@ ALGORITHMS = algorithms_of("all_reduce")
 # The sizes and algorithms with which ranks make different calls. `bruck` also runs on 8 ranks, because some pairs of
 # them send each other nothing over the links.
 SIZES = [(size, algo) for algo in ALGORITHMS for size in (2, 3, 4)] + [(8, "bruck")]
-PAIRS = 12  # for each size and algorithm, the number of pairs of calls that differ
 Made = tuple[str, str, tuple[int, ...], str, int]  # collective, dtype, shape, op, root
 
 
@@ -98,6 +97,7 @@ def differ(group: mscomm.Group, dice: random.Random) -> None:
         mscomm.barrier(group=group)
 
 
+@pytest.mark.parametrize("pairs", [12, pytest.param(67, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("size", "algo"), rotated(SIZES, few=3, always=[(3, "arena"), (3, "direct"), (3, "hierarchical")])
 )
@@ -109,12 +109,25 @@ def differ(group: mscomm.Group, dice: random.Random) -> None:
         SEED: seed(),
     },
 )
-def test_mismatched_calls_raise_on_every_rank(size: int, algo: str) -> None:
+def test_mismatched_calls_raise_on_every_rank(size: int, algo: str, pairs: int) -> None:
     """The calls of each pair are in a group of their own, because a Mismatch breaks the group."""
-    for pair in range(PAIRS):
+    for pair in range(pairs):
         dice = random.Random(f"{os.environ[SEED]} {algo} {size} {pair}")
         differ(mscomm.create_group(f"pair {pair}", list(range(size))), dice)
     mscomm.barrier()
+
+
+@pytest.mark.parametrize("algo", ["arena", "direct"])
+@ranks(2, env={"MSCOMM_ALGO": "{algo}"})
+def test_a_process_whose_job_is_broken_joins_the_next_one(rank: int, algo: str) -> None:
+    for _ in range(4):
+        assert (mscomm.all_reduce(np.ones(3)) == 2).all()
+        everybody_is_here()  # otherwise all_reduce may still wait when the other rank is in the call that differs
+        with pytest.raises(mscomm.Mismatch, match="made different calls"):
+            (mscomm.all_reduce if rank else mscomm.all_gather)(np.ones(4))
+        mscomm.release()
+        mscomm.init()
+    assert (mscomm.all_reduce(np.ones(3)) == 2).all()
 
 
 # Over links, a rank compares its call with the call of one peer. The error must name the calls of all ranks anyway.

@@ -26,6 +26,7 @@ import ml_dtypes
 import msgpack
 import numpy as np
 import pytest
+from drawn import drawn
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_st
@@ -40,7 +41,6 @@ from mscomm.packing import DEEPEST, pack, unpack
 # The examples differ from run to run. Hypothesis prints the one that fails.
 settings.register_profile("mscomm", database=None, deadline=None, max_examples=300)
 settings.load_profile("mscomm")
-few = settings(max_examples=60)  # for objects(), which are slow to draw
 
 
 @mscomm.register_object
@@ -203,8 +203,7 @@ def objects(draw: Any, depth: int = 0) -> Any:
     return kind(draw(objects(depth + 1)) for _ in range(size))
 
 
-@few
-@given(objects())
+@drawn(objects())  # objects are slow to draw
 def test_what_is_packed_comes_back_with_its_types(obj):
     assert same(unpack(pack(obj)), obj)
 
@@ -485,8 +484,7 @@ def refused_or_read(data: bytes) -> None:
         assert str(error).startswith("unpack: ")
 
 
-@few
-@given(objects(), st.data())
+@drawn(objects(), st.data())
 def test_damaged_bytes_are_an_error_or_another_object(obj, data):
     damaged = bytearray(pack(obj))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -503,8 +501,7 @@ def test_any_bytes_are_an_error_or_an_object(data):
     refused_or_read(data)
 
 
-@few
-@given(objects())
+@drawn(objects())
 def test_no_prefix_of_an_object_is_an_object(obj):
     whole = pack(obj)
     for end in {0, 1, len(whole) // 2, len(whole) - 1} - {len(whole)}:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rotated
-from hypothesis import example, given, seed, settings
+from drawn import drawn
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sessions import clean_environment
 from test_launchers import TWICE, by_variables
@@ -488,13 +488,8 @@ def assert_told_or_taken(content: bytes) -> None:
         assert [seat.rank for seat in found.seats] == list(range(len(found.seats)))
 
 
-def other_examples_in_each_run(test: Callable[..., None]) -> Callable[..., None]:
-    """Give the test a few examples. tests/fuzz/rank_table_fuzz.py tries many more."""
-    return seed(int(rotated.seed()))(settings(max_examples=60)(test))
-
-
-@other_examples_in_each_run
-@given(st.data(), st.sampled_from([table, super_pods]))
+# tests/fuzz/rank_table_fuzz.py tries many more examples.
+@drawn(st.data(), st.sampled_from([table, super_pods]))
 def test_a_table_with_odd_values_is_told_or_taken(data: st.DataObject, of: Callable[[], dict[str, Any]]) -> None:
     found = of()
     for _ in range(data.draw(st.integers(1, 4))):
@@ -511,8 +506,7 @@ def test_a_table_with_odd_values_is_told_or_taken(data: st.DataObject, of: Calla
     assert_told_or_taken(json.dumps(found, allow_nan=True).encode())
 
 
-@other_examples_in_each_run
-@given(st.data())
+@drawn(st.data())
 def test_damaged_bytes_are_told_or_taken(data: st.DataObject) -> None:
     damaged = bytearray(json.dumps(super_pods()).encode())
     for _ in range(data.draw(st.integers(1, 6))):

@@ -13,6 +13,7 @@ import types
 from pathlib import Path
 
 import pytest
+import warm
 from patched_run import JUMP_S, patched_run
 from sessions import MSCOMM, invoke, mscomm_run, run
 
@@ -69,6 +70,14 @@ def test_lines_are_whole_prefixed_and_keep_their_stream(script):
         mine = [line for line in lines if line.startswith(f"[{rank}] ")]
         assert mine == [f"[{rank}] out {rank} {i} {'x' * 50}" for i in range(200)]
     assert sorted(done.stderr.splitlines()) == [f"[{rank}] err {rank}" for rank in range(3)]
+
+
+@pytest.mark.long
+def test_64_ranks_join_and_make_a_call(script):
+    body = "import mscomm, numpy as np\nmscomm.init()\nprint(mscomm.all_reduce(np.array([rank]))[0])"
+    done = warm.mscomm_run("-n", 64, script(body), env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == sorted(f"[{rank}] {64 * 63 // 2}" for rank in range(64))
 
 
 def test_the_last_line_needs_no_end(script):

@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +24,7 @@ LIMIT_S = 100  # only bounds a hang
 
 class Warm:
     """The process that forks the ranks. It reads a JSON list of orders from a line of its stdin, and writes a line with
-    the ids of the processes, and then one with their exit codes.
+    the exit codes of the ranks. It kills ranks that run for LIMIT_S.
     """
 
     def __init__(self, module: str) -> None:
@@ -35,11 +36,6 @@ class Warm:
     def run(self, orders: list[dict]) -> list[int]:
         """Let the ranks run. Return their exit codes."""
         self.process.stdin.write(json.dumps(orders) + "\n")
-        pids = json.loads(self.process.stdout.readline())
-        if not select.select([self.process.stdout], [], [], LIMIT_S)[0]:
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
         return json.loads(self.process.stdout.readline())
 
     def close(self) -> None:
@@ -118,6 +114,15 @@ def _fork(order: dict) -> int:
     return pid
 
 
+def _code(pid: int, until: float) -> int:
+    """Wait for a child to end, and kill it if it still runs at this time. Return its exit code."""
+    ended = os.pidfd_open(pid)
+    if not select.select([ended], [], [], max(0.0, until - time.monotonic()))[0]:
+        os.kill(pid, signal.SIGKILL)
+    os.close(ended)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 def main() -> None:
     module = importlib.import_module(sys.argv[1])
     for line in sys.stdin:
@@ -126,8 +131,8 @@ def main() -> None:
             pids.append(_fork(order))
             if not pids[-1]:
                 return module.main()
-        print(json.dumps(pids), flush=True)
-        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+        until = time.monotonic() + LIMIT_S
+        print(json.dumps([_code(pid, until) for pid in pids]), flush=True)
     return None
 
 
