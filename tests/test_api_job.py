@@ -74,7 +74,7 @@ def test_a_backend_that_is_not_here_is_named_at_once(name):
     began = time.monotonic()
     with pytest.raises(mscomm.BackendUnavailable, match=name):
         mscomm.init(name)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 60  # and not MS_TOPO_TIMEOUT, 600 s
     assert not mscomm.is_initialized()
 
 

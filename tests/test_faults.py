@@ -403,11 +403,11 @@ def test_a_deadline_covers_all_rounds_of_a_call(rank, group, algo):
     if rank > 1:
         until_told("rank 1 has given up")
         return
-    time.sleep(0 if rank else 3.5)
+    time.sleep(0 if rank else 7)
     began = time.monotonic()
     with pytest.raises(mscomm.Error):
-        mscomm.all_reduce(np.ones(2, np.float32), timeout=4)
-    assert rank == 0 or time.monotonic() - began < 7  # and not 3.5 s + 4 s
+        mscomm.all_reduce(np.ones(2, np.float32), timeout=8)
+    assert rank == 0 or time.monotonic() - began < 14  # and not 7 s + 8 s
     tell(f"rank {rank} has given up")
 
 
