@@ -20,7 +20,6 @@ from ranks import Job
 import mscomm
 
 PAGE = Path(__file__).parent.parent / "docs/porting.md"
-LATER = "in a later release"
 TORCH = "needs PyTorch"
 DEVICE = ("needs a GPU", "needs an NPU")  # a row whose note begins with one of these may raise BackendUnavailable
 
@@ -121,8 +120,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 def running() -> list[str]:
     """Return the code of all rows that the test must run, without duplicates."""
-    notes = (LATER, *DEVICE)
-    return list(dict.fromkeys(row.ours for row in ROWS if row.ours and not row.note.startswith(notes)))
+    return list(dict.fromkeys(row.ours for row in ROWS if row.ours and not row.note.startswith(DEVICE)))
 
 
 @pytest.mark.parametrize("code", dict.fromkeys(row.ours for row in ROWS if row.note.startswith(DEVICE)))
@@ -138,12 +136,6 @@ def test_what_the_page_says_to_write_runs_on_two_ranks(code: str, outcomes: dict
     if noted or re.search(r"\bnn\b", code) or any(name in code for name in mscomm._NEEDS_TORCH):
         pytest.importorskip("torch")
     assert outcomes[code] == ["", ""]
-
-
-@pytest.mark.parametrize("code", dict.fromkeys(row.ours for row in ROWS if row.note.startswith(LATER)))
-def test_what_comes_in_a_later_release_is_not_there_yet(code: str, outcomes: dict[str, list[str]]) -> None:
-    not_there = ("AttributeError", "ImportError", "ModuleNotFoundError", "NotImplementedError", "BackendUnavailable")
-    assert all(outcome.startswith(not_there) for outcome in outcomes[code]), f"{code} is there: take the note away"
 
 
 def test_a_dash_has_a_note_that_says_who_does_it() -> None:
