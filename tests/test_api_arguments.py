@@ -287,12 +287,13 @@ def test_out_is_not_looked_at_where_there_is_no_result(rank, group):
 @pytest.mark.parametrize("size", [10, 1 << 20])
 def test_arrays_of_a_list_that_share_memory_are_refused(alone, size):
     a, b = np.ones(size), np.ones(size)
-    whole = np.ones((size, 2))
+    whole, half = np.ones((size, 2)), size // 2
     for arrays, out in (
         ([a, b], [b, a]),
         ([a, a], [a, a]),
         ([a, b], [a, a]),
-        ([a[: size // 2], b], [a[: size // 2], a]),
+        ([a[:half], b], [a[:half], a]),
+        ([a[:half], b[:half]], [a[:half], a[half // 2 : half // 2 + half][::-1]]),
         ([whole[:, 0], whole[:, 1]], [whole[:, 1], whole[:, 0]]),
     ):
         with pytest.raises(ValueError, match="share memory"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -53,11 +54,14 @@ def test_a_wait_completes_all_earlier_calls(rank, group):
 
 @ranks(2)
 def test_a_call_that_nobody_waits_for_ends_all_the_same(rank, group):
-    for size in (1, 4 << 20):
+    """The worker thread carries it out, also if it sleeps, and also if wait() has carried out the call before."""
+    for size, waits in itertools.product((1, 4 << 20), (False, True)):
         for pause in (0, 0.02, 0.1):  # 0.1: the worker thread sleeps by then
             work = mscomm.all_reduce(np.ones(size, np.float32), async_op=True)
             while not work.done():
                 time.sleep(0.001)
+            if waits:
+                mscomm.all_reduce(np.ones(1), async_op=True).wait()
             time.sleep(pause)
 
 

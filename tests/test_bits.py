@@ -17,7 +17,7 @@ from rotated import rotated, seed
 from test_conformance import OWN_ORDER, check_bits, shared, strided, values_of, wild, with_gaps
 
 import mscomm
-from mscomm import _core
+from mscomm import _core, collectives
 
 CANONICAL = [name for name in algorithms_of("all_reduce") if name not in OWN_ORDER]
 FLOATS = [dtype for dtype in REDUCED if dtype.kind not in "biu"]
@@ -219,6 +219,15 @@ def test_all_reduce_many_works_in_place(rank, group):
     expected = [mscomm.all_reduce(x) for x in arrays]
     mscomm.all_reduce_many(arrays, out=arrays)
     assert all((bits(y) == bits(z)).all() for y, z in zip(arrays, expected, strict=True))
+
+
+@ranks(2)
+def test_all_reduce_many_fills_several_buckets(rank, group):
+    count = (
+        collectives.ALONE_BYTES // 4 - 1
+    )  # the largest array that shares a bucket; no whole number of them fills one
+    arrays = [np.full(count, i + rank, np.int32) for i in range(2 * collectives.BUCKET_BYTES // (4 * count) + 2)]
+    assert all((y == 2 * i + 1).all() for i, y in enumerate(mscomm.all_reduce_many(arrays)))
 
 
 @ranks(2)

@@ -91,6 +91,15 @@ def test_arrays_of_every_kind_are_taken(alone, x, async_op):
         assert call(out=x) is x and np.array(x).tobytes() == as_it_is.tobytes()
 
 
+def test_an_argument_that_is_given_twice_is_an_error(alone):
+    x = np.ones(3)
+    for call in (mscomm.all_reduce, mscomm.broadcast, mscomm.all_gather, mscomm.scan):
+        with pytest.raises(TypeError, match="multiple values for argument 'x'"):
+            call(x, x=x)
+    with pytest.raises(TypeError, match="multiple values for argument 'op'"):
+        mscomm.all_reduce(x, "sum", op="max")
+
+
 @pytest.mark.parametrize(
     ("x", "op", "out", "kind", "says"),
     [

@@ -102,6 +102,7 @@ def test_needing_a_rank_that_left_is_no_symptom():
 def test_a_deadline_names_who_is_silent_or_behind_and_not_who_waits_too():
     court = judge((0, 1, 2, 3, 5))
     court.left(4, 6, now=0)
+    court.left(6, 7, now=0)  # rank 6 has made the call
     court.failed(0, make("CollectiveTimeout", "all_reduce #7 took over 5 s", []), 7, now=0)
     assert court.ask is not None
     court.here(

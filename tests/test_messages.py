@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import types
 from pathlib import Path
 
 import ml_dtypes
@@ -584,6 +585,29 @@ def test_a_deadline_names_the_peer_and_all_ranks_raise_it(rank, group, how, host
     assert caught.value.waiting_for == (2,)
     with pytest.raises(mscomm.CollectiveTimeout, match=names):
         mscomm.recv(x, 1, tag=9)
+
+
+@pytest.mark.parametrize("how", ["send", "async", "sendrecv"])
+@ranks(2)
+def test_the_time_that_a_link_takes_counts(rank, group, how):
+    if rank == 1:
+        until_group_breaks()
+        return
+    x, message_links = np.ones(LARGE, np.uint8), mscomm.job.resolve(None)._message_links
+    reach = message_links.reach
+
+    def slowly(*given):
+        reach(*given)
+        mscomm.group.time = types.SimpleNamespace(monotonic=lambda: time.monotonic() + 600)  # for the end of _reach()
+
+    message_links.reach = slowly
+    with pytest.raises(mscomm.CollectiveTimeout, match="did not end within 600 s"):
+        if how == "send":
+            mscomm.send(x, 1, timeout=600)
+        elif how == "async":
+            mscomm.send(x, 1, timeout=600, async_op=True).wait()
+        else:
+            mscomm.sendrecv(x, 1, np.empty_like(x), 1, timeout=600)
 
 
 @pytest.mark.parametrize("how", rotated(["recv", "async", "sendrecv"], few=2))

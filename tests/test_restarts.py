@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import socket
 
 import pytest
 from control import Communicator, Job, Waits, eventually, greeted, soon, undialled
 
 from mscomm import errors
+from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.hello import LAUNCHER
 from mscomm.cluster.plan import world_id
+from mscomm.cluster.roster import Link, Roster
 
 
 def facts(size, **more):
@@ -197,6 +200,25 @@ def test_a_rank_that_is_lost_before_all_have_joined_is_waited_for():
         job.hub.process_ended(1, "exit code 1", badly=True, again=True)
         others = [Waits(job.again(1).join, facts(3), soon()), Waits(job.member(2).join, facts(3), soon())]
         assert [wait.ended().result.epoch for wait in (first, *others)] == [0, 0, 0]
+
+
+def test_a_newcomer_takes_no_seat_of_another_member():
+    """Rank 0 is lost before the job begins, and its successor joins after ranks 1 and 2. Later, rank 2 is lost, too."""
+    roster = Roster(3, ranks_known=True)
+
+    def admitted(rank):
+        link = Link(ByteStream(socket.socket()), None, False)
+        assert roster.admit(link, rank, None, facts(3)) is None
+        return link
+
+    early, one, two = map(admitted, range(3))
+    roster.forget(early)
+    zero = admitted(0)
+    two.open = False
+    again = admitted(2)
+    assert sorted(roster, key=lambda link: link.rank) == [zero, one, again]
+    for link in (early, zero, one, two, again):
+        link.stream.close()
 
 
 def test_a_rank_that_is_lost_before_all_have_joined_and_for_good_is_told():

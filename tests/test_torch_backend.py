@@ -190,10 +190,14 @@ for kind in (torch.float32, torch.int64):
     work = dist.all_to_all(out, xs, async_op=True)
     work.wait()
     assert all(torch.equal(out[i], (torch.arange(n) * (rank + 1) + i).to(kind)) for i in ranks)
-z = torch.complex(torch.arange(6.0), torch.ones(6)).view(2, 3)
-for view in (z.t(), z.conj()):
-    dist.group.WORLD.allreduce([view]).wait()
-assert torch.equal(z, torch.complex(torch.arange(6.0), torch.ones(6)).view(2, 3) * 4)
+for kind in (torch.complex64, torch.complex128):
+    z = torch.complex(torch.arange(6.0), torch.ones(6)).to(kind).view(2, 3)
+    for view in (z.t(), z.conj()):
+        dist.group.WORLD.allreduce([view]).wait()
+    assert torch.equal(z, torch.complex(torch.arange(6.0), torch.ones(6)).to(kind).view(2, 3) * 4)
+    z = torch.full((2, 3), rank + 1j, dtype=kind)
+    dist.group.WORLD.allreduce([z.t() if rank else z.view(3, 2)]).wait()
+    assert z.eq(1 + 2j).all()
 x = dist.group.WORLD.allocate_tensor(n, dtype=torch.bfloat16, device=torch.device("cpu"))
 x.fill_(rank + 1)
 dist.all_reduce(x)

@@ -294,6 +294,8 @@ def _c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 class DeviceArray:
+    read_only = False  # what the protocols say of the array
+
     def __init__(self, memory: _Memory, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype):
         self._memory, self._offset = memory, offset
         self.shape, self.strides, self.dtype = shape, strides, dtype
@@ -357,7 +359,7 @@ class DeviceArray:
         return {
             "shape": self.shape,
             "typestr": self.dtype.str if self.dtype.kind in "biufc" else f"<V{self.itemsize}",
-            "data": (self.ptr, False),
+            "data": (self.ptr, self.read_only),
             "version": 3,
             "strides": None if self.is_contiguous() else self.strides,
             "stream": current_stream() or LEGACY,
@@ -574,7 +576,8 @@ def _capsule(array: DeviceArray, versioned: bool):
     dimensions = c_int64 * max(array.ndim, 1)
     shape, strides = dimensions(*array.shape), dimensions(*(s // array.itemsize for s in array.strides))
     tensor = _Tensor(array.ptr, 2, array.device, array.ndim, code, 8 * array.itemsize, 1, shape, strides, 0)
-    managed = _ManagedVersioned(1, 0, None, _delete, 0, tensor) if versioned else _Managed(tensor, None, _delete)
+    flags = int(array.read_only)
+    managed = _ManagedVersioned(1, 0, None, _delete, flags, tensor) if versioned else _Managed(tensor, None, _delete)
     address = ctypes.addressof(managed)
     _managed[address] = (managed, array, shape, strides)
     name = _NAME_VERSIONED if versioned else _NAME
