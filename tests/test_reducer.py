@@ -270,6 +270,10 @@ def test_ranks_that_run_out_of_steps_do_not_stop_the_others(rank, group):
             seen.append((reducer.reduce([np.full(3, 10.0 * rank)])[0][0], reducer.carried))
     both, alone = (15.0, 1.5), (20.0, 2.0)  # the means over ranks 1 and 2, and over rank 2 alone
     assert seen == [[], [both] * 2, [both] * 2 + [alone] * 2][rank]
+    with reducer.join():
+        for _ in range(min(rank, 1)):
+            reducer.reduce([np.ones(3)])
+    assert reducer.last_rank == 2  # ranks 1 and 2 left last
     assert (mscomm.all_reduce(np.ones(1)) == 3).all()
 
 
