@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+import types
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torch.utils import _pytree as tree  # noqa: E402
 
 from mscomm import Parameter, nn, ops, parallel  # noqa: E402
 from mscomm.common.initializer import initializer  # noqa: E402
+from mscomm.parallel import rules  # noqa: E402
 from mscomm.parallel.layout import Layout, Mesh, Step, redistribution, sent_bytes  # noqa: E402
 from mscomm.parallel.planning import Plan  # noqa: E402
 
@@ -629,6 +631,15 @@ HIDDEN = [torch.nn.Parameter(torch.ones(8))]
 def test_what_a_plan_would_compute_wrongly_is_refused(function: Any, text: str) -> None:
     with pytest.raises(NotImplementedError, match=text):
         parallel.plan(Calls(function), [torch.zeros(16, 8)], 4)
+
+
+def test_divided_batch_normalization_has_pytorchs_results_and_moving_statistics():
+    one_part = types.SimpleNamespace(parts=lambda _: 1, total=lambda x, _: x)
+    x, weight, bias = numbers(4, 3, 2), numbers(3, seed=2), numbers(3, seed=3)
+    mine, theirs = [torch.zeros(3), torch.ones(3)], [torch.zeros(3), torch.ones(3)]
+    got = rules._synchronized(one_part, [x, *mine, weight, bias], 0.1, 1e-5)
+    torch.testing.assert_close(got, functional.batch_norm(x, *theirs, weight, bias, True, 0.1, 1e-5))
+    torch.testing.assert_close(mine, theirs)
 
 
 @ranks(2)

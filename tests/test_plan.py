@@ -42,9 +42,10 @@ def test_the_order_of_registration_does_not_change_the_ranks_of_workers_with_ids
 
 
 def test_a_host_with_two_addresses_is_one_host():
-    members = [plan.Arrival("2", "10.0.0.9", "h", "x"), plan.Arrival("w", "10.0.0.5", "i", "y")]
-    members.append(plan.Arrival("1", "10.0.0.1", "h", "x"))
+    first = [plan.Arrival("2", "10.0.0.9", "h", "x"), plan.Arrival("w", "10.0.0.5", "i", "y")]
+    members = [*first, plan.Arrival("1", "10.0.0.1", "h", "x")]
     assert plan.assign_ranks(members) == [1, 2, 0]
+    assert plan.assign_ranks(members[::-1]) == [0, 2, 1]
 
 
 def test_hosts_are_numbered_by_their_lowest_rank():

@@ -62,9 +62,10 @@ def test_a_loopback_scheduler_shares_its_key_in_a_private_file(tmpdir_env):
 def test_a_prepared_folder_is_not_trusted(tmpdir_env):
     folder = tmpdir_env / f"mscomm-{os.getuid()}"
     folder.mkdir()
-    folder.chmod(0o777)
-    with pytest.raises(errors.AuthenticationError, match="chmod 700"):
-        security.scheduler_key({}, "127.0.0.1", 8117, Protection())
+    for mode in (0o777, 0o770, 0o720, 0o710, 0o701):
+        folder.chmod(mode)
+        with pytest.raises(errors.AuthenticationError, match="chmod 700"):
+            security.scheduler_key({}, "127.0.0.1", 8117, Protection())
     folder.rmdir()
     folder.symlink_to(tmpdir_env)
     with pytest.raises(errors.AuthenticationError, match="symbolic link"):
