@@ -21,7 +21,9 @@ def drawn(*strategies: Any, few: int = 60, many: int = 300) -> Callable[[Callabl
     def decorate(holds: Callable[..., None]) -> Callable[[int], None]:
         @pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.long)])
         def test(examples: int) -> None:
-            seed(int(rotated.seed()))(settings(max_examples=examples)(given(*strategies)(holds)))()
+            seed(int(rotated.seed()))(
+                settings(max_examples=examples, deadline=None, database=None)(given(*strategies)(holds))
+            )()
 
         return test
 

@@ -223,9 +223,8 @@ def test_all_reduce_many_works_in_place(rank, group):
 
 @ranks(2)
 def test_all_reduce_many_fills_several_buckets(rank, group):
-    count = (
-        collectives.ALONE_BYTES // 4 - 1
-    )  # the largest array that shares a bucket; no whole number of them fills one
+    # This is the largest array that shares a bucket. No whole number of such arrays fills a bucket to the last byte.
+    count = collectives.ALONE_BYTES // 4 - 1
     arrays = [np.full(count, i + rank, np.int32) for i in range(2 * collectives.BUCKET_BYTES // (4 * count) + 2)]
     assert all((y == 2 * i + 1).all() for i, y in enumerate(mscomm.all_reduce_many(arrays)))
 

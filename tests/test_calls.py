@@ -64,13 +64,6 @@ KINDS = {
 }
 
 
-@pytest.fixture
-def alone():
-    mscomm.init()
-    yield resolve(None)
-    mscomm.release()
-
-
 @pytest.mark.parametrize("x", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("async_op", [False, True])
 def test_arrays_of_every_kind_are_taken(alone, x, async_op):

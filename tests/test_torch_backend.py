@@ -196,7 +196,7 @@ for kind in (torch.complex64, torch.complex128):
         dist.group.WORLD.allreduce([view]).wait()
     assert torch.equal(z, torch.complex(torch.arange(6.0), torch.ones(6)).to(kind).view(2, 3) * 4)
     z = torch.full((2, 3), rank + 1j, dtype=kind)
-    # With options, as in torch's own calls, the sum of a contiguous tensor is a call of the core's fast way.
+    # Rank 0's tensor is contiguous, and the call has options, as torch's own calls do. Such a call stays in C++.
     dist.group.WORLD.allreduce([z.t() if rank else z.view(3, 2)], dist.AllreduceOptions()).wait()
     assert z.eq(1 + 2j).all()
 x = dist.group.WORLD.allocate_tensor(n, dtype=torch.bfloat16, device=torch.device("cpu"))

@@ -210,8 +210,7 @@ void every_case(const ThreadRank& me, const std::string& algorithm, const Inputs
         root = (root + 1) % n;
         for (Memory memory : memories) {
           for (int place : {0, 1, 2}) {  // 2: each rank chooses
-            if ((place == 2 || test::only_races) && memory != memories.back()) continue;
-            if (place != 2 && test::only_races) continue;
+            if (place == 2 ? memory != memories.back() : test::only_races) continue;
             const bool in_place = place == 2 ? random() % 64 < 32 : place == 1;
             const auto heap = [&] { return memory == Memory::mixed ? random() % 64 < 32 : memory == Memory::heap; };
             const bool x_in_heap = heap(), out_in_heap = heap();

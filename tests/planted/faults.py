@@ -1,7 +1,7 @@
 """The faults that tests/planted/run.py plants, one at a time, to measure how many of them the tests find.
 
 A fault is a small change that breaks something for a user. tests/test_planted.py checks that each row still fits the
-source code. table.md has the results of the last whole run.
+source code. table.md has the results for all faults.
 """
 
 from __future__ import annotations

@@ -55,6 +55,10 @@ PYTEST = ("-m", "pytest", "-q", "-x", "-n", "3", "--dist", "loadfile")  # three 
 BUILD_LIMIT_S, ROW_LIMIT_S, TIER_LIMIT_S = 3600, 900, 5400
 MARK = "MSCOMM_TEST_PLANTED"  # all processes of a command inherit this variable
 OF_TESTS = ("PYTHON=OFF", "TESTS=ON", "SANITIZE=address", "CUDA_KERNELS=OFF")
+TITLE = """# Which tests find the planted faults
+
+tests/planted/run.py has written this file. The last column is the time in seconds to plant the fault, to build what
+depends on it, and to run its tests."""
 AREAS = ("csrc", "src", "cluster", "train", "parallel")
 
 
@@ -216,7 +220,7 @@ def measure(fault: Fault, only_first: bool) -> dict[str, Any]:
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
     """Return a table of the results in Markdown, and a line with how many faults of each area were found."""
-    lines = ["| fault | file | what it breaks | tier | found by | s |", "|---|---|---|---|---|---:|"]
+    lines = [TITLE, "", "| fault | file | what it breaks | tier | found by | s |", "|---|---|---|---|---|---:|"]
     all_of, found_of = Counter[str](), Counter[str]()
     faults = {fault.name: fault for fault in FAULTS}
     for result in results:
