@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 from pathlib import Path
 
 import fallbacks
@@ -52,6 +53,24 @@ def no_driver():
     opened = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/mscomm-fakes-" in line}
     drivers = [path for path in opened if Path(path).name.startswith(("libcuda.", "libascendcl."))]
     assert not drivers, f"a test of this file, or of one before it, has opened {drivers}: use a new process"
+
+
+@pytest.fixture(scope="session")
+def mpirun_folder(tmp_path_factory):
+    """The folder in which every mpirun of Open MPI makes its own folder, ompi.PID."""
+    folder = tmp_path_factory.mktemp("mpirun")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PRTE_MCA_prte_tmpdir_base", str(folder))
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def no_folder_of_a_killed_mpirun(mpirun_folder):
+    """Remove the folders of killed mpiruns: a later mpirun with the same process id would refuse to start."""
+    yield
+    for folder in mpirun_folder.glob("ompi.*"):
+        if not Path("/proc", folder.suffix[1:]).exists():
+            shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ import pytest
 
 _serial = itertools.count()
 # Host.start() passes on only these variables of this process. Others could come from a launcher that runs this test.
-_INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH")
+_INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "PRTE_MCA_prte_tmpdir_base")
 
 
 def _ip(*words: str, program: str = "ip") -> str:
