@@ -1,7 +1,7 @@
 # make demo   installs the package in a virtual environment; runs eight ranks under mpirun, and a training on four ranks
 # make check  runs the quick checks, for use while you work on a change
 # make test   runs all checks of a change, in 11 minutes on two cores
-# make test-all   runs the long tests, too, in about 35 minutes
+# make test-all   runs the long tests, too, in about 25 minutes
 # make soak   runs jobs with random faults for MINUTES (60)
 # make test-gpu   runs what needs a GPU, with a PYTHON that has CuPy and PyTorch; fetches nothing, logs to build/gpu.log
 # make fuzz   fuzzes every parser that sees bytes from outside, for SECONDS (600) in all; `make test` does so for 30 s
