@@ -585,16 +585,26 @@ py::object PreparedCall::result() {
   return out;
 }
 
+std::unique_ptr<CallNumbers> reserved(const Calls& calls, int count) {
+  auto numbers = std::make_unique<CallNumbers>(*calls.group->communicator, count);
+  for (int i = 0; calls.noted && i < count; i++) calls.python().attr("noted")(numbers->next() + i);
+  return numbers;
+}
+
+void run(const Calls& calls, Call call, double timeout_s, CallNumbers* numbers) {
+  const auto one = calls.noted && !numbers ? reserved(calls, 1) : nullptr;
+  calls.group->called([&] { calls.group->communicator->run(std::move(call), timeout_s, one ? one.get() : numbers); });
+}
+
 namespace {
 
 // Runs the call or, with async_op, starts it. Returns the result, or a Work.
 py::object carried_out(Calls& calls, PreparedCall ready, double timeout_s, bool async_op) {
-  if (async_op) return py::cast(start(calls, std::make_shared<PreparedCall>(std::move(ready)), timeout_s, 0, false));
+  if (async_op) return py::cast(start(calls, std::make_shared<PreparedCall>(std::move(ready)), timeout_s, nullptr, false));
   if (!calls.running.empty()) forget_ended(calls);
   // If calls.noted is true, hold the Group, because its function ended() is called after the call.
   const py::object python = calls.noted ? calls.python() : py::object();
-  if (python) ready.call.signature.number = python.attr("next_number")().cast<uint64_t>();
-  failing(calls, [&] { calls.group->called([&] { calls.group->communicator->run(std::move(ready.call), timeout_s); }); });
+  failing(calls, [&] { run(calls, std::move(ready.call), timeout_s); });
   if (python) python.attr("ended")();
   return ready.result();
 }

@@ -19,6 +19,7 @@ namespace py = pybind11;
 
 struct Group;
 struct Started;
+class CallNumbers;
 
 struct Shape {
   int dims = 0;
@@ -87,8 +88,8 @@ struct Calls {
   py::dict libraries;  // maps the type of an array to the fields of Library
   py::str backend;     // the backend of this rank's device; "" if this rank has joined without a device
   int device;
-  // Whether Python records or logs the group's calls. If so, the core asks Python for the number of a call that it runs, tells
-  // Python the number of a call that it has started, and tells Python when a call has completed.
+  // Whether Python records or logs the group's calls. If so, the core tells Python the number of each call, before it runs the
+  // call or after it has started it, and tells Python when a call has completed.
   bool noted;
   std::vector<std::shared_ptr<Started>> running{};  // the started calls and messages (see works.h); some may have completed
   std::vector<std::shared_ptr<Started>> failed{};   // failed calls; the device may still use their arrays
@@ -137,6 +138,11 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
 py::object memory_of(const Array& array);
 Shape shape_of(py::handle tuple);
 py::tuple as_tuple(const Shape& shape);
+
+// Reserves `count` call numbers and, if Python records the calls, tells Python these numbers.
+std::unique_ptr<CallNumbers> reserved(const Calls& calls, int count);
+// Runs the call. numbers: as in Communicator::run().
+void run(const Calls& calls, Call call, double timeout_s, CallNumbers* numbers = nullptr);
 
 // Checks the arguments that the user passed, and runs the call. Returns the result or, with async_op, a Work. If `timeout` is
 // null, the group's timeout applies.

@@ -508,6 +508,14 @@ If it has completed without an error, out holds the result.)")
         return layout.chosen(static_cast<Collective>(what), size).name;
       });
 
+  py::class_<CallNumbers>(module, "CallNumbers")
+      .def("__enter__", [](py::object self) { return self; })
+      .def("__exit__",
+           [](CallNumbers& numbers, const py::object& type, const py::object&, const py::object&) {
+             if (!type.is_none()) numbers.give_up();
+           })
+      .def_property_readonly("next", &CallNumbers::next);
+
   py::class_<Group>(module, "Group")
       .def(py::init([](std::string name, const std::shared_ptr<Peers>& peers, std::vector<int> ranks, unsigned epoch,
                        const Layout& layout, uint64_t control, bool spin, const std::vector<int>& links, int news_fd,
@@ -523,14 +531,12 @@ If it has completed without an error, out holds the result.)")
            py::arg("control"), py::arg("spin"), py::arg("links"), py::arg("news_fd"), py::arg("secrets") = py::tuple())
       .def_property_readonly("layout", [](const Group& group) -> const Layout& { return group.founded.host().layout(); })
       .def("run",
-           [](Group& group, const PreparedCall& prepared, double timeout_s, uint64_t number) {
+           [](Group& group, const PreparedCall& prepared, double timeout_s, CallNumbers* numbers) {
              forget_ended(group.ready());
-             Call call = prepared.call;
-             call.signature.number = number;
-             group.called([&] { group.communicator->run(std::move(call), timeout_s); });
+             run(group.ready(), prepared.call, timeout_s, numbers);
            })
-      .def("start", [](Group& group, std::shared_ptr<PreparedCall> call, double timeout_s, uint64_t number,
-                       bool part) { return start(group.ready(), std::move(call), timeout_s, number, part); })
+      .def("start", [](Group& group, std::shared_ptr<PreparedCall> call, double timeout_s, CallNumbers* numbers,
+                       bool part) { return start(group.ready(), std::move(call), timeout_s, numbers, part); })
       .def("join_device",
            [](Group& group, std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id,
               double timeout_s, const py::function& check) {
@@ -574,7 +580,10 @@ If it has completed without an error, out holds the result.)")
            })
       .def("op", [](const Group&, int function,
                     py::handle op) { return static_cast<int>(checked_op(static_cast<Function>(function), op)); })
-      .def("reserve", [](Group& group, int count) { return group.communicator->reserve(count); })
+      .def(
+          "reserve",
+          [](Group& group, int count) { return failing(group.ready(), [&] { return reserved(group.ready(), count); }); },
+          py::keep_alive<0, 1>())
       .def("send", &run_message<true>)
       .def("recv", &run_message<false>)
       .def("sendrecv", &send_and_receive)

@@ -182,17 +182,16 @@ void Handle::clear() {
   const auto core = std::move(core_), python = std::move(python_), result = std::exchange(result_, py::none());
 }
 
-Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, double timeout_s, uint64_t number, bool part) {
+Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, double timeout_s, CallNumbers* numbers, bool part) {
   auto one = std::make_shared<Started>();
   if (call->call.stream) one->current = memory_of(call->x ? *call->x : *call->target).attr("current");
   call->hold_memory();
   one->call = std::move(call);
   Handle handle = failing(calls, [&] {
     Call copy = one->call->call;
-    copy.signature.number = number;
-    return started(calls, one, part, [&] { return calls.group->communicator->start(std::move(copy), timeout_s); });
+    return started(calls, one, part, [&] { return calls.group->communicator->start(std::move(copy), timeout_s, numbers); });
   });
-  if (calls.noted && !number) calls.python().attr("noted")(one->work->number());
+  if (calls.noted && !numbers) calls.python().attr("noted")(one->work->number());
   return handle;
 }
 

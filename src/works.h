@@ -79,8 +79,8 @@ class Handle {
 };
 
 // Both overloads of start() keep the arrays alive until the call or message has completed, even if the user drops the handle.
-// number: the number that was reserved for the call, or 0 to use the next number. part: as in the constructor of Handle.
-Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, double timeout_s, uint64_t number, bool part);
+// numbers: as in Communicator::start(). part: as in the constructor of Handle.
+Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, double timeout_s, CallNumbers* numbers, bool part);
 Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, const Message& message, const Deadline& deadline);
 
 // Removes completed calls and messages from calls.running.

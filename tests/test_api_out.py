@@ -100,6 +100,13 @@ def test_all_gather_refuses_an_out_that_contains_x(rank, group):
     mscomm.barrier()
 
 
+def test_all_reduce_many_takes_a_generator_and_still_sees_an_overlap(alone):
+    x = np.arange(6.0)
+    assert [one.tolist() for one in mscomm.all_reduce_many(part for part in (x[:2], x[2:]))] == [[0, 1], [2, 3, 4, 5]]
+    with pytest.raises(ValueError, match="overlap"):
+        mscomm.all_reduce_many((x[i : i + 3] for i in (0, 3)), out=[x[1:4], np.empty(3)])
+
+
 def test_all_reduce_many_wants_one_out_for_each_array(unharmed):
     with pytest.raises(ValueError, match="1 arrays, arrays has 2"):
         mscomm.all_reduce_many([np.ones(2), np.ones(2)], out=[np.ones(2)])

@@ -197,6 +197,12 @@ def test_tensors_that_cannot_be_moved_are_refused_with_the_way_out(rank, group):
     assert (mscomm.all_reduce(same) == 2).all()
     with pytest.raises(TypeError, match="all_reduce: out is read-only"):
         mscomm.all_reduce(torch.ones(3), out=same)
+    rolling = torch.arange(4.0).unfold(0, 3, 1)
+    assert mscomm.all_reduce(rolling).tolist() == [[0, 2, 4], [2, 4, 6]]
+    with pytest.raises(TypeError, match="all_reduce: out is read-only"):
+        mscomm.all_reduce(torch.ones(2, 3), out=rolling)
+    turned_views = torch.zeros(2, 3, 4).permute(2, 0, 1)[::2, :, 1:]
+    assert mscomm.all_reduce(torch.ones(2, 2, 2), out=turned_views).sum() == 16
     nothing = torch.from_numpy(np.zeros((0, 4)))  # its strides are 0, as those of `same`, but it may be `out`
     assert mscomm.all_reduce_(nothing) is nothing and mscomm.all_gather(nothing).shape == (0, 4)
     with torch.device("meta"):

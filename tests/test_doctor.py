@@ -20,6 +20,7 @@ import mscomm
 from mscomm import _core
 from mscomm.bootstrap import sealed_key
 from mscomm.cli import doctor
+from mscomm.cluster.cpus import cpu_quota
 
 OPENMPI = "mpirun (Open MPI) 5.0.11\n"
 MPICH = "HYDRA build details:\n    Version:                                 5.0.2\n"
@@ -206,12 +207,36 @@ def test_too_few_open_files_are_a_fault_with_the_command_that_helps() -> None:
     assert "raise it as root" in doctor.descriptors(300, 1024, 1024).value
 
 
-def test_the_quota_of_a_control_group_is_read(tmp_path: Path) -> None:
-    assert doctor.cpu_quota(str(tmp_path)) == float("inf")
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
-    assert doctor.cpu_quota(str(tmp_path)) == 1.5
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert doctor.cpu_quota(str(tmp_path)) == float("inf")
+@pytest.mark.parametrize(
+    ("mine", "files", "cpus"),
+    [
+        ("0::/", {}, float("inf")),
+        ("0::/", {"cpu.max": "150000 100000"}, 1.5),
+        ("0::/", {"cpu.max": "max 100000"}, float("inf")),
+        # a job of Slurm or a scope of systemd, whose cgroup lies deeper than the limit
+        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "200000 100000", "cpu.max": "800000 100000"}, 2.0),
+        ("0::/a/b", {"a/b/cpu.max": "50000 100000", "a/cpu.max": "200000 100000"}, 0.5),
+        ("0::/a", {"unified/a/cpu.max": "300000 100000"}, 3.0),
+        # a container in which the path of the host is not mounted, and a process outside its cgroup namespace
+        ("0::/docker/0123", {"cpu.max": "100000 100000"}, 1.0),
+        ("0::/../other", {"cpu.max": "100000 100000"}, 1.0),
+        # version 1
+        ("4:memory:/m\n3:cpu:/a\n0::/", {"cpu/a/cpu.cfs_quota_us": "50000", "cpu/a/cpu.cfs_period_us": "100000"}, 0.5),
+        (
+            "3:cpu,cpuacct:/",
+            {"cpu,cpuacct/cpu.cfs_quota_us": "-1", "cpu,cpuacct/cpu.cfs_period_us": "100000"},
+            float("inf"),
+        ),
+        ("3:cpu,cpuacct:/a", {"cpu,cpuacct/cpu.cfs_quota_us": "50000", "cpu,cpuacct/cpu.cfs_period_us": "20000"}, 2.5),
+    ],
+)
+def test_the_quota_of_a_control_group_is_read(mine: str, files: dict[str, str], cpus: float, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text(mine)
+    for name, text in files.items():
+        file = tmp_path / "mounted" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    assert cpu_quota(str(tmp_path / "mounted"), str(tmp_path / "mine")) == cpus
 
 
 def test_the_memory_says_how_to_get_huge_pages_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:

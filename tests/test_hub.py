@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -295,6 +296,33 @@ def test_a_spawned_hub_serves_and_ends_by_itself(topo_timeout_s):
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_spawned_hub_does_not_wait_for_a_child_that_another_thread_has_forked(monkeypatch):
+    """The child holds the writing end of the pipe through which the hub gets its secrets, and lives for long."""
+    popen, children = hub_process._Detached, []
+
+    def forks_first(*words, **options):
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        children.append(child)
+        return popen(*words, **options)
+
+    monkeypatch.setattr(hub_process, "_Detached", forks_first)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        process = hub_process.spawn(listener, 1, KEY, 60.0)
+        try:
+            member = Member(Frames(greeted(listener.getsockname(), rank=0)), key=ADMISSION[CONTROL], rank=0)
+            assert member.join({}, soon()).size == 1
+            member.leave(0)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait()
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
 
 
 def test_a_hub_process_serves_more_ranks_than_its_soft_limit_of_descriptors():

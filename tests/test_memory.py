@@ -7,6 +7,7 @@ import functools
 import itertools
 import mmap
 import os
+import re
 import resource
 import shutil
 import signal
@@ -300,3 +301,26 @@ def test_synchronous_calls_wake_no_thread(rank, group):
         mscomm.send(x, 0)
         mscomm.recv(x, 0)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before < 1000
+
+
+def _limit_files():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 20, resource.RLIM_INFINITY))
+
+
+def test_a_limit_on_the_size_of_files_limits_the_heap(tmp_path):
+    """`ulimit -f` holds for in-memory files, too. Batch systems set it."""
+    body = "import mscomm, numpy; mscomm.init(); x = mscomm.zeros(1000); mscomm.all_reduce_(x); print(x.sum())"
+    command = [sys.executable, "-m", "mscomm", "run", "-n", "2", "--", sys.executable, "-c", body]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=_limit_files)
+    assert done.stdout.count("0.0") == 2, done.stdout + done.stderr
+
+
+@ranks(2)
+def test_heaps_are_left_out_of_core_dumps(rank, group):
+    """The kernel would allocate all pages of the sparse heaps to dump them."""
+    mscomm.all_reduce(np.ones(1))
+    mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    heaps = [text for text in mappings if "mscomm-heap" in text.partition("\n")[0]]
+    assert len(heaps) >= 2
+    for text in heaps:
+        assert " dd" in re.search(r"^VmFlags:(.*)$", text, re.MULTILINE)[1], text

@@ -357,6 +357,84 @@ else:
     assert done.returncode == 0, done.stderr
 
 
+def test_averages_of_integers_are_rounded_towards_zero_as_with_nccl(tmp_path: Path) -> None:
+    body = """
+dist.init_process_group("mscomm")
+avg = dist.ReduceOp.AVG
+for kind in (torch.int8, torch.int16, torch.int32, torch.int64):
+    x = torch.tensor([3, -3, 0, 7], dtype=kind) + rank
+    expected = torch.tensor([3, -2, 0, 7], dtype=kind)  # (3 + 4) / 2, (-3 - 2) / 2, (0 + 1) / 2, (7 + 8) / 2
+    y = x.clone()
+    dist.all_reduce(y, avg)
+    assert torch.equal(y, expected), y
+    strided = torch.stack([x, x], 1)[:, 0]
+    dist.all_reduce(strided, avg, async_op=True).wait()
+    assert torch.equal(strided, expected), strided
+    y = x.clone()
+    dist.reduce(y, 0, avg)
+    assert torch.equal(y, x if rank else expected), y
+    part = torch.empty(2, dtype=kind)
+    dist.reduce_scatter_tensor(part, x, avg)
+    assert torch.equal(part, expected.split(2)[rank]), part
+    parts = list(x.split([1, 3]))
+    out = torch.empty_like(parts[rank])
+    dist.reduce_scatter(out, parts, avg)
+    assert torch.equal(out, expected.split([1, 3])[rank]), out
+small = torch.tensor([200, 255], dtype=torch.uint8)
+dist.all_reduce(halves := small // 2, avg)
+assert halves.tolist() == [100, 127], halves
+both = [torch.tensor([1, 2]) + rank, torch.tensor([1.0, 2.0]) + rank]
+for x in both:
+    dist.all_reduce(x, avg)
+assert both[0].tolist() == [1, 2] and both[1].tolist() == [1.5, 2.5], both
+try:
+    dist.all_reduce(torch.tensor([True]), avg)
+except TypeError as error:
+    assert "bool" in str(error), error
+else:
+    raise AssertionError
+sys.stdout.write("done\\n")
+dist.destroy_process_group()
+"""
+    done = run(2, tmp_path, body)
+    assert done.stdout.count("done") == 2, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("end", ["dist.destroy_process_group()", "dist.distributed_c10d._abort_process_group()"])
+def test_a_process_that_joins_again_and_again_keeps_nothing(end: str, tmp_path: Path) -> None:
+    body = f"""
+import gc, os, tempfile, threading, mscomm
+import psutil
+from pathlib import Path
+from mscomm.cluster import security
+tempfile.tempdir = {str(tmp_path)!r}
+folder = Path(security.key_path("x")).parent
+def held():
+    gc.collect()
+    children = sum(child.status() != "zombie" for child in psutil.Process().children())
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), children
+seen = []
+for turn in range(8):
+    dist.init_process_group("mscomm")
+    dist.all_reduce(torch.ones(1 << 18))
+    try:
+        dist.barrier()
+    except mscomm.Aborted:  # the other rank was faster
+        assert "abort" in {end!r}
+    {end}
+    for _ in range(200):  # the hub of the job that has ended may still be ending
+        if not held()[2]:
+            break
+        time.sleep(0.05)
+    seen.append(held())
+assert len(set(seen[2:])) == 1, seen
+assert rank or not list(folder.glob("*.key")), list(folder.iterdir())  # rank 0 writes and removes the file
+sys.stdout.write("done\\n")
+"""
+    done = run(2, tmp_path, body)
+    assert done.stdout.count("done") == 2, done.stdout + done.stderr
+
+
 def test_complex_numbers_are_multiplied_as_such_and_have_no_minimum(tmp_path: Path) -> None:
     body = """
 dist.init_process_group("mscomm")
@@ -460,6 +538,8 @@ for call, words in (
     (lambda: dist.all_gather(parts, gone), "its storage, which was resized"),
     (lambda: dist.broadcast(torch.ones(1).expand(4), 1 - rank), "share memory"),
     (lambda: dist.all_reduce(torch.ones(1).expand(4)), "share memory"),
+    (lambda: dist.all_reduce(torch.zeros(8).as_strided((3, 4), (1, 1))), "share memory"),
+    (lambda: dist.all_reduce(torch.zeros(8).unfold(0, 3, 2)), "share memory"),
 ):
     try:
         call()

@@ -6,17 +6,19 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from control import Job, eventually, greeted, raised, soon
+from control import KEY, Job, eventually, greeted, raised, soon
 
 from mscomm import errors
 from mscomm.bootstrap import rendezvous
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.hello import LAUNCHER
+from mscomm.cluster.protection import Protection
 
 NAMES = """
 import os, sys, time, mscomm
@@ -120,6 +122,31 @@ def test_a_job_that_has_begun_is_not_disturbed_by_a_later_scheduler() -> None:
             member.leave(0)
         assert job.settled().ok
         assert any("pid 7 wanted to serve another job at this port" in line for line in job.log)
+
+
+@pytest.mark.parametrize(("age_s", "waited_s", "goes_on"), [(0.5, 0.0, True), (900.0, 0.0, True), (900.0, 60.0, False)])
+def test_a_process_that_is_older_than_the_job_does_not_end_it(
+    age_s: float, waited_s: float, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook, for example, was started long ago, and its workers were started just before its scheduler. The job
+    has begun 10 s ago. If the process has waited for the port for longer than that, its workers may have joined the
+    job.
+    """
+    with Job(2, ranks_known=False, tcp=True) as job:
+        members = job.joined(["0", "1"])
+        for link in job.hub._roster:
+            link.since -= 10.0
+        assert job.listener
+        host, port = job.listener.getsockname()
+        monkeypatch.setattr(psutil.Process, "create_time", lambda self: time.time() - age_s)
+        rendezvous.contend(host, port, lambda _: KEY, {}, Protection(permit_plain=True), waited_s)
+        if goes_on:
+            for member, _ in members:
+                member.leave(0)
+            assert job.settled().ok
+        else:
+            eventually(lambda: all("two jobs were started" in str(group.aborts[:1]) for _, group in members))
+        assert any("wanted to serve another job at this port" in line for line in job.log)
 
 
 def test_a_surplus_worker_reads_that_another_job_may_have_the_port() -> None:

@@ -22,7 +22,7 @@ class HostBackend final : public Backend {
 
   void run(const Call& call, const Wait& wait) override;
   void shut_down() override {
-    if (arena_) arena_->ring();
+    if (arena_) arena_->give_up();
     if (mesh_) mesh_->shut_down();
   }
   void withdraw(const Call& call) override {

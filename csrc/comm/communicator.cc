@@ -169,9 +169,12 @@ void Communicator::check_usable() const {
   if (broken()) throw_failure();
 }
 
-uint64_t Communicator::take_numbers(int count) {
+// Returns the counter that holds the number of the next call. The caller must hold turn_mutex_.
+uint64_t& Communicator::counter(CallNumbers* numbers) {
   check_usable();
-  return std::exchange(next_, next_ + count);
+  if (!numbers) return next_;
+  if (numbers->next_ == numbers->end_) throw Error("RuntimeError", "mscomm: all reserved call numbers have been taken");
+  return numbers->next_;
 }
 
 // Throws if this thread is in a signal handler that has interrupted a call of this group. number: of the call that the handler
@@ -183,11 +186,25 @@ void Communicator::check_no_handler(uint64_t number) const {
                                     ": the two calls would wait for each other. Make this call after the other one has ended");
 }
 
-uint64_t Communicator::reserve(int count) {
-  check_usable();
-  check_no_handler();
-  const std::lock_guard lock(turn_mutex_);
-  return take_numbers(count);
+CallNumbers::CallNumbers(Communicator& group, int count) : group_(group) {
+  group.check_usable();
+  group.check_no_handler();
+  const std::lock_guard lock(group.turn_mutex_);
+  next_ = group.counter(nullptr);
+  end_ = group.next_ = next_ + count;
+}
+
+void CallNumbers::give_up() {
+  if (group_.forked_) return;
+  uint64_t number = 0;
+  {
+    const std::lock_guard lock(group_.turn_mutex_);
+    if (next_ == end_) return;
+    number = std::exchange(next_, end_);
+  }
+  const std::string what = group_.name_of(group_.rank_) + " was interrupted before call #" + std::to_string(number);
+  group_.abort({Error("Aborted", what, {group_.in_job(group_.rank_)}), false, static_cast<int64_t>(number)});
+  if (group_.hooks_.failed) group_.hooks_.failed();
 }
 
 // Throws if the call must be refused. A refused call does not use up a number.
@@ -203,40 +220,39 @@ VendorBackend& Communicator::device() const {
   return *device_;
 }
 
-void Communicator::run(Call call, double timeout_s) {
+void Communicator::run(Call call, double timeout_s, CallNumbers* numbers) {
   check(call);
   check_no_handler();
-  Caller inside(*this, &call.signature);
+  Caller inside(*this, &call.signature, numbers);
   execute(call, Deadline::from_first_look(timeout_s), inside.its_turn(), *this);
   inside.ended();
 }
 
 // start() and start_on_device() allocate memory before they take a number. If an allocation failed after a number was taken, all
 // later calls would wait for a call that never runs.
-std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
-  if (call.stream) return start_on_device(std::move(call), timeout_s);
+std::shared_ptr<Work> Communicator::start(Call call, double timeout_s, CallNumbers* numbers) {
+  if (call.stream) return start_on_device(std::move(call), timeout_s, numbers);
   check(call);
-  const bool reserved = call.signature.number != 0;
   auto work = std::make_shared<Work>();
   bool must_wake = false;
   {
     const std::lock_guard lock(turn_mutex_);
-    check_usable();
+    uint64_t& next = counter(numbers);
     if (!worker_) worker_ = start_thread([this] { this->work(); });
-    work->number_ = call.signature.number = reserved ? call.signature.number : next_;
+    work->number_ = call.signature.number = next;
     auto later = jobs_.end();
     while (later != jobs_.begin() && std::prev(later)->work->number_ > work->number_) --later;
     // The worker thread may be waiting for this call, or a caller may be waiting for its turn after this call.
     must_wake = asleep_ || !waited_ || later != jobs_.end() || in_queue_ > 0;
     last_start_ = jobs_.insert(later, Job{std::move(call), Deadline(timeout_s), work})->deadline.start();
-    if (!reserved) next_++;
+    next++;
     callers_++;
   }
   if (must_wake) job_->notify_one();
   return work;
 }
 
-std::shared_ptr<Work> Communicator::start_on_device(Call call, double timeout_s) {
+std::shared_ptr<Work> Communicator::start_on_device(Call call, double timeout_s, CallNumbers* numbers) {
   check(call);
   check_no_handler();
   const Deadline deadline(timeout_s);
@@ -244,7 +260,7 @@ std::shared_ptr<Work> Communicator::start_on_device(Call call, double timeout_s)
   auto work = std::make_shared<Work>();
   std::map<uint64_t, std::shared_ptr<Work>> one{{0, work}};
   auto entry = one.extract(0);
-  Caller inside(*this, &call.signature);
+  Caller inside(*this, &call.signature, numbers);
   entry.key() = work->number_ = call.signature.number;
   {
     const std::lock_guard lock(state_mutex_);
@@ -421,8 +437,6 @@ void Communicator::execute(const Call& call, const Deadline& deadline, bool its_
     recorder_.begin(call.signature);
     next_notice_s_ = first_notice_s;
     backend_of(call).run(call, {watch, deadline});
-    // This process may have been stopped during the call, for example by SIGSTOP. In that case, its peers may have given up on
-    // the call, broken the group and changed their data before this rank read the data. The result may then be wrong.
     if (broken()) throw_failure();
   } catch (...) {
     fail(&call, "");

@@ -83,6 +83,28 @@ class Work {
   std::vector<std::function<void()>> after_;
 };
 
+class Communicator;
+
+// Consecutive call numbers, reserved for an operation that consists of several calls. The first call that gets the CallNumbers
+// takes the first number, and so on. No later call of the group can run before the calls with these numbers have run. So if a
+// CallNumbers is given up or destroyed before all its numbers have been taken, it breaks the group.
+class CallNumbers {
+ public:
+  // Throws Error if the group is broken.
+  CallNumbers(Communicator& group, int count);
+  ~CallNumbers() { give_up(); }
+  CallNumbers(const CallNumbers&) = delete;
+  CallNumbers& operator=(const CallNumbers&) = delete;
+  // Returns the number that the next call takes.
+  uint64_t next() const { return next_; }
+  void give_up();
+
+ private:
+  friend class Communicator;
+  Communicator& group_;
+  uint64_t next_, end_;  // protected by the group's turn_mutex_
+};
+
 class Communicator final : public Watch, private VendorBackend::Observer {
  public:
   // interrupt: called regularly on a caller's thread while that thread waits, but never on the worker thread or the mailbox's
@@ -107,17 +129,14 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
 
-  // Reserves `count` consecutive call numbers for an operation that consists of several calls, and returns the first number. The
-  // caller must then run one call with each of these numbers.
-  uint64_t reserve(int count);
-  // Runs one collective call. Returns when the call has completed or, for device arrays, when it has been enqueued. The
-  // signature's number must be 0 or a reserved number. Throws Error, or whatever the interrupt hook throws. After an exception,
-  // the group is broken, unless the call was refused before it began.
-  void run(Call call, double timeout_s);
+  // Runs one collective call. Returns when the call has completed or, for device arrays, when it has been enqueued. The call
+  // takes its number from `numbers` or, if `numbers` is nullptr, gets the next number of the group. Throws Error, or whatever the
+  // interrupt hook throws. After an exception, the group is broken, unless the call was refused before it began.
+  void run(Call call, double timeout_s, CallNumbers* numbers = nullptr);
   // Starts a call. If its arrays are on a device, start() itself enqueues it. If not, it runs after all earlier calls of the
-  // group: on the worker thread, or in wait(). x and out must live until the returned Work has completed. The signature's number
-  // must be 0 or a reserved number. If it is reserved, calls with higher numbers may have been started before.
-  std::shared_ptr<Work> start(Call call, double timeout_s);
+  // group: on the worker thread, or in wait(). x and out must live until the returned Work has completed. numbers: as for run().
+  // If the number was reserved, calls with higher numbers may have been started before.
+  std::shared_ptr<Work> start(Call call, double timeout_s, CallNumbers* numbers = nullptr);
   // Waits for a call or a message, and returns whether it has completed. If timeout_s is nullopt and no thread has begun the
   // call, this thread runs the queued calls up to this one. So a call that is waited for at once needs no other thread.
   // Otherwise, wait() returns after timeout_s or longest_sleep_ms at the latest, so that the caller can check for signals. Throws
@@ -178,6 +197,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   bool broken() const override { return broken_.load(std::memory_order_relaxed); }
 
  private:
+  friend class CallNumbers;
   // Marks the current thread as being inside the call with this number, until the mark is destroyed. number: 0 for a message.
   class Inside {
    public:
@@ -204,13 +224,13 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // Marks the current thread as being inside run() or start_on_device(). close() waits until no thread is a Caller.
   class Caller {
    public:
-    // Gives the call the next number, unless the call already has a reserved number. For a message, which has no number, `call`
-    // is nullptr.
-    explicit Caller(Communicator& group, Signature* call = nullptr) : group_(group), inside_(group, 0) {
+    // Gives the call its number. For a message, which has no number, `call` is nullptr.
+    explicit Caller(Communicator& group, Signature* call = nullptr, CallNumbers* numbers = nullptr)
+        : group_(group), inside_(group, 0) {
       const std::lock_guard lock(group_.turn_mutex_);
-      const uint64_t first = group_.take_numbers(call && call->number == 0 ? 1 : 0);
+      uint64_t& next = group_.counter(numbers);
       if (call) {
-        inside_.number = call->number = call->number == 0 ? first : call->number;
+        inside_.number = call->number = next++;
         its_turn_ = group_.running_ == call->number;
       }
       group_.callers_++;
@@ -250,9 +270,9 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // may be locked forever. Then call it again while holding the lock, because the group may have been broken in the meantime.
   void check_usable() const;
   void check_no_handler(uint64_t number = std::numeric_limits<uint64_t>::max()) const;
-  uint64_t take_numbers(int count);  // the caller must hold turn_mutex_; returns the first number
+  uint64_t& counter(CallNumbers* numbers);
   void check(const Call& call) const;
-  std::shared_ptr<Work> start_on_device(Call call, double timeout_s);
+  std::shared_ptr<Work> start_on_device(Call call, double timeout_s, CallNumbers* numbers);
   Backend& backend_of(const Call& call) const { return call.stream ? static_cast<Backend&>(*device_) : *backend_; }
   void complete(Work& work, const Transfer* message, const std::function<void()>& part);
   void work();

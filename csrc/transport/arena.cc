@@ -57,6 +57,22 @@ void Arena::post(const Call& call, Pulled pulled) {
   first_line(rank_).fingerprint = call.signature.fingerprint();
 }
 
+void Arena::give_up() const {
+  uint32_t none = 0;
+  control_.common().gave_up.compare_exchange_strong(none, static_cast<uint32_t>(rank_) + 1);
+  gate_.ring();
+}
+
+void Arena::confirm_reads(const Wait& wait) {
+  // A peer sets gave_up before its program can change an array. So if this rank has read a changed byte, it sees gave_up here.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (const uint32_t gave_up = control_.common().gave_up.load(std::memory_order_relaxed)) {
+    const int peer = ranks_[std::min<uint32_t>(gave_up, static_cast<uint32_t>(size())) - 1];
+    throw peer_lost(peer, "the shared memory of rank " + std::to_string(peer) + " was closed by the other side");
+  }
+  pulls_.confirm(wait);
+}
+
 bool Arena::agreed() const {
   const uint64_t mine = first_line(rank_).fingerprint;
   bool same = true;

@@ -40,7 +40,9 @@ class Control {
       std::atomic<uint32_t> bell;  // the futex word: ring() in gate.cc adds 1 to it to wake the sleeping ranks
       std::atomic<uint32_t> sleepers;
     } gate;
+    // Both fields are written once by each rank at most, so this line, too, usually stays in the caches of all ranks.
     alignas(64) std::atomic<uint32_t> closed;  // the number of ranks that have destroyed their Arena
+    std::atomic<uint32_t> gave_up;             // 1 + the rank that was the first to give up its calls; 0 if no rank has
   };
   // A cache line of one rank. If messages have at most inline_bytes, this is the only line of that rank that other ranks need to
   // read.

@@ -102,6 +102,8 @@ Mapping::Mapping(int fd, size_t bytes) : bytes_(bytes) {
   void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (address == MAP_FAILED) throw system_error("mmap of " + std::to_string(bytes) + " bytes of shared memory", errno);
   begin_ = static_cast<char*>(address);
+  // To dump a sparse file, the kernel would allocate all of its pages. So a crash of one rank would fill the memory of the host.
+  madvise(begin_, bytes, MADV_DONTDUMP);  // fails if the kernel has no core dumps, which is fine
 }
 
 Mapping::~Mapping() {

@@ -7,7 +7,7 @@ If a collective, a function, an op or a dtype is an int, the int is the index of
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any, Literal, TypeVar, final
 
 import numpy as np
@@ -423,6 +423,23 @@ class Layout:
         """Return the algorithm that a collective runs for a message of this many bytes."""
 
 @final
+class CallNumbers:
+    """Consecutive call numbers, reserved for an operation that consists of several calls.
+
+    If an exception leaves the `with` block, or if the object is deleted, before calls have taken all of the numbers,
+    the group breaks: no later call could ever have its turn.
+    """
+
+    @property
+    def next(self) -> int:
+        """The number that the next call takes."""
+
+    def __enter__(self) -> CallNumbers: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+@final
 class Group:
     """One rank's part of a group, with its communicator, carriers and recorder."""
 
@@ -454,18 +471,18 @@ class Group:
 
     @property
     def layout(self) -> Layout: ...
-    def run(self, call: Call, timeout_s: float, number: int, /) -> None:
+    def run(self, call: Call, timeout_s: float, numbers: CallNumbers | None, /) -> None:
         """Run a call. For a call on the device, run() returns when the call has been enqueued.
 
-        number: a number that reserve() returned for the call, or 0 for the next number.
+        numbers: the call takes the next of these numbers or, if `numbers` is None, the group's next number.
         """
 
-    def start(self, call: Call, timeout_s: float, number: int, part: bool, /) -> Work:
+    def start(self, call: Call, timeout_s: float, numbers: CallNumbers | None, part: bool, /) -> Work:
         """Start a call on the worker's thread or, for a call on the device, on the group's own stream.
 
         On the device, the call runs after all work that is already on the call's stream. The group keeps the call alive
-        until it has completed. number: as for run(); only a call on the device can have a reserved number. part: if
-        True, the caller calls call.result() itself, and the Work's done() does not call it.
+        until it has completed. numbers: as for run(). part: if True, the caller calls call.result() itself, and the
+        Work's done() does not call it.
         """
 
     def join_python(
@@ -483,7 +500,7 @@ class Group:
         python: a weak reference to the mscomm.Group, whose methods the core calls. libraries: maps an array type to its
         row, an arrays.Plain. backend, device: the backend and the number of the device with which this rank has joined
         the job, or "" and -1 if there is none. noted: whether the core tells the Python Group about each call: at the
-        start by next_number() or noted(), and at the end by ended().
+        start by noted(), and at the end by ended().
         """
 
     def set_timeout(self, timeout_s: float, /) -> None:
@@ -584,8 +601,8 @@ class Group:
         bucket: the dtype of the bucket. If it differs from dtype, the kernels must also support casts and a residual.
         """
 
-    def reserve(self, count: int, /) -> int:
-        """Reserve `count` consecutive call numbers, and return the first."""
+    def reserve(self, count: int, /) -> CallNumbers:
+        """Reserve `count` consecutive call numbers."""
 
     def send(
         self, peer: int, tag: int, dtype: int, x: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /

@@ -639,6 +639,7 @@ def all_reduce_many(
     group = resolve(group)
     core, number = group.core, FUNCTION["all_reduce_many"]
     core.op(number, op)
+    arrays = list(arrays)  # it may be a generator
     given = [core.array(number, x, argument=f"arrays[{i}]") for i, x in enumerate(arrays)]
     if out is None:
         out = [None] * len(given)
@@ -673,10 +674,10 @@ def all_reduce_many(
             )
             works = [group.start(one.filled(group, prepared), seconds, part=True) for one in fused]
             return group.together(works, result, "all_reduce_many" if fills else "")
-        first = group.reserve(len(fused))
-        for i, one in enumerate(fused):
-            group.run(one.filled(group, prepared), seconds, first + i)
-            one.spread(group)
+        with group.core.reserve(len(fused)) as numbers:
+            for one in fused:
+                group.run(one.filled(group, prepared), seconds, numbers)
+                one.spread(group)
     return result()
 
 

@@ -113,7 +113,7 @@ class Group:
     ) -> Any:
         """Make two calls as one: the head, and the call that then() prepares from the results of the head.
 
-        Return the result of the second call, or a Work. Both call numbers are reserved together. An error after the
+        Return the result of the second call, or a Work. Both call numbers are reserved together. An exception after the
         head breaks the group, even if it occurs only on this rank, because the other ranks have already gone on to the
         second call and would wait for this rank.
 
@@ -123,26 +123,23 @@ class Group:
         """
         seconds = self.seconds(timeout)
         function = _core.functions[head.function]
-        first = self.reserve(2)
         left = seconds_left(seconds)
+        with self.core.reserve(2) as numbers, self.committed(what := f"{function} #{numbers.next}"):
 
-        what = f"{function} #{first}"
+            def start(call: _core.Call) -> Work:
+                return self.start(call, left(), numbers, part=True)
 
-        def start(call: _core.Call) -> Work:
-            return self.start(call, left(), first + 1, part=True)
-
-        with self.committed(what):
             if async_op and not on_device:
-                following = Following(self, self.start(head, seconds, first, part=True), then, start, what)
+                following = Following(self, self.start(head, seconds, numbers, part=True), then, start, what)
                 return self.together([following], lambda: following.result)
-            self.run(head, seconds, first)
+            self.run(head, seconds, numbers)
             try:
                 call, result = then()
             except Error as symptom:
                 self.fail_after_head(symptom)
             if async_op:
                 return self.together([start(call)], result, function if call.result_fills_out else "")
-            self.run(call, left(), first + 1)
+            self.run(call, left(), numbers)
         return result()
 
     def fail_after_head(self, error: BaseException) -> NoReturn:
@@ -204,42 +201,24 @@ class Group:
         """Return the timeout of one call in seconds. timeout: None means the group's timeout."""
         return self.timeout_s if timeout is None else seconds_of(timeout)
 
-    def reserve(self, count: int) -> int:
-        """Reserve `count` consecutive call numbers, and return the first. The caller must use all of these numbers."""
-        try:
-            first = self.core.reserve(count)
-        except Error as symptom:
-            self.fail(symptom)
-        if self._lines is not None:
-            with self.committed(f"call #{first}"):
-                for number in range(first, first + count):
-                    self.noted(number)
-        return first
-
-    def next_number(self) -> int:
-        """If the call's line of Python code is to be recorded, reserve a call number and return it.
-
-        Otherwise return 0, which lets the core choose the number.
-        """
-        return 0 if self._lines is None else self.reserve(1)
-
-    def run(self, call: _core.Call, seconds: float, number: int = 0) -> None:
+    def run(self, call: _core.Call, seconds: float, numbers: _core.CallNumbers | None = None) -> None:
         """Run one collective call. If it fails, raise the first cause of the group's failure.
 
-        number: a reserved call number, or 0 for the next number.
+        numbers: reserved call numbers, from which the call takes the next one, or None for the group's next number.
         """
-        number = number or self.next_number()
         with self.failing():
-            self.core.run(call, seconds, number)
+            self.core.run(call, seconds, numbers)
         self.ended()
 
-    def start(self, call: _core.Call, seconds: float, number: int = 0, *, part: bool = False) -> Work:
+    def start(
+        self, call: _core.Call, seconds: float, numbers: _core.CallNumbers | None = None, *, part: bool = False
+    ) -> Work:
         """Queue a call, or enqueue it on a stream of the device. The core keeps the arrays alive.
 
-        Return the call's Work. number: as in run(). part: whether the Work is for together(). If so, the Work does not
+        Return the call's Work. numbers: as in run(). part: whether the Work is for together(). If so, the Work does not
         call call.result(). The argument `result` of together() must do that.
         """
-        return self.core.start(call, seconds, number, part)
+        return self.core.start(call, seconds, numbers, part)
 
     def together(self, parts: Sequence[Work | Following], result: Callable[[], Any], fills: str = "") -> Work:
         """Combine several parts into one Work. Its wait() returns what result() returns. fills: as in Several."""

@@ -28,6 +28,7 @@ from mscomm.cluster.deadline import Deadline, join_timeout_s, seconds_of
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.hello import UNKNOWN_RANK, package_version
 from mscomm.cluster.member import Member, Welcome
+from mscomm.cluster.security import KeyFile
 from mscomm.context import given, protection
 from mscomm.errors import Aborted, Error, PeerLost
 from mscomm.group import Group, NonMember, printable
@@ -72,7 +73,7 @@ class Job:
         self.timeout_s, self.join_timeout_s = limits
         self.launcher = "none"
         self.local_rank = 0
-        self.hub: Any = None  # the hub's process, if this rank started it
+        self.key_file: KeyFile | None = None  # the file through which this rank gave the job's key to the others
         self.pid = os.getpid()
         # True in a forked child of the process that joined. Calls check this flag because getpid() is slow.
         self.forked = False
@@ -216,6 +217,8 @@ class Job:
         for other in self.others.values():
             other.job = None
         self.groups, self.others, self.makings = {}, {}, []
+        if self.key_file is not None:
+            self.key_file.remove()
         if unseen is not None and not self.world.raised:
             raise unseen
 
@@ -491,7 +494,7 @@ def _join(
             job._rejoin(deadline)
         memory.close()
         failing.pop_all()
-    job.launcher, job.hub = invitation.launcher, invitation.hub
+    job.launcher, job.key_file = invitation.launcher, invitation.key_file
     job.local_rank = job.epoch.neighbours.index(job.rank) if asked.local_rank is None else asked.local_rank
     return job
 

@@ -89,11 +89,11 @@ void a_reserved_call_is_started_late(const ThreadRank& me) {
   std::atomic<int> told = 0;
   for (int repeat = 0; repeat < 10; repeat++) {
     Call first = make_call(Collective::all_reduce, Dtype::float32, -1, a, count, b, count, count);
-    first.signature.number = me.group->reserve(1);
+    CallNumbers number(*me.group, 1);
     const auto later = me.group->start(make_call(Collective::all_reduce, Dtype::float32, -1, b, count, c, count, count), 60);
     later->when_ended([&] { told++; });
     if (repeat % 2) CHECK(!later->wait(0.01));
-    const auto early = me.group->start(std::move(first), 60);
+    const auto early = me.group->start(std::move(first), 60, &number);
     CHECK(early->number() + 1 == later->number());
     CHECK(later->wait(60) && early->done() && !later->error() && c[2] == 27);
   }
@@ -150,6 +150,28 @@ void every_mismatch_is_seen() {
       CHECK(kind == "Mismatch");
     });
   }
+}
+
+// A reserved number that no call has taken would let all later calls wait for ever.
+void numbers_that_are_given_up_break_the_group(const ThreadRank& me) {
+  {
+    CallNumbers both(*me.group, 2);
+    me.group->run(make_call(Collective::barrier, Dtype::uint8, -1, nullptr, 0, nullptr, 0, 0), 60, &both);
+    me.group->run(make_call(Collective::barrier, Dtype::uint8, -1, nullptr, 0, nullptr, 0, 0), 60, &both);
+    CHECK_THROWS(me.group->run(make_call(Collective::barrier, Dtype::uint8, -1, nullptr, 0, nullptr, 0, 0), 60, &both));
+  }
+  me.barrier();
+  CHECK(!me.group->failure());
+  if (me.rank == 1) {
+    CallNumbers both(*me.group, 2);
+    me.group->run(make_call(Collective::barrier, Dtype::uint8, -1, nullptr, 0, nullptr, 0, 0), 60, &both);
+  } else {
+    me.barrier();
+  }
+  if (me.rank != 1) return;
+  const auto failure = me.group->failure();
+  CHECK(failure && std::string(failure->error.what()) == "rank 1 was interrupted before call #5" && failure->number == 5);
+  CHECK_THROWS(me.barrier());
 }
 
 void abort_wakes_the_waiters(const ThreadRank& me) {
@@ -522,6 +544,7 @@ SUITE(arena) {
   on_threads(3, "arena", false, mismatch_is_seen_by_all);
   every_mismatch_is_seen();
   failed_group_leaves_the_others_whole();
+  for (const char* algorithm : {"arena", "direct"}) on_threads(3, algorithm, false, numbers_that_are_given_up_break_the_group);
   on_threads(4, "arena", false, abort_wakes_the_waiters);
   on_threads(4, "arena", false, deadline_names_the_missing);
   on_threads(2, "arena", false, deadline_in_the_queue_names_its_own_call);

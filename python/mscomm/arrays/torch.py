@@ -105,8 +105,19 @@ def _on_cuda(x: torch.Tensor) -> OnDevice:
 
 
 def repeats(x: torch.Tensor) -> bool:
-    """Return whether several elements of x share one place in memory, as after expand()."""
-    return x.numel() > 0 and any(step == 0 and extent > 1 for step, extent in zip(x.stride(), x.shape, strict=True))
+    """Return whether several elements of x share one place in memory, as after expand() or unfold().
+
+    From the smallest step on, each step must lead past all elements that the smaller steps reach. A few strides of
+    as_strided() that no view has are taken for shared, although they are not.
+    """
+    if x.is_contiguous() or not x.numel():
+        return False
+    reached = 0
+    for step, extent in sorted((step, extent) for step, extent in zip(x.stride(), x.shape, strict=True) if extent > 1):
+        if step <= reached:
+            return True
+        reached += step * (extent - 1)
+    return False
 
 
 def empty(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.protection import Protection
 
 if TYPE_CHECKING:
-    import subprocess
+    from mscomm.cluster.security import KeyFile
 
 
 _turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -40,8 +40,8 @@ class Seat(NamedTuple):
 class Invitation:
     """What a rank needs to join: an authenticated stream to the hub, its admission key, and its place in the job.
 
-    `where`: the name of the hub in error messages. `hub`: the hub process, if this rank started it. `dial_again`: see
-    Member.
+    `where`: the name of the hub in error messages. `key_file`: the file through which this rank gave the key to the
+    others, if it wrote one; it is removed when this rank leaves the job. `dial_again`: see Member.
     """
 
     launcher: str
@@ -49,7 +49,7 @@ class Invitation:
     stream: ByteStream
     key: bytes
     where: str
-    hub: subprocess.Popen[bytes] | None = None
+    key_file: KeyFile | None = None
     node_id: str | None = None
     device: int | None = None  # the number of the accelerator, if the launcher provides one
     dial_again: Callable[[bytes, Deadline], ByteStream] | None = None

@@ -159,7 +159,7 @@ class Join(NamedTuple):
             raise
         with on_failure(hub_process.end, process):
             self.store.answer(answers, self.deadline)
-            return self._connect(address, key, process)
+            return self._connect(address, key)
 
     def _check(self, asks: Sequence[str]) -> None:
         """Raise an Error that names the ranks for which rank 0 cannot encrypt a new key, if there are any."""
@@ -222,9 +222,7 @@ class Join(NamedTuple):
             raise BackendUnavailable(f"{self.launcher}: the ranks are on several hosts: {error}") from error
         return links.listen(address, self.seat.size + 64, self.env)
 
-    def _connect(
-        self, address: links.Address, key: bytes, process: subprocess.Popen[bytes] | None = None
-    ) -> Invitation:
+    def _connect(self, address: links.Address, key: bytes) -> Invitation:
         launcher, seat = self.launcher, self.seat
         where = interfaces.endpoint(*address) if isinstance(address, tuple) else "a unix socket of this host"
         admission = security.admission_key(key, CONTROL)
@@ -236,4 +234,4 @@ class Join(NamedTuple):
                 f"{launcher}: rank {seat.rank} cannot reach the hub that rank 0 started at {where}: {error}. "
                 "Has rank 0 ended, or does a firewall or a container's network lie between the ranks?"
             ) from error
-        return Invitation(launcher, seat, stream, admission, f"the hub that rank 0 started at {where}", hub=process)
+        return Invitation(launcher, seat, stream, admission, f"the hub that rank 0 started at {where}")

@@ -8,7 +8,6 @@ free one. The other ranks try the ports of this list in turn, and the hello tell
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import hashlib
@@ -37,6 +36,7 @@ _ATTEMPT_S = 5.0  # the time limit of one attempt if there are several addresses
 _SAYS_WAITING_AFTER_S = 10.0
 _LAST_JOB_S = 5.0  # how long rank 0 retries if the address is taken; the hub of the previous job may still hold it
 _HIGH_PORTS = range(61440, 1 << 16)  # above Linux's ephemeral ports, 32768 to 60999
+_STARTED_TOGETHER_S = 5.0  # how long before its hub a job's ranks may be started, if its hub process is older than that
 _TELL_S = 2.0  # how long to keep trying to reach the hub at a taken address; that hub may not be listening yet
 # Fail after this many connections that were closed without an answer. The hub of a previous job may close one of them.
 _SILENCES = 3
@@ -80,7 +80,7 @@ class Meeting(NamedTuple):
         stream, key = reach(
             targets,
             deadline,
-            lambda address: security.admission_key(_key(spot, address, env, protection), CONTROL),
+            lambda address: security.admission_key(_key(spot, address, env, protection)[0], CONTROL),
             links.newcomer(env, seat.rank),
             f"{launcher}: rank {seat.rank} finds no hub of rank 0 at {where}",
             advice,
@@ -94,10 +94,10 @@ class Meeting(NamedTuple):
         Until the hub process runs, connections wait in the listener's backlog.
         """
         launcher, seat, spot, env, deadline, protection, advice = self
-        until = deadline.within(_LAST_JOB_S)
+        began, until = time.monotonic(), deadline.within(_LAST_JOB_S)
         while True:
             try:
-                listener, key = _open(seat, spot, env, protection)
+                listener, key, file = _open(seat, spot, env, protection)
                 break
             except AuthenticationError:
                 raise
@@ -106,7 +106,10 @@ class Meeting(NamedTuple):
                     taken = ""
                     if error.errno == errno.EADDRINUSE and not seat.one_host and len(spot.ports) == 1:
                         host, port = _resolve(spot.host, spot.ports[0])[1][:2]
-                        taken = contend(host, port, lambda at: _key(spot, at, env, protection), env, protection)
+                        waited_s = time.monotonic() - began
+                        taken = contend(
+                            host, port, lambda at: _key(spot, at, env, protection)[0], env, protection, waited_s
+                        )
                     what = {
                         errno.EADDRINUSE: f"taken{taken}, perhaps by another job",
                         errno.EADDRNOTAVAIL: "this host, where rank 0 runs, does not have that address",
@@ -122,7 +125,8 @@ class Meeting(NamedTuple):
             admission = security.admission_key(key, CONTROL)
             stream = links.open_link(address, admission, CONTROL, links.newcomer(env, seat.rank), deadline, protection)
         where = interfaces.endpoint(*address) if isinstance(address, tuple) else _where(seat, spot)
-        return Invitation(launcher, seat, stream, admission, f"the hub that rank 0 started at {where}", hub=process)
+        hub = f"the hub that rank 0 started at {where}"
+        return Invitation(launcher, seat, stream, admission, hub, key_file=file)
 
 
 def number(launcher: str, env: Mapping[str, str], name: str, low: int, high: int | None = None) -> int:
@@ -265,18 +269,20 @@ def _summary(problems: Mapping[links.Address, str]) -> str:
 # -- rank 0: starting the hub
 
 
-def _open(seat: Seat, spot: Spot, env: Mapping[str, str], protection: Protection) -> tuple[socket.socket, bytes]:
-    """Return a socket that listens at the first free port of the spot, and the job's key."""
+def _open(
+    seat: Seat, spot: Spot, env: Mapping[str, str], protection: Protection
+) -> tuple[socket.socket, bytes, security.KeyFile | None]:
+    """Return a socket that listens at the first free port of the spot, the job's key, and the file with the key."""
     own = "" if seat.one_host else own_address(spot.host, env)
     for place in [_resolve(own, port) for port in spot.ports] if own else [(int(socket.AF_UNIX), _unix_name(spot.job))]:
         with contextlib.ExitStack() as failing:
             try:
                 listener = failing.enter_context(_bound(*place))
-                key = _key(spot, links.address_of(listener), env, protection, new=True)
+                key, file = _key(spot, links.address_of(listener), env, protection, new=True)
                 # The key file is written already, so a rank that can connect can also read the key.
                 listener.listen(seat.size + 64)
                 failing.pop_all()
-                return listener, key
+                return listener, key, file
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
@@ -321,20 +327,29 @@ def is_loopback_name(host: str) -> bool:
 # -- two jobs at one address
 
 
-def contend(host: str, port: int, key: Callable[[Any], bytes], env: Mapping[str, str], protection: Protection) -> str:
+def contend(
+    host: str,
+    port: int,
+    key: Callable[[Any], bytes],
+    env: Mapping[str, str],
+    protection: Protection,
+    waited_s: float = 0.0,
+) -> str:
     """Find out which process has taken our hub's address. If it is another hub, tell it that our job wants the address.
 
     Return text about that process, for error messages. The other hub must know about our job, because ranks of both
     jobs may have joined that hub, and the hub cannot tell which rank belongs to which job. key: a function that takes
     the other hub's address and returns that hub's job key. The function is called only after the other hub has accepted
-    our connection.
+    our connection. waited_s: how long this process has already tried to get the address.
     """
     import psutil
 
     me = psutil.Process()
     who = f"{_words_of(me)} on host {socket.gethostname()}"
     deadline = Deadline(_TELL_S)
-    words = {"t": "rival", "who": who, "seconds": max(0.0, time.time() - me.create_time())}
+    # This process may be much older than its job, if it is a notebook for example.
+    age_s = max(0.0, time.time() - me.create_time())
+    words = {"t": "rival", "who": who, "seconds": min(age_s, waited_s + _STARTED_TOGETHER_S)}
     # An error means that no hub listens, or that the hub refuses this process, as it will refuse our ranks. In both
     # cases, our ranks cannot join that hub, so it need not know about our job.
     with contextlib.suppress(Error, OSError):
@@ -372,14 +387,17 @@ def _words_of(process: psutil.Process) -> str:
 # -- the key of the job
 
 
-def _key(spot: Spot, address: Any, env: Mapping[str, str], protection: Protection, *, new: bool = False) -> bytes:
+def _key(
+    spot: Spot, address: Any, env: Mapping[str, str], protection: Protection, *, new: bool = False
+) -> tuple[bytes, security.KeyFile | None]:
     """Return the key of the job. It comes from the user's key file, or else from a file that rank 0 writes.
+    If this call has written that file, also return the file.
 
     A key file must be readable by all ranks and by nobody else. If no such file is possible, and the user permits a job
     without a key, return a key that anybody can compute. new: whether this is rank 0, which writes the file. The other
     ranks call this function after they have connected. Raise FileNotFoundError if rank 0's file is missing.
     """
-    path = _path(spot, address)
+    path, file = _path(spot, address), None
     if spot.key:
         key = spot.key
     elif users := environment.read("MSCOMM_JOB_KEY_FILE", env):
@@ -388,14 +406,14 @@ def _key(spot: Spot, address: Any, env: Mapping[str, str], protection: Protectio
         key = security.job_key(env, address[0], address[1], protection)
     elif new:
         file = security.KeyFile(path)
-        atexit.register(_remove, file, os.getpid())
+        file.remove_at_exit()
         key = file.key
     else:
         if not os.path.lexists(path):
             shared = "do all hosts share this folder?" if spot.key_path else "same user, same TMPDIR?"
             raise FileNotFoundError(errno.ENOENT, f"rank 0's key file {path} is not there ({shared})")
         key = security.read_key(path, "rank 0 writes it")
-    return security.derived_key(key, spot.job)
+    return security.derived_key(key, spot.job), file
 
 
 def _path(spot: Spot, address: Any) -> str:
@@ -405,11 +423,6 @@ def _path(spot: Spot, address: Any) -> str:
     if security.is_loopback(address[0]):
         return security.key_path(f"rank0-{address[0]}-{address[1]}")
     return spot.key_path
-
-
-def _remove(file: security.KeyFile, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child must not remove the file
-        file.remove()
 
 
 # -- names and addresses

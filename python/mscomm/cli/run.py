@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
+from mscomm.cluster.cpus import usable_cpus
 from mscomm.cluster.deadline import join_timeout_s
 from mscomm.cluster.protection import OF_SCHEDULER, of_command
 from mscomm.environment import read
@@ -279,7 +280,7 @@ def _per_node(text: str | None) -> int | None:
     if text is None or re.fullmatch(r"-?\d+", text, re.ASCII):
         return None if text is None else int(text)
     if text in ("auto", "cpu"):
-        return len(os.sched_getaffinity(0))
+        return usable_cpus()
     raise click.ClickException(f"-n {text}: expected a number, or auto for one rank per CPU")
 
 
@@ -367,7 +368,7 @@ def command_line(script: str, args: tuple[str, ...], module: bool) -> list[str]:
 def environment(size: int, log_dir: Path | None) -> dict[str, str]:
     """Return the ranks' environment, without the variables that differ between ranks."""
     env = dict(os.environ)
-    cpus = len(os.sched_getaffinity(0))
+    cpus = usable_cpus()
     if "OMP_NUM_THREADS" not in env:
         env["OMP_NUM_THREADS"] = str(max(1, cpus // size))
         threads = env["OMP_NUM_THREADS"]

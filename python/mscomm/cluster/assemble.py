@@ -107,14 +107,16 @@ def forced_algorithms(algo: str) -> list[str]:
 
 
 def heap_bytes(ranks: int) -> int:
-    """Return the size of a rank's heap: the size of the host's memory, or less if the address space is too small.
+    """Return the size of a rank's heap: the size of the host's memory, or less if a limit of this process is lower.
 
-    The heap is sparse: a page uses memory only after it has been touched.
+    `ulimit -v` limits the address space, in which this rank maps the heaps of all ranks. `ulimit -f` limits the size of
+    a file, and a heap is an in-memory file. The heap is sparse: a page uses memory only after it has been touched.
     """
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    room = _ADDRESS_SPACE if limit == resource.RLIM_INFINITY else limit // 4
-    return max(_HUGE_PAGE, min(size, room // (ranks + 1)) // _HUGE_PAGE * _HUGE_PAGE)
+    space, file = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE))
+    room = _ADDRESS_SPACE if space == resource.RLIM_INFINITY else space // 4
+    size = min(size, room // (ranks + 1), size if file == resource.RLIM_INFINITY else file)
+    return max(_HUGE_PAGE, size // _HUGE_PAGE * _HUGE_PAGE)
 
 
 # -- one epoch of the job

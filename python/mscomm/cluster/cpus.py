@@ -3,21 +3,52 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from pathlib import Path
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 
-def cpu_quota(root: str = "/sys/fs/cgroup") -> float:
-    """Return how many CPUs the processes of this cgroup may use; inf if there is no limit.
+def cpu_quota(mounted: str = "/sys/fs/cgroup", mine: str = "/proc/self/cgroup") -> float:
+    """Return how many CPUs the processes of this process's cgroup may use; inf if there is no limit.
 
-    Read the CPU quota from the files of cgroup v2 or, if there are none, of cgroup v1.
+    The quotas of the cgroups around it count, too. `mounted`: where the cgroup file systems are mounted. `mine`: the
+    file that names the cgroups of this process. Both are described in cgroups(7).
     """
-    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        with contextlib.suppress(OSError, ValueError):
-            quota, period = " ".join(Path(root, name).read_text() for name in names).split()
-            return float(quota) / float(period) if quota not in ("max", "-1") else float("inf")
+    return min((_quota(*files) for files in _quota_files(Path(mounted), Path(mine))), default=float("inf"))
+
+
+def _quota_files(mounted: Path, mine: Path) -> Iterator[list[Path]]:
+    """Yield the files with the quota and the period of each cgroup that may limit this process."""
+    try:
+        lines = mine.read_text().splitlines()
+    except OSError:  # there is no /proc
+        lines = ["0::/", "1:cpu:/"]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        roots = [mounted / "cpu", mounted / controllers] if controllers else [mounted, mounted / "unified"]
+        names = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if controllers else ["cpu.max"]
+        # In a container, the path may be that of the host, which is not mounted here. What is mounted at the root is
+        # then the container's own cgroup.
+        inside = PurePosixPath("/", *(part for part in PurePosixPath(path).parts[1:] if part != ".."))
+        for folder in (inside, *inside.parents):
+            for root in roots:
+                yield [root / str(folder).lstrip("/") / name for name in names]
+
+
+def _quota(*files: Path) -> float:
+    with contextlib.suppress(OSError, ValueError):  # there is no such cgroup, or it is one without a quota
+        quota, period = " ".join(file.read_text() for file in files).split()
+        if quota not in ("max", "-1"):
+            return float(quota) / float(period)
     return float("inf")
+
+
+def usable_cpus() -> int:
+    """Return how many CPUs this process and its children can keep busy: at least 1."""
+    return max(1, int(min(len(os.sched_getaffinity(0)), cpu_quota())))
 
 
 def can_spin(members: Sequence[dict[str, Any]]) -> bool:

@@ -894,14 +894,14 @@ class Hub:
         self._begin_epoch()  # if there can be no new epoch, this tells the ranks that wait for it
 
     def _contested(self, who: str, seconds: float) -> None:
-        """A process that was started `seconds` ago tried to serve another job at our port, and could not.
+        """A process tried to serve another job at our port, and could not. That job was started `seconds` ago.
 
-        The ranks of that job connect to this hub instead. If a rank joined after the start of that process, it may
-        belong to either job, so neither job can continue.
+        The ranks of that job connect to this hub instead. If a rank joined after the start of that job, it may belong
+        to either job, so neither job can continue. A job whose lost ranks have been restarted began long ago.
         """
         self._log(f"{who} wanted to serve another job at this port")
         now = time.monotonic()
-        settled = self._welcomed and all(now - link.since > seconds for link in self._roster)
+        settled = self._welcomed and (self._epoch > 0 or all(now - link.since > seconds for link in self._roster))
         if settled or self._never_began or self.state.over:
             return
         why = (

@@ -72,7 +72,9 @@ def spawn(
             start_new_session=True,  # a signal to the ranks' process group must not kill the hub
         )
         with open(writer, "wb", closefd=False) as pipe:
-            pipe.write(secrets)  # after the start: the process reads, so the pipe may be smaller than the secrets
+            # After the start: the process reads, so the pipe may be smaller than the secrets. The process must not wait
+            # for the end of the pipe, because another thread may just have forked a child that holds it open.
+            pipe.write(len(secrets).to_bytes(8, "little") + secrets)
     _spawned.append(process)
     return process
 
@@ -88,7 +90,8 @@ def main(fds: str, size: str, topo_timeout_s: str, named: str) -> None:
     listener_fd, key_fd, *starter = map(int, fds.split(","))
     raise_descriptor_limit()
     with open(key_fd, "rb") as pipe:
-        key, passed = pipe.read(KEY_BYTES), pipe.read()
+        secrets = pipe.read(int.from_bytes(pipe.read(8), "little"))
+        key, passed = secrets[:KEY_BYTES], secrets[KEY_BYTES:]
     with socket.socket(fileno=listener_fd) as listener:
         listener.set_inheritable(False)
         hub = Hub(

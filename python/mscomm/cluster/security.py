@@ -7,6 +7,7 @@ prove themselves to each other. A process that has the job key but no seat in th
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import hashlib
@@ -223,13 +224,26 @@ class KeyFile:
             os.close(self._fd)
             raise
 
+    def remove_at_exit(self) -> None:
+        """Remove the file when this process exits, unless that has been done. A forked child does not remove it."""
+        self._pid = os.getpid()
+        atexit.register(self._at_exit)
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._pid:
+            self.remove()
+
     def remove(self) -> None:
-        """Remove the file, unless a later scheduler has replaced it with its own file."""
+        """Remove the file, unless a later scheduler has replaced it with its own file. A second call does nothing."""
+        if self._fd < 0:
+            return
+        atexit.unregister(self._at_exit)
         # An error means that the file has been removed, or is no longer our key file.
         with contextlib.suppress(AuthenticationError, FileNotFoundError):
             if read_key(self.path) == self.key:
                 os.unlink(self.path)
         os.close(self._fd)
+        self._fd = -1
 
 
 def remove_stale(killed: bytes = b"") -> None:

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from mscomm import tracebacks
+from mscomm.cluster.cpus import usable_cpus
 from mscomm.cluster.deadline import join_timeout_s, seconds_of
 from mscomm.errors import CollectiveTimeout, Error, PeerLost
 from mscomm.launching.ending import End
@@ -118,7 +119,7 @@ class _Calls(Launch):
     """Runs the ranks of one launch(). Unlike `mscomm run`, it records how the ranks ended, and does not print it."""
 
     def __init__(self, size: int, files: Sequence[int], timeout_s: float) -> None:
-        threads = max(1, len(os.sched_getaffinity(0)) // size)
+        threads = max(1, usable_cpus() // size)
         env = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **os.environ}
         part = WholeJob(size, join_timeout_s(os.environ), restarts=False)
         command = [sys.executable, *util._args_from_interpreter_flags(), "-c", _SERVE]  # type: ignore[attr-defined]

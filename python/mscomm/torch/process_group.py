@@ -196,7 +196,13 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        """The devices of the group; none until torch has registered it.
+
+        From 2.15 on, torch attaches its flight recorder to a new group that has devices, and needs a backend in C++ for
+        that. It has no recorder for groups like this one.
+        """
+        registered = self in dist.distributed_c10d._world.pg_map
+        return [torch.device("cpu")] if registered else []
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return bool(device.type == "cpu")
@@ -216,7 +222,11 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
     # -- the end of the group
 
     def abort(self) -> None:
+        """Break the group on all ranks, and leave it, as torch does not use the group afterwards."""
+        if self._group.job is None or self._is_down:
+            return
         self._group.abort(f"rank {self._group.rank} aborted the process group {self._name}")
+        self.shutdown()
 
     def shutdown(self) -> None:
         """Leave the group. When the last process group of the job has been shut down, leave the job."""
@@ -263,8 +273,8 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         if scale is not None:
             for flat in flats:
                 flat.mul_(scale)
-        calls = [functools.partial(mscomm.all_reduce_, flat, op) for flat in flats]
-        return self._made("all_reduce", calls, opts, tensors, finish)
+        calls = [functools.partial(mscomm.all_reduce_, flat, _summed(op, flat)) for flat in flats]
+        return self._made("all_reduce", calls, opts, tensors, self._averaged(op, flats, finish))
 
     def _sparse(self, tensors: list[Any], opts: Any) -> Work:
         if opts.reduceOp != dist.ReduceOp.SUM:
@@ -305,8 +315,9 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         calls = []
         for flat in flats:
             x = flat if scale is None else flat * scale
-            calls.append(functools.partial(mscomm.reduce, x, opts.rootRank, op, out=flat if at_root else None))
-        return self._made("reduce", calls, opts, tensors, finish if at_root else None)
+            out = flat if at_root else None
+            calls.append(functools.partial(mscomm.reduce, x, opts.rootRank, _summed(op, flat), out=out))
+        return self._made("reduce", calls, opts, tensors, self._averaged(op, flats, finish) if at_root else None)
 
     def all_gather_single(self, output: Any, mine: Any, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [mine], opts)
@@ -379,8 +390,8 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         for x, out in zip(xs, flats, strict=True):
             flat = _flat(x, op in _LINEAR)
             flat = flat if scale is None else flat * scale
-            calls.append(functools.partial(mscomm.reduce_scatter, flat, op, out=out))
-        return self._made("reduce_scatter", calls, opts, outputs, finish)
+            calls.append(functools.partial(mscomm.reduce_scatter, flat, _summed(op, out), out=out))
+        return self._made("reduce_scatter", calls, opts, outputs, self._averaged(op, flats, finish))
 
     @_two_forms(dist.ReduceScatterOptions, 2, "op")
     def reduce_scatter(self, outputs: list[Any], xs: list[list[Any]], opts: Any) -> Work:
@@ -393,12 +404,12 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
             whole = self._joined(flats)
             if scale is not None:
                 whole.mul_(scale)
-            counts = [flat.numel() for flat in flats]
+            counts, how = [flat.numel() for flat in flats], _summed(op, out)
             if len(set(counts)) == 1:
-                calls.append(functools.partial(mscomm.reduce_scatter, whole, op, out=out))
+                calls.append(functools.partial(mscomm.reduce_scatter, whole, how, out=out))
             else:
-                calls.append(functools.partial(mscomm.reduce_scatter_v, whole, counts, op, out=out))
-        return self._made("reduce_scatter", calls, opts, outputs, finish)
+                calls.append(functools.partial(mscomm.reduce_scatter_v, whole, counts, how, out=out))
+        return self._made("reduce_scatter", calls, opts, outputs, self._averaged(op, outs, finish))
 
     @_two_forms(dist.AllToAllOptions, 4, listed=False)
     def all_to_all_single(
@@ -573,6 +584,20 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         except mscomm.CollectiveTimeout as error:
             raise timed_out(error) from error
 
+    def _averaged(self, op: str, flats: list[Any], finish: Callable[[], object] | None) -> Callable[[], object] | None:
+        """Return a function that divides sums of integers if `op` is "avg", and then calls `finish`."""
+        sums = [flat for flat in flats if _summed(op, flat) != op]
+        if not sums:
+            return finish
+
+        def end() -> None:
+            for flat in sums:
+                _divide(_array(flat), self._group.size)
+            if finish is not None:
+                finish()
+
+        return end
+
     def _limit(self, opts: Any) -> Any:
         """Return the time limit of a call with these options, as an argument of mscomm's functions."""
         limit = opts.timeout
@@ -705,6 +730,25 @@ def _op(opts: Any) -> tuple[str, Any]:
     if given == dist.ReduceOp.RedOpType.PREMUL_SUM:
         return "sum", given.factor
     raise ValueError(f"mscomm: {given} is not supported; use one of {', '.join(_OPS.values())}")
+
+
+def _summed(op: str, flat: Any) -> str:
+    """Return "sum" for the average of integers, and otherwise `op`.
+
+    As NCCL does, a call sums the integers, and then divides the sum. Lightning averages integers with every backend
+    that is not named gloo.
+    """
+    integers = not (flat.is_floating_point() or flat.is_complex() or flat.dtype == torch.bool)
+    return "sum" if op == "avg" and integers else op
+
+
+def _divide(sums: np.ndarray[Any, Any], size: int) -> None:
+    """Divide integers in place, and round towards zero."""
+    wide = sums.astype(np.int64) if sums.itemsize < 8 else sums  # `size` may be too large for a small dtype
+    wide -= np.fmod(wide, size)
+    wide //= size
+    if wide is not sums:
+        sums[...] = wide
 
 
 def _check_list(function: str, tensors: Sequence[Any], size: int, like: Any = None) -> None:
