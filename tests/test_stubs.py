@@ -27,8 +27,8 @@ STUB = ROOT / "python/mscomm/_core.pyi"
 # Differences that stubtest must accept: what pybind11 adds to every class, and classes without a constructor
 # (make_heap() makes a Heap, and so on).
 PYBIND11 = """
-mscomm\\._core\\.(Array|Call|Completions|Failure|Group|Heap|Layout|Peers|Runtime|Tls|Vendor|Work)
-mscomm\\._core\\.(Array|Call|Failure|Heap|Runtime|Vendor)\\.__init__
+mscomm\\._core\\.(Array|Call|CallNumbers|Completions|Failure|Group|Heap|Layout|Peers|Runtime|Tls|Vendor|Work)
+mscomm\\._core\\.(Array|Call|CallNumbers|Failure|Heap|Runtime|Vendor)\\.__init__
 """
 
 needs_mypy = pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
