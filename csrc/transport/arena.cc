@@ -65,7 +65,9 @@ void Arena::give_up() const {
 
 void Arena::confirm_reads(const Wait& wait) {
   // A peer sets gave_up before its program can change an array. So if this rank has read a changed byte, it sees gave_up here.
+#ifndef __SANITIZE_THREAD__  // ThreadSanitizer does not support fences
   std::atomic_thread_fence(std::memory_order_acquire);
+#endif
   if (const uint32_t gave_up = control_.common().gave_up.load(std::memory_order_relaxed)) {
     const int peer = ranks_[std::min<uint32_t>(gave_up, static_cast<uint32_t>(size())) - 1];
     throw peer_lost(peer, "the shared memory of rank " + std::to_string(peer) + " was closed by the other side");
