@@ -87,6 +87,7 @@ class Hierarchy {
       if (k >= 3) publish(k - 3, k);
       if (arena_ && (k < steps || k >= 3)) meet_here(k);
       if (k < steps) add_up(k);
+      if (k < steps && arena_) arena_->confirm_reads();  // before other hosts get the sums
       if (k >= 3) take(k - 3, k);
       // Every rank receives the partial sums of chunk k before the results of chunk k - 1. Data arrives over a link in the order
       // in which it was sent, so every rank must also send in this order.

@@ -173,6 +173,7 @@ void Communicator::check_usable() const {
 uint64_t& Communicator::counter(CallNumbers* numbers) {
   check_usable();
   if (!numbers) return next_;
+  if (&numbers->group_ != this) throw Error("RuntimeError", "mscomm: these call numbers belong to an earlier group");
   if (numbers->next_ == numbers->end_) throw Error("RuntimeError", "mscomm: all reserved call numbers have been taken");
   return numbers->next_;
 }
@@ -437,6 +438,7 @@ void Communicator::execute(const Call& call, const Deadline& deadline, bool its_
     recorder_.begin(call.signature);
     next_notice_s_ = first_notice_s;
     backend_of(call).run(call, {watch, deadline});
+    // Over the mesh, or if the cause is known before the next call: peers may have given up on this call.
     if (broken()) throw_failure();
   } catch (...) {
     fail(&call, "");
@@ -526,6 +528,7 @@ void Communicator::throw_failure() const {
 }
 
 void Communicator::abort(Failure failure) {
+  if (forked_) return;
   const std::lock_guard lock(state_mutex_);
   if (closed_ || (failure_ && (failure_->is_verdict || !failure.is_verdict))) return;
   failure_.emplace(std::move(failure));

@@ -7,6 +7,16 @@
 
 namespace mscomm {
 
+namespace {
+
+void fence([[maybe_unused]] std::memory_order order) {
+#ifndef __SANITIZE_THREAD__  // ThreadSanitizer does not support fences
+  std::atomic_thread_fence(order);
+#endif
+}
+
+}  // namespace
+
 Arena::Arena(std::vector<int> ranks, int rank, std::shared_ptr<Heaps> heaps, uint64_t control, bool spin)
     : ranks_(std::move(ranks)),
       rank_(rank),
@@ -59,20 +69,19 @@ void Arena::post(const Call& call, Pulled pulled) {
 
 void Arena::give_up() const {
   uint32_t none = 0;
+  if (getpid() != owner_) return;
   control_.common().gave_up.compare_exchange_strong(none, static_cast<uint32_t>(rank_) + 1);
+  fence(std::memory_order_release);  // the program's writes come after this
   gate_.ring();
 }
 
-void Arena::confirm_reads(const Wait& wait) {
+void Arena::confirm_reads() const {
   // A peer sets gave_up before its program can change an array. So if this rank has read a changed byte, it sees gave_up here.
-#ifndef __SANITIZE_THREAD__  // ThreadSanitizer does not support fences
-  std::atomic_thread_fence(std::memory_order_acquire);
-#endif
+  fence(std::memory_order_acquire);
   if (const uint32_t gave_up = control_.common().gave_up.load(std::memory_order_relaxed)) {
     const int peer = ranks_[std::min<uint32_t>(gave_up, static_cast<uint32_t>(size())) - 1];
     throw peer_lost(peer, "the shared memory of rank " + std::to_string(peer) + " was closed by the other side");
   }
-  pulls_.confirm(wait);
 }
 
 bool Arena::agreed() const {

@@ -60,9 +60,9 @@ class Arena {
   // Tells the peers that this rank gives up its calls, and wakes all ranks that are sleeping in this arena, so that they call
   // Wait::look(). Call this before the program can change the arrays of a call that has not completed.
   void give_up() const;
-  // Call this after the last read of a call. Throws if a peer may have changed its memory before this rank read it, because the
-  // peer had given up the call, or because its process had ended.
-  void confirm_reads(const Wait& wait);
+  // Call this after reads from peers. Throws if a peer may have changed its memory before this rank read it, because it had given
+  // up the call.
+  void confirm_reads() const;
 
   // Arrays of at most this many bytes are not offered to other ranks. Sharing an array needs one more round, and a round takes
   // longer than copying such a small array. The limit is higher if there are more ranks than CPUs: a round then takes longer,

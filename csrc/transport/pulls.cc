@@ -3,7 +3,6 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <string>
 
@@ -42,17 +41,11 @@ uint64_t Pulls::readable(const void* memory, size_t bytes, Tested& last) const {
   return reinterpret_cast<uint64_t>(memory);
 }
 
-void Pulls::pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait) {
-  if (std::ranges::find(unconfirmed_, rank) == unconfirmed_.end()) unconfirmed_.push_back(rank);
-  if (read_process(control_.slot(rank).introduction.process, address, to, bytes) != bytes) fail(rank, errno, wait);
-}
-
-void Pulls::confirm(const Wait& wait) {
-  for (; !unconfirmed_.empty(); unconfirmed_.pop_back())
-    if (!can_read(control_.slot(unconfirmed_.back()).introduction)) fail(unconfirmed_.back(), ESRCH, wait);
-}
-
-void Pulls::fail(int rank, int error, const Wait& wait) const {
+void Pulls::pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait) const {
+  // If the owner's process has ended meanwhile, its id may belong to another process of this user.
+  const Introduction& owner = control_.slot(rank).introduction;
+  if (read_process(owner.process, address, to, bytes) == bytes && can_read(owner)) return;
+  const int error = errno;
   const std::string what = "reading the array of rank " + std::to_string(ranks_[rank]);
   wait.look({[rank] { return std::vector<int>{rank}; }, true});  // if the rank was lost, throws an error that says how
   if (error == ESRCH) throw peer_lost(ranks_[rank], what + ": its process is gone");

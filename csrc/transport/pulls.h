@@ -30,10 +30,7 @@ class Pulls {
   // Writes the address of each array named by `pulled` into the post. `pulled` must not be `nothing`.
   void offer(const Call& call, Pulled pulled, Post& post);
   // Copies `bytes` bytes from `address` in the given rank's process to `to`.
-  void pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait);
-  // Throws if a process from which this rank has read since the last confirm() is gone. Its id may then belong to another process
-  // of this user, and this rank may have read the memory of that process.
-  void confirm(const Wait& wait);
+  void pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait) const;
 
  private:
   // The array that readable() last found to be readable. Most programs reuse the same arrays, which need not be tested again.
@@ -41,14 +38,12 @@ class Pulls {
   enum class Tried { not_yet, no, yes };
 
   uint64_t readable(const void* memory, size_t bytes, Tested& last) const;
-  [[noreturn]] void fail(int rank, int error, const Wait& wait) const;
 
   const Control control_;
   const int rank_;
   const std::vector<int>& ranks_;
   std::atomic<Tried> possible_ = Tried::not_yet;
   Tested x_, out_;
-  std::vector<int> unconfirmed_;  // the ranks from which this rank has read since the last confirm()
 };
 
 }  // namespace mscomm

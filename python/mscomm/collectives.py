@@ -667,17 +667,17 @@ def all_reduce_many(
         nothing = np.empty(0, np.uint8)
         empty = core.prepare(number, nothing, nothing, what=FUNCTION["all_reduce"], op="sum", digest=digest)
         fused = [_FusedCall([empty])]
-    with group.committed("all_reduce_many"):
-        if async_op:
+    if async_op:
+        with group.committed("all_reduce_many"):
             fills = any(
                 out[i] is not None and (len(part) > 1 or alone[i].result_fills_out) for part in parts for i in part
             )
             works = [group.start(one.filled(group, prepared), seconds, part=True) for one in fused]
             return group.together(works, result, "all_reduce_many" if fills else "")
-        with group.core.reserve(len(fused)) as numbers:
-            for one in fused:
-                group.run(one.filled(group, prepared), seconds, numbers)
-                one.spread(group)
+    with group.core.reserve(len(fused)) as numbers, group.committed("all_reduce_many"):
+        for one in fused:
+            group.run(one.filled(group, prepared), seconds, numbers)
+            one.spread(group)
     return result()
 
 

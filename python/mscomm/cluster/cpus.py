@@ -21,11 +21,10 @@ def cpu_quota(mounted: str = "/sys/fs/cgroup", mine: str = "/proc/self/cgroup") 
 def _quota_files(mounted: Path, mine: Path) -> Iterator[list[Path]]:
     """Yield the files with the quota and the period of each cgroup that may limit this process."""
     try:
-        lines = mine.read_text().splitlines()
+        lines = os.fsdecode(mine.read_bytes()).splitlines()
     except OSError:  # there is no /proc
         lines = ["0::/", "1:cpu:/"]
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
+    for controllers, _, path in (line.partition(":")[2].partition(":") for line in lines):
         if controllers and "cpu" not in controllers.split(","):
             continue
         roots = [mounted / "cpu", mounted / controllers] if controllers else [mounted, mounted / "unified"]

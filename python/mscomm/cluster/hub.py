@@ -897,11 +897,11 @@ class Hub:
         """A process tried to serve another job at our port, and could not. That job was started `seconds` ago.
 
         The ranks of that job connect to this hub instead. If a rank joined after the start of that job, it may belong
-        to either job, so neither job can continue. A job whose lost ranks have been restarted began long ago.
+        to either job, so neither job can continue.
         """
         self._log(f"{who} wanted to serve another job at this port")
         now = time.monotonic()
-        settled = self._welcomed and (self._epoch > 0 or all(now - link.since > seconds for link in self._roster))
+        settled = self._welcomed and all(now - link.since > seconds for link in self._roster)
         if settled or self._never_began or self.state.over:
             return
         why = (

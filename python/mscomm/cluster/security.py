@@ -235,15 +235,15 @@ class KeyFile:
 
     def remove(self) -> None:
         """Remove the file, unless a later scheduler has replaced it with its own file. A second call does nothing."""
-        if self._fd < 0:
+        fd, self._fd = self._fd, -1
+        if fd < 0:
             return
-        atexit.unregister(self._at_exit)
         # An error means that the file has been removed, or is no longer our key file.
         with contextlib.suppress(AuthenticationError, FileNotFoundError):
             if read_key(self.path) == self.key:
                 os.unlink(self.path)
-        os.close(self._fd)
-        self._fd = -1
+        os.close(fd)
+        atexit.unregister(self._at_exit)
 
 
 def remove_stale(killed: bytes = b"") -> None:

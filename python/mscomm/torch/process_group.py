@@ -226,6 +226,8 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
         if self._group.job is None or self._is_down:
             return
         self._group.abort(f"rank {self._group.rank} aborted the process group {self._name}")
+        if self._job.users == 1:  # shutdown() leaves the job, and would wait for the calls of its other groups
+            self._job.job.abort(f"its process group {self._name} was aborted")
         self.shutdown()
 
     def shutdown(self) -> None:
