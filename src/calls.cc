@@ -592,7 +592,11 @@ std::unique_ptr<CallNumbers> reserved(const Calls& calls, int count) {
 }
 
 void run(const Calls& calls, Call call, double timeout_s, CallNumbers* numbers) {
-  const auto one = calls.noted && !numbers ? reserved(calls, 1) : nullptr;
+  std::unique_ptr<CallNumbers> one;
+  if (calls.noted && !numbers) {
+    calls.group->communicator->check(call);  // a refused call must not use up a number
+    one = reserved(calls, 1);
+  }
   calls.group->called([&] { calls.group->communicator->run(std::move(call), timeout_s, one ? one.get() : numbers); });
 }
 

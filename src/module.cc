@@ -509,9 +509,14 @@ If it has completed without an error, out holds the result.)")
       });
 
   py::class_<CallNumbers>(module, "CallNumbers")
-      .def("__enter__", [](py::object self) { return self; })
+      .def("__enter__",
+           [](py::object self) {
+             self.cast<CallNumbers&>().enter();
+             return self;
+           })
       .def("__exit__",
            [](CallNumbers& numbers, const py::object& type, const py::object&, const py::object&) {
+             numbers.leave();
              if (!type.is_none()) numbers.give_up();
            })
       .def_property_readonly("next", &CallNumbers::next);

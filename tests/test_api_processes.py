@@ -27,7 +27,7 @@ def test_a_forked_child_is_no_rank_and_its_parent_goes_on(rank, group):
         assert in_a_forked_child(call).startswith("RuntimeError: mscomm: this process was forked from")
     core = resolve(None).core
     call = core.prepare(FUNCTION["barrier"], None)
-    assert in_a_forked_child(lambda: core.run(call, 1.0, 0)).startswith("RuntimeError: mscomm:")
+    assert in_a_forked_child(lambda: core.run(call, 1.0, None)).startswith("RuntimeError: mscomm:")
     heap = resolve(None).epoch.heap
 
     def gets_no_memory():

@@ -1,14 +1,18 @@
 """An exception from a signal handler interrupts a call. Afterwards, the group works on all ranks, or raises on all.
 
-The handler runs between two bytecodes of Python, or while the core waits. A timer chooses the points at random.
+A handler runs where the interpreter looks for signals, or while the core waits. Some tests stop a call at each point of
+the first kind. The other ones have a timer, which chooses the points at random.
 """
 
 from __future__ import annotations
 
+import dis
 import random
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -17,6 +21,8 @@ import rotated
 from ranks import everybody_is_here, ranks
 
 import mscomm
+from mscomm.collectives import FUNCTION
+from mscomm.job import resolve
 
 LONGEST_S = 400e-6  # the longest time from the start of the timer to the signal
 
@@ -39,26 +45,92 @@ class _Stop(Exception):
     pass
 
 
+_OURS = str(Path(mscomm.__file__).parent)
+
+
+class _AtPoint:
+    """Raises _Stop at the given one of the points in Python code at which a signal handler can run, counted from 1.
+
+    The interpreter looks for signals after it has entered a function, called one, or jumped backwards. Only the code of
+    mscomm counts: an exception within Python's threading or importlib may leave their locks locked for ever.
+    """
+
+    def __init__(self, point: int) -> None:
+        self._left = point
+        self._before: dict[FrameType, str] = {}
+
+    def __enter__(self) -> None:
+        sys.settrace(self._trace)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    @property
+    def reached(self) -> bool:
+        return self._left <= 0
+
+    def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        if not frame.f_code.co_filename.startswith(_OURS):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "return":
+            self._before.pop(frame, None)
+        if event == "opcode":
+            before, now = self._before.get(frame, ""), dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            self._before[frame] = now
+            # A `with` block that returns a value has ended at the SWAP, and has not at the call before it.
+            if before.startswith(("CALL", "RESUME", "JUMP_BACKWARD")) and now != "SWAP":
+                self._left -= 1
+                if self._left == 0:
+                    raise _Stop
+        return self._trace
+
+
+class _AtRandom:
+    """Raises _Stop in a signal handler at a random time, if the call has not ended before."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self._draw = draw
+        self._armed = False
+        signal.signal(signal.SIGALRM, self._handle)
+
+    def __enter__(self) -> None:
+        self._armed = True
+        signal.setitimer(signal.ITIMER_REAL, self._draw.uniform(1e-6, LONGEST_S))
+
+    def __exit__(self, *_: object) -> None:
+        self._armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _handle(self, *_: object) -> None:
+        if self._armed:
+            self._armed = False
+            raise _Stop
+
+
 @pytest.mark.usefixtures("judge_decides")
 @pytest.mark.parametrize("function", FUNCTIONS)
 @ranks(2)
-def test_an_interrupted_call_breaks_the_group_on_all_ranks_or_on_none(rank, group, function):
-    _interrupt(rank, function, 100)
+def test_a_call_that_is_interrupted_breaks_the_group_on_all_ranks_or_on_none(rank, group, function):
+    _at_each_point(function)
+
+
+@pytest.mark.usefixtures("judge_decides")
+@pytest.mark.parametrize("function", ["all_reduce", "all_reduce_many", "async all_gather_v"])
+@ranks(2, env={"MSCOMM_RECORD": "{record}"})
+def test_a_recorded_call_does_so_too(rank, group, function, record):
+    _at_each_point(function)
 
 
 @pytest.mark.usefixtures("judge_decides")
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.long
 @ranks(2, timeout_s=290)
-def test_it_does_so_at_many_points(rank, group, function):
-    _interrupt(rank, function, 1000)
-
-
-@pytest.mark.usefixtures("judge_decides")
-@pytest.mark.parametrize("function", FUNCTIONS)
-@ranks(2, env={"MSCOMM_RECORD": "{record}"})
-def test_a_recorded_call_does_so_too(rank, group, function, record):
-    _interrupt(rank, function, 100)
+def test_it_does_so_at_random_times(rank, group, function):
+    calls = _Calls(function)
+    draw = random.Random(f"{rotated.seed()} {function}")
+    for _ in range(1000):
+        calls.stop(_AtRandom(draw))
 
 
 @pytest.fixture
@@ -66,39 +138,67 @@ def record(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def _interrupt(rank: int, function: str, times: int) -> None:
-    armed = False
+@ranks(2)
+def test_a_handler_cannot_call_between_the_two_calls_of_a_head(rank, group):
+    """The call would wait for its turn, after the second call, which waits until the handler has returned."""
+    core = resolve(None).core
+    barrier = core.prepare(FUNCTION["barrier"], None)
+    refused = []
 
     def handler(*_: object) -> None:
-        nonlocal armed
-        if armed:
-            armed = False
-            raise _Stop
+        with pytest.raises(RuntimeError, match="a call in a signal handler that interrupted") as caught:
+            mscomm.barrier()
+        refused.append(caught.value)
 
-    signal.signal(signal.SIGALRM, handler)
-    draw = random.Random(f"{rotated.seed()} {function}")
-    group, made = None, 0
-    for _ in range(times):
-        if group is None:
-            group, made = mscomm.create_group(f"{function} {made}", [0, 1]), made + 1
+    signal.signal(signal.SIGUSR1, handler)
+    with core.reserve(2) as numbers:
+        core.run(barrier, 60.0, numbers)
+        signal.raise_signal(signal.SIGUSR1)
+        core.run(barrier, 60.0, numbers)
+    assert refused
+    mscomm.barrier()
+
+
+def _at_each_point(function: str) -> None:
+    calls, point = _Calls(function), 1
+    while calls.stop(_AtPoint(point)):
+        point += 1
+    assert point > 1
+
+
+class _Calls:
+    """Calls one function in a group, and makes a new group after each failure."""
+
+    def __init__(self, function: str) -> None:
+        self._function = function
+        self._group: Any = None
+        self._made = 0
+
+    def stop(self, stop: Any) -> bool:
+        """Call the function on both ranks, and stop rank 0. Return whether rank 0 has reached the point of the stop."""
+        rank = mscomm.get_rank()
+        if self._group is None:
+            self._group = mscomm.create_group(f"{self._function} {self._made}", [0, 1])
+            self._made += 1
         everybody_is_here()
         try:
             if rank == 0:
-                armed = True
-                signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-6, LONGEST_S))
-            FUNCTIONS[function](group)
-            armed = False
+                with stop:
+                    FUNCTIONS[self._function](self._group)
+            else:
+                FUNCTIONS[self._function](self._group)
         except (_Stop, mscomm.Error):
-            armed = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
+            pass
         works = True
         try:
-            mscomm.all_reduce(np.ones(5), group=group, timeout=60)  # no call of FUNCTIONS has the same signature
+            mscomm.all_reduce(np.ones(5), group=self._group, timeout=60)  # no call of FUNCTIONS has the same signature
         except mscomm.CollectiveTimeout:
             raise  # a call number is lost
         except mscomm.Error:
             works = False
-        assert len(set(mscomm.all_gather(np.array([works])).tolist())) == 1
+        all_work, reached = mscomm.all_gather(np.array([[works, rank == 0 and getattr(stop, "reached", True)]])).T
+        assert len(set(all_work.tolist())) == 1
         if not works:
-            mscomm.destroy_group(group)
-            group = None
+            mscomm.destroy_group(self._group)
+            self._group = None
+        return bool(reached.any())

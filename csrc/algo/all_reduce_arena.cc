@@ -55,7 +55,7 @@ void in_heaps(const Call& call, const Ranks& ranks, const Wait& wait) {
     reduce_in_order(call.signature, ranks.layout, in.data(), out[0] + at, now);
     for (size_t i = 1; i < out.size(); i++) copy(out[i] + at, out[0] + at, now);
   }
-  arena.round(wait);
+  arena.round_after_reads(wait);
 }
 
 // If the total size of all ranks' messages is at most this many bytes, and each message fits into its rank's buffer for tiny
@@ -167,9 +167,9 @@ void pulled(const Call& call, const Ranks& ranks, const Wait& wait) {
     in[peer] = copied;
     reduce_in_order(call.signature, ranks.layout, in.data(), call.result() + at, now);
   }
-  arena.round(wait);
+  arena.round_after_reads(wait);
   arena.pull(peer, arena.posted(peer).out_address + theirs.begin, call.result() + theirs.begin, theirs.bytes(), wait);
-  arena.round(wait);
+  arena.round_after_reads(wait);
 }
 
 }  // namespace
@@ -206,7 +206,7 @@ void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   for (size_t k = 0; k < count; k++) {
     chunks.reduce(k);
     if (k + 1 < count) chunks.put(k + 1);
-    arena.round(wait);
+    arena.round_after_reads(wait);
     chunks.take(k);
   }
   arena.steps() += count;

@@ -175,7 +175,7 @@ void move_large(const Call& call, const Ranks& ranks, const Moves& moves, bool m
       else if (way == Way::staged) copy(to, staging.at(source, k), now.bytes());
       else arena.pull(source, post.x_address + move.from + now.begin, to, now.bytes(), wait);
     }
-    if (!last || ways->touched()) arena.round(wait);
+    if (!last || ways->touched()) arena.round_after_reads(wait);
   }
   arena.steps() += steps;
 }

@@ -35,7 +35,7 @@ void reduce_scatter_arena(const Call& call, const Ranks& ranks, const Wait& wait
     reduce_in_order(call.signature, ranks.layout, in.data(), call.result() + now.begin, now.bytes());
     // The last round is needed only if some x was read directly. The owner of that x must not change it before all ranks have
     // read it.
-    if (!last || any_shared) arena.round(wait);
+    if (!last || any_shared) arena.round_after_reads(wait);
   }
   arena.steps() += steps;
 }

@@ -91,7 +91,7 @@ void scan_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
     }
     combine(row, call.signature.what == Collective::scan, x, out, mine.bytes() / row.element_bytes);
     if (k + 1 < steps) put(k + 1);
-    arena.round(wait);
+    arena.round_after_reads(wait);
     if (any_staged) take(k);
   }
   if (any_staged) arena.steps() += steps;

@@ -20,7 +20,6 @@ void HostBackend::run(const Call& call, const Wait& wait) {
     else mesh_->begin(call.signature, call.counts, call.recv_counts);
   }
   algorithm.run(call, {layout_, arena_.get(), mesh_.get(), scratch_}, wait);
-  if (algorithm.carrier != Carrier::mesh && arena_) arena_->confirm_reads();
 }
 
 }  // namespace mscomm

@@ -178,6 +178,9 @@ uint64_t& Communicator::counter(CallNumbers* numbers) {
   return numbers->next_;
 }
 
+// Returns the number of the newest call that must not be running on this thread when a call takes its number from `numbers`.
+uint64_t Communicator::before(const CallNumbers* numbers) { return numbers ? numbers->next() - 1 : UINT64_MAX; }
+
 // Throws if this thread is in a signal handler that has interrupted a call of this group. number: of the call that the handler
 // makes or waits for.
 void Communicator::check_no_handler(uint64_t number) const {
@@ -208,7 +211,6 @@ void CallNumbers::give_up() {
   if (group_.hooks_.failed) group_.hooks_.failed();
 }
 
-// Throws if the call must be refused. A refused call does not use up a number.
 void Communicator::check(const Call& call) const {
   check_usable();
   mscomm::check(call, rank_, size());
@@ -223,7 +225,7 @@ VendorBackend& Communicator::device() const {
 
 void Communicator::run(Call call, double timeout_s, CallNumbers* numbers) {
   check(call);
-  check_no_handler();
+  check_no_handler(before(numbers));
   Caller inside(*this, &call.signature, numbers);
   execute(call, Deadline::from_first_look(timeout_s), inside.its_turn(), *this);
   inside.ended();
@@ -255,7 +257,7 @@ std::shared_ptr<Work> Communicator::start(Call call, double timeout_s, CallNumbe
 
 std::shared_ptr<Work> Communicator::start_on_device(Call call, double timeout_s, CallNumbers* numbers) {
   check(call);
-  check_no_handler();
+  check_no_handler(before(numbers));
   const Deadline deadline(timeout_s);
   call.beside = true;
   auto work = std::make_shared<Work>();

@@ -83,27 +83,7 @@ class Work {
   std::vector<std::function<void()>> after_;
 };
 
-class Communicator;
-
-// Consecutive call numbers, reserved for an operation that consists of several calls. The first call that gets the CallNumbers
-// takes the first number, and so on. No later call of the group can run before the calls with these numbers have run. So if a
-// CallNumbers is given up or destroyed before all its numbers have been taken, it breaks the group.
-class CallNumbers {
- public:
-  // Throws Error if the group is broken.
-  CallNumbers(Communicator& group, int count);
-  ~CallNumbers() { give_up(); }
-  CallNumbers(const CallNumbers&) = delete;
-  CallNumbers& operator=(const CallNumbers&) = delete;
-  // Returns the number that the next call takes.
-  uint64_t next() const { return next_; }
-  void give_up();
-
- private:
-  friend class Communicator;
-  Communicator& group_;
-  uint64_t next_, end_;  // protected by the group's turn_mutex_
-};
+class CallNumbers;
 
 class Communicator final : public Watch, private VendorBackend::Observer {
  public:
@@ -129,6 +109,8 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
 
+  // Throws Error if run() or start() would refuse the call. A refused call does not use up a number.
+  void check(const Call& call) const;
   // Runs one collective call. Returns when the call has completed or, for device arrays, when it has been enqueued. The call
   // takes its number from `numbers` or, if `numbers` is nullptr, gets the next number of the group. Throws Error, or whatever the
   // interrupt hook throws. After an exception, the group is broken, unless the call was refused before it began.
@@ -269,9 +251,9 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // Throws if this is a forked child or the group is broken. Call this before taking any lock, because in a forked child a mutex
   // may be locked forever. Then call it again while holding the lock, because the group may have been broken in the meantime.
   void check_usable() const;
-  void check_no_handler(uint64_t number = std::numeric_limits<uint64_t>::max()) const;
+  void check_no_handler(uint64_t number = UINT64_MAX) const;
   uint64_t& counter(CallNumbers* numbers);
-  void check(const Call& call) const;
+  static uint64_t before(const CallNumbers* numbers);
   std::shared_ptr<Work> start_on_device(Call call, double timeout_s, CallNumbers* numbers);
   Backend& backend_of(const Call& call) const { return call.stream ? static_cast<Backend&>(*device_) : *backend_; }
   void complete(Work& work, const Transfer* message, const std::function<void()>& part);
@@ -356,6 +338,30 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   std::atomic<bool> forked_{false};
   // This must be the last member. C++ destroys the last member first, and the mailbox's thread uses the other members.
   Mailbox mailbox_;
+};
+
+// Consecutive call numbers, reserved for an operation that consists of several calls. The first call that gets the CallNumbers
+// takes the first number, and so on. No later call of the group can run before the calls with these numbers have run. So if a
+// CallNumbers is given up or destroyed before all its numbers have been taken, it breaks the group.
+class CallNumbers {
+ public:
+  // Throws Error if the group is broken.
+  CallNumbers(Communicator& group, int count);
+  ~CallNumbers() { give_up(); }
+  CallNumbers(const CallNumbers&) = delete;
+  CallNumbers& operator=(const CallNumbers&) = delete;
+  // Returns the number that the next call takes.
+  uint64_t next() const { return next_; }
+  // Between enter() and leave(), this thread makes the calls. A signal handler that interrupts it there cannot call the group.
+  void enter() { inside_.emplace(group_, end_ - 1); }
+  void leave() { inside_.reset(); }
+  void give_up();
+
+ private:
+  friend class Communicator;
+  Communicator& group_;
+  uint64_t next_, end_;  // protected by the group's turn_mutex_
+  std::optional<Communicator::Inside> inside_;
 };
 
 }  // namespace mscomm

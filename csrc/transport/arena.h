@@ -60,9 +60,14 @@ class Arena {
   // Tells the peers that this rank gives up its calls, and wakes all ranks that are sleeping in this arena, so that they call
   // Wait::look(). Call this before the program can change the arrays of a call that has not completed.
   void give_up() const;
-  // Call this after reads from peers. Throws if a peer may have changed its memory before this rank read it, because it had given
-  // up the call.
+  // Call this after this rank has read arrays of its peers, and before anybody relies on what it has read. Throws if a peer had
+  // given up the call: its program may have changed the array before this rank read it.
   void confirm_reads() const;
+  // The round after a step in which this rank may have read arrays of its peers.
+  void round_after_reads(const Wait& wait) {
+    confirm_reads();
+    round(wait);
+  }
 
   // Arrays of at most this many bytes are not offered to other ranks. Sharing an array needs one more round, and a round takes
   // longer than copying such a small array. The limit is higher if there are more ranks than CPUs: a round then takes longer,

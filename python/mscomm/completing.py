@@ -40,7 +40,8 @@ class _Completing:
         self._waiting = 0
         self._threads: set[threading.Thread] = set()
         self._ending = False
-        self._add_thread()
+        with on_failure(self.end):  # a signal handler's exception may come after the thread has begun
+            self._add_thread()
 
     def call_after(self, work: _core.Work | None, step: Step) -> None:
         token = next(self._tokens)
@@ -52,8 +53,8 @@ class _Completing:
 
     def _add_thread(self) -> None:
         thread = threading.Thread(target=self._run, name="mscomm-completing", daemon=True)
-        self._threads.add(thread)
         with on_failure(self._threads.discard, thread):
+            self._threads.add(thread)
             thread.start()
         self._waiting += 1
 

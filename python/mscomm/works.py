@@ -51,8 +51,8 @@ class Following:
         self._hurried = False  # whether a function waits for the end
         self._after: list[completing.Step] = []
         self._process = os.getpid()
-        group.following.add(self)  # Group.drain() waits for this call
         with on_failure(group.following.discard, self):
+            group.following.add(self)  # Group.drain() waits for this call
             completing.call_after(head, functools.partial(self._go_on, head))
 
     def _go_on(self, part: Work) -> Callable[[], object] | None:
@@ -140,8 +140,18 @@ class Following:
     def drain(self) -> None:
         """Wait for the end. Do not raise the error of the call."""
         self._hurry()
-        with self._moved:
-            self._moved.wait_for(lambda: self._over)
+        while not self._over:  # no thread is left for the next step if a signal handler's exception has ended it
+            part = self._part
+            try:
+                part._join(None)
+            except Exception:
+                if not part._failed():
+                    raise
+            function = self._go_on(part)
+            if function is not None:
+                function()
+            else:
+                self._wait_for_move(part, Deadline(float("inf")))
 
     def done(self) -> bool:
         if self._process != os.getpid():
@@ -186,6 +196,8 @@ class Several(Work):
     result: a function that computes the result. fills: if the result is also written to arrays that the user passed,
     the name of the function that the user called; otherwise "".
     """
+
+    _fills = ""  # for __del__, if a signal handler's exception has interrupted __init__
 
     def __init__(self, group: Group, parts: Sequence[Work | Following], result: Callable[[], Any], fills: str) -> None:
         super().__init__()
