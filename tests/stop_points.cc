@@ -1,5 +1,5 @@
-// A library that tests preload into a rank. It stops the process (SIGSTOP) just before the k-th call of a chosen function that
-// the chosen thread makes. Another process continues it (SIGCONT).
+// A library that tests preload into a rank. It sends the process a chosen signal just before the k-th call of a chosen function
+// that the chosen thread makes: SIGKILL, or SIGSTOP, after which another process continues it (SIGCONT).
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE  // for RTLD_NEXT; g++ defines it
 #endif
@@ -19,10 +19,11 @@
 namespace {
 
 thread_local char chosen[32] = "";  // the name of the function; empty if this thread does not count calls
-thread_local long left = 0;         // how many calls until the stop
+thread_local long left = 0;         // how many calls until the signal
+thread_local int sent = 0;          // the signal
 
 void reach(const char* function) {
-  if (std::strcmp(chosen, function) == 0 && --left == 0) raise(SIGSTOP);
+  if (std::strcmp(chosen, function) == 0 && --left == 0) raise(sent);
 }
 
 template <typename Function>
@@ -32,13 +33,14 @@ Function* next(Function*, const char* name) {
 
 }  // namespace
 
-// Counts the calls of this thread from now on, and stops before call number `at`. function: one of the functions below.
-extern "C" void stop_points_arm(const char* function, long at) {
+// Counts the calls of this thread from now on, and sends the signal before call number `at`. function: one of those below.
+extern "C" void stop_points_arm(const char* function, long at, int signal) {
   left = at;
+  sent = signal;
   std::strncpy(chosen, function, sizeof chosen - 1);
 }
 
-// Stops counting. Returns whether the process has been stopped since stop_points_arm().
+// Stops counting. Returns whether the signal has been sent since stop_points_arm().
 extern "C" int stop_points_disarm() {
   chosen[0] = '\0';
   return left <= 0;
@@ -61,6 +63,25 @@ extern "C" long syscall(long number, ...) noexcept {
   va_end(list);
   reach("syscall");
   return real(number, words[0], words[1], words[2], words[3], words[4], words[5]);
+}
+
+extern "C" void* mmap(void* address, size_t bytes, int protection, int flags, int fd, off_t offset) noexcept {
+  static const auto real = next(&mmap, "mmap");
+  reach("mmap");
+  return real(address, bytes, protection, flags, fd, offset);
+}
+
+// OpenSSL, which encrypts the links between hosts, calls read and write.
+extern "C" ssize_t read(int fd, void* data, size_t bytes) {
+  static const auto real = next(&read, "read");
+  reach("read");
+  return real(fd, data, bytes);
+}
+
+extern "C" ssize_t write(int fd, const void* data, size_t bytes) {
+  static const auto real = next(&write, "write");
+  reach("write");
+  return real(fd, data, bytes);
 }
 
 extern "C" ssize_t recv(int fd, void* data, size_t bytes, int flags) {
