@@ -99,6 +99,8 @@ FULL = {
     "test_launchers.py": "an mpirun, a scheduler or a set of variables that does not make one job",
     "test_launching.py": "mscomm.launch with wrong results, failures, timeouts or pickling",
     "test_log.py": "wrong lines of MSCOMM_DEBUG",
+    "test_leaks.py": "descriptors, threads, processes, mappings or files that each join leaves behind",
+    "test_limits.py": "a setting of a batch system or container in which a job hangs, or fails without a clear line",
     "test_managed_torch.py": "a stand-in for PyTorch on devices that does not behave as other tests assume",
     "test_memory.py": "memory of a rank that another rank reads or stages wrongly, also when one dies",
     "test_messages.py": "a message that is lost, mixed up or late, and a send or recv that nothing ends",
