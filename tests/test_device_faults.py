@@ -101,6 +101,26 @@ def test_an_error_that_comes_later_is_everybodys(rank: int, group: None, backend
     assert violations() == []
 
 
+@each_backend
+@devices(2, expect={1: -signal.SIGKILL})
+def test_a_call_that_blocks_the_driver_is_aborted(rank: int, group: None, backend: str) -> None:
+    """A call of another thread holds the driver's lock until the device has done its work, which needs the lost rank.
+    So the thread that watches the group blocks, and the abort must come from elsewhere.
+    """
+    x = on_device(np.ones(1000, np.float32))
+    goes_on(x)()
+    everybody_is_here()
+    if rank == 1:
+        until_told("blocked")
+        os.kill(os.getpid(), signal.SIGKILL)
+    mscomm.all_reduce(x, out=x)
+    compute.block_driver(device=rank)
+    tell("blocked")
+    error = ends(lambda: mscomm.all_reduce(x))
+    assert type(error) is mscomm.PeerLost and error.ranks == (1,), error
+    assert violations() == []
+
+
 @devices(3, env={"FAKE_REMOTE_ERROR": "1"}, expect={1: -signal.SIGKILL})
 def test_nccls_word_of_a_remote_error_waits_for_the_reason(rank: int, group: None) -> None:
     x = on_device(np.ones(1000, np.float32))

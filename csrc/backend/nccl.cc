@@ -172,8 +172,8 @@ class NcclGroup final : public VendorGroup {
   }
 
   void abort(bool) noexcept override {
-    // The result is ignored, because an error in the abort itself would tell us nothing new. This call returns soon, because NCCL
-    // frees the communicator in a thread of its own.
+    // The result is ignored, because an error in the abort itself would tell us nothing new. The work on the device ends at once,
+    // but the call returns only when NCCL has freed the communicator, on non-blocking communicators, too.
     if (comm_ && !aborted_.exchange(true)) (void)functions_.abort(comm_);
   }
 

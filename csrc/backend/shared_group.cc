@@ -25,7 +25,7 @@ void leave_behind(std::unique_ptr<VendorGroup> group) {
 }  // namespace
 
 void SharedGroup::look() {
-  if (const std::unique_lock calling(calling_, std::try_to_lock); calling && group_) (void)group_->busy();
+  if (const std::unique_lock calling(calling_, std::try_to_lock); calling && group_ && !aborted_) (void)group_->busy();
 }
 
 void SharedGroup::abort() {
@@ -45,22 +45,22 @@ void SharedGroup::abort() {
 }
 
 void SharedGroup::finish(bool captured) {
-  const std::lock_guard calling(calling_);
-  if (!group_) return;
-  if (captured) {
-    // Do not free the group, because that would block until the graph that contains the group's calls is destroyed.
-    leave_behind(std::move(group_));
-    return;
+  std::unique_ptr<VendorGroup> group;
+  {
+    const std::lock_guard calling(calling_);
+    group = std::move(group_);
   }
+  if (!group) return;
+  // Do not free a captured group, because that would block until the graph that contains the group's calls is destroyed.
+  if (captured) return leave_behind(std::move(group));
   try {
-    group_->finish();
+    group->finish();
     const Deadline deadline(frees_within_s);
-    while (group_->busy() && !deadline.passed()) std::this_thread::sleep_for(1ms);
-    if (deadline.passed()) group_->abort(false);
+    while (group->busy() && !deadline.passed()) std::this_thread::sleep_for(1ms);
+    if (deadline.passed()) group->abort(false);
   } catch (const Error&) {
-    group_->abort(false);  // another rank has failed; that rank's calls and the hub report the failure
+    group->abort(false);  // another rank has failed; that rank's calls and the hub report the failure
   }
-  group_.reset();
 }
 
 }  // namespace mscomm

@@ -68,6 +68,8 @@ class SharedGroup {
   // Throws if the group has failed. Does nothing while another thread is inside the library, because that thread will see the
   // failure itself.
   void look();
+  // abort() and finish() may take long, because the library frees the group on the thread that calls them. One thread calls one
+  // of them, once.
   void abort();
   // Frees the group after it has ended without an error. captured: whether a graph may contain calls of the group.
   void finish(bool captured);

@@ -41,10 +41,21 @@ void look(const Wait& wait, const std::string& why) {
 }  // namespace
 
 VendorBackend::VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id,
-                             int size, int rank, const Deadline& deadline, const std::function<void()>& check)
+                             int size, int rank)
     : runtime_(std::move(runtime)), device_(device), size_(size), rank_(rank), issuing_(issuing_on(runtime_.get(), device)) {
   const Runtime::Current current(*runtime_, device_);
   group_ = std::make_shared<SharedGroup>(std::move(vendor), id, size, rank, runtime_, device);
+  watcher_ = std::make_shared<Watcher>(runtime_, device, group_);
+}
+
+// If the body throws, the destructor runs, because the constructor to which this one delegates has returned. So the watcher's
+// thread aborts the group, and not this thread, which the library might keep for long.
+VendorBackend::VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id,
+                             int size, int rank, const Deadline& deadline, const std::function<void()>& check)
+    : VendorBackend(std::move(vendor), std::move(runtime), device, id, size, rank) {
+  threads_[0] = start_thread([watcher = watcher_] { watcher->free_group(); });
+  threads_[1] = start_thread([watcher = watcher_] { watcher->watch(); });
+  const Runtime::Current current(*runtime_, device_);
   auto pause = 100us;
   while (group_->busy()) {
     check();
@@ -55,15 +66,15 @@ VendorBackend::VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Run
     std::this_thread::sleep_for(pause);
     pause = std::min<std::chrono::microseconds>(2 * pause, 50ms);
   }
-  watcher_ = std::make_shared<Watcher>(runtime_, device, group_);
-  thread_ = start_thread([watcher = watcher_] { watcher->watch(); });
 }
 
 VendorBackend::~VendorBackend() {
-  if (!thread_) return;  // in a forked child
+  if (!threads_[0]) return;  // in a forked child
   observe(nullptr);
-  if (watcher_->stop()) thread_->join();
-  else thread_->detach();  // the thread hangs in the library; it shares ownership of everything that it uses
+  const bool ended = watcher_->stop();
+  for (auto& thread : threads_)
+    if (ended) thread->join();
+    else if (thread) thread->detach();  // a thread hangs in the library; the threads share ownership of all that they use
 }
 
 void VendorBackend::run(const Call& call, const Wait& wait) {
@@ -73,12 +84,12 @@ void VendorBackend::run(const Call& call, const Wait& wait) {
 
   StreamHandle stream = *call.stream;
   const bool captured = runtime_->captures(stream);
-  EventHandle before = nullptr;
+  Watcher::Event before;
   if (call.beside && !captured) {
     const StreamHandle beside = watcher_->beside();
     before = watcher_->take_event();
-    runtime_->record(before, stream);
-    runtime_->wait(beside, before);
+    runtime_->record(before.get(), stream);
+    runtime_->wait(beside, before.get());
     stream = beside;
   }
   if (call.bytes() || !call.counts.empty()) {
@@ -86,7 +97,7 @@ void VendorBackend::run(const Call& call, const Wait& wait) {
     settle(issuing, wait);
   }
   if (captured) watcher_->captured(call.signature);
-  else watcher_->add(call.signature, stream, before, wait.deadline);
+  else watcher_->add(call.signature, stream, std::move(before), wait.deadline);
 }
 
 void VendorBackend::take(std::unique_lock<Turn>& issuing, const Wait& wait) {

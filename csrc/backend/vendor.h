@@ -1,6 +1,7 @@
 // The vendor backend enqueues calls on device arrays, using a vendor's library.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -17,13 +18,14 @@
 
 namespace mscomm {
 
-// Runs the calls of one group on the arrays of one device: enqueues the calls, and starts a thread that watches them.
+// Runs the calls of one group on the arrays of one device: enqueues the calls, and starts the threads that watch them.
 class VendorBackend final : public Backend {
  public:
   using Observer = Watcher::Observer;
 
   // Joins the group with this id, and waits until every rank has joined. `check` is called repeatedly during the wait, with
-  // sleeps of at most 50 ms in between, and may throw to end the wait. Throws CollectiveTimeout at the deadline.
+  // sleeps of at most 50 ms in between, and may throw to end the wait. Throws CollectiveTimeout at the deadline. If it throws, it
+  // first waits until the library has aborted the group, but for at most aborts_within_s.
   VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id, int size,
                 int rank, const Deadline& deadline, const std::function<void()>& check);
   ~VendorBackend() override;
@@ -49,9 +51,13 @@ class VendorBackend final : public Backend {
 
   void shut_down() override { watcher_->abort(); }
   void close() override { watcher_->finish(); }
-  void close_descriptors() override { (void)thread_.release(); }
+  void close_descriptors() override {
+    for (auto& thread : threads_) (void)thread.release();
+  }
 
  private:
+  VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id, int size,
+                int rank);
   void take(std::unique_lock<Turn>& issuing, const Wait& wait);
   void settle(std::unique_lock<Turn>& issuing, const Wait& wait);
   void enqueue(const Call& call, StreamHandle stream);
@@ -61,10 +67,10 @@ class VendorBackend final : public Backend {
   const std::shared_ptr<Runtime> runtime_;
   const int device_, size_, rank_;
   Turn& issuing_;
-  // The group and the watcher are shared with the watcher thread, which may hang in the library and outlive this object.
+  // The group and the watcher are shared with the watcher's threads, which may hang in the library and outlive this object.
   std::shared_ptr<SharedGroup> group_;
   std::shared_ptr<Watcher> watcher_;
-  std::unique_ptr<std::thread> thread_;  // nullptr in a forked child
+  std::array<std::unique_ptr<std::thread>, 2> threads_;  // the watcher's; nullptr in a forked child
 };
 
 }  // namespace mscomm

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <utility>
@@ -14,7 +16,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// How often the watcher thread polls the calls on the device. For looks_often_s seconds after a call completes, or is enqueued
+// How often the watching thread polls the calls on the device. For looks_often_s seconds after a call completes, or is enqueued
 // while none is pending, the thread polls at intervals of first_look. After that, it polls at intervals of later_look or, if no
 // call is pending, sleeps until the next call. It does not go to sleep earlier, because waking it costs the next caller a system
 // call.
@@ -31,24 +33,27 @@ void Watcher::observe(Observer* observer) {
   observer_ = observer;
 }
 
-EventHandle Watcher::take_event() {
+Watcher::Event Watcher::take_event() {
+  EventHandle event = nullptr;
   {
     const std::lock_guard lock(mutex_);
-    if (!events_.empty()) {
-      const EventHandle event = events_.back();
+    if (events_.empty()) {
+      events_.reserve(++made_);
+    } else {
+      event = events_.back();
       events_.pop_back();
-      return event;
     }
   }
-  return runtime_->make_event();
+  if (!event) event = runtime_->make_event();
+  return {event, [this](EventHandle one) { give_back(one); }};
 }
 
-void Watcher::give_back(const Pending& call) {
-  for (const EventHandle event : {call.event, call.before}) {
-    if (!event) continue;
-    if (runtime_->events_can_be_used_again()) events_.push_back(event);
-    else runtime_->destroy_event(event);
+void Watcher::give_back(EventHandle event) noexcept {
+  if (runtime_->events_can_be_used_again()) {
+    const std::lock_guard lock(mutex_);
+    if (!stopping_ && !finishing_) return events_.push_back(event);
   }
+  runtime_->destroy_event(event);
 }
 
 StreamHandle Watcher::beside() {
@@ -56,13 +61,13 @@ StreamHandle Watcher::beside() {
   return beside_;
 }
 
-void Watcher::add(const Signature& call, StreamHandle stream, EventHandle before, const Deadline& deadline) {
-  const EventHandle event = take_event();
-  runtime_->record(event, stream);
+void Watcher::add(const Signature& call, StreamHandle stream, Event before, const Deadline& deadline) {
+  Event event = take_event();
+  runtime_->record(event.get(), stream);
   {
     const std::lock_guard lock(mutex_);
     if (pending_.empty()) moved_ = Clock::now();
-    pending_.push_back({call, stream, event, before, deadline, compares_after_s});
+    pending_.push_back({call, stream, std::move(event), std::move(before), deadline, compares_after_s});
     if (!asleep_) return;
     asleep_ = false;
   }
@@ -78,9 +83,30 @@ void Watcher::captured(const Signature& call) {
 }
 
 void Watcher::order(uint64_t number, StreamHandle stream) {
-  const std::lock_guard lock(mutex_);  // keeps the event from being reused for another call
-  for (const Pending& one : pending_)
-    if (one.call.number == number) return runtime_->wait(stream, one.event);
+  Event event;  // while we hold it, it is not reused for another call
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = std::ranges::find(pending_, number, [](const Pending& one) { return one.call.number; });
+    if (found == pending_.end()) return;
+    event = found->event;
+  }
+  runtime_->wait(stream, event.get());
+  if (!runtime_->events_can_be_used_again()) keep_until_passed(std::move(event), stream);
+}
+
+// Keeps the event until the stream has passed the wait for it, because the event is destroyed when its last holder drops it.
+void Watcher::keep_until_passed(Event event, StreamHandle stream) {
+  Event behind = take_event();
+  runtime_->record(behind.get(), stream);
+  std::vector<std::pair<Event, Event>> kept;
+  {
+    const std::lock_guard lock(mutex_);
+    kept.swap(awaited_);
+  }
+  std::erase_if(kept, [this](const auto& one) { return runtime_->passed(one.second.get()); });
+  kept.emplace_back(std::move(event), std::move(behind));
+  const std::lock_guard lock(mutex_);
+  awaited_.insert(awaited_.end(), std::move_iterator(kept.begin()), std::move_iterator(kept.end()));
 }
 
 size_t Watcher::pending() const {
@@ -97,16 +123,43 @@ void Watcher::abort() {
 void Watcher::finish() { end(finishing_, frees_within_s + aborts_within_s); }
 bool Watcher::stop() { return end(stopping_, aborts_within_s); }
 
-// Sets the flag, and waits until the watcher thread has ended, for at most within_s. Returns whether the thread has ended.
+// Sets the flag, and waits until both threads have ended, for at most within_s. Returns whether they have ended.
 bool Watcher::end(bool& flag, double within_s) {
   std::unique_lock lock(mutex_);
   flag = true;
   changed_.notify_all();
-  return changed_.wait_for(lock, std::chrono::duration<double>(within_s), [this] { return ended_; });
+  return changed_.wait_for(lock, std::chrono::duration<double>(within_s), [this] { return freed_ && ended_; });
 }
 
-// The watcher thread's main function. If an error ends watch_pending() early, the observer must be told, because no other thread
-// watches the group.
+// The main function of the thread that frees the group: with finish() if the group has ended without an error, and with abort()
+// otherwise.
+void Watcher::free_group() {
+  std::optional<Runtime::Current> current;
+  bool well = false, captured = false;
+  try {
+    current.emplace(*runtime_, device_);
+  } catch (const std::exception&) {
+    // The other thread reports that the device cannot be used. This thread must still abort the group.
+  }
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return aborting_ || finishing_ || stopping_; });
+    well = finishing_ && !aborting_;
+    captured = captured_;
+  }
+  try {
+    if (well) group_->finish(captured);
+    else group_->abort();
+  } catch (const std::exception&) {
+    // There is no memory to keep a captured group. Nobody waits for this group any more, so there is nobody to tell.
+  }
+  const std::lock_guard lock(mutex_);
+  freed_ = true;
+  changed_.notify_all();
+}
+
+// The main function of the thread that watches the calls. If an error ends watch_pending() early, the observer must be told,
+// because no other thread watches the group.
 void Watcher::watch() {
   try {
     const Runtime::Current current(*runtime_, device_);
@@ -117,63 +170,71 @@ void Watcher::watch() {
     tell([&](Observer& observer) { observer.failed({}, cause); });
   }
   const std::lock_guard lock(mutex_);
-  over_ = ended_ = true;
+  ended_ = true;
   changed_.notify_all();
 }
 
 void Watcher::watch_pending() {
   std::unique_lock lock(mutex_);
   while (!stopping_ && !finishing_) {
-    if (aborting_ && !over_) {
-      free_group(lock);
-    } else if (pending_.empty() && seconds_since(moved_) >= looks_often_s) {
+    if (aborting_ || (pending_.empty() && seconds_since(moved_) >= looks_often_s)) {
       asleep_ = true;
       changed_.wait(lock);
       asleep_ = false;
     } else {
-      if (!pending_.empty()) look_at_pending(lock);
-      if ((aborting_ && !over_) || finishing_ || stopping_) continue;
+      if (!pending_.empty()) {
+        lock.unlock();
+        look_at_pending();
+        lock.lock();
+      }
+      if (aborting_ || finishing_ || stopping_) continue;
       changed_.wait_for(lock, seconds_since(moved_) < looks_often_s ? first_look : later_look);
     }
   }
-  if (!over_) free_group(lock);
-  for (const Pending& one : std::exchange(pending_, {})) give_back(one);
-  for (const EventHandle event : std::exchange(events_, {})) runtime_->destroy_event(event);
+  changed_.wait(lock, [this] { return freed_; });
+  const std::vector<EventHandle> unused = std::exchange(events_, {});
+  auto awaited = std::exchange(awaited_, {});
+  lock.unlock();
+  drop_pending();
+  // Leave the events behind for which a stream of the program still waits. It is too late to destroy them later.
+  std::erase_if(awaited, [this](const auto& one) { return runtime_->passed(one.second.get()); });
+  if (!awaited.empty()) (void)new auto(std::move(awaited));
+  for (const EventHandle event : unused) runtime_->destroy_event(event);
   if (beside_) runtime_->destroy_stream(std::exchange(beside_, nullptr));
 }
 
-// Frees the group with finish() if the group has ended without an error, and with abort() otherwise.
-void Watcher::free_group(std::unique_lock<std::mutex>& lock) {
-  const bool well = finishing_ && !aborting_, captured = captured_;
-  lock.unlock();
-  if (well) group_->finish(captured);
-  else group_->abort();
-  lock.lock();
-  for (const Pending& one : std::exchange(pending_, {})) give_back(one);
-  over_ = true;
+void Watcher::drop_pending() {
+  std::deque<Pending> dropped;  // declared before the lock, so that the events are dropped without mutex_
+  const std::lock_guard lock(mutex_);
+  dropped.swap(pending_);
 }
 
 // Tells the observer which calls have completed, which have failed and which are late.
-void Watcher::look_at_pending(std::unique_lock<std::mutex>& lock) {
-  std::vector<uint64_t> ended;
+void Watcher::look_at_pending() {
+  std::vector<Pending> ended;  // declared before the lock, so that the events are dropped without mutex_
   std::vector<std::pair<Signature, double>> waiting;
   std::optional<std::pair<Signature, Error>> failed;
+  std::unique_lock lock(mutex_);
   try {
     // Calls on one stream complete in order, but calls on different streams may overtake each other. `behind` holds the streams
     // whose oldest call has not completed.
     std::vector<StreamHandle> behind;
-    for (auto one = pending_.begin(); one != pending_.end();) {
-      if (std::find(behind.begin(), behind.end(), one->stream) != behind.end()) {
-        ++one;
-      } else if (runtime_->passed(one->event)) {
-        ended.push_back(one->call.number);
-        give_back(*one);
-        one = pending_.erase(one);
-        moved_ = Clock::now();
-      } else {
-        behind.push_back(one->stream);
-        ++one;
+    for (size_t i = 0; i < pending_.size();) {
+      Pending& one = pending_[i];  // stays at its place while the mutex is free: the other threads only append calls
+      bool passed = false;
+      if (std::find(behind.begin(), behind.end(), one.stream) == behind.end()) {
+        lock.unlock();
+        passed = runtime_->passed(one.event.get());
+        lock.lock();
+        if (!passed) behind.push_back(one.stream);
       }
+      if (!passed) {
+        i++;
+        continue;
+      }
+      ended.push_back(std::move(one));
+      pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(i));
+      moved_ = Clock::now();
     }
     // A call may be enqueued long before the device reaches it. So its timeout is not measured from when it was enqueued, but
     // from when a call last completed (moved_).
@@ -188,6 +249,7 @@ void Watcher::look_at_pending(std::unique_lock<std::mutex>& lock) {
       waiting.emplace_back(pending_.front().call, still_s);
     }
   } catch (const Error& error) {
+    if (!lock) lock.lock();
     failed = {pending_.front().call, error};
   }
   const Signature oldest = pending_.empty() ? Signature{} : pending_.front().call;
@@ -201,11 +263,10 @@ void Watcher::look_at_pending(std::unique_lock<std::mutex>& lock) {
     }
   }
   tell([&](Observer& observer) {
-    for (const uint64_t number : ended) observer.ended(number);
+    for (const Pending& one : ended) observer.ended(one.call.number);
     for (const auto& [call, waited_s] : waiting) observer.waits(call, waited_s);
     if (failed) observer.failed(failed->first, failed->second);
   });
-  lock.lock();
 }
 
 }  // namespace mscomm

@@ -1,4 +1,8 @@
 // Watches a group's calls that are running on a device, and frees the group at the end.
+//
+// Two threads do this. One calls the driver, and waits there if another thread of the process is in the driver, for example in
+// cudaFree, and waits for a call that a lost rank has left unfinished. Only an abort ends that call. So the other thread, which
+// aborts the group, calls the library and never the driver.
 #pragma once
 
 #include <condition_variable>
@@ -6,6 +10,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "backend/shared_group.h"
@@ -31,17 +36,21 @@ class Watcher {
   Watcher(std::shared_ptr<Runtime> runtime, int device, std::shared_ptr<SharedGroup> group)
       : runtime_(std::move(runtime)), device_(device), group_(std::move(group)) {}
 
-  // The watcher thread runs this until finish() or stop() is called.
+  // An event of the device. When its last holder drops it, the watcher takes it back.
+  using Event = std::shared_ptr<void>;
+
+  // The two threads run these functions until finish() or stop() is called.
   void watch();
+  void free_group();
   void observe(Observer* observer);
 
   // All functions from here to order() must be called while the device is the thread's current device.
-  EventHandle take_event();
+  Event take_event();
   // Returns the group's own stream, for calls that do not run on the caller's stream.
   StreamHandle beside();
   // Watches a call that has been enqueued. before: if the call runs on the group's own stream, the event that the call waits for;
   // otherwise nullptr.
-  void add(const Signature& call, StreamHandle stream, EventHandle before, const Deadline& deadline);
+  void add(const Signature& call, StreamHandle stream, Event before, const Deadline& deadline);
   // Records that a graph has captured the call. The call does not run now, but each time the graph runs.
   void captured(const Signature& call);
   // After order(), work that is enqueued on the stream waits until the device has completed the call with this number.
@@ -49,19 +58,19 @@ class Watcher {
 
   // Returns the number of calls that have not completed.
   size_t pending() const;
-  // Makes the watcher thread abort the group.
+  // Starts to abort the group. Returns at once, whatever the other threads of the process do.
   void abort();
-  // Makes the watcher thread free the group and end. Waits until the thread has ended, but for at most frees_within_s +
-  // aborts_within_s.
+  // Makes the threads free the group and end. Waits until they have ended, but for at most frees_within_s + aborts_within_s.
   void finish();
-  // Ends the watcher thread. Returns false if the thread hangs in the library.
+  // Aborts the group if it has not been freed, and ends the threads. Returns false if one of them hangs in the library or the
+  // driver.
   bool stop();
 
  private:
   struct Pending {
     Signature call;
     StreamHandle stream;
-    EventHandle event, before;
+    Event event, before;
     Deadline deadline;
     double next_notice_s;
   };
@@ -72,26 +81,30 @@ class Watcher {
     if (observer_) words(*observer_);
   }
   bool end(bool& flag, double within_s);
-  void give_back(const Pending& call);  // the caller must hold mutex_
+  void give_back(EventHandle event) noexcept;
+  void keep_until_passed(Event event, StreamHandle stream);
   void watch_pending();
-  void look_at_pending(std::unique_lock<std::mutex>& lock);
-  void free_group(std::unique_lock<std::mutex>& lock);
+  void look_at_pending();
+  void drop_pending();
 
   const std::shared_ptr<Runtime> runtime_;
   const int device_;
   const std::shared_ptr<SharedGroup> group_;
   StreamHandle beside_ = nullptr;  // created by the first call that needs it
 
-  mutable std::mutex mutex_;  // protects the fields down to ended_; never held during a call to NCCL or HCCL
+  // Protects the fields down to ended_. Never held during a call to NCCL, HCCL or the driver, nor while an Event is dropped.
+  mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Pending> pending_;      // ordered by number
-  std::vector<EventHandle> events_;  // events that are not in use
+  std::vector<EventHandle> events_;               // events that are not in use
+  size_t made_ = 0;                               // events that were created; events_ has room for all of them
+  std::deque<Pending> pending_;                   // ordered by number; only the watching thread removes calls
+  std::vector<std::pair<Event, Event>> awaited_;  // events that a stream may still wait for, each with one behind the wait
   bool aborting_ = false, finishing_ = false, stopping_ = false;
-  bool asleep_ = false;      // whether the thread sleeps until a caller enqueues a call and wakes it
+  bool asleep_ = false;      // whether the watching thread sleeps until a caller enqueues a call and wakes it
   bool captured_ = false;    // whether a graph may contain calls of the group
   Clock::time_point moved_;  // when a call last completed, or was enqueued while none was pending
-  bool over_ = false;        // whether the group has been freed or aborted, or the thread has failed
-  bool ended_ = false;       // whether the thread has ended
+  bool freed_ = false;       // whether the group has been freed or aborted
+  bool ended_ = false;       // whether the watching thread has ended
 
   std::mutex telling_;  // protects observer_; held while the observer is called; the observer may take mutex_
   Observer* observer_ = nullptr;

@@ -75,7 +75,41 @@ class Queue {
 struct Event {
   Queue* queue = nullptr;
   uint64_t number = 0;
+  std::shared_ptr<std::atomic<int>> waits =
+      std::make_shared<std::atomic<int>>(0);  // streams that have yet to reach a wait for it
 };
+
+// Keeps threads waiting while it is closed.
+class Gate {
+ public:
+  void close() { set(true); }
+  void open() { set(false); }
+  void pass() {
+    std::unique_lock lock(mutex_);
+    inside++;
+    changed_.wait(lock, [this] { return !closed_; });
+    inside--;
+  }
+  std::atomic<int> inside{0};  // threads that wait
+
+ private:
+  void set(bool closed) {
+    const std::lock_guard lock(mutex_);
+    closed_ = closed;
+    changed_.notify_all();
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool closed_ = false;
+};
+
+// Waits until `condition` holds. Returns false if it does not hold within 20 s.
+bool soon(const std::function<bool()>& condition) {
+  const Deadline deadline(20);
+  while (!condition() && !deadline.passed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return condition();
+}
 
 class Device final : public Runtime {
  public:
@@ -98,16 +132,24 @@ class Device final : public Runtime {
   }
   void destroy_event(EventHandle event) noexcept override {
     alive--;
+    if (!events_can_be_used_again()) CHECK(*static_cast<Event*>(event)->waits == 0);
     delete static_cast<Event*>(event);
   }
   void record(EventHandle event, StreamHandle stream) override {
-    *static_cast<Event*>(event) = {queue(stream), queue(stream)->pushed()};
+    auto* const recorded = static_cast<Event*>(event);
+    recorded->queue = queue(stream), recorded->number = queue(stream)->pushed();
   }
   void wait(StreamHandle stream, EventHandle event) override {
+    driver.pass();
     const Event seen = *static_cast<Event*>(event);
-    queue(stream)->push([seen] { seen.queue->wait(seen.number); });
+    ++*seen.waits;
+    queue(stream)->push([seen] {
+      seen.queue->wait(seen.number);
+      --*seen.waits;
+    });
   }
   bool passed(EventHandle event) override {
+    driver.pass();
     const auto* seen = static_cast<Event*>(event);
     return seen->queue->reached(seen->number);
   }
@@ -117,7 +159,7 @@ class Device final : public Runtime {
   void copy(void* to, const void* from, size_t bytes, StreamHandle stream) override {
     queue(stream)->push([=] { std::memcpy(to, from, bytes); });
   }
-  bool events_can_be_used_again() const override { return true; }
+  bool events_can_be_used_again() const override { return reuses; }
   void leave_captures_alone() override {}
   int device_of(const void*) override { return 0; }
   void* allocate(size_t bytes) override { return new char[bytes]; }
@@ -126,7 +168,8 @@ class Device final : public Runtime {
 
   static Queue* queue(StreamHandle stream) { return static_cast<Queue*>(stream); }
   std::atomic<int> alive{0};
-  std::atomic<bool> capturing{false};
+  std::atomic<bool> capturing{false}, reuses{true};
+  Gate driver;  // a thread that waits or queries passes through it
 
  private:
   bool push(int) override { return false; }
@@ -180,6 +223,7 @@ struct Conditions {
   std::atomic<int> inside{0};     // threads that are enqueueing an operation
   std::atomic<int> crowded{0};    // how often a thread began while another was inside
   std::atomic<int> aborts{0}, finishes{0};
+  std::function<void()> at_abort;  // called by the thread that aborts a group
 };
 
 class Inside {
@@ -241,6 +285,7 @@ class GroupOfThreads final : public VendorGroup {
     return at_.busy;
   }
   void abort(bool) noexcept override {
+    if (at_.at_abort) at_.at_abort();
     at_.aborts++;
     hall_->abort(rank_);
   }
@@ -411,9 +456,7 @@ void test_a_missing_rank_ends_at_the_deadline() {
   CHECK(error && error->kind == "CollectiveTimeout" &&
         std::string(error->what()).find("rank 0 (here): all_reduce #1 (32 B): it was enqueued, but did not end on the device") ==
             0);
-  const Deadline deadline(60);
-  while (rank.told == 0 && !deadline.passed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  CHECK(rank.told > 0);
+  CHECK(soon([&] { return rank.told > 0; }));
   try {
     rank.group->run(rank.call(Collective::all_reduce, x, out, 8), 60);
     CHECK(false);
@@ -456,6 +499,89 @@ void test_abort_ends_a_call_that_cannot_be_enqueued() {
   other.join();
   job.vendor->at.busy = false;
   rank.stream.drain();
+}
+
+// Another thread of the process is in the driver, which waits for the call on the device. All calls of the driver wait for it.
+// Only an abort ends the call.
+void test_abort_ends_a_call_that_blocks_the_driver() {
+  Job job(2);
+  Rank& rank = *job.ranks[0];
+  job.vendor->at.at_abort = [&] { job.device->driver.open(); };
+  Numbers x(8), out(8);
+  const auto work = rank.group->start(rank.call(Collective::all_reduce, x, out, 8), 60);
+  job.device->driver.close();
+  std::thread orders([&] { rank.group->device().order(work->number(), &rank.stream); });
+  CHECK(soon([&] { return job.device->driver.inside == 2; }));  // the watcher, too
+  std::atomic<bool> told{false};
+  std::thread aborts([&] {
+    rank.group->abort({Error("PeerLost", "rank 1 is lost", {1}), true});
+    told = rank.group->failure().has_value();
+  });
+  CHECK(soon([&] { return told && job.vendor->at.aborts == 1; }));
+  job.device->driver.open();  // lets the test end if there was no abort
+  aborts.join();
+  orders.join();
+  CHECK(work->wait(60) && work->error() && work->error()->kind == "PeerLost");
+  rank.stream.drain();
+  rank.group->close();
+}
+
+// The library may keep the thread that aborts a group for long.
+void test_a_group_that_cannot_be_joined_is_aborted_by_another_thread() {
+  const auto vendor = std::make_shared<ThreadVendor>();
+  std::atomic<std::thread::id> aborted_by{};
+  vendor->at.busy = true;
+  vendor->at.at_abort = [&] { aborted_by = std::this_thread::get_id(); };
+  try {
+    const VendorBackend backend(vendor, std::make_shared<Device>(), 0, vendor->make_id(), 2, 0, Deadline(60),
+                                [] { throw Error("PeerLost", "rank 1 is lost"); });
+    CHECK(false);
+  } catch (const Error& error) {
+    CHECK(error.kind == "PeerLost");
+  }
+  CHECK(vendor->at.aborts == 1 && vendor->at.groups == 0 && aborted_by.load() != std::this_thread::get_id());
+}
+
+// A thread stays in the library, so the group is aborted beside it. Then its handle must not be used again.
+void test_an_aborted_group_is_not_asked() {
+  const auto vendor = std::make_shared<ThreadVendor>();
+  SharedGroup group(vendor, vendor->make_id(), 1, 0, std::make_shared<Device>(), 0);
+  Gate library;
+  library.close();
+  std::thread caller([&] { group.ask([&](VendorGroup&) { library.pass(); }); });
+  CHECK(soon([&] { return library.inside == 1; }));
+  group.abort();
+  CHECK(vendor->at.aborts == 1);
+  library.open();
+  caller.join();
+  vendor->at.error = 1;  // a question would throw
+  group.look();
+}
+
+// Without aclrtCreateEventExWithFlag, AscendCL's events cannot be used again. A stream may reach its wait for an event long after
+// the event has passed.
+void test_an_event_lives_until_no_stream_waits_for_it() {
+  Job job(1);
+  job.device->reuses = false;
+  Rank& rank = *job.ranks[0];
+  Numbers x(8, 1), out(8);
+  Gate slow;
+  for (int turn = 0; turn < 3; turn++) {
+    slow.close();
+    for (int i = 0; i < 3; i++) {
+      const auto work = rank.group->start(rank.call(Collective::all_reduce, x, out, 8), 60);
+      if (i == 0) rank.stream.push([&] { slow.pass(); });
+      rank.group->device().order(work->number(), &rank.stream);
+      if (i == 0) CHECK(work->wait(60));  // the event has passed, and the stream has not reached the wait
+    }
+    slow.open();
+    rank.stream.drain();
+    CHECK(soon([&] { return rank.group->device().pending() == 0; }));
+  }
+  // What is left: the group's stream, and the pairs of events of the last turn.
+  CHECK(soon([&] { return job.device->alive <= 1 + 2 * 3; }));
+  rank.group->close();
+  CHECK(job.device->alive == 0);
 }
 
 void test_two_groups_on_one_device_are_not_in_the_library_at_once() {
@@ -522,6 +648,10 @@ SUITE(vendor) {
   test_a_missing_rank_ends_at_the_deadline();
   test_an_error_of_the_device_breaks_the_group();
   test_abort_ends_a_call_that_cannot_be_enqueued();
+  test_abort_ends_a_call_that_blocks_the_driver();
+  test_a_group_that_cannot_be_joined_is_aborted_by_another_thread();
+  test_an_aborted_group_is_not_asked();
+  test_an_event_lives_until_no_stream_waits_for_it();
   test_two_groups_on_one_device_are_not_in_the_library_at_once();
   test_the_end_with_calls_under_way();
   test_a_captured_call_is_not_watched();

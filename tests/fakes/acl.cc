@@ -197,6 +197,7 @@ FAKE_EXPORT Error aclrtStreamQuery(Handle handle, int* status) {
 }
 
 FAKE_EXPORT Error aclrtStreamWaitEvent(Handle handle, Handle event) {
+  enter_driver();
   std::shared_ptr<Stream> stream;
   if (const Error error = stream_of(handle, stream)) return error;
   const auto mark = engine().mark(event);
@@ -221,6 +222,7 @@ FAKE_EXPORT Error aclrtDestroyEvent(Handle event) {
 }
 
 FAKE_EXPORT Error aclrtRecordEvent(Handle event, Handle handle) {
+  enter_driver();
   std::shared_ptr<Stream> stream;
   if (const Error error = stream_of(handle, stream)) return error;
   if (engine().event_device(event) != stream->device()) return rt_invalid_parameter;
@@ -228,6 +230,7 @@ FAKE_EXPORT Error aclrtRecordEvent(Handle event, Handle handle) {
 }
 
 FAKE_EXPORT Error aclrtQueryEventStatus(Handle event, int* status) {
+  enter_driver();
   if (const Error error = ready()) return error;
   const auto mark = engine().mark(event);
   if (!mark || !status) return rt_invalid_parameter;

@@ -374,6 +374,7 @@ FAKE_EXPORT Result cuStreamQuery(Handle handle) {
 }
 
 FAKE_EXPORT Result cuStreamWaitEvent(Handle handle, Handle event, unsigned flags) {
+  enter_driver();
   std::shared_ptr<Stream> stream;
   if (const Result result = stream_of(handle, stream)) return result;
   if (flags > 1) return invalid_value;
@@ -458,6 +459,7 @@ FAKE_EXPORT Result cuEventDestroy_v2(Handle handle) {
 }
 
 FAKE_EXPORT Result cuEventRecord(Handle event, Handle handle) {
+  enter_driver();
   std::shared_ptr<Stream> stream;
   if (const Result result = stream_of(handle, stream)) return result;
   if (engine().event_device(event) != stream->device()) return invalid_handle;  // no such event, or an event of another context
@@ -465,6 +467,7 @@ FAKE_EXPORT Result cuEventRecord(Handle event, Handle handle) {
 }
 
 FAKE_EXPORT Result cuEventQuery(Handle event) {
+  enter_driver();
   if (const Result result = ready()) return result;
   if (unsafe_for_captures("cuEventQuery")) return capture_unsupported;
   const auto mark = engine().mark(event);

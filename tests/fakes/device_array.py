@@ -606,6 +606,12 @@ class compute:
             library.fake_release(c_int64(gate))
 
     @staticmethod
+    def block_driver(device: int = 0) -> None:
+        """Block the driver, as cudaFree does, until the device has done the work that is on the current stream now."""
+        with runtime().on(device):
+            runtime().call("fake_block_driver", c_uint64(current_stream()))
+
+    @staticmethod
     def add(array: DeviceArray, value: float, delay: float = 0) -> DeviceArray:
         """Add value to a contiguous float32 array, in place."""
         if array.dtype != np.float32 or not array.is_contiguous():

@@ -543,4 +543,28 @@ uint64_t Queue::enqueue(std::function<void()> work, bool delayed) {
 
 Engine& engine() { return machine(); }
 
+namespace {
+std::mutex driver_mutex;  // protects driver_blocks
+std::condition_variable driver_free;
+int driver_blocks = 0;  // how many calls hold the driver's lock
+}  // namespace
+
+void block_driver(std::shared_ptr<Stream> stream) {
+  {
+    std::lock_guard lock(driver_mutex);
+    driver_blocks++;
+  }
+  spawn([stream, last = stream->tail()] {
+    stream->wait(last);
+    std::lock_guard lock(driver_mutex);
+    driver_blocks--;
+    driver_free.notify_all();
+  });
+}
+
+void enter_driver() {
+  std::unique_lock lock(driver_mutex);
+  driver_free.wait(lock, [] { return driver_blocks == 0; });
+}
+
 }  // namespace fake

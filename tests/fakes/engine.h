@@ -112,6 +112,12 @@ class Engine {
 // Returns the engine of the process. Only the vendor's runtime library defines this function.
 Engine& engine();
 
+// A call of the driver may hold the driver's lock until the device has finished its work, as cudaFree does. All other calls then
+// wait for it. block_driver() begins such a call, which waits for the work that is on the stream now. enter_driver() waits until no
+// such call is left; the runtimes' functions that mscomm calls repeatedly begin with it.
+void block_driver(std::shared_ptr<Stream> stream);
+void enter_driver();
+
 // number() returns an environment variable as a number, and text() returns it as text. Both return `otherwise` if the variable is
 // not set or empty.
 int64_t number(const char* name, int64_t otherwise);

@@ -90,6 +90,14 @@ FAKE_EXPORT int fake_release(int64_t gate) {
   return closed_gates.erase(gate) ? 0 : no_stream;
 }
 
+// Blocks the driver until the stream has run the work that is on it now.
+FAKE_EXPORT int fake_block_driver(Handle handle) {
+  const auto stream = engine().stream(handle, engine().current());
+  if (!stream) return no_stream;
+  block_driver(stream);
+  return 0;
+}
+
 // Makes a strided copy, as a framework's kernel might do. Shape and strides are in elements of `size` bytes. At most 8 dimensions
 // are allowed.
 FAKE_EXPORT int fake_copy_strided(Address to, const int64_t* to_strides, Address from, const int64_t* from_strides,
