@@ -21,9 +21,10 @@ import numpy as np
 import pytest
 from devices import devices, on_device, variables
 from fakes.device_array import DeviceArray
+from ranks import before_joining
 
 import mscomm
-from mscomm import accelerators
+from mscomm import accelerators, log
 
 ROOT = Path(__file__).parent.parent
 
@@ -324,6 +325,23 @@ def test_what_the_user_has_set_stays() -> None:
 def test_on_one_host_nothing_listens_for_others() -> None:
     assert accelerators.set_up("nccl", None, {})["NCCL_SOCKET_IFNAME"] == "lo"
     assert accelerators.set_up("hccl", None, {}) == {}
+
+
+WARNINGS: list[str] = []
+
+
+def _hold_warnings() -> None:
+    if "NCCL_COMM_BLOCKING" in os.environ:
+        log.warn = WARNINGS.append
+
+
+before_joining.append(_hold_warnings)
+
+
+@devices(2, env={"NCCL_COMM_BLOCKING": "1"})
+def test_rank_0_warns_of_a_variable_that_takes_away_the_time_limits(rank: int, group: None) -> None:
+    assert (mscomm.all_reduce(on_device(np.ones(2))).to_numpy() == 2).all()
+    assert len([text for text in WARNINGS if "NCCL_COMM_BLOCKING=1 takes away the time limits" in text]) == (rank == 0)
 
 
 @devices(2, env={"MSCOMM_HOST_ID": "host-{rank}", "NCCL_HOSTID": "host-{rank}"})

@@ -251,6 +251,12 @@ VARIABLES = (
         " address that routes to other networks.",
         ("cluster.interfaces",),
     ),
+    Variable(
+        "NCCL_COMM_BLOCKING",
+        "With `1`, NCCL ignores that mscomm asks for communicators that do not block. Joining a group and the group's"
+        " first call then have no time limit, so rank 0 warns.",
+        ("accelerators.nccl",),
+    ),
     Variable("NCCL_SOCKET_IFNAME", "Read if `MSCOMM_SOCKET_IFNAME` is unset.", ("cluster.interfaces",)),
     Variable(
         "GLOO_SOCKET_IFNAME",

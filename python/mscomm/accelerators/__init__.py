@@ -1,9 +1,8 @@
 """Finds the accelerators that this process can use, and chooses one for the job. There is one module per backend.
 
-Each backend's module has three functions. `load(env)` opens the backend's libraries, or raises BackendUnavailable if a
-library is missing. `shares_devices(env)` and `settings(interface)` are described in shares_devices() and set_up()
-below. No library is opened before it is needed, because a library that is loaded early may be the wrong one for a
-framework that is imported later.
+Each backend's module has four functions. `load(env)` opens the backend's libraries, or raises BackendUnavailable if a
+library is missing. The others are described in shares_devices(), warning() and set_up() below. No library is opened
+before it is needed, because a library that is loaded early may be the wrong one for a framework that is imported later.
 
 When a rank joins, it tells the other ranks what it found. Each rank then computes the backend and every rank's device
 only from what all ranks reported, so all ranks get the same result or the same error.
@@ -85,6 +84,11 @@ def set_up(name: str, interface: str | None, env: MutableMapping[str, str]) -> d
     told = {variable: text for variable, text in wished.items() if variable not in env}
     env.update(told)
     return told
+
+
+def warning(name: str, env: Mapping[str, str]) -> str:
+    """Return what the user should know about the variables that the accelerator's libraries read, or ""."""
+    return str(importlib.import_module(f"{__name__}.{name}").warning(env))
 
 
 def shares_devices(name: str, env: Mapping[str, str]) -> str:

@@ -67,5 +67,9 @@ def settings(interface: str | None) -> dict[str, str]:
     return {} if interface is None else {"HCCL_SOCKET_IFNAME": f"={interface}"}
 
 
+def warning(env: Mapping[str, str]) -> str:
+    return ""
+
+
 def shares_devices(env: Mapping[str, str]) -> str:
     return ""

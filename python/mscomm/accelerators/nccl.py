@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mscomm import _core
+from mscomm import _core, environment
 from mscomm.accelerators import Opened
 from mscomm.accelerators.places import Candidate, homes, places
 from mscomm.errors import BackendUnavailable
@@ -55,6 +55,16 @@ def settings(interface: str | None) -> dict[str, str]:
         # NCCL's listening sockets do not check the job's key, so limit the interfaces on which NCCL listens.
         "NCCL_SOCKET_IFNAME": "lo" if interface is None else f"={interface}",
     }
+
+
+def warning(env: Mapping[str, str]) -> str:
+    """Return what the user should know about the variables that are set, or ""."""
+    if environment.read("NCCL_COMM_BLOCKING", env) != "1":
+        return ""
+    return (
+        "NCCL_COMM_BLOCKING=1 takes away the time limits of the nccl backend: joining a group, and the first call of a"
+        " group, wait without end for a rank that does not come, and abort() waits, too. Unset it"
+    )
 
 
 def shares_devices(env: Mapping[str, str]) -> str:

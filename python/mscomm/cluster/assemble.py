@@ -192,6 +192,8 @@ class Epoch:
         interface = interfaces.name_of(self.member.address()) if self.member and several else None
         for variable, text in accelerators.set_up(chosen.backend, interface, os.environ).items():
             log.info(f"{variable}={text} was set for {chosen.backend}")
+        if self.rank == 0 and (text := accelerators.warning(chosen.backend, os.environ)):
+            log.warn(text)
 
     def found(
         self,
