@@ -5,6 +5,13 @@
 
 namespace mscomm {
 
+namespace {
+
+// A group keeps its scratch memory for later calls if it is not larger than this. Only an uneven all_to_all in place needs more.
+constexpr size_t most_scratch_bytes = 64 << 20;
+
+}  // namespace
+
 void HostBackend::run(const Call& call, const Wait& wait) {
   if (layout_.size == 1) {
     if (call.signature.what == Collective::exscan) write_identity(call);
@@ -20,6 +27,7 @@ void HostBackend::run(const Call& call, const Wait& wait) {
     else mesh_->begin(call.signature, call.counts, call.recv_counts);
   }
   algorithm.run(call, {layout_, arena_.get(), mesh_.get(), scratch_}, wait);
+  if (scratch_.size() > most_scratch_bytes) std::vector<char>().swap(scratch_);
 }
 
 }  // namespace mscomm

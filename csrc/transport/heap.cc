@@ -17,13 +17,16 @@ constexpr uint64_t huge_page = 2u << 20;
 const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
 
 constexpr uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
+
+// Returns the whole pages of [begin, end). There are none if the first number is not smaller than the second.
+std::pair<uint64_t, uint64_t> whole_pages(uint64_t begin, uint64_t end) { return {round_up(begin, page), end / page * page}; }
 }  // namespace
 
 Heap::Heap(Mapping mapping)
     : owner_(getpid()),
       mapping_(std::move(mapping)),
       most_kept_(std::min<uint64_t>(mapping_.bytes() / kept_share, most_kept_bytes)) {
-  free_[0] = mapping_.bytes();
+  free_.add(0, mapping_.bytes());
 }
 
 void* Heap::allocate(size_t bytes) {
@@ -77,6 +80,12 @@ void Heap::release(void* memory) {
       if (shared_ && withdrawn.empty() && bytes <= most_kept_) kept_.push_back({shared.front(), releases_}), shared.clear();
       const auto dropped = drop_kept(false);
       shared.insert(shared.end(), dropped.begin(), dropped.end());
+    } else {
+      for (const auto& [begin, end] : shared) {
+        free_.add(begin, end);
+        paged_.add(begin, end);
+      }
+      shared = drop_paged(!shared_);
     }
   }
   for (const auto& [begin, end] : withdrawn) madvise(mapping_.begin() + begin, end - begin, MADV_DONTNEED);
@@ -112,6 +121,19 @@ std::vector<Heap::Range> Heap::drop_kept(bool all) {
   return dropped;
 }
 
+std::vector<Heap::Range> Heap::drop_paged(bool all) {
+  std::vector<Range> pages;
+  if (!all && paged_.page_bytes() < std::min<uint64_t>(most_kept_, most_paged_bytes)) return pages;
+  // The free part of a page that an array uses stays in paged_.
+  for (const auto& [begin, bytes] : paged_.all())
+    if (const Range whole = whole_pages(begin, begin + bytes); whole.first < whole.second) pages.push_back(whole);
+  for (const auto& [begin, end] : pages) {
+    free_.cut(begin, end);
+    paged_.cut(begin, end);
+  }
+  return pages;
+}
+
 void Heap::hand_back(const std::vector<Range>& ranges) {
   for (const auto& [begin, end] : ranges) {
     // Small arrays or control memory may use these pages next, and should not get huge pages.
@@ -119,7 +141,7 @@ void Heap::hand_back(const std::vector<Range>& ranges) {
     give_pages_back(begin, end);
   }
   const std::lock_guard lock(mutex_);
-  for (const auto& [begin, end] : ranges) give(begin, end);
+  for (const auto& [begin, end] : ranges) free_.add(begin, end);
 }
 
 bool Heap::hand_back_kept() {
@@ -127,6 +149,8 @@ bool Heap::hand_back_kept() {
   {
     const std::lock_guard lock(mutex_);
     dropped = drop_kept(true);
+    const auto pages = drop_paged(true);
+    dropped.insert(dropped.end(), pages.begin(), pages.end());
   }
   hand_back(dropped);
   return !dropped.empty();
@@ -145,7 +169,7 @@ std::optional<uint64_t> Heap::reserve_once(size_t bytes) {
     const auto& [begin, memory] = one;
     if (!memory.unused || !memory.unused()) return false;
     give_pages_back(begin, begin + memory.bytes);  // fast, because only the part that was used has pages
-    give(begin, begin + memory.bytes);
+    free_.add(begin, begin + memory.bytes);
     return true;
   });
   // Reserve at least give_back_from bytes, so that the pages are returned to the kernel when the memory is released.
@@ -164,12 +188,11 @@ void Heap::release_when(uint64_t offset, std::function<bool()> unused) {
 }
 
 std::optional<uint64_t> Heap::take(uint64_t need, uint64_t alignment) {
-  for (auto [offset, room] : free_) {
+  for (const auto& [offset, room] : free_.all()) {
     const uint64_t start = round_up(offset, alignment);
     if (start + need > offset + room) continue;
-    free_.erase(offset);
-    if (start > offset) free_[offset] = start - offset;
-    if (offset + room > start + need) free_[start + need] = offset + room - (start + need);
+    free_.cut(start, start + need);
+    paged_.cut(start, start + need);
     return start;
   }
   return std::nullopt;
@@ -189,20 +212,43 @@ void Heap::split(uint64_t begin, uint64_t end, std::vector<Range>& shared, std::
 }
 
 void Heap::give_pages_back(uint64_t begin, uint64_t end) const {
-  if (end - begin < give_back_from) return;
-  const uint64_t first = round_up(begin, page), last = end / page * page;
+  const auto [first, last] = whole_pages(begin, end);
+  if (first >= last) return;
   if (madvise(mapping_.begin() + first, last - first, MADV_REMOVE) < 0)
     madvise(mapping_.begin() + first, last - first, MADV_DONTNEED);
 }
 
-void Heap::give(uint64_t begin, uint64_t end) {
-  auto next = free_.lower_bound(begin);
-  if (next != free_.end() && next->first == end) end += next->second, next = free_.erase(next);
-  if (next != free_.begin()) {
+void Heap::Ranges::add(uint64_t begin, uint64_t end) {
+  auto next = bytes_.lower_bound(begin);
+  if (next != bytes_.end() && next->first == end) end += next->second, next = erase(next);
+  if (next != bytes_.begin()) {
     const auto before = std::prev(next);
-    if (before->first + before->second == begin) begin = before->first;
+    if (before->first + before->second == begin) begin = before->first, erase(before);
   }
-  free_[begin] = end - begin;
+  insert(begin, end);
+}
+
+void Heap::Ranges::cut(uint64_t begin, uint64_t end) {
+  auto one = bytes_.upper_bound(begin);
+  if (one != bytes_.begin() && std::prev(one)->first + std::prev(one)->second > begin) --one;
+  while (one != bytes_.end() && one->first < end) {
+    const uint64_t first = one->first, last = first + one->second;
+    one = erase(one);
+    if (first < begin) insert(first, begin);
+    if (end < last) insert(end, last);
+  }
+}
+
+Heap::Ranges::Places::iterator Heap::Ranges::erase(Places::iterator one) {
+  const auto [first, last] = whole_pages(one->first, one->first + one->second);
+  if (first < last) page_bytes_ -= last - first;
+  return bytes_.erase(one);
+}
+
+void Heap::Ranges::insert(uint64_t begin, uint64_t end) {
+  bytes_[begin] = end - begin;
+  const auto [first, last] = whole_pages(begin, end);
+  if (first < last) page_bytes_ += last - first;
 }
 
 void Heap::retire() {

@@ -16,9 +16,11 @@ namespace mscomm {
 
 // Copying an array of up to this many bytes takes less time than sharing it.
 inline constexpr size_t unshared_bytes = 2 << 10;
-// The pages of a released array of at least this many bytes are kept for a while, and then returned to the kernel. The pages of a
-// smaller array stay in the heap for later arrays.
+// A released array of at least this many bytes is kept for a while, and then its pages are returned to the kernel. The memory of
+// a smaller array becomes free with its pages. When free memory has more than most_paged_bytes of such pages, all of them are
+// returned.
 inline constexpr size_t give_back_from = 1 << 20;
+inline constexpr size_t most_paged_bytes = 64 << 20;
 // The limits of what a heap keeps: a share of its size, a number of bytes, and how many later releases of arrays of at least
 // give_back_from bytes a kept array survives if it is not reused.
 inline constexpr size_t kept_share = 64;
@@ -73,6 +75,22 @@ class Heap {
   };
 
   using Range = std::pair<uint64_t, uint64_t>;  // [begin, end)
+  class Ranges {
+   public:
+    void add(uint64_t begin, uint64_t end);
+    void cut(uint64_t begin, uint64_t end);  // removes those parts of [begin, end) that are there
+    const std::map<uint64_t, uint64_t>& all() const { return bytes_; }
+    // Returns the total size of the whole pages in these ranges.
+    uint64_t page_bytes() const { return page_bytes_; }
+
+   private:
+    using Places = std::map<uint64_t, uint64_t>;
+    Places::iterator erase(Places::iterator one);
+    void insert(uint64_t begin, uint64_t end);
+
+    Places bytes_;  // begin -> bytes; adjacent ranges are merged
+    uint64_t page_bytes_ = 0;
+  };
   // The memory of a released array, with its pages. It is in neither free_ nor used_.
   struct Kept {
     Range range;
@@ -85,7 +103,7 @@ class Heap {
   // Returns the pages of these ranges, which are in none of the tables below, to the kernel, and makes the ranges free. The
   // caller must not hold mutex_, because this takes a long time.
   void hand_back(const std::vector<Range>& ranges);
-  // Hands back everything that is kept. Returns whether there was anything.
+  // Hands back everything that is kept, and the pages of free memory. Returns whether there was anything.
   bool hand_back_kept();
   void give_pages_back(uint64_t begin, uint64_t end) const;
   // Callers of the functions below must hold mutex_.
@@ -94,14 +112,16 @@ class Heap {
   std::optional<uint64_t> exclusive(const void* memory, size_t bytes) const;
   std::optional<uint64_t> take(uint64_t need, uint64_t alignment);
   void split(uint64_t begin, uint64_t end, std::vector<Range>& shared, std::vector<Range>& withdrawn) const;
-  void give(uint64_t begin, uint64_t end);
+  // Takes the whole pages of paged_ out of the free memory, if there are too many or all are wanted, and returns them.
+  std::vector<Range> drop_paged(bool all);
 
   const int owner_;           // the id of the process that created the heap
   mutable std::mutex mutex_;  // protects everything below except mapping_ and most_kept_, which never change
   Mapping mapping_;
   const uint64_t most_kept_;  // in bytes
   bool shared_ = true;
-  std::map<uint64_t, uint64_t> free_;  // offset -> bytes; adjacent ranges are merged
+  Ranges free_;
+  Ranges paged_;  // the parts of free_ that small arrays have left with their pages
   std::map<uint64_t, Room> used_;
   std::map<uint64_t, Reserved> reserved_;
   std::vector<Range> withdrawn_;  // pages that are private now

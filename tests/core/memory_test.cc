@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <string>
 #include <thread>
@@ -138,6 +139,42 @@ void released_memory_is_kept_for_a_while() {
   close(fd);
 }
 
+// The pages of small arrays return to the kernel, too, when free memory has too many of them. Free pages next to an array that is
+// in use return, and the array stays as it is.
+void pages_of_small_arrays_are_returned() {
+  constexpr size_t heap_bytes = 1u << 30, most = heap_bytes / kept_share, bytes = 1000u << 10, count = 100, tiny = 64;
+  const int fd = make_memory("test-heap", heap_bytes, false);
+  Heap heap(Mapping(fd, heap_bytes));
+  std::vector<void*> arrays;
+  const auto release_all_but = [&](size_t every) {
+    for (size_t i = 0; i < arrays.size(); i++)
+      if (i % every != 0) heap.release(arrays[i]);
+  };
+  for (size_t i = 0; i < count; i++) arrays.push_back(heap.allocate(bytes));
+  for (size_t i = 0; i < count; i++) std::memset(arrays[i], static_cast<int>(i), bytes);
+  release_all_but(2);
+  CHECK(pages_of(fd) < count / 2 * bytes + most);
+  bool whole = true;
+  for (size_t i = 0; i < count; i += 2)
+    for (size_t at = 0; at < bytes; at++) whole &= static_cast<unsigned char*>(arrays[i])[at] == i;
+  CHECK(whole);
+  for (size_t i = 0; i < count; i += 2) heap.release(arrays[i]);
+  CHECK(pages_of(fd) < most + bytes);
+
+  // 64 arrays share a page. A page returns only when all of them are gone.
+  arrays.clear();
+  for (size_t i = 0; i < 3 * most / tiny; i++) arrays.push_back(heap.allocate(tiny));
+  CHECK(pages_of(fd) >= 3 * most);
+  release_all_but(4096 / tiny);
+  CHECK(pages_of(fd) >= 3 * most);
+  for (size_t i = 0; i < arrays.size(); i += 4096 / tiny) heap.release(arrays[i]);
+  CHECK(heap.in_use() == 0);
+  CHECK(pages_of(fd) < 3 * most);
+  heap.retire();
+  CHECK(pages_of(fd) == 0);
+  close(fd);
+}
+
 // An array may need the memory that is kept for others.
 void kept_memory_is_given_to_an_array_that_needs_it() {
   constexpr size_t heap_bytes = 128u << 20, kept = 2u << 20;
@@ -216,6 +253,7 @@ SUITE(memory) {
   only_memory_is_taken_from_a_peer();
   long_arrays_have_huge_pages_and_short_ones_do_not();
   released_memory_is_kept_for_a_while();
+  pages_of_small_arrays_are_returned();
   kept_memory_is_given_to_an_array_that_needs_it();
   threads_share_what_is_kept();
   a_large_release_holds_up_nobody();
