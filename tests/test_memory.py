@@ -342,3 +342,23 @@ def test_the_copy_of_a_large_call_in_place_is_given_back(rank, group):
     assert _anonymous_bytes() - before < x.nbytes // 2
     expected = np.repeat(np.arange(3), [row[rank] for row in sent])
     assert (x[::part] == expected).all() and (x[part - 1 :: part] == expected).all()
+
+
+def _give_up_mounting():
+    """Drop CAP_SYS_ADMIN for the program that this process will run. Ordinary users do not have this capability."""
+    drop_from_bounding_set, sys_admin = 24, 21
+    ctypes.CDLL(None).prctl(drop_from_bounding_set, sys_admin, 0, 0, 0)
+
+
+def test_shared_memory_is_made_on_a_small_stack():
+    """If this process may not mount a tmpfs, a child process does it. Its stack is no part of the caller's stack."""
+    body = (
+        "import threading; from mscomm import _core\n"
+        "for kib in (64, 68, 72, 80):\n"
+        "    threading.stack_size(kib << 10)\n"
+        "    thread = threading.Thread(target=lambda: print(_core.describe_memory(True)))\n"
+        "    thread.start(); thread.join()"
+    )
+    command = [sys.executable, "-c", body]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=_give_up_mounting)
+    assert done.returncode == 0 and done.stdout.count("\n") == 4, (done.returncode, done.stdout, done.stderr)

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "base/call.h"
+#include "base/fence.h"
 #include "net/stream.h"
 
 namespace mscomm {
@@ -82,8 +83,11 @@ bool Ring::reads_maker() {
 bool Ring::read_from_maker(uint64_t address, void* to, size_t bytes) {
   // If the maker's process has been killed meanwhile, another process may have its id.
   const bool read = read_process(shared().maker.process, address, to, bytes) == bytes && can_read(shared().maker);
-  // Before a sender gives up a message, and its program may change the array, it closes the link.
-  if (peer().closed.load(std::memory_order_acquire)) throw Stream::Broken{why_, 0, true};
+  // Before a sender gives up a message, and its program may change the array, it closes the link. So if this end has read a
+  // changed byte, it must see `closed` here. The acquire fence keeps the load of `closed` behind the reads, which a load with
+  // memory_order_acquire would not do. It pairs with the release fence in close(). ARM needs both.
+  fence(std::memory_order_acquire);
+  if (peer().closed.load(std::memory_order_relaxed)) throw Stream::Broken{why_, 0, true};
   return read;
 }
 
@@ -122,6 +126,7 @@ void Ring::look_into_socket() {
 
 void Ring::close() {
   mine().closed.store(1);
+  fence(std::memory_order_release);  // the program's writes to its arrays come after this; see read_from_maker()
   ring_for(bytes_to_read | room_to_write);
 }
 

@@ -12,8 +12,10 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 
 #include "base/descriptor.h"
+#include "base/fence.h"
 
 namespace mscomm {
 
@@ -28,11 +30,7 @@ constexpr int nosuid_nodev_noexec = 2 | 4 | 8;
 
 // ThreadSanitizer assumes that a child process has its own copy of our memory. So in a build with ThreadSanitizer, the child must
 // not share our memory.
-#if defined(__SANITIZE_THREAD__)
-constexpr bool may_share_memory_with_a_child = false;
-#else
-constexpr bool may_share_memory_with_a_child = true;
-#endif
+constexpr bool may_share_memory_with_a_child = !thread_sanitizer;
 
 // The input and the result of make_file(). If the kernel does not let this process create a tmpfs, a child process calls
 // make_file(). The child shares our memory and our descriptors, but it must not allocate memory or throw.
@@ -87,8 +85,9 @@ int in_namespace(void* argument) {
 void make_file_in_namespace(Task& task) {
   std::snprintf(task.users.data(), task.users.size(), "0 %u 1", geteuid());
   std::snprintf(task.groups.data(), task.groups.size(), "0 %u 1", getegid());
-  std::array<char, 64 << 10> stack;  // the child's stack, which grows down
-  const auto top = reinterpret_cast<uintptr_t>(stack.data() + stack.size()) / 16 * 16;
+  constexpr size_t stack_bytes = 64 << 10;
+  const std::unique_ptr<char[]> stack(new char[stack_bytes]);  // the child's; the calling thread's stack may be smaller than this
+  const auto top = reinterpret_cast<uintptr_t>(stack.get() + stack_bytes) / 16 * 16;  // it grows down
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);  // otherwise a signal handler could run in the child

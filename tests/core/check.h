@@ -7,6 +7,8 @@
 #include <map>
 #include <string>
 
+#include "base/fence.h"
+
 namespace mscomm::test {
 
 inline std::atomic<int> failures{0};
@@ -24,11 +26,7 @@ inline int failed() { return failures > 0; }
 // Under ThreadSanitizer, each step takes ten times longer, but a race does not depend on the length of the data. So the tests
 // then use fewer ranks, sizes and repeats: those that still reach every branch. The run under AddressSanitizer checks the results
 // for all of them. `core_tests --whole` uses all of them under ThreadSanitizer, too.
-#ifdef __SANITIZE_THREAD__
-inline bool only_races = true;
-#else
-inline bool only_races = false;
-#endif
+inline bool only_races = thread_sanitizer;
 
 inline std::map<std::string, void (*)()>& suites() {
   static std::map<std::string, void (*)()> all;

@@ -1,0 +1,25 @@
+// Memory fences, and whether this is a build with ThreadSanitizer.
+#pragma once
+
+#include <atomic>
+
+namespace mscomm {
+
+#if defined(__SANITIZE_THREAD__)  // GCC
+inline constexpr bool thread_sanitizer = true;
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)  // Clang
+inline constexpr bool thread_sanitizer = true;
+#else
+inline constexpr bool thread_sanitizer = false;
+#endif
+#else
+inline constexpr bool thread_sanitizer = false;
+#endif
+
+// As std::atomic_thread_fence(). Does nothing under ThreadSanitizer, which does not support fences.
+inline void fence([[maybe_unused]] std::memory_order order) {
+  if constexpr (!thread_sanitizer) std::atomic_thread_fence(order);
+}
+
+}  // namespace mscomm
