@@ -249,13 +249,17 @@ int Poll::wait(int ms, const std::optional<Awake>& awake) {
       if (is_ready(one)) polled_[one.entry].revents = POLLIN;
     return static_cast<int>(std::ranges::count_if(rings_, is_ready));
   }
+  pending_.reserve(pending_.size() + rings_.size());  // an exception must not leave a ring asleep
   for (const Ringed& one : rings_)
     if (!one.ring->sleeps(one.receives, one.sends)) pending_.push_back(one.entry);
   const int ready = poll(polled_.data(), polled_.size(), pending_.empty() ? ms : 0);
+  const int error = ready < 0 ? errno : 0;
   for (const Ringed& one : rings_) {
     one.ring->wakes();
     if (polled_[one.entry].revents) one.ring->heard();
   }
+  // For example, poll() refuses more descriptors than ulimit -n allows. The caller would otherwise try again at once, for ever.
+  if (error != 0 && error != EINTR) throw system_error("poll on " + std::to_string(polled_.size()) + " connections", error);
   for (const size_t entry : pending_) polled_[entry].revents |= POLLIN;
   for (const size_t entry : shaking_)
     if (polled_[entry].revents) polled_[entry].revents |= POLLIN;

@@ -172,7 +172,10 @@ void Mailbox::wait(const std::shared_ptr<Transfer>& transfer, const Wait& wait) 
     }
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();
-    drop(transfer, Error("Aborted", text(*transfer) + " was given up"));
+    // A copy of an existing error needs no memory. If there is none left, the transfer must end all the same: its array may no
+    // longer exist when the message arrives.
+    static const Error given_up("Aborted", "the message was given up");
+    drop(transfer, given_up);
     leave();
     throw;
   }
@@ -230,6 +233,9 @@ void Mailbox::detach(std::shared_ptr<Transfer> transfer, const Wait& wait, Ended
 void Mailbox::serve() {
   while (true) try {
       return serve_detached();
+    } catch (const Error& error) {
+      const auto lock = enter();
+      end_all(error);
     } catch (...) {
       // Most likely, there was no memory to handle an error. End all transfers, and wake the threads that wait for them.
       const auto lock = enter();
@@ -399,7 +405,15 @@ bool Mailbox::turn(Lock& lock, bool awake, int sleep_ms) {
   driving_ = true;
   woken_ = false;
   lock.unlock();
-  const int ready = links.wait(sleep_ms, awake ? std::optional(Poll::Awake{spin_, woken_}) : std::nullopt);
+  int ready = 0;
+  try {
+    ready = links.wait(sleep_ms, awake ? std::optional(Poll::Awake{spin_, woken_}) : std::nullopt);
+  } catch (...) {
+    lock.lock();
+    driving_ = false;
+    changed_->notify_all();
+    throw;
+  }
   lock.lock();
   driving_ = false;
   uint64_t wakes;

@@ -3,12 +3,14 @@
 #include "transport/mailbox.h"
 
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <array>
 #include <cstring>
+#include <future>
 #include <numeric>
 #include <random>
 #include <thread>
@@ -502,6 +504,26 @@ void shut_down_ends_all_waits() {
   CHECK(aborted == 4);
   CHECK(has(error_of(group[0], start_recv(group[0], 1, out)), "Aborted"));
   CHECK(has(error_of(group[1], start_recv(group[1], 0, out)), "PeerLost"));
+}
+
+// poll() refuses more descriptors than the limit allows. Then neither a thread that waits nor the mailbox's own thread may try
+// for ever, and the mailbox can be closed.
+void a_poll_that_fails_ends_all_waits() {
+  Group group(2);
+  rlimit before{};
+  getrlimit(RLIMIT_NOFILE, &before);
+  const rlimit one{1, before.rlim_max};
+  Ints waited(4), detached(4);
+  std::promise<std::string> ended;
+  setrlimit(RLIMIT_NOFILE, &one);
+  const std::string failed = error_of(group[0], start_recv(group[0], 1, waited), 5);
+  group[0].detach(start_recv(group[0], 1, detached), within(5),
+                  [&](const auto& error) { ended.set_value(error ? error->what() : ""); });
+  const std::string told = ended.get_future().get();
+  setrlimit(RLIMIT_NOFILE, &before);
+  CHECK(has(failed, "Error: poll on 3 connections: Invalid argument"));
+  CHECK(has(told, "poll on 3 connections: Invalid argument"));
+  group[0].close(5);
 }
 
 void close_ends_what_was_left_to_the_thread() {

@@ -1,5 +1,10 @@
-// Tests a communicator's calls when memory runs out. Such a call must end with an error. It must not take a call number and leave
-// it unused, because all later calls would wait for the call with that number.
+// Tests calls and messages when memory runs out. They must end with an error. A call must not take a call number and leave it
+// unused, because all later calls would wait for the call with that number. A thread that waits for a message must not stop the
+// threads that wait after it.
+#include <sys/socket.h>
+
+#include <array>
+#include <cerrno>
 #include <cstdlib>
 #include <new>
 #include <numeric>
@@ -7,6 +12,8 @@
 #include "check.h"
 #include "comm/communicator.h"
 #include "no_backend.h"
+#include "ring_memory.h"
+#include "transport/mailbox.h"
 
 namespace {
 
@@ -56,11 +63,65 @@ bool start_fails_at(int allocation) {
   return failed;
 }
 
+struct TestWatch : Watch {
+  void look(const Deadline& deadline, const Missing&) override {
+    if (deadline.passed()) throw Error("CollectiveTimeout", "deadline");
+  }
+  bool broken() const override { return false; }
+};
+
+// Waits in vain for a message, while an allocation fails after `allocation` allocations have succeeded. Checks that the next
+// message arrives, or that its receiver is told why not. Returns false if no allocation failed.
+bool wait_fails_at(int allocation) {
+  TestWatch watch;
+  const RingMemory memory = ring_memory();
+  Mailbox receiver({0, 1}, 0, 7, false), sender({0, 1}, 1, 7, false);
+  std::array<int, 2> ends{};
+  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()) < 0) throw system_error("socketpair", errno);
+  Stream sends(ends[0], "rank 0"), receives(ends[1], "rank 1");
+  sends.share(memory.get(), 0);
+  receives.opens_shared([&](uint64_t) { return memory.get(); });
+  sender.add_link(true, 0, std::move(sends));
+  receiver.add_link(false, 1, std::move(receives));
+  int64_t sent = 5, out = 0;
+  const auto send = [&] { sender.wait(sender.start({true, 0, 0, Dtype::int64, &sent, sizeof sent}), {watch, Deadline(5)}); };
+  const auto recv = [&](double timeout_s) {
+    receiver.wait(receiver.start({false, 1, 0, Dtype::int64, &out, sizeof out}), {watch, Deadline(timeout_s)});
+  };
+  send();
+  recv(5);
+  bool failed = false;
+  fails_in = allocation;
+  try {
+    recv(0);
+  } catch (const std::bad_alloc&) {
+    failed = true;
+  } catch (const Error& error) {
+    failed = error.kind == "MemoryError";
+  }
+  fails_in = -1;
+  std::string after;
+  try {
+    sent = 6;
+    send();
+    recv(5);
+    CHECK(out == 6);
+  } catch (const Error& error) {
+    after = error.kind;
+  }
+  CHECK(after != "CollectiveTimeout");
+  receiver.close(0);
+  sender.close(0);
+  return failed;
+}
+
 }  // namespace
 
 int main() {
-  int allocation = 0;
-  while (start_fails_at(allocation)) allocation++;
-  CHECK(allocation > 0);
+  for (const auto& fails_at : {start_fails_at, wait_fails_at}) {
+    int allocation = 0;
+    while (fails_at(allocation)) allocation++;
+    CHECK(allocation > 0);
+  }
   return test::failed();
 }
