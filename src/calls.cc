@@ -332,8 +332,9 @@ py::object written_of(const Array& out) {
 }
 
 // Checks that the result can be written to ready.out, and makes ready.out the target of the call. If ready.out is not in C order,
-// the target is new memory, and PreparedCall::result() copies its contents to ready.out.
-void take_out(PreparedCall& ready, const Calls& calls, const Wanted& wanted, const Share& share, Dtype dtype) {
+// the target is new memory, and PreparedCall::result() copies its contents to ready.out. reads_x: whether this rank's x is read;
+// if not, out may overlap x.
+void take_out(PreparedCall& ready, const Calls& calls, const Wanted& wanted, const Share& share, Dtype dtype, bool reads_x) {
   const Function function = wanted.function;
   const auto argument = [&] { return std::string(wanted.out_argument); };
   const bool is_x = ready.x && !ready.x->packed && ready.out.is(ready.x->given);
@@ -351,7 +352,7 @@ void take_out(PreparedCall& ready, const Calls& calls, const Wanted& wanted, con
     if (!same_place)
       type_error(function, argument() + " is " + where(out) + ", x is " + where(x) + "; both must be on the same device");
     const bool same = share.place == uint64_t{0} && ready.out.is(x.given) && x.shape == out.shape;
-    if (!same && overlap(x, out) && !(share.place && lies_in_place(x, out, *share.place)))
+    if (reads_x && !same && overlap(x, out) && !(share.place && lies_in_place(x, out, *share.place)))
       value_error(function, "x and " + argument() + " overlap, but not as a call in place allows; pass " + argument() +
                                 " with its own memory");
     out.stream = x.stream;
@@ -501,10 +502,10 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
   }
   if (rooted(what) || wanted.root) signature.root = checked_root(calls, function, wanted.root);
   const bool at_root = signature.root == static_cast<int>(me);
-  Share share = share_of(wanted, shape, me, n);
+  const Share share = share_of(wanted, shape, me, n);
 
+  const bool reads_x = what != Collective::scatter || at_root;
   if (at_root || (what != Collective::reduce && what != Collective::gather)) {
-    if (what == Collective::scatter && !at_root) share.place.reset();
     ready.out = std::move(out);
     if (ready.out.is_none() && !ready.x)
       ready.out = ours("mscomm.arrays.numpy", "empty")(as_tuple(share.shape), static_cast<int>(dtype));
@@ -512,13 +513,13 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
       make_target(ready, calls, function, *ready.x, share.shape);
       ready.out = ready.target->given;
     } else {
-      take_out(ready, calls, wanted, share, dtype);
+      take_out(ready, calls, wanted, share, dtype, reads_x);
     }
     call.out = ready.target->begin;
     call.out_bytes = ready.target->bytes;
     call.stream = ready.target->stream;
   }
-  if (ready.x && (what != Collective::scatter || at_root)) {
+  if (ready.x && reads_x) {
     Array& source = *ready.x;
     if (what == Collective::all_to_all && on_device && !source.packed && may_overlap(source, *ready.target)) {
       // On a device, parts of the result can arrive before all parts of x have been sent. So x is copied if it overlaps the

@@ -200,6 +200,9 @@ def test_work_in_place(rank, group):
     assert mscomm.all_gather(x[mine], out=x) is x and x.tolist() == [0, 0, 1, 1, 2, 2]
     same = np.full((3, 2), rank, np.int32)
     assert mscomm.all_to_all(same, out=same).tolist() == [[0, 0], [1, 1], [2, 2]]
+    x = np.arange(6.0) + 10 * rank  # scatter reads it at the root alone, so on other ranks out may be any part of it
+    out = x[mine if rank == 1 else slice(1, 3)]
+    assert mscomm.scatter(x, 1, out=out) is out and out.tolist() == [10 + 2 * rank, 11 + 2 * rank]
     x = np.full(6, float(rank))
     assert mscomm.gather(x[mine], 1, out=x if rank == 1 else None) is (x if rank == 1 else None)
     assert rank != 1 or x.tolist() == [0, 0, 1, 1, 2, 2]
