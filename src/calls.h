@@ -91,8 +91,10 @@ struct Calls {
   // Whether Python records or logs the group's calls. If so, the core tells Python the number of each call, before it runs the
   // call or after it has started it, and tells Python when a call has completed.
   bool noted;
-  std::vector<std::shared_ptr<Started>> running{};  // the started calls and messages (see works.h); some may have completed
-  std::vector<std::shared_ptr<Started>> failed{};   // failed calls; the device may still use their arrays
+  // The started calls and messages (see works.h), in no particular order. Some may have completed.
+  std::vector<std::shared_ptr<Started>> running{};
+  size_t looked_at = 0;                            // the index in `running` at which forget_ended() goes on
+  std::vector<std::shared_ptr<Started>> failed{};  // failed calls; the device may still use their arrays
 };
 
 // Converts the `timeout` argument of a call to seconds.

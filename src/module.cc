@@ -630,7 +630,7 @@ If it has completed without an error, out holds the result.)")
       .def("close",
            [](Group& group) {
              unlocked([&] { group.close(); });
-             if (group.calls) forget_ended(*group.calls);
+             if (group.calls) forget_ended(*group.calls, group.calls->running.size());
            })
       .def("carried",
            [](const Group& group) {

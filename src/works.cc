@@ -11,16 +11,34 @@ namespace mscomm {
 
 namespace {
 
+// Takes a call or message out of calls.running. The caller destroys it, which may destroy its arrays and run Python code. If that
+// code makes another call, the call changes `running`.
+std::shared_ptr<Started> take(Calls& calls, size_t place) {
+  auto& running = calls.running;
+  std::swap(running[place], running.back());
+  running[place]->place = place;
+  auto taken = std::move(running.back());
+  running.pop_back();
+  return taken;
+}
+
+// Takes the call or message out of calls.running if it is there.
+void remove(Calls& calls, const Started& one) {
+  const auto& running = calls.running;
+  if (one.place < running.size() && running[one.place].get() == &one) (void)take(calls, one.place);
+}
+
 template <typename Start>
 Handle started(Calls& calls, std::shared_ptr<Started> one, bool part, const Start& start) {
   forget_ended(calls);
   // Store `one` before the start, so that its arrays stay alive. The core's threads may use the arrays as soon as the call or
   // message has started.
+  one->place = calls.running.size();
   calls.running.push_back(one);
   try {
     one->work = calls.group->called(start);
   } catch (...) {
-    std::erase(calls.running, one);
+    remove(calls, *one);
     if (one->current) calls.failed.push_back(std::move(one));  // the device may still use the arrays
     throw;
   }
@@ -109,7 +127,7 @@ bool Handle::ended(std::optional<double> seconds) {
 // library must not reuse the memory of x. If a call on a device has failed, forget_ended() keeps its arrays.
 void Handle::let_go() {
   if (!started_->work->done() || started_->work->error()) return;
-  std::erase(calls_->running, started_);
+  remove(*calls_, *started_);
   const auto call = std::move(started_->call);
 }
 
@@ -203,16 +221,17 @@ Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, const Message& me
                  [&] { return started(calls, one, false, [&] { return calls.group->communicator->start(message, deadline); }); });
 }
 
-void forget_ended(Calls& calls) {
-  auto& running = calls.running;
-  const auto ended =
-      std::stable_partition(running.begin(), running.end(), [](const auto& one) { return !one->work || !one->work->done(); });
-  // Destroy the completed calls and messages only after `running` has been updated. Their destruction may also destroy their
-  // arrays and run Python code. If that code makes another call, the call changes `running`.
-  const std::vector<std::shared_ptr<Started>> last(std::make_move_iterator(ended), std::make_move_iterator(running.end()));
-  running.erase(ended, running.end());
+void forget_ended(Calls& calls, size_t most) {
+  std::vector<std::shared_ptr<Started>> ended;
+  size_t& at = calls.looked_at;
+  for (size_t left = std::min(most, calls.running.size()); left > 0; left--) {
+    if (at >= calls.running.size()) at = 0;
+    const Started& one = *calls.running[at];
+    if (one.work && one.work->done()) ended.push_back(take(calls, at));
+    else at++;
+  }
   // If a call on a device has failed, the device may use its arrays until the vendor's library has ended the group.
-  std::ranges::copy_if(last, std::back_inserter(calls.failed),
+  std::ranges::copy_if(ended, std::back_inserter(calls.failed),
                        [](const auto& one) { return one->current && one->work->error(); });
 }
 

@@ -19,6 +19,7 @@ struct Started {
   std::shared_ptr<Work> work{};          // nullptr if not started yet
   std::shared_ptr<PreparedCall> call{};  // nullptr if the arrays have been released; of a message, it has only the array
   py::object current{};                  // for a call on a device: a function that returns the array library's current stream
+  size_t place = 0;                      // its index in Calls::running; valid while it is there
   std::recursive_mutex collecting{};     // lets only one of several waiting threads create the result; locked without the GIL
 };
 
@@ -83,8 +84,10 @@ class Handle {
 Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, double timeout_s, CallNumbers* numbers, bool part);
 Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, const Message& message, const Deadline& deadline);
 
-// Removes completed calls and messages from calls.running.
-void forget_ended(Calls& calls);
+// Removes completed calls and messages from calls.running. Looks only at the next few of them if there are many, because each
+// call does this, and must not take longer the more are running.
+inline constexpr size_t few = 32;
+void forget_ended(Calls& calls, size_t most = few);
 // Waits until all started calls and messages have completed. Signal handlers run during the wait.
 void drain(Calls& calls);
 

@@ -186,6 +186,25 @@ def test_arrays_of_a_dropped_work_live_until_it_has_ended(rank, group):
 
 
 @ranks(2)
+def test_arrays_of_dropped_works_die_after_the_works_have_ended(rank, group):
+    """A call looks at a few of the running messages, not at all. Later calls must find all that have ended."""
+    count, peer = 200, 1 - rank
+    arrays = [np.full(3, i) for i in range(count)]
+    gone = [weakref.ref(x) for x in arrays]
+    works = [mscomm.recv(np.empty(3, int), peer, tag=i, async_op=True) for i in range(count)]
+    for i in reversed(range(count)):
+        mscomm.send(arrays.pop(), peer, tag=i, async_op=True)
+    for i, work in enumerate(works):
+        assert (work.wait() == i).all()
+    mscomm.barrier()
+    for _ in range(count):
+        mscomm.send(np.ones(1), peer, tag=count, async_op=True)
+        mscomm.recv(np.empty(1), peer, tag=count)
+    assert all(ref() is None for ref in gone)
+    mscomm.barrier()
+
+
+@ranks(2)
 def test_the_error_of_a_dropped_work_is_raised_by_the_next_call(rank, group):
     if rank == 0:
         mscomm.all_reduce(np.ones(3), async_op=True)
