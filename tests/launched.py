@@ -96,6 +96,14 @@ def greets(seconds):
     time.sleep(seconds)
 
 
+def one():
+    return 1
+
+
+def launches():
+    return mscomm.launch(one, 1)
+
+
 def big(x):
     return x, [os.environ["MSCOMM_RANK"], sys.stdin.read()]
 

@@ -18,6 +18,7 @@ import pytest
 from test_run import appears, ends
 
 import mscomm
+from mscomm import interpreter
 from mscomm.launching import function, parts, processes, tracebacks
 
 
@@ -73,6 +74,34 @@ def test_ranks_have_the_flags_and_the_path_of_the_process_that_starts_them(tmp_p
     )
     done = subprocess.run([sys.executable, "-S", "-O", script], capture_output=True, text=True, timeout=60)
     assert done.stdout == "[(1, 1), (1, 1)]\n", done.stderr
+
+
+@pytest.mark.parametrize("executable", ["", "/bin/true", "/nowhere/python3"])
+def test_the_interpreter_is_found_in_a_program_that_embeds_python(monkeypatch, executable):
+    monkeypatch.setattr(sys, "executable", executable)
+    assert mscomm.launch(launched.greets, 1, 0) == [None]
+
+
+def test_a_frozen_program_is_not_started_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert interpreter.python_executable("the hub") != sys.executable
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
+    with pytest.raises(mscomm.BackendUnavailable, match=r"it needs .* this frozen program, .*set_executable"):
+        mscomm.launch(launched.greets, 1, 0)
+    named = tmp_path / "python"
+    named.symlink_to(sys.executable)
+    monkeypatch.setattr("multiprocessing.spawn._python_exe", os.fsencode(named))
+    assert interpreter.python_executable("the hub") == str(named)
+
+
+def test_a_program_that_is_started_instead_of_the_interpreter_starts_nothing(monkeypatch):
+    for name, text in interpreter.child_environment({}).items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(mscomm.BackendUnavailable, match=rf"process {os.getpid()} started this process as a Python"):
+        mscomm.launch(launched.greets, 1, 0)
+    interpreter.own_child()
+    assert mscomm.launch(launched.launches, 1) == [[1]]  # a rank may call launch()
 
 
 def test_a_result_that_was_not_written_to_its_end_is_none():

@@ -397,6 +397,12 @@ VARIABLES = (
         "bootstrap.launcher",
         set_by=RUN,
     ),
+    _given(
+        "MSCOMM_CHILD_OF",
+        "in a process that mscomm itself starts: the process that started it; removed when that process begins",
+        "interpreter",
+        set_by=RUN,
+    ),
     _given("TORCHELASTIC_RUN_ID", "torchrun: the job's name", "bootstrap.torchrun"),
     _given("TORCHELASTIC_RESTART_COUNT", "torchrun: how many times it has restarted the job", "bootstrap.torchrun"),
     _given("RANK", f"torchrun and other torch launchers: {_RANK}", "bootstrap.torchrun", "bootstrap.torch_env"),

@@ -19,6 +19,7 @@ from mscomm import tracebacks
 from mscomm.cluster.cpus import usable_cpus
 from mscomm.cluster.deadline import join_timeout_s, seconds_of
 from mscomm.errors import CollectiveTimeout, Error, PeerLost
+from mscomm.interpreter import child_environment, own_child, python_executable
 from mscomm.launching.ending import End
 from mscomm.launching.parts import WholeJob
 from mscomm.launching.processes import PIPE_CLOSED, Launch
@@ -120,9 +121,10 @@ class _Calls(Launch):
 
     def __init__(self, size: int, files: Sequence[int], timeout_s: float) -> None:
         threads = max(1, usable_cpus() // size)
-        env = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **os.environ}
+        env = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **child_environment(os.environ)}
         part = WholeJob(size, join_timeout_s(os.environ), restarts=False)
-        command = [sys.executable, *util._args_from_interpreter_flags(), "-c", _SERVE]  # type: ignore[attr-defined]
+        python = python_executable("the ranks of launch()")
+        command = [python, *util._args_from_interpreter_flags(), "-c", _SERVE]  # type: ignore[attr-defined]
         super().__init__(command, size, env, part, call_fds=files, timeout_s=timeout_s)
         self.said = b""  # the tracebacks of all ranks
         self.verdict: Error | None = None
@@ -218,6 +220,7 @@ def _outcome(rank: int, file: int, begin: int) -> _Outcome | None:
 def serve() -> None:
     """Run the call in the file whose descriptor is argv[1]. This is the whole program of a rank."""
     global _importing_main
+    own_child()
     rank = int(os.environ["MSCOMM_RANK"])
     file = int(sys.argv[1])
     os.set_inheritable(file, False)
