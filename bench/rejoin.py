@@ -25,7 +25,8 @@ def main() -> int:
     parser.add_argument("-n", type=int, default=4, help="ranks")
     parser.add_argument("--times", type=int, default=100, help="how many are lost")
     options = parser.parse_args()
-    command = [sys.executable, "-m", "mscomm", "run", "-n", str(options.n), "--max-restarts", str(options.times)]
+    launcher = "from mscomm.launching import processes; processes.SHORT_S = 0.0\nfrom mscomm.cli import main; main()"
+    command = [sys.executable, "-c", launcher, "run", "-n", str(options.n), "--max-restarts", str(options.times)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "REJOIN_TIMES": str(options.times)}
     done = subprocess.run([*command, __file__], env=env, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:

@@ -22,7 +22,7 @@ IN_ENV = {"MS_NODE_TIMEOUT": str(NEVER_S)}
 _OF_JUDGE = ("ANSWERS_WITHIN_S", "BELIEVED_AFTER_S", "CALLS_WITHIN_S", "REASON_WITHIN_S", "RESTARTED_WITHIN_S")
 IN_HUB = dict.fromkeys(_OF_JUDGE, NEVER_S)
 USUAL_IN_HUB = {name: getattr(judge, name) for name in IN_HUB}
-IN_LAUNCHER = {**IN_HUB, "REPORT_S": NEVER_S}
+IN_LAUNCHER = {**IN_HUB, "REPORT_S": NEVER_S, "SHORT_S": 0.0}  # restarts without a pause
 _OF_RANK = ("LEAVE_S", "SETTLE_S")  # how long a rank waits for the words of the hub
 IN_SCRIPT = "from mscomm.cluster import member\n" + "".join(f"member.{name} = {NEVER_S}\n" for name in _OF_RANK)
 ASKED_FOR = "TEST_NO_FALLBACKS"  # if this environment variable is set, a rank of @ranks has no fallbacks

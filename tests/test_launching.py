@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -182,6 +183,27 @@ def test_it_works_beside_the_main_thread():
     thread.start()
     thread.join(60)
     assert len(found) == 2
+
+
+def test_it_works_beside_the_main_thread_of_a_process_that_ignores_sigchld(tmp_path):
+    """The kernel then reaps the ranks itself, and does not tell how they ended."""
+    body = """
+def ends(how): return 7 if how else sys.exit(1)
+def work():
+    print(mscomm.launch(ends, 2, True))
+    try:
+        mscomm.launch(ends, 2, False)
+    except mscomm.PeerLost as error:
+        print(error)
+if __name__ == '__main__':
+    import signal, threading
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+"""
+    out, err = start(tmp_path, body).communicate(timeout=60)
+    assert re.fullmatch(r"\[7, 7\]\nlaunch: ends: rank [01] did not end well: exit code 1\n", out), err
 
 
 def test_nothing_of_it_stays_in_this_process():

@@ -96,7 +96,7 @@ def test_a_launcher_ends_its_link_after_a_frame_with_a_wrong_field(wrong, monkey
     ours, hub = socket.socketpair()
     node._link, node._where = Frames(ByteStream(ours)), "10.0.0.1:4000"
     with hub:
-        state = {"t": "state", "over": None, "goes_on": False, "only_stopped": False}
+        state = {"t": "state", "over": None, "goes_on": False, "only_stopped": False, "complete": 0}
         Frames(ByteStream(hub)).send({**state, **wrong}, soon())
         over = node.over()
     assert isinstance(over, errors.PeerLost) and "the link to the launcher of node 0 failed: 'state' needs" in str(over)

@@ -20,6 +20,7 @@ from mscomm.cluster import waiting
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.hello import LAUNCHER
+from mscomm.cluster.launchers import State
 from mscomm.cluster.protection import Protection
 from mscomm.launching.parts import OtherNode
 
@@ -133,7 +134,7 @@ def test_node_0_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         frames = Frames(greeted(job.listener.getsockname(), purpose=LAUNCHER))
         job.links.append(frames)
         frames.send({"t": "attend", "first": 2, "end": 4, "name": "node 1", "layout": ""}, soon())
-        assert frames.receive(soon()) == {"t": "state", "over": None, "goes_on": False, "only_stopped": False}
+        assert frames.receive(soon()) == {"t": "state", **State()._asdict()}
         member = job.member(0)
         member._say({"t": "join", "rank": 0, "node_id": None, "facts": {"size": 4}}, soon())
         eventually(lambda: any("waiting for ranks 1 to 3 to call mscomm.init()" in text for text in told))

@@ -393,7 +393,7 @@ mscomm.barrier()
 
 
 def test_a_program_that_knows_no_rejoin_is_started_anew_as_a_whole(tmp_path):
-    """As under torchrun, all ranks end, are started again, and join again. Each rank needs one restart for this."""
+    """As under torchrun, all ranks end, are started again, and join again, and this counts as one restart."""
     body = """
 import os, signal
 import numpy as np, mscomm
@@ -405,9 +405,56 @@ if (rank, life) == (1, 0):
     os.kill(os.getpid(), signal.SIGKILL)
 print("life", life, mscomm.all_reduce(np.ones(1)))
 """
-    done = job(tmp_path, body, "--max-restarts", 3, ranks=3)
+    done = job(tmp_path, body, "--max-restarts", 1, ranks=3)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("life 1 [3.]") == 3
+    assert "rank 0 is started again (not counted, because rank 1 had failed before): exit code 1" in done.stderr
+
+
+def test_the_rank_that_fails_in_each_life_is_named_and_not_those_that_failed_with_it(tmp_path):
+    body = """
+import os
+import mscomm
+mscomm.init()
+mscomm.barrier()
+if mscomm.get_rank() == 1:
+    os._exit(7)
+mscomm.barrier()
+"""
+    done = job(tmp_path, body, "--max-restarts", 2)
+    assert done.returncode == 7, done.stderr
+    assert "rank 1 failed first: exit code 7" in done.stderr.splitlines()[-1]
+    assert "rank 1 is started again (restart 2 of 2): exit code 7" in done.stderr
+
+
+def test_the_cause_is_named_although_its_rank_was_started_again(tmp_path):
+    """Rank 0 leaves the job after rank 1 has failed, so the job can never be complete again."""
+    body = """
+import os, sys
+import mscomm
+mscomm.init()
+mscomm.barrier()
+if mscomm.get_rank() == 1:
+    raise ValueError("no such column")
+try:
+    mscomm.barrier()
+except mscomm.Aborted:
+    if mscomm.get_rank() == 0:
+        mscomm.release()
+        os._exit(0)
+    mscomm.rejoin()
+"""
+    done = job(tmp_path, body, "--max-restarts", 1, ranks=3)
+    assert done.returncode == 1
+    assert "rank 1 failed first: ValueError: no such column" in done.stderr.splitlines()[-1]
+
+
+def test_a_rank_that_fails_again_and_again_is_started_again_later_each_time(tmp_path):
+    (tmp_path / "script.py").write_text("raise SystemExit(3)")
+    done = run([*patched_run(LATEST_S=1.5), "-n", "1", "--max-restarts", "3", str(tmp_path / "script.py")])
+    assert done.returncode == 3
+    for number, later in (1, ""), (2, " in 1 s"), (3, " in 1.5 s"):
+        assert f"rank 0 is started again{later} (restart {number} of 3): exit code 3" in done.stderr
 
 
 @pytest.mark.parametrize("words", [["--max_restarts", 2], []])

@@ -13,6 +13,7 @@ from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.hello import LAUNCHER
+from mscomm.cluster.launchers import State
 from mscomm.cluster.plan import world_id
 from mscomm.cluster.roster import Link, Roster
 
@@ -273,10 +274,11 @@ class Launcher:
 def test_a_launcher_names_how_its_ranks_ended_and_hears_that_the_job_is_over():
     with Job(4, tcp=True, watched=True, nodes=NODES) as job:
         here, there = Launcher(job, range(2)), Launcher(job, range(2, 4))
-        assert here.hears() == there.hears() == {"t": "state", "over": None, "goes_on": False, "only_stopped": False}
+        assert here.hears() == there.hears() == {"t": "state", **State()._asdict()}
         communicators = [communicator for _, communicator in job.joined()]
         by_rank(job)[3].close()
         there.ended(3, "exit code 7")
+        assert here.hears()["complete"] == 1
         over = here.hears()["over"]
         assert (over["kind"], over["ranks"]) == ("PeerLost", [3])
         assert over["text"].endswith("ended without release: exit code 7")
@@ -332,6 +334,7 @@ def test_launchers_hear_of_the_end():
         there.hears()
         for member, _ in job.joined():
             member.leave(0)
+        assert there.hears()["complete"] == 1
         assert there.hears() == {"t": "end"}
         there.frames.close()
         assert job.settled().ok

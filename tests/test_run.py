@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 import types
 from pathlib import Path
@@ -34,12 +35,17 @@ def script(tmp_path):
     return write
 
 
+def state(pid: int) -> str:
+    """Return the letter in /proc for the state of the process, such as S for sleeping; Z if it does not exist."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return "Z"
+
+
 def alive(pid: int) -> bool:
     """Return whether the process is running, and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    return state(pid) != "Z"
 
 
 def ends(pid: int) -> None:
@@ -132,6 +138,7 @@ def test_modules_programs_and_pytest_are_started(tmp_path):
         (["--hosts", "a:2", "--local_worker_num", "2", "x.py"], "leave out --local_worker_num"),
         (["--stdin", "2", "-n", "2", "true"], "Error: --stdin 2: this host has the ranks 0 to 1"),
         (["--join=False", "-n", "2", "x.py"], "stays until the ranks have ended"),
+        (["--grace", "-1", "-n", "2", "x.py"], "Error: --grace -1: expected a number of seconds, 0 or more"),
         (["--cluster_time_out", "0", "-n", "2", "true"], "MS_TOPO_TIMEOUT='0.0'"),
     ],
 )
@@ -212,9 +219,13 @@ def test_a_rank_that_goes_on_after_a_failure_gets_sigterm_then_sigkill(script, t
         "if rank == 1: sys.exit(3)\n"
         "while True: time.sleep(1)"
     )
-    done = run([*patched_run(REPORT_S=0.1, TERM_S=60.0, clock=tmp_path / "clock"), "-n", "2", path])
+    done = run([*patched_run(REPORT_S=0.1, clock=tmp_path / "clock"), "-n", "2", "--grace", "60", path])
     assert done.returncode == 3
-    assert "[0] asked to end" in done.stdout
+    assert done.stdout == "[0] asked to end\n"
+    *_, asked, killed, last = done.stderr.splitlines()
+    assert asked == ("mscomm run: rank 1 has failed (exit code 3): SIGTERM to rank 0, and SIGKILL 60 s later")
+    assert killed == "mscomm run: killed rank 0: still running 60 s after SIGTERM"
+    assert "rank 1 failed first: exit code 3" in last
 
 
 def test_a_stopped_rank_that_is_all_that_is_left_is_ended(script):
@@ -301,20 +312,101 @@ def test_the_third_signal_kills(script, tmp_path):
 
 
 def test_ranks_that_do_not_follow_a_signal_are_ended(script, tmp_path):
-    """The rank advances the launcher's clock after our SIGTERM, and again after the SIGTERM that the launcher sends."""
+    """The rank advances the launcher's clock twice: first almost to the end of the grace period, and later past it."""
     body = (
-        # One write, because the second signal may interrupt the handler of the first.
         f"def go_on(*_):\n    os.write(1, b'not yet\\n')\n    open('{tmp_path}/clock', 'a').write('!')\n"
         "signal.signal(signal.SIGTERM, go_on)\n"
-        f"open('{tmp_path}/up', 'w').write('up')\nwhile True: time.sleep(1)"
+        f"open('{tmp_path}/up', 'w').write('up')\n"
+        f"while not os.path.exists('{tmp_path}/clock'): time.sleep(0.01)\n"
+        "time.sleep(0.5)  # a second SIGTERM would come now\n"
+        f"print('saved')\nopen('{tmp_path}/clock', 'a').write('!')\nwhile True: time.sleep(1)"
     )
-    command = [*patched_run(TERM_S=1.5 * JUMP_S, clock=tmp_path / "clock"), "-n", "1", script(body)]
+    grace = ["--grace", str(1.5 * JUMP_S)]
+    command = [*patched_run(clock=tmp_path / "clock"), "-n", "1", *grace, script(body)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     appears(tmp_path / "up")
     process.terminate()
     out, _ = process.communicate(timeout=60)
-    assert out == "[0] not yet\n" * 2
+    assert out == "[0] not yet\n[0] saved\n"
     assert process.returncode == 128 + signal.SIGKILL
+
+
+def test_signals_for_programs_reach_the_ranks_alone_and_end_nothing(script, tmp_path):
+    """A child of the rank has no handler, so SIGUSR1 would end it."""
+    body = (
+        "child = subprocess.Popen(['sleep', '1000'])\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: print('one'))\n"
+        "def two(*_):\n    print('two', child.poll())\n    sys.exit(0)\n"
+        "signal.signal(signal.SIGUSR2, two)\n"
+        f"open(f'{tmp_path}/up{{rank}}', 'w').write('up')\nwhile True: time.sleep(1)"
+    )
+    with subprocess.Popen([*MSCOMM, "run", "-n", "2", script(body)], stdout=subprocess.PIPE, text=True) as process:
+        for rank in range(2):
+            appears(tmp_path / f"up{rank}")
+        process.send_signal(signal.SIGUSR1)
+        assert sorted(process.stdout.readline() for _ in range(2)) == ["[0] one\n", "[1] one\n"]
+        process.send_signal(signal.SIGUSR2)
+        assert sorted(process.stdout) == ["[0] two None\n", "[1] two None\n"]
+        assert process.wait(60) == 0
+
+
+def test_ranks_stop_and_go_on_with_the_launcher(script, tmp_path):
+    body = f"open(f'{tmp_path}/pid{{rank}}', 'w').write(str(os.getpid()))\nsys.stdin.read()\nwhile True: time.sleep(1)"
+    process = subprocess.Popen([*MSCOMM, "run", "-n", "2", script(body)], stderr=subprocess.DEVNULL)
+    pids = [process.pid, *(int(appears(tmp_path / f"pid{rank}")) for rank in range(2))]
+    for number, states in (signal.SIGTSTP, "T"), (signal.SIGCONT, "RS"):
+        process.send_signal(number)
+        until = time.monotonic() + 60
+        while not all(state(pid) in states for pid in pids):
+            assert time.monotonic() < until, number
+            time.sleep(0.01)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+
+
+def test_a_rank_that_cannot_be_killed_is_named_and_left_behind(script, tmp_path):
+    """A stand-in for a rank in a frozen container: the launcher's signals do not reach it."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal\n"
+        "killpg = os.killpg\n"
+        f"os.killpg = lambda pid, number: None if str(pid) == open('{tmp_path}/pid1').read() else killpg(pid, number)\n"
+    )
+    body = (
+        f"open(f'{tmp_path}/pid{{rank}}', 'w').write(str(os.getpid()))\n"
+        f"while rank == 0 and not os.path.exists('{tmp_path}/pid1'): time.sleep(0.01)\n"
+        "sys.exit(5) if rank == 0 else time.sleep(1000)"
+    )
+    command = [*patched_run(REPORT_S=0.2, KILLED_S=0.3), "-n", "2", "--grace", "0.1", script(body)]
+    done = run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, kill_rest=False)
+    pid = int((tmp_path / "pid1").read_text())
+    try:
+        assert done.returncode == 5
+        assert re.search(rf"rank 1 \(pid {pid}, state S .*\) cannot be killed, and is left behind", done.stderr)
+        assert "rank 0 failed first: exit code 5" in done.stderr.splitlines()[-1]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("numbers", ["SIGTERM", "SIGKILL"])
+def test_a_program_behind_a_wrapper_ends_with_a_launcher_that_is_killed(tmp_path, numbers):
+    """The shell ends at the kernel's SIGTERM. The program in it gets one SIGTERM, and SIGKILL if it goes on."""
+    program = (
+        "import os, signal, sys, time\n"
+        "def stop(*_):\n"
+        f"    open('{tmp_path}/stops', 'a').write('!')\n"
+        f"    {numbers!r} == 'SIGTERM' and sys.exit()\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        f"open('{tmp_path}/pid', 'w').write(str(os.getpid()))\nwhile True: time.sleep(1)"
+    )
+    wrapper = '"$0" -c "$1"; echo the shell goes on'
+    command = [*MSCOMM, "run", "-n", "1", "--grace", "1", "--", "sh", "-c", wrapper, sys.executable, program]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    pid = int(appears(tmp_path / "pid"))
+    process.kill()
+    process.wait()
+    ends(pid)
+    assert (tmp_path / "stops").read_text() == "!"
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(script, tmp_path):

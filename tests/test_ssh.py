@@ -239,7 +239,7 @@ def test_hosts_that_do_not_answer_are_given_up_together(monkeypatch):
     close = remote._Agent.close
     monkeypatch.setattr(remote._Agent, "close", lambda agent, wait_s: (waits.append(wait_s), close(agent, wait_s)))
     shares = remote.shares([(f"127.0.0.{last}", 1) for last in range(1, 8)], None)
-    hosts = remote.Hosts(shares, 0, None, Protection(), 10, False, {})
+    hosts = remote.Hosts(shares, 0, None, Protection(), 10, False, {"grace": 0.0})
     hosts._agents = [remote._Agent(["bash", "-c", "exec sleep 1000"], share, {}) for share in shares[1:]]
     hosts._close()
     assert waits[0] > 0 and waits[1:] == [0.0] * 5

@@ -21,7 +21,10 @@ JOINING, CALL, SILENCE = (
 
 SENTENCES = [
     ("guide.md", f"the other ranks have {processes.REPORT_S:g} s to report their errors"),
-    ("guide.md", f"sends them SIGTERM, and {processes.TERM_S:g} s later SIGKILL"),
+    ("guide.md", f"sends them SIGTERM, and {processes.GRACE_S:g} s later SIGKILL"),
+    ("guide.md", f"a rank that fails within {processes.SHORT_S:g} s of its start again and again"),
+    ("guide.md", f"at most {processes.LATEST_S:g} s"),
+    ("errors.md", f"still there {processes.KILLED_S:g} s after SIGKILL"),
     ("guide.md", f"within these {processes.REPORT_S:g} s"),
     ("guide.md", f"kills the stopped ranks after {processes.STOPPED_S:g} s"),
     ("guide.md", f"after {FIRST:g} s, after {SECOND:g} s, and then every {EVERY / 60:g} minutes"),

@@ -460,6 +460,7 @@ def _join(
     launcher: Launcher,
 ) -> Job:
     """Join the job to which this process is invited. Return when every rank is ready to use the world."""
+    links.raise_descriptor_limit()
     rank = None if invitation.seat.rank == UNKNOWN_RANK else invitation.seat.rank
     frames = Frames(invitation.stream)
     member = Member(

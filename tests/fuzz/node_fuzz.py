@@ -27,7 +27,7 @@ def fuzz(data: bytes) -> None:
 
 
 def seeds():
-    state = {"t": "state", "over": None, "goes_on": False, "only_stopped": True}
+    state = {"t": "state", "over": None, "goes_on": False, "only_stopped": True, "complete": 1}
     error = {"kind": "PeerLost", "text": "gone", "ranks": [0], "waiting_for": []}
     yield msgpack.packb([state, {**state, "over": error}, {"t": "end"}])
 

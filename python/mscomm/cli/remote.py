@@ -39,7 +39,7 @@ from mscomm.writing import Output
 # Variables with one of these prefixes are passed from this host to the ranks on the other hosts.
 HANDED_OVER = ("MSCOMM_", "MS_", "OMP_", "NCCL_", "HCCL_", "GLOO_", "PYTHON")
 _OF_ONE_HOST = ("MSCOMM_HOST_ID", "MSCOMM_SSH", "MSCOMM_JOB_KEY_FILE")  # not passed, because they apply to one host
-_ENDS_S = 10.0  # how long a launcher may take to end after its stdin is closed; it kills its ranks after 7 s
+_ENDS_S = 10.0  # how long a launcher may take to end after its stdin is closed, in addition to --grace
 LENGTH = struct.Struct("<I")  # the first bytes on a launcher's stdin: the length of what follows
 MOST_BYTES = 1 << 20
 
@@ -156,6 +156,7 @@ class Hosts(Node0):
         self._layout = "--hosts"
         self._others = {f"host {host.name}": host.ranks for host in hosts if host is not hosts[own]}
         self._shares = [host for host in hosts if host is not hosts[own]]
+        self._ends_s = _ENDS_S + task["grace"]
         self._task = {**task, "size": self.size, "timeout": topo_timeout_s}
         self._agents: list[_Agent] = []
 
@@ -206,7 +207,7 @@ class Hosts(Node0):
         """End the launchers of all other hosts at the same time."""
         for agent in self._agents:
             agent.hang_up()
-        until = time.monotonic() + _ENDS_S
+        until = time.monotonic() + self._ends_s
         for agent in self._agents:
             agent.close(max(0.0, until - time.monotonic()))
 
@@ -247,13 +248,13 @@ class Hosts(Node0):
     def needed(self, well: bool) -> bool:
         """Return whether to wait for the launchers on other hosts, or for their output.
 
-        After a failure, wait at most _ENDS_S, unless the other ranks continue without the lost ranks.
+        After a failure, wait at most _ends_s, unless the other ranks continue without the lost ranks.
         """
         self.over()
         if self.goes_on() or (well and not super().over()):
             self._heard_at = float("inf")
         else:
-            self._heard_at = min(self._heard_at, time.monotonic() + _ENDS_S)
+            self._heard_at = min(self._heard_at, time.monotonic() + self._ends_s)
         # When every ssh process has ended, wait only briefly for the rest of the output. A process that ssh has started
         # may still hold the pipes open.
         if all(agent.told for agent in self._agents):

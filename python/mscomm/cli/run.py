@@ -105,6 +105,12 @@ def _option(*names: str, **more: Any) -> Callable[[_F], _F]:
     help="Restart failed ranks, at most N times in total on this host (0).",
 )
 @_option(
+    "--grace",
+    type=float,
+    metavar="SECONDS",
+    help="The time from SIGTERM to SIGKILL for ranks that are to end (30).",
+)
+@_option(
     "--stdin",
     "stdin_rank",
     type=int,
@@ -129,6 +135,7 @@ def command(
     join: bool | None,
     log_dir: Path | None,
     max_restarts: int | None,
+    grace: float | None,
     stdin_rank: int | None,
     module: bool,
     script: str,
@@ -146,6 +153,8 @@ def command(
     nodes = nodes_of(os.environ, count, node_rank, master_addr, master_port)
     if max_restarts is None:
         max_restarts = _number(os.environ, "PET_MAX_RESTARTS") or 0
+    if grace is not None and not grace >= 0:
+        raise click.ClickException(f"--grace {grace:g}: expected a number of seconds, 0 or more")
     if cluster_time_out is not None:
         os.environ["MS_TOPO_TIMEOUT"] = str(cluster_time_out if cluster_time_out >= 0 else float("inf"))
     try:
@@ -155,8 +164,9 @@ def command(
         raise click.ClickException(str(error)) from error
     from mscomm.errors import Error
     from mscomm.launching.parts import Node0, OtherNode, Part, WholeJob, layout
-    from mscomm.launching.processes import Launch
+    from mscomm.launching.processes import GRACE_S, Launch
 
+    grace = GRACE_S if grace is None else grace
     _open_standard_streams()
     try:
         protection = of_command(os.environ, permit_plain, "mscomm run --permit-plain ...")
@@ -168,6 +178,7 @@ def command(
         from mscomm.cli.remote import Hosts, handed_over
 
         task = {"script": script, "args": args, "module": module, "max_restarts": max_restarts}
+        task["grace"] = grace
         task |= {"cwd": str(Path.cwd()), "env": handed_over(os.environ)}
         task |= {"log_dir": str(log_dir.absolute()) if log_dir else ""}
         part = Hosts(shares, own, master_port, protection, topo_timeout_s, max_restarts > 0, task)
@@ -175,6 +186,7 @@ def command(
         part = WholeJob(size, topo_timeout_s, max_restarts > 0)
     elif nodes.rank == 0:
         options = [*["--permit-plain"] * permit_plain, *(["--max-restarts", str(max_restarts)] if max_restarts else [])]
+        options += [] if grace == GRACE_S else ["--grace", f"{grace:g}"]
         others = _for_the_others(nodes, local, [*options, *["-m"] * module, script, *args])
         part = Node0(nodes.number, local, *where, max_restarts > 0, others)
     else:
@@ -194,7 +206,7 @@ def command(
             sys.exit(error.exit_code)
         raise
     try:
-        status = Launch(line, local, env, part, log_dir, max_restarts, stdin_rank).run()
+        status = Launch(line, local, env, part, log_dir, max_restarts, stdin_rank, grace_s=grace).run()
     except (Error, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     sys.exit(status)

@@ -19,7 +19,7 @@ from mscomm.cli.remote import LENGTH, MOST_BYTES
 from mscomm.cluster.protection import of_command
 from mscomm.errors import Error
 from mscomm.launching.parts import OtherNode
-from mscomm.launching.processes import Launch
+from mscomm.launching.processes import FORWARDED, Launch
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def _run(task: Mapping[str, Any]) -> int:
             with ExitStack() as stack:
                 part.open(stack, lambda text: None, lambda text: None)
                 raise
-        return Launch(line, len(ranks), env, part, log_dir, task["max_restarts"]).run()
+        return Launch(line, len(ranks), env, part, log_dir, task["max_restarts"], grace_s=task["grace"]).run()
     except (Error, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
 
@@ -74,10 +74,18 @@ def _read(count: int) -> bytes:
 
 
 def _obey() -> None:
-    """Read signal numbers from stdin, and send these signals to this process. Send SIGTERM when stdin is closed."""
-    while number := os.read(0, 1):
-        os.kill(os.getpid(), number[0])
-    os.kill(os.getpid(), signal.SIGTERM)
+    """Read signal numbers from stdin, and send these signals to this process.
+
+    When stdin is closed, send SIGTERM, unless it was sent already.
+    """
+    numbers = []
+    while data := os.read(0, 1):
+        numbers.append(data[0])
+        # Until Launch handles the other signals, no rank is running, and such a signal would end this process.
+        if data[0] in FORWARDED or signal.getsignal(data[0]) != signal.SIG_DFL:
+            os.kill(os.getpid(), data[0])
+    if signal.SIGTERM not in numbers:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -672,6 +672,7 @@ class Hub:
             return
         self._welcomed = True
         self._waiting.end()
+        self._set_state(complete=self.state.complete + 1)
         for link in self._roster:
             link.nonce = link.nonce or os.urandom(16)
         self._save()

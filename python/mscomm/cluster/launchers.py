@@ -25,12 +25,14 @@ class State(NamedTuple):
 
     `over`: the reason why the job cannot continue, or None if it can. If it cannot, launchers must end their ranks.
     `goes_on`: whether ranks continue without the lost ranks (mscomm.shrink), or wait to do so. `only_stopped`: whether
-    some ranks have ended and all others are stopped (SIGSTOP).
+    some ranks have ended and all others are stopped (SIGSTOP). `complete`: how often all ranks have joined: once at
+    first, and once more for each later epoch.
     """
 
     over: Error | None = None
     goes_on: bool = False
     only_stopped: bool = False
+    complete: int = 0
 
 
 class _Launcher(Line):

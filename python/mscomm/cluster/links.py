@@ -55,6 +55,7 @@ _FDS_A_MESSAGE = 253  # the kernel's SCM_MAX_FD
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 CUT_S = 5.0  # how long to try again if connections end in the TLS handshake
 _COMPLAIN_EVERY_S = 10.0
+_MOST_OPEN = 65536  # not more, because some programs close all descriptors up to the limit, one by one
 _PAUSE_S = 0.1  # how long to ignore a listener when descriptors or memory have run out
 _UCRED = struct.Struct("=iII")  # pid, uid, gid
 
@@ -113,10 +114,15 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process open as many descriptors as the system permits. Only a process for the hub alone calls this."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # the system may permit even less
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    """Let this process and its children open as many descriptors as the system permits, but not more than _MOST_OPEN.
+
+    The limit is never lowered. Each group needs descriptors for its links to all ranks on other hosts.
+    """
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_OPEN if most == resource.RLIM_INFINITY else min(most, _MOST_OPEN)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # the system may permit even less
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def node_timeout_s() -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from mscomm.errors import Error
@@ -75,6 +77,8 @@ def _of_end(end: End) -> str:
     name = signal_name(-end.code) if end.code < 0 else ""
     if name == "SIGKILL":
         return "If nobody killed it, its host had no memory left: see dmesg"
+    if name in ("SIGUSR1", "SIGUSR2"):
+        return "mscomm run passes this signal on to the ranks, and the program has no handler for it"
     if name in _CRASHES:
         return "That is a crash in native code: set PYTHONFAULTHANDLER=1 to see the line"
     return ""
@@ -84,10 +88,33 @@ def _sentences(*texts: str) -> str:
     return ". ".join(text.rstrip(".") for text in texts if text)
 
 
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {numbers(ranks)}"
+
+
+def asked(ranks: Sequence[int], grace_s: float, why: str) -> str:
+    """Return the message about ranks that are to end. why: why they are."""
+    return f"{why}: SIGTERM to {_named(ranks)}, and SIGKILL {grace_s:g} s later"
+
+
+def killed(ranks: Sequence[int], grace_s: float) -> str:
+    """Return the message about ranks that are killed because they have not ended after SIGTERM."""
+    return f"killed {_named(ranks)}: still running {grace_s:g} s after SIGTERM"
+
+
+def left_behind(rank: int, pid: int) -> str:
+    """Return the message about a rank that SIGKILL does not end."""
+    try:
+        state = re.search(r"^State:\s*(.*)", Path(f"/proc/{pid}/status").read_text(), re.M)
+    except OSError:  # it has just ended
+        state = None
+    now = f", state {state[1]}" if state else ""
+    return f"rank {rank} (pid {pid}{now}) cannot be killed, and is left behind: it may be frozen, or wait for a device"
+
+
 def stopped(ranks: Sequence[int]) -> str:
     """Return the message about ranks that were killed because they were stopped and all other ranks had ended."""
-    which = f"rank{'s' * (len(ranks) > 1)} {numbers(list(ranks))}"
-    return f"killed {which}: stopped (SIGSTOP or SIGTSTP) though all other ranks had ended"
+    return f"killed {_named(ranks)}: stopped (SIGSTOP or SIGTSTP) though all other ranks had ended"
 
 
 def interrupted(number: int, after_s: float, words: Mapping[int, LastWords]) -> str:
@@ -96,6 +123,6 @@ def interrupted(number: int, after_s: float, words: Mapping[int, LastWords]) -> 
     for rank, said in sorted(words.items()):
         if place := said.interrupted_at:
             by_place.setdefault(place, []).append(rank)
-    places = [f"rank{'s' * (len(ranks) > 1)} {numbers(ranks)} at {place}" for place, ranks in by_place.items()]
+    places = [f"{_named(ranks)} at {place}" for place, ranks in by_place.items()]
     by = "Ctrl-C" if number == signal.SIGINT else signal_name(number)
     return f"ended by {by} after {after_s:.1f} s" + (f": {'; '.join(places)}" if places else "")

@@ -22,7 +22,7 @@ from mscomm.errors import CollectiveTimeout, Error, PeerLost
 from mscomm.interpreter import child_environment, own_child, python_executable
 from mscomm.launching.ending import End
 from mscomm.launching.parts import WholeJob
-from mscomm.launching.processes import PIPE_CLOSED, Launch
+from mscomm.launching.processes import FORWARDED, JOB_CONTROL, PIPE_CLOSED, Launch
 from mscomm.launching.tracebacks import PYTHONS_STATUS, numbers
 from mscomm.writing import Output, TextOutput
 
@@ -84,7 +84,7 @@ def launch(function: Callable[..., Any], n: int, *args: Any, timeout: float | ti
             stack.callback(os.close, file)
             with open(os.dup(file), "wb") as memory:
                 memory.write(call)
-        job = _Calls(size, files, timeout_s)
+        job = _Calls(size, files, len(call), timeout_s)
         status = job.run()
         if job.signals:
             signal.raise_signal(job.signals[0])  # usually raises KeyboardInterrupt; all ranks have ended by now
@@ -119,19 +119,28 @@ class _Outcome(NamedTuple):
 class _Calls(Launch):
     """Runs the ranks of one launch(). Unlike `mscomm run`, it records how the ranks ended, and does not print it."""
 
-    def __init__(self, size: int, files: Sequence[int], timeout_s: float) -> None:
+    program = "mscomm.launch"
+    taken = (*FORWARDED, *JOB_CONTROL)  # SIGUSR1 and SIGUSR2 are left to this process's own program
+
+    def __init__(self, size: int, files: Sequence[int], begin: int, timeout_s: float) -> None:
+        """files: for each rank, the file with the pickled call, which ends at offset `begin`."""
         threads = max(1, usable_cpus() // size)
         env = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **child_environment(os.environ)}
         part = WholeJob(size, join_timeout_s(os.environ), restarts=False)
         python = python_executable("the ranks of launch()")
         command = [python, *util._args_from_interpreter_flags(), "-c", _SERVE]  # type: ignore[attr-defined]
         super().__init__(command, size, env, part, call_fds=files, timeout_s=timeout_s)
+        self._begin = begin
         self.said = b""  # the tracebacks of all ranks
         self.verdict: Error | None = None
         self.first: End | None = None
 
     def _outputs(self, wake: Callable[[], None]) -> tuple[Output, Output]:
         return TextOutput(sys.stdout, wake), TextOutput(sys.stderr, wake)
+
+    def _unknown_code(self, local_rank: int) -> int:
+        outcome = _outcome(local_rank, self.call_fds[local_rank], self._begin)
+        return 0 if outcome and not outcome.error else PYTHONS_STATUS
 
     def _show_last(self, tracebacks: bytes) -> None:
         self.said = self._tracebacks.shown + tracebacks

@@ -40,12 +40,13 @@ class Part(Protocol):
     The defaults of serve(), streams(), forward() and needed() are for a launcher that starts no other launchers.
 
     `size`: the number of ranks in the job. `first`: the first rank of this host. `look_s`: the seconds between two
-    calls of over(); None if the job has only this host.
+    calls of over(); None if the job has only this host. `remote`: whether a launcher on another host started this one.
     """
 
     size: int
     first: int = 0
     look_s: float | None = None
+    remote: bool = False
 
     def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
         """Prepare this part before any rank is started: listen, or connect to the listening launcher. This may wait.
@@ -83,6 +84,9 @@ class Part(Protocol):
     def goes_on(self) -> bool:
         """Return whether ranks continue without the lost ranks (shrink), or wait to do so. If so, do not end them."""
 
+    def complete(self) -> int:
+        """Return how many times all ranks of the job have joined. After a failure, it grows when the job goes on."""
+
     def stopped(self, ranks: list[int]) -> None:
         """Report this host's ranks that have not ended if all of them are stopped. Otherwise, report an empty list."""
 
@@ -116,6 +120,9 @@ class _WithHub(Part):
 
     def goes_on(self) -> bool:
         return self._hub.state.goes_on
+
+    def complete(self) -> int:
+        return self._hub.state.complete
 
     def stopped(self, ranks: list[int]) -> None:
         self._hub.stopped_here(ranks)
@@ -249,13 +256,15 @@ class OtherNode(Part):
     port: int
     protection: Protection
     topo_timeout_s: float
-    key: bytes = b""  # the job's key, if it is known yet
+    key: bytes = b""  # the job's key, if the launcher of node 0 started this one, and sent the key
 
     def __post_init__(self) -> None:
         self.first = self.ranks.start
         self.look_s = LOOK_S
+        self.remote = bool(self.key)
         self._over: Error | None = None
         self._goes_on = self._only_stopped = False
+        self._complete = 0
         self._stopped: list[int] = []  # the ranks in the latest report of stopped ranks to the hub
         self._ended_well: set[int] = set()
         self._link: Frames | None = None
@@ -362,14 +371,19 @@ class OtherNode(Part):
         self.over()  # reads what node 0 has said
         return self._goes_on
 
+    def complete(self) -> int:
+        self.over()  # reads what node 0 has said
+        return self._complete
+
     def _hear(self, frame: Frame) -> None:
         if frame["t"] == "state":
-            check(frame, {"goes_on": bool, "only_stopped": bool})
+            check(frame, {"goes_on": bool, "only_stopped": bool, "complete": int})
             if frame.get("over") is not None:
                 over = field_of(frame, "over", dict)
                 check({**over, "t": "state"}, ERROR)
                 self._over = self._over or of_fields(over)
             self._goes_on, self._only_stopped = frame["goes_on"], frame["only_stopped"]
+            self._complete = frame["complete"]
         elif frame["t"] == "end":
             self._leave()
 

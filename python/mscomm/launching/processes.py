@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -11,14 +12,18 @@ import socket
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from mscomm import environment
 from mscomm.bootstrap.launcher import CONTROL_FD, KEY_FD, SCHED
-from mscomm.errors import Error
+from mscomm.cluster.links import raise_descriptor_limit
+from mscomm.errors import BackendUnavailable, Error
+from mscomm.interpreter import child_environment, python_executable
 from mscomm.launching import ending
 from mscomm.launching.breakpoints import HOOK
 from mscomm.launching.ending import End
@@ -28,11 +33,16 @@ from mscomm.launching.tracebacks import PYTHONS_STATUS, LastWords, Tracebacks
 from mscomm.writing import Output
 
 REPORT_S = 5.0  # after the first failure, the other ranks have this long to report before SIGTERM
-TERM_S = 2.0  # the time from SIGTERM to SIGKILL
+GRACE_S = 30.0  # the time from SIGTERM to SIGKILL, as in torchrun, Slurm and Kubernetes
+KILLED_S = 5.0  # a rank that is still there this long after SIGKILL cannot be killed, and is left behind
+SHORT_S = 10.0  # a rank that fails this soon after its start is restarted later each time, after 1 s, 2 s, 4 s, ...
+LATEST_S = 30.0  # ... but not later than this
 DRAIN_S = 1.0  # how long to read output that is still in the pipes when all ranks have ended
 STOPPED_S = 10.0  # if only ranks that are stopped (SIGSTOP) are left, they are killed after this time
 STALLED_S = 10.0  # at the end, drop the output if its reader takes nothing for this long
-FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)  # these end the job
+JOB_CONTROL = (signal.SIGTSTP, signal.SIGCONT)
+FOR_PROGRAMS = (signal.SIGUSR1, signal.SIGUSR2)  # passed on to the ranks, not to the processes that ranks have started
 PIPE_CLOSED = 128 + signal.SIGPIPE  # our exit status when nobody reads our output any more
 _LOOK_S = 0.05  # how often to look for ranks that ended, if this process cannot handle SIGCHLD
 _NOBODY_READ = f"nobody read {{}} for {STALLED_S:g} s"
@@ -49,8 +59,12 @@ class Launch:
 
     max_restarts: the maximum number of restarts, in total for all ranks. stdin_rank: the local rank that inherits our
     stdin. call_fds: for each local rank, a descriptor that the rank inherits, and whose number is appended to the
-    rank's command. timeout_s: the time after which the ranks are terminated.
+    rank's command. timeout_s: the time after which the ranks are terminated. grace_s: the time from SIGTERM to SIGKILL.
     """
+
+    program: ClassVar[str] = "mscomm run"  # the beginning of each line that the launcher prints
+    # The signals that run() handles.
+    taken: ClassVar[tuple[signal.Signals, ...]] = (*FORWARDED, *JOB_CONTROL, *FOR_PROGRAMS)
 
     command: Sequence[str]
     size: int
@@ -61,6 +75,7 @@ class Launch:
     stdin_rank: int | None = None
     call_fds: Sequence[int] = ()
     timeout_s: float = float("inf")
+    grace_s: float = GRACE_S
 
     def __post_init__(self) -> None:
         self._logs: dict[str, Log] = {}  # the log for each file name
@@ -68,7 +83,18 @@ class Launch:
         # The process of each local rank. It is reaped only at the end, or when its rank is restarted. Until then, its
         # pid is not reused.
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._watcher: subprocess.Popen[bytes] | None = None
         self._restarts: list[int] = []  # the local rank of each restart, in order
+        self._counted = 0  # restarts that count, because the rank did not fail because of another rank's failure
+        self._restart_at: dict[int, float] = {}  # when to restart local ranks that have failed
+        self._started_at: dict[int, float] = {}  # when each local rank was started, in time.monotonic() seconds
+        self._short_lives: Counter[int] = Counter()  # how often in a row each local rank failed soon after its start
+        # The latest failure that counted, how often the job had been complete then, and the local ranks that have
+        # failed since then.
+        self._lost: End | None = None
+        self._lost_said: LastWords | None = None  # the exception that ended this rank, if it is known
+        self._lost_at = 0
+        self._lost_with: set[int] = set()
         self._ends: dict[int, End] = {}  # how each local rank ended, if it has ended
         self._until = self._started + self.timeout_s
         self.late: list[int] = []  # ranks that were ended at the timeout
@@ -79,9 +105,13 @@ class Launch:
         self._failed = False  # whether a rank of this or another host has failed, and is not restarted
         self._must_end = False  # whether something other than a failure ends the ranks
         self._ending = False
-        self._steps: list[tuple[float, signal.Signals]] = []  # when to send which signal to the running ranks
+        # The next signal to the running ranks, and when to send it.
+        self._next, self._next_at = signal.SIGTERM, float("inf")
+        self._asked = False  # whether the ranks have got SIGTERM; they get it only once, unless the user sends more
         # The seconds from the start to our first signal. If a rank ends later, the signal may be the reason.
         self._sent_s = float("inf")
+        self._killed_at = float("inf")  # when the ranks got SIGKILL
+        self._left: list[int] = []  # local ranks that cannot be killed
         self._look_s = self.part.look_s
         self._selector = selectors.DefaultSelector()
         self._streams = Streams(self._selector)
@@ -103,6 +133,7 @@ class Launch:
                 self._streams.release()
 
     def _run(self) -> int:
+        raise_descriptor_limit()
         with ExitStack() as logs:
             if not isinstance(self.part, OtherNode):
                 self._open_log("scheduler.log", logs)
@@ -110,6 +141,7 @@ class Launch:
                 stack.callback(self._selector.close)
                 self.part.open(stack, self._note, self._say)  # this may wait; until it returns, Ctrl-C ends us
                 self._take_signals(stack)
+                self._start_watcher(stack)
                 stack.callback(self._end_all)
                 self._start_ranks(stack, logs)
                 try:
@@ -132,11 +164,43 @@ class Launch:
             stack.callback(sock.close)
         old_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         stack.callback(signal.set_wakeup_fd, old_fd)
-        for number in (signal.SIGCHLD, *FORWARDED):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # the launcher runs under nohup: keep ignoring SIGHUP
+        for number in (signal.SIGCHLD, *self.taken):
+            ignorable = number not in (signal.SIGCHLD, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+            if ignorable and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # e.g. SIGHUP under nohup: keep ignoring it
             stack.callback(signal.signal, number, signal.signal(number, lambda *_: None))
         self._selector.register(reader, selectors.EVENT_READ, lambda: self._signalled(reader.recv(4096)))
+
+    def _start_watcher(self, stack: ExitStack) -> None:
+        """Start the process that ends the ranks' process groups if this process is killed (watcher.py)."""
+        file = str(Path(__file__).with_name("watcher.py"))
+        env = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+        with contextlib.suppress(BackendUnavailable, OSError):  # then only the ranks themselves end with this process
+            words = [python_executable("the watcher"), "-I", "-S", file, str(os.getpid()), str(self.grace_s)]
+            nowhere = subprocess.DEVNULL
+            self._watcher = subprocess.Popen(
+                words,
+                env=child_environment(env),
+                cwd="/",
+                stdin=subprocess.PIPE,
+                stdout=nowhere,
+                stderr=nowhere,
+                bufsize=0,
+                start_new_session=True,  # a signal to our process group must not end it
+            )
+            stack.callback(self._end_watcher)
+
+    def _end_watcher(self) -> None:
+        if self._watcher and self._watcher.stdin:
+            self._watcher.kill()
+            self._watcher.wait()
+            self._watcher.stdin.close()
+
+    def _tell_watcher(self, number: int) -> None:
+        """Tell the watcher that a rank's process was started, or with a minus sign, that it was reaped."""
+        if self._watcher and self._watcher.stdin:
+            with contextlib.suppress(OSError):  # somebody has killed the watcher
+                self._watcher.stdin.write(b"%d\n" % number)
 
     def _note(self, text: str) -> None:
         """Write a line to the scheduler's log. Any thread may call this."""
@@ -164,6 +228,8 @@ class Launch:
             stdin = None if local_rank == self.stdin_rank else subprocess.DEVNULL
             inherits = [inherited.fileno(), *self.call_fds[local_rank : local_rank + 1]]
             process = self._execute(inherits, stdin, {**self._environment(local_rank), **variables})
+        self._tell_watcher(process.pid)
+        self._started_at[local_rank] = time.monotonic()
         assert process.stdout and process.stderr
         log, prompts = self._logs.get(f"worker_{rank}.log"), local_rank == self.stdin_rank and os.isatty(0)
         held = functools.partial(self._tracebacks.take, rank)
@@ -213,6 +279,7 @@ class Launch:
         while len(self._ends) < self.size:
             self._turn(self._sleep_s())
             self._look_for_ends()
+            self._restart_due()
             self._end_unless_ranks_go_on()
             if self._until <= time.monotonic():
                 self._end_late()
@@ -220,9 +287,10 @@ class Launch:
             self._streams.prompt()
             if self._tracebacks.due <= time.monotonic() and not self._ending:
                 self._tracebacks.show()
-            while self._steps and self._steps[0][0] <= time.monotonic():
-                self._tracebacks.show()
-                self._send(self._steps.pop(0)[1])
+            if self._next_at <= time.monotonic():
+                self._take_step()
+            if self._killed_at + KILLED_S <= time.monotonic():
+                self._leave_behind()
         self._kill_groups()
         self._streams.take_all()
         until = time.monotonic() + DRAIN_S
@@ -239,8 +307,8 @@ class Launch:
 
     def _sleep_s(self) -> float | None:
         """Return the seconds until something is due or `part` must be asked again; None to wait only for events."""
-        at_s = [self._streams.prompt_at_s, self._until, *(step[0] for step in self._steps[:1])]
-        at_s += [self._stopped_at + STOPPED_S]
+        at_s = [self._streams.prompt_at_s, self._until, self._next_at]
+        at_s += [self._stopped_at + STOPPED_S, self._killed_at + KILLED_S, *self._restart_at.values()]
         at_s += [] if self._ending else [self._tracebacks.due]
         waits = [max(0.0, min(at_s) - time.monotonic())] if min(at_s) < float("inf") else []
         waits += [self._look_s] if self._look_s is not None else []
@@ -255,7 +323,7 @@ class Launch:
         if not self._failed:
             return
         if self.part.goes_on() and not self._must_end and self._sent_s == float("inf"):
-            self._ending, self._steps = False, []
+            self._ending, self._next_at = False, float("inf")
         else:
             self._end_soon()
 
@@ -277,44 +345,130 @@ class Launch:
         """Note which ranks have ended. Do not reap them, so that their process ids are not reused."""
         now = time.monotonic() - self._started
         for local_rank in self._running():
-            info = os.waitid(os.P_PID, self._processes[local_rank].pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if info is not None:
-                code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-                end = End(self.part.first + local_rank, code, now)
-                may_restart = len(self._restarts) < self.max_restarts and not self._ending
-                again = code != 0 and may_restart and self.part.can_restart()
-                self.part.ended(end.rank, end.how, code != 0, again)
-                if again:
-                    self._restart(local_rank, end)
-                    continue
-                self._ends[local_rank] = end
-                self._failed = self._failed or code != 0
+            if local_rank not in self._restart_at and (code := self._exit_code(local_rank)) is not None:
+                self._ended(local_rank, End(self.part.first + local_rank, code, now))
 
-    def _restart(self, local_rank: int, end: End) -> None:
-        """Restart a rank that failed. The other ranks continue."""
-        self._restarts.append(local_rank)
-        self._tracebacks.show()
-        count = f"restart {len(self._restarts)} of {self.max_restarts}"
-        self._say(f"rank {end.rank} is started again ({count}): {end.how} after {end.after_s:.1f} s")
+    def _exit_code(self, local_rank: int) -> int | None:
+        """Return how the rank's process ended, as in subprocess; None if it is still running."""
         process = self._processes[local_rank]
-        os.killpg(process.pid, signal.SIGKILL)  # also kills the rank's children; the pid is not reused before wait()
-        process.wait()
-        self._processes[local_rank] = self._start_rank(local_rank)
+        try:
+            info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # this process ignores SIGCHLD, or another thread reaps all children
+            self._kill_group(local_rank)  # soon after the end, so the process id is not reused yet
+            process.returncode = self._unknown_code(local_rank)
+            return process.returncode
+        if info is None:
+            return None
+        return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
-    def _end_soon(self) -> None:
-        """End all ranks, but give them REPORT_S to end by themselves."""
-        if not self._ending:
-            self._ending = True
-            until = time.monotonic() + REPORT_S
-            self._steps = [(until, signal.SIGTERM), (until + TERM_S, signal.SIGKILL)]
+    def _unknown_code(self, local_rank: int) -> int:
+        """Return the exit code of a rank that somebody else has reaped."""
+        return PYTHONS_STATUS
+
+    def _ended(self, local_rank: int, end: End) -> None:
+        counts = self._counts(end)
+        may_restart = self._counted + counts <= self.max_restarts and not self._ending
+        again = end.code != 0 and may_restart and self.part.can_restart()
+        self.part.ended(end.rank, end.how, end.code != 0, again)
+        if not again:
+            self._ends[local_rank] = end
+            self._failed = self._failed or end.code != 0
+            return
+        if counts:
+            self._lost, self._lost_at, self._lost_with = end, self.part.complete(), set()
+        self._lost_with.add(local_rank)
+        self._counted += counts
+        self._plan_restart(local_rank, end, counts)
+
+    def _counts(self, end: End) -> bool:
+        """Return whether a failure uses up a restart.
+
+        It does not if another rank has failed before, and not all ranks have joined again since then: this rank has
+        probably failed because of that rank, unless a signal killed it. But each rank may do so only once.
+        """
+        complete = self.part.complete()
+        since = self._lost is not None and 0 < self._lost_at == complete
+        return not since or end.code < 0 or end.rank - self.part.first in self._lost_with
+
+    def _plan_restart(self, local_rank: int, end: End, counts: bool) -> None:
+        """Restart a rank that failed, at once or after a pause. The other ranks continue."""
+        self._kill_group(local_rank)  # also kills the rank's children
+        self._restarts.append(local_rank)
+        now = time.monotonic()
+        lives_long = now - self._started_at[local_rank] >= SHORT_S
+        self._short_lives[local_rank] = 0 if lives_long else self._short_lives[local_rank] + 1
+        times = self._short_lives[local_rank]
+        pause_s = min(2.0 ** (times - 2), LATEST_S) if times > 1 else 0.0
+        self._restart_at[local_rank] = now + pause_s
+        self._tracebacks.show()
+        if counts:
+            self._lost_said = self._tracebacks.of(end.rank, now) if end.code == PYTHONS_STATUS else None
+        count = f"restart {self._counted} of {self.max_restarts}"
+        if not counts and self._lost:
+            count = f"not counted, because rank {self._lost.rank} had failed before"
+        later = f" in {pause_s:g} s" if pause_s else ""
+        self._say(f"rank {end.rank} is started again{later} ({count}): {end.how} after {end.after_s:.1f} s")
+
+    def _restart_due(self) -> None:
+        """Restart the ranks whose pause is over. If the job is ending, they have ended for good."""
+        now = time.monotonic()
+        for local_rank, at in list(self._restart_at.items()):
+            if self._ending:
+                del self._restart_at[local_rank]
+                code = self._exit_code(local_rank)
+                end = End(self.part.first + local_rank, PYTHONS_STATUS if code is None else code, now - self._started)
+                self.part.ended(end.rank, end.how, True, False)
+                self._ends[local_rank] = end
+            elif at <= now:
+                del self._restart_at[local_rank]
+                self._processes[local_rank].wait()
+                self._tell_watcher(-self._processes[local_rank].pid)
+                self._processes[local_rank] = self._start_rank(local_rank)
+
+    def _end_soon(self, within_s: float = REPORT_S) -> None:
+        """End all ranks, but give them some time to end by themselves. Then send SIGTERM, and SIGKILL after grace_s."""
+        self._ending = True
+        if not self._asked and time.monotonic() + within_s < self._next_at:
+            self._next, self._next_at = signal.SIGTERM, time.monotonic() + within_s
+
+    def _take_step(self) -> None:
+        """Send the signal that is due, and say why."""
+        self._tracebacks.show()
+        still = [self.part.first + local for local in self._running()]
+        if self._next == signal.SIGTERM:
+            self._say(ending.asked(still, self.grace_s, self._why()))
+        elif not self._stopped:
+            self._say(ending.killed(still, self.grace_s))
+        self._send(self._next)
+
+    def _why(self) -> str:
+        """Return why the ranks are ended."""
+        if self.late:
+            return f"the time limit of {self.timeout_s:g} s has passed"
+        if self.signals:
+            return f"{REPORT_S:g} s have passed since {ending.signal_name(self.signals[0])}"
+        first = self._first()
+        return f"rank {first.rank} has failed ({first.how})" if first else "the job has failed on another host"
+
+    def _leave_behind(self) -> None:
+        """Give up the ranks that have not ended after SIGKILL."""
+        self._killed_at = float("inf")
+        for local_rank in self._running():
+            process = self._processes[local_rank]
+            end = End(self.part.first + local_rank, -signal.SIGKILL, time.monotonic() - self._started)
+            self._say(ending.left_behind(end.rank, process.pid))
+            self.part.ended(end.rank, "cannot be killed", True, False)
+            self._ends[local_rank] = end
+            self._left.append(local_rank)
+            process.returncode = end.code  # nobody waits for it
 
     def _end_late(self) -> None:
         """End all ranks because the timeout has passed."""
-        now, self._until = time.monotonic(), float("inf")
+        self._until = float("inf")
         if not self._ending:  # otherwise the ranks are late because one of them failed
             self.late = [self.part.first + local for local in self._running()]
-        self._ending = self._must_end = True
-        self._steps = [(now, signal.SIGTERM), (now + TERM_S, signal.SIGKILL)]
+        self._must_end = True
+        self._end_soon(0.0)
 
     def _running(self) -> list[int]:
         """Return the local ranks that have not ended."""
@@ -332,12 +486,15 @@ class Launch:
         if now >= self._stopped_at + STOPPED_S:
             self._stopped_at, self._stopped = float("inf"), stopped
             self._ending = self._must_end = True
-            self._steps = [(now, signal.SIGKILL)]
+            self._next, self._next_at = signal.SIGKILL, now
 
     def _is_stopped(self, local_rank: int) -> bool:
         """Return whether the rank's process is stopped. WNOWAIT keeps the state for later calls."""
         flags = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT  # without WEXITED, waitid fails for an ended process
-        info = os.waitid(os.P_PID, self._processes[local_rank].pid, flags)
+        try:
+            info = os.waitid(os.P_PID, self._processes[local_rank].pid, flags)
+        except ChildProcessError:  # see _exit_code()
+            return False
         return info is not None and info.si_code == os.CLD_STOPPED
 
     def _signalled(self, numbers: bytes) -> None:
@@ -350,25 +507,57 @@ class Launch:
                 self.part.forward(number)
                 self._send(signal.SIGKILL if len(self.signals) >= KILL_AT_SIGNAL else signal.Signals(number))
                 self._end_soon()
+            elif number in JOB_CONTROL:
+                self.part.forward(number)
+                # The ranks are in sessions without a terminal, in which the kernel ignores SIGTSTP.
+                self._signal_groups(signal.SIGSTOP if number == signal.SIGTSTP else signal.SIGCONT)
+                if number == signal.SIGTSTP and not self.part.remote:
+                    os.kill(os.getpid(), signal.SIGSTOP)  # SIGCONT continues this process, and the ranks with it
+            elif number in FOR_PROGRAMS:
+                self.part.forward(number)
+                for local_rank in self._running():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(self._processes[local_rank].pid, number)
 
     def _send(self, number: signal.Signals) -> None:
+        """End the ranks that are still running with this signal. SIGKILL follows grace_s after the first SIGTERM."""
+        now = time.monotonic()
+        self._sent_s = min(self._sent_s, now - self._started)
+        if number == signal.SIGKILL:
+            self._asked, self._next_at = True, float("inf")
+            self._killed_at = min(self._killed_at, now)
+        elif number == signal.SIGTERM and not self._asked:
+            self._asked = True
+            self._next, self._next_at = signal.SIGKILL, now + self.grace_s
+        self._signal_groups(number)
+
+    def _signal_groups(self, number: signal.Signals) -> None:
         """Send the signal to the process groups of the ranks that are still running."""
-        self._sent_s = min(self._sent_s, time.monotonic() - self._started)
         for local_rank in self._running():
-            os.killpg(self._processes[local_rank].pid, number)
+            with contextlib.suppress(ProcessLookupError):  # see _exit_code()
+                os.killpg(self._processes[local_rank].pid, number)
 
     # -- ending the ranks, and the summary
 
     def _kill_groups(self) -> None:
         """Kill the ranks' process groups. The ranks are not reaped yet, so no other process can have their ids."""
-        for process in self._processes:
+        for local_rank, process in enumerate(self._processes):
             if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                self._kill_group(local_rank)
+
+    def _kill_group(self, local_rank: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._processes[local_rank].pid, signal.SIGKILL)
 
     def _end_all(self) -> None:
         self._kill_groups()
-        for process in self._processes:
-            process.wait()
+        until = time.monotonic() + KILLED_S
+        for local_rank, process in enumerate(self._processes):
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self._say(ending.left_behind(self.part.first + local_rank, process.pid))
+                process.returncode = -signal.SIGKILL
         self._streams.close()
 
     def _first(self) -> End | None:
@@ -380,22 +569,26 @@ class Launch:
         verdict = self.part.verdict()
         named = verdict.ranks[:1] if verdict else ()
         failed = [end for end in self._ends.values() if end.code != 0]
+        if failed and self._lost and 0 < self._lost_at == self.part.complete():
+            failed.append(self._lost)  # it was restarted, but the job has not gone on since then
         return min(failed, key=lambda end: self._order(end, named), default=None)
 
-    def _words(self) -> dict[int, LastWords]:
-        """Return the exceptions that ended ranks, keyed by rank."""
+    def _words(self, first: End | None) -> dict[int, LastWords]:
+        """Return the exceptions that ended ranks, keyed by rank. first: what _first() returns."""
         by_exception = [end for end in self._ends.values() if end.code in (PYTHONS_STATUS, -signal.SIGINT)]
         found = {end.rank: self._tracebacks.of(end.rank, self._started + end.after_s) for end in by_exception}
+        if first is self._lost and first:
+            found[first.rank] = self._lost_said
         return {rank: words for rank, words in found.items() if words}
 
     def _cause(self, first: End, verdict: Error | None) -> str:
         if self.signals and first.after_s >= self._sent_s:
-            return ending.interrupted(self.signals[0], first.after_s, self._words())
+            return ending.interrupted(self.signals[0], first.after_s, self._words(first))
         if first.rank in self._stopped:
             return ending.stopped(self._stopped)
         others = [end for end in self._ends.values() if end.code != 0 and end is not first]
         here = " on this host" if self.size < self.part.size else ""
-        text = ending.failed(first, others, self._words(), verdict, here)
+        text = ending.failed(first, others, self._words(first), verdict, here)
         if self.log_dir is None:
             return text
         rank = next((rank for rank in (verdict.waiting_for if verdict else ()) if self._has_one_of([rank])), first.rank)
@@ -426,7 +619,7 @@ class Launch:
         return bool(dropped or dropped_errors)
 
     def _say(self, text: str) -> None:
-        self._stderr.write(f"mscomm run: {text}\n".encode())
+        self._stderr.write(f"{self.program}: {text}\n".encode("utf-8", "backslashreplace"))
 
     def _order(self, end: End, named: tuple[int, ...]) -> tuple[bool, bool, float, bool]:
         """Return a sort key that puts the rank that probably caused the failure first.
