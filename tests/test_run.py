@@ -451,6 +451,47 @@ def test_a_reader_that_goes_away_ends_the_job(script, tmp_path):
         assert not alive(int((tmp_path / f"pid{rank}").read_text()))
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_progress_bar_is_shown_while_it_grows(script, tmp_path, terminal):
+    """The rank overwrites its line, and goes on when the test has seen that."""
+    body = (
+        "for i in range(3):\n"
+        "    sys.stderr.write(f'\\rnot seen\\rstep {i}')\n"
+        f"    while not os.path.exists(f'{tmp_path}/seen{{i}}'): time.sleep(0.01)\n"
+        "print('done\\r', file=sys.stderr)"
+    )
+    reader, writer = os.openpty() if terminal else os.pipe()
+    with subprocess.Popen([*patched_run(_BARS_S=(0.1, 0.1)), "-n", "1", script(body)], stderr=writer) as process:
+        os.close(writer)
+        said = b""
+        for i in range(3):
+            while b"step %d" % i not in said:
+                said += os.read(reader, 1000)
+            (tmp_path / f"seen{i}").touch()
+        with contextlib.suppress(OSError):  # the other end of the terminal is closed
+            while data := os.read(reader, 1000):
+                said += data
+        assert process.wait(60) == 0
+    os.close(reader)
+    end = b"\x1b[K\r" if terminal else b"\n"
+    bars = b"".join(b"[0] step %d%b" % (i, end) for i in range(3))
+    last = b"\x1b[K[0] step 2done\r\r\n" if terminal else b"[0] step 2done\r\n"
+    assert said.endswith(bars + last), said
+
+
+def test_a_full_disk_under_our_output_does_not_end_the_job(script, tmp_path):
+    body = f"for _ in range(300): print('y' * 1000)\nopen('{tmp_path}/done', 'w').close()"
+    with open("/dev/full", "w") as full:
+        command = [*MSCOMM, "run", "-n", "1", "--log_dir", str(tmp_path), str(script(body))]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (tmp_path / "done").exists()
+    assert done.returncode == 1
+    assert done.stderr.count("stdout cannot be written, and is dropped until it can: No space left on device") == 1
+    lost = 300 * len("[0] \n" + "y" * 1000)
+    assert f"{lost} bytes of the ranks' output were dropped: stdout: No space left on device" in done.stderr
+    assert (tmp_path / "worker_0.log").stat().st_size == 300 * 1001
+
+
 def waits(pid: int) -> bool:
     """Return whether the process is in one system call for a while, such as write() to a pipe that is full."""
     first, *more = [Path(f"/proc/{pid}/syscall").read_text() for _ in range(20) if not time.sleep(0.005)]

@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from mscomm.writing import LogLines
+from mscomm.writing import LogLines, Output
 
 LINE = "x" * 1000
 
@@ -76,6 +76,23 @@ def test_a_stream_that_is_gone_is_no_error(closed):
     assert log.close(10)
     with contextlib.suppress(BrokenPipeError):
         stream.close()
+
+
+def test_data_that_a_full_disk_does_not_take_is_dropped_and_counted(tmp_path):
+    full, waked = tmp_path / "full", []
+    full.symlink_to("/dev/full")
+    fd = os.open(full, os.O_WRONLY)
+    output = Output(fd, lambda: waked.append(1))
+    for _ in range(2):
+        output.write(LINE.encode())
+        assert output.flush(60) == 0
+    assert (output.broken, output.dropped, output.why) == (False, 2 * len(LINE), "No space left on device")
+    os.dup2(os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT), fd)  # now there is room
+    output.write(b"more")
+    assert output.flush(60) == 0
+    assert (tmp_path / "file").read_bytes() == b"more" and output.dropped == 2 * len(LINE)
+    assert output.close(60) and len(waked) == 1
+    os.close(fd)
 
 
 def test_a_stream_without_a_descriptor_gets_the_lines():

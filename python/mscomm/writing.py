@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import os
 import select
 import threading
@@ -11,14 +12,24 @@ from typing import TextIO
 
 _FULL_BYTES = 1 << 20  # an output with this many unwritten bytes counts as full
 _PIECE_BYTES = 16 << 10
+_ERASE = b"\x1b[K"  # tells a terminal to clear the rest of the line
 
 
 class Output:
-    """Our own stdout or stderr. Its writing thread calls `wake` when there is room again, or if the reader is gone."""
+    """Our own stdout or stderr. Its writing thread calls `wake` when there is room again, or if writing fails.
 
-    def __init__(self, fd: int, wake: Callable[[], None]) -> None:
+    If the reader is gone, the output is broken. After another error, such as a full disk, the data is dropped and
+    counted, and later data is tried again.
+    """
+
+    def __init__(self, fd: int, wake: Callable[[], None], bar: threading.Event | None = None) -> None:
+        """bar: set while a progress bar is on the terminal; outputs that may share a terminal share it."""
         self._fd = fd
         self._wake = wake
+        self.terminal = fd >= 0 and os.isatty(fd)
+        self._bar = bar or threading.Event()
+        self.dropped = 0  # how many bytes could not be written
+        self.why = ""  # why the latest of them could not be written
         self._closed = False
         # Protects the unwritten bytes. The writing thread and flush() wait on it until these bytes change.
         self._news = threading.Condition()
@@ -33,6 +44,17 @@ class Output:
 
     def write(self, data: bytes) -> None:
         """Queue the data, and return at once."""
+        if self.terminal and self._bar.is_set():
+            self._bar.clear()
+            data = _ERASE + data
+        self._queue_bytes(data)
+
+    def write_bar(self, line: bytes) -> None:
+        """Show the line on a terminal until the next write() or write_bar()."""
+        self._bar.set()
+        self._queue_bytes(line + _ERASE + b"\r")
+
+    def _queue_bytes(self, data: bytes) -> None:
         with self._news:
             if not self.broken:
                 self._unwritten += data
@@ -64,18 +86,23 @@ class Output:
                 piece = bytes(self._unwritten[:_PIECE_BYTES])
                 if not piece:
                     return
+            failed = False  # for the first time
             try:
                 written = self._write(piece)
             except BlockingIOError:  # another process made the descriptor non-blocking
                 _await_room(self._fd)
                 continue
-            except OSError:  # the reader, or the terminal, is gone
-                self.broken, written = True, len(self._unwritten)
+            except OSError as error:
+                if isinstance(error, ConnectionError) or error.errno == errno.EBADF:  # the reader is gone
+                    self.broken, written = True, len(self._unwritten)
+                else:
+                    written, failed = len(piece), not self.why
+                    self.dropped, self.why = self.dropped + written, error.strerror or str(error)
             with self._news:
                 was_full = self.full
                 del self._unwritten[:written]
                 self._news.notify_all()
-            if self.broken or (was_full and not self.full):
+            if self.broken or failed or (was_full and not self.full):
                 self._wake()
 
 
@@ -99,6 +126,8 @@ class TextOutput(Output):
                 except UnicodeEncodeError as error:  # the encoding of the stream lacks a character
                     self._stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
                 self._stream.flush()
+            except OSError:
+                raise
             except Exception as error:  # the stream is closed, or is not a stream
                 raise BrokenPipeError from error
         return len(piece)

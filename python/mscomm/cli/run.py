@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
+from mscomm import log
 from mscomm.cluster.cpus import usable_cpus
 from mscomm.cluster.deadline import join_timeout_s
 from mscomm.cluster.protection import OF_SCHEDULER, of_command
@@ -384,7 +385,7 @@ def environment(size: int, log_dir: Path | None) -> dict[str, str]:
     if "OMP_NUM_THREADS" not in env:
         env["OMP_NUM_THREADS"] = str(max(1, cpus // size))
         threads = env["OMP_NUM_THREADS"]
-        click.echo(f"mscomm run: OMP_NUM_THREADS={threads} for each rank ({cpus} CPUs, {size} ranks)", err=True)
+        log.notice(f"mscomm run: OMP_NUM_THREADS={threads} for each rank ({cpus} CPUs, {size} ranks)")
     for name in OF_SCHEDULER:  # the scheduler is in this process
         env.pop(name, None)
     env.setdefault("PYTHONUNBUFFERED", "1")  # show each line when it is printed, and lose no line if the rank is killed

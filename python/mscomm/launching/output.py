@@ -16,8 +16,12 @@ from typing import IO
 
 from mscomm.writing import Output
 
-_LONGEST_LINE_BYTES = 64 << 10  # a longer line, such as a progress bar that never ends its line, is shown in pieces
+_LONGEST_LINE_BYTES = 64 << 10  # a longer line is shown in pieces
 _PROMPT_S = 0.1  # after this time, an unfinished line of the rank that has our stdin counts as a prompt
+# How often a progress bar is shown: a line that the rank writes again and again, with a carriage return. To a terminal,
+# which shows the bar in one line; and to a pipe or a file, which gets a line each time, at first more often than later.
+_BAR_S = 0.2
+_BARS_S = (0.5, 10.0)
 
 
 class Log:
@@ -67,7 +71,10 @@ class Stream:
         self._line = b""
         self._hold = hold
         self._prompts = prompts
-        self.prompt_at_s = float("inf")
+        self._shown = b""  # the progress bar that was shown last
+        self._shown_at_s = float("-inf")
+        self._pause_s = _BARS_S[0]
+        self.unfinished_at_s = float("inf")  # when to show the unfinished line
 
     def pump(self) -> bool:
         """Pass on the data that has arrived. Return False at the end of the stream."""
@@ -76,22 +83,58 @@ class Stream:
             return True
         if self._log:
             self._log.write(data)
-        *lines, self._line = (self._line + data).split(b"\n")
+        *lines, self._line = map(_not_overwritten, (self._line + data).split(b"\n"))
+        if lines:
+            lines = [line[1:] if line[:1] == b"\r" and len(line) > 1 else line for line in lines]
+            if self._shown == lines[0] and not self.output.terminal:
+                del lines[0]  # it was shown in a line of its own
+            self._shown, self._shown_at_s, self._pause_s = b"", float("-inf"), _BARS_S[0]
         if self._line and (not data or len(self._line) > _LONGEST_LINE_BYTES):
-            lines, self._line = [*lines, self._line], b""
+            lines, self._line = [*lines, self._line.strip(b"\r")], b""
         if lines := self._hold(lines):
             self.output.write(b"".join(self.named(line) + b"\n" for line in lines))
-        self.prompt_at_s = time.monotonic() + _PROMPT_S if self._prompts and self._line else float("inf")
+        if self._bar not in (b"", self._shown):
+            pause_s = _BAR_S if self.output.terminal else self._pause_s
+            self.unfinished_at_s = max(time.monotonic(), self._shown_at_s + pause_s)
+        else:
+            self.unfinished_at_s = time.monotonic() + _PROMPT_S if self._prompts and self._line else float("inf")
         return bool(data)
+
+    @property
+    def _bar(self) -> bytes:
+        """The unfinished line without its carriage return, if it has one; b"" if it has none."""
+        return self._line.strip(b"\r") if b"\r" in self._line else b""
 
     def named(self, line: bytes) -> bytes:
         """Return the line with its prefix."""
         return self._prefix + line
 
-    def prompt(self) -> None:
-        """Show the unfinished line without a newline. The user's answer ends with Enter, which begins the next line."""
-        self.output.write(self.named(self._line))
-        self._line, self.prompt_at_s = b"", float("inf")
+    def show_unfinished(self) -> None:
+        """Show the unfinished line: a progress bar, or a prompt.
+
+        A prompt is shown without a newline. The user's answer ends with Enter, which begins the next line.
+        """
+        self.unfinished_at_s = float("inf")
+        if not self._bar:
+            self.output.write(self.named(self._line))
+            self._line = b""
+            return
+        self._shown, self._shown_at_s = self._bar, time.monotonic()
+        self._pause_s = min(2 * self._pause_s, _BARS_S[1])
+        if not self._hold([self._shown]):  # it is in the middle of a traceback
+            return
+        if self.output.terminal:
+            self.output.write_bar(self.named(self._shown))
+        else:
+            self.output.write(self.named(self._shown) + b"\n")
+
+
+def _not_overwritten(line: bytes) -> bytes:
+    """Return the part of a line that a terminal would still show, with the carriage return before it.
+
+    A line may end with carriage returns, because programs for Windows end their lines so.
+    """
+    return line[max(0, line.rstrip(b"\r").rfind(b"\r")) :]
 
 
 class Streams:
@@ -122,15 +165,15 @@ class Streams:
         return bool(self._open)
 
     @property
-    def prompt_at_s(self) -> float:
-        """Return when to show the next prompt."""
-        return min((stream.prompt_at_s for stream in self._open), default=float("inf"))
+    def unfinished_at_s(self) -> float:
+        """Return when to show the next unfinished line."""
+        return min((stream.unfinished_at_s for stream in self._open), default=float("inf"))
 
-    def prompt(self) -> None:
-        """Show the prompts that are due."""
+    def show_unfinished(self) -> None:
+        """Show the unfinished lines that are due."""
         for stream in self._open:
-            if stream.prompt_at_s <= time.monotonic():
-                stream.prompt()
+            if stream.unfinished_at_s <= time.monotonic():
+                stream.show_unfinished()
 
     def _watch(self, stream: Stream) -> None:
         self._selector.register(stream.pipe, selectors.EVENT_READ, lambda: self._pump(stream))

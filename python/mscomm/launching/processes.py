@@ -118,10 +118,12 @@ class Launch:
         self._stdout, self._stderr = self._outputs(self._streams.wake)
         full = environment.read("MSCOMM_TRACEBACK", self.env) == "FULL"
         self._tracebacks = Tracebacks(self._stderr, full)
+        self._unwritten: set[str] = set()  # outputs about whose errors the user was told
 
     def _outputs(self, wake: Callable[[], None]) -> tuple[Output, Output]:
         """Return our stdout and stderr. wake: a function that wakes the launcher."""
-        return Output(1, wake), Output(2, wake)
+        bar = threading.Event()
+        return Output(1, wake, bar), Output(2, wake, bar)
 
     def run(self) -> int:
         """Start the ranks and wait until they have ended. Return the exit status."""
@@ -284,7 +286,8 @@ class Launch:
             if self._until <= time.monotonic():
                 self._end_late()
             self._look_for_stopped()
-            self._streams.prompt()
+            self._streams.show_unfinished()
+            self._tell_unwritten()
             if self._tracebacks.due <= time.monotonic() and not self._ending:
                 self._tracebacks.show()
             if self._next_at <= time.monotonic():
@@ -307,7 +310,7 @@ class Launch:
 
     def _sleep_s(self) -> float | None:
         """Return the seconds until something is due or `part` must be asked again; None to wait only for events."""
-        at_s = [self._streams.prompt_at_s, self._until, self._next_at]
+        at_s = [self._streams.unfinished_at_s, self._until, self._next_at]
         at_s += [self._stopped_at + STOPPED_S, self._killed_at + KILLED_S, *self._restart_at.values()]
         at_s += [] if self._ending else [self._tracebacks.due]
         waits = [max(0.0, min(at_s) - time.monotonic())] if min(at_s) < float("inf") else []
@@ -607,16 +610,26 @@ class Launch:
         dropped = self._flush()
         return first.status if first else int(bool(elsewhere or dropped))
 
+    def _tell_unwritten(self) -> None:
+        """Tell the user once if an output cannot be written."""
+        for name, output in (("stdout", self._stdout), ("stderr", self._stderr)):
+            if output.why and name not in self._unwritten:
+                self._unwritten.add(name)
+                self._say(f"{name} cannot be written, and is dropped until it can: {output.why}")
+                self._note(f"{name} cannot be written: {output.why}")
+
     def _flush(self) -> bool:
-        """Write all remaining output. If nobody reads it, say how much was dropped. Return whether any was dropped."""
-        dropped = self._stdout.flush(STALLED_S)
-        if dropped:
-            self._say(f"{dropped} bytes of the ranks' output were dropped: {_NOBODY_READ.format('stdout')}")
-        dropped_errors = self._stderr.flush(STALLED_S)
-        for count, name in ((dropped, "stdout"), (dropped_errors, "stderr")):
-            if count:
-                self._note(f"{count} bytes of output were dropped: {_NOBODY_READ.format(name)}")
-        return bool(dropped or dropped_errors)
+        """Write all remaining output. Say how much was dropped, and why. Return whether any was dropped."""
+        any_dropped = False
+        for name, output in (("stdout", self._stdout), ("stderr", self._stderr)):
+            unread = output.flush(STALLED_S)
+            for count, why in ((unread, _NOBODY_READ.format(name)), (output.dropped, f"{name}: {output.why}")):
+                if count:
+                    any_dropped = True
+                    self._note(f"{count} bytes of output were dropped: {why}")
+                    if output is self._stdout:
+                        self._say(f"{count} bytes of the ranks' output were dropped: {why}")
+        return any_dropped
 
     def _say(self, text: str) -> None:
         self._stderr.write(f"{self.program}: {text}\n".encode("utf-8", "backslashreplace"))
