@@ -18,8 +18,8 @@ import pytest
 from control import KEY, RUN, listening, soon
 
 from mscomm import errors
-from mscomm.bootstrap import find, launcher, ms_cluster
-from mscomm.cluster import security
+from mscomm.bootstrap import find, launcher, ms_cluster, rendezvous
+from mscomm.cluster import interfaces, security
 from mscomm.cluster.hello import CONTROL
 from mscomm.cluster.protection import Protection
 
@@ -88,6 +88,27 @@ def test_a_worker_without_a_scheduler_says_where_it_looked(port):
     env = {**MS, "MS_SCHED_PORT": str(port), "MS_TOPO_TIMEOUT": "0.3"}
     with pytest.raises(errors.BackendUnavailable, match=f"no scheduler at 127.0.0.1:{port}.*refused"):
         ms_cluster.accept(env, soon(), Protection())
+
+
+@pytest.mark.parametrize("permitted", [True, False])
+def test_a_host_name_that_is_a_loopback_address_here_stands_for_the_address_that_others_reach(monkeypatch, permitted):
+    """On Debian and Ubuntu, /etc/hosts maps a host's own name to 127.0.1.1."""
+    resolve = socket.getaddrinfo
+    names = {"node1": "127.0.1.1"}
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *args, **more: resolve(names.get(host, host), *args, **more)
+    )
+    monkeypatch.setattr(interfaces, "host_address", lambda env: "10.0.0.7")
+    monkeypatch.delenv("MSCOMM_JOB_KEY_FILE", raising=False)
+    protection, said = Protection(permit_plain=permitted), []
+    at = rendezvous.listening_address("node1", 8118, os.environ, protection, said.append)
+    assert at == rendezvous.connecting_address("node1", 8118, os.environ, protection)
+    assert at == ("10.0.0.7" if permitted else "node1")
+    if not permitted:  # only the workers of this host can join, as they need no key
+        assert "node1 is 127.0.1.1 here (/etc/hosts), so processes on other hosts cannot join" in said[0]
+        assert "MSCOMM_JOB_KEY_FILE" in said[0]
+    for host in ("127.0.1.1", "localhost", "192.0.2.7"):
+        assert rendezvous.listening_address(host, 8118, os.environ, protection, pytest.fail) == host
 
 
 def test_a_taken_port_is_named_with_what_to_do(tmpdir_env):

@@ -88,7 +88,11 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 def _adopt(fd: int, name: str) -> socket.socket:
     """Take over the descriptor as a socket. Our child processes will not inherit it."""
-    advice = "only the process that `mscomm run` started, or one that inherits its descriptors, can join, and only once"
+    advice = (
+        "only the process that `mscomm run` started, or one that inherits its descriptors, can join, and only once. If "
+        "a wrapper starts the program, let it replace itself with the program (exec), or pass its descriptors on "
+        "(subprocess with close_fds=False, sudo -C)"
+    )
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             raise BackendUnavailable(f"mscomm run: {name}={fd} is not a socket; {advice}")

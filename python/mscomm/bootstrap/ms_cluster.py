@@ -68,9 +68,11 @@ def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -
     if settings.worker_ip:
         _require_own(settings.worker_ip)
 
+    at = rendezvous.connecting_address(settings.host, settings.port, env, protection)
+
     def reach(deadline: Deadline, run: bytes, key_at: Callable[[Any], bytes]) -> tuple[ByteStream, bytes]:
         return rendezvous.reach(
-            [(settings.host, settings.port)],
+            [(at, settings.port)],
             deadline,
             key_at,
             links.newcomer(env, run=run),
@@ -140,7 +142,9 @@ def serve(env: Mapping[str, str], protection: Protection) -> NoReturn:
         stack.callback(log.close, _LAST_LINES_S)
         claim = stack.enter_context(socket.socket(socket.AF_UNIX))
         with _listening(settings, env, protection):
-            listener = stack.enter_context(rendezvous.bind(settings.host, settings.port))
+            name, port = settings.host, settings.port
+            at = rendezvous.listening_address(name, port, env, protection, log.add)
+            listener = stack.enter_context(rendezvous.bind(at, port))
             host, port = listener.getsockname()[:2]
             # Several schedulers can bind the port until one of them listens, and each of them would replace the key
             # file. So also bind an abstract unix name, which only one process can bind. Like the port, the name belongs

@@ -298,6 +298,35 @@ def own_address(host: str, env: Mapping[str, str]) -> str:
     return address
 
 
+def listening_address(
+    host: str, port: int, env: Mapping[str, str], protection: Protection, tell: Callable[[str], None]
+) -> str:
+    """Return where to listen on this host for processes that know it as `host`: `host` itself, or own_address().
+
+    If other hosts may not join, because the job has no key, stay at the loopback address, and tell the user. tell: a
+    function that writes a line for the user. Raise OSError if the name cannot be resolved.
+    """
+    address = str(_resolve(host, port)[1][0])
+    if not security.is_loopback(address) or is_loopback_name(host):
+        return host
+    try:
+        own = own_address(host, env)
+        security.job_key(env, own, port, protection)  # raises an error if other hosts may not join
+    except Error as error:
+        why = " ".join(str(error).split())
+        tell(f"{host} is {address} here (/etc/hosts), so processes on other hosts cannot join. If they should: {why}")
+        return host
+    return own
+
+
+def connecting_address(host: str, port: int, env: Mapping[str, str], protection: Protection) -> str:
+    """Return where to connect to a listener at listening_address(), which may be on this host."""
+    try:
+        return listening_address(host, port, env, protection, lambda text: None)
+    except OSError:  # the name cannot be resolved yet
+        return host
+
+
 def bind(host: str, port: int) -> socket.socket:
     """Return a socket bound to exactly this address of this host. Raise OSError if that is not possible."""
     return _bound(*_resolve(host, port))

@@ -185,7 +185,8 @@ class Node0(_WithHub):
 
     def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
         try:
-            listener = stack.enter_context(rendezvous.bind(self.host, self.port))
+            at = rendezvous.listening_address(self.host, self.port, os.environ, self.protection, tell)
+            listener = stack.enter_context(rendezvous.bind(at, self.port))
         except OSError as error:
             name, taken = interfaces.endpoint(self.host, self.port), ""
             if error.errno == errno.EADDRINUSE:
@@ -313,7 +314,7 @@ class OtherNode(Part):
             return security.admission_key(key, LAUNCHER)
 
         stream, _ = rendezvous.reach(
-            [(self.host, self.port)],
+            [(rendezvous.connecting_address(self.host, self.port, os.environ, self.protection), self.port)],
             deadline,
             admission,
             links.newcomer(os.environ),
