@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from patched_run import JUMP_S, patched_run
 from sessions import MSCOMM, invoke, mscomm_run, run
 
 import mscomm
+from mscomm import environment
 from mscomm.cli.run import command, sizes
 from mscomm.launching.processes import Launch
 
@@ -109,6 +111,52 @@ def test_the_flags_of_msrun_and_torchrun_work(flag):
     assert sizes(given["per_node"], given["worker_num"], given["local_worker_num"], given["nnodes"]) == (2, 1)
 
 
+def test_variables_and_torchruns_standalone_reach_the_ranks(script):
+    path = script("print(os.environ['ONE'], os.environ['TWO'])")
+    done = mscomm_run("--standalone", "--env", "ONE=a=b", "-x", "TWO", "-n", 1, path, env={"TWO": "2"})
+    assert (done.returncode, done.stdout) == (0, "[0] a=b 2\n")
+
+
+def test_a_misspelt_variable_is_told():
+    assert environment.misspelt({"MSCOMM_TIMOUT": "5", "MSCOMM_TIMEOUT": "5", "MSCOMM_TEST_SEED": "1"}) == {
+        "MSCOMM_TIMOUT": "MSCOMM_TIMEOUT"
+    }
+    done = mscomm_run("-n", 1, "true", env={"MSCOMM_TIMOUT": "5"})
+    assert done.stderr == "mscomm run: mscomm reads no variable MSCOMM_TIMOUT; did you mean MSCOMM_TIMEOUT?\n"
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_the_time_limit_ends_the_job_with_a_status_of_its_own(script, tmp_path, follows):
+    """Rank 0 advances the launcher's clock past the limit. Both ranks end well after SIGTERM, or not."""
+    body = (
+        f"if {follows}: signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        f"open(f'{tmp_path}/up{{rank}}', 'w').close()\n"
+        f"while not all(os.path.exists(f'{tmp_path}/up{{one}}') for one in range(2)): time.sleep(0.01)\n"
+        f"if rank == 0: open('{tmp_path}/clock', 'w').write('!')\n"
+        "print('late')\nwhile True: time.sleep(1)"
+    )
+    done = run([*patched_run(clock=tmp_path / "clock"), "-n", "2", "--timeout", str(0.9 * JUMP_S), script(body)])
+    assert done.returncode == 124
+    assert "ended after 90 s, the time limit (--timeout): ranks 0,1 had not ended" in done.stderr.splitlines()[-1]
+
+
+def test_a_folder_that_has_been_removed_is_one_line(tmp_path):
+    (tmp_path / "gone").mkdir()
+    command = f"cd {tmp_path}/gone && rmdir ../gone && {shlex.join(MSCOMM)} run -n 1 nothere.py"
+    done = run(["sh", "-c", command])
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "Error: there is no script nothere.py (in this folder, which has been removed)\n"
+
+
+def test_a_log_folder_may_have_a_name_that_is_not_utf_8(script, tmp_path):
+    logs = os.fsencode(tmp_path) + b"/l\xf6gs"
+    command = [*map(os.fsencode, [*MSCOMM, "run", "-n", "1", "--log_dir"]), logs, os.fsencode(script("sys.exit(3)"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert "rank 0 failed first: exit code 3" in done.stderr.splitlines()[-1]
+    assert os.path.exists(logs + b"/worker_0.log")
+
+
 def test_the_version_is_told():
     done = run([*MSCOMM, "--version"])
     assert done.stdout == f"mscomm {mscomm.__version__}\n"
@@ -138,6 +186,13 @@ def test_modules_programs_and_pytest_are_started(tmp_path):
         (["--hosts", "a:2", "--local_worker_num", "2", "x.py"], "leave out --local_worker_num"),
         (["--stdin", "2", "-n", "2", "true"], "Error: --stdin 2: this host has the ranks 0 to 1"),
         (["--join=False", "-n", "2", "x.py"], "stays until the ranks have ended"),
+        (["hello.py", "-n", "2", "-v"], "options of mscomm run come before the script: mscomm run -n 2 hello.py -v"),
+        (
+            ["--standalone", "--nnodes", "2", "-n", "2", "x.py"],
+            "--standalone: the job has only this host; leave out --nn",
+        ),
+        (["--env", "NOT_SET_HERE", "-n", "2", "x.py"], "Error: --env NOT_SET_HERE: this variable is not set here"),
+        (["--timeout", "0", "-n", "2", "x.py"], "Error: --timeout 0: expected a number of seconds, more than 0"),
         (["--grace", "-1", "-n", "2", "x.py"], "Error: --grace -1: expected a number of seconds, 0 or more"),
         (["--cluster_time_out", "0", "-n", "2", "true"], "MS_TOPO_TIMEOUT='0.0'"),
     ],
@@ -436,6 +491,21 @@ def test_what_a_rank_started_does_not_stay_behind(script, tmp_path, status):
     assert done.returncode == status
     for rank in range(2):
         ends(int((tmp_path / f"child{rank}").read_text()))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a namespace of processes needs root")
+def test_as_the_first_process_of_a_container_the_launcher_reaps_orphans(script):
+    body = (
+        "for _ in range(3): subprocess.run(['sh', '-c', 'true & exit 0'])\n"
+        "def zombies():\n"
+        "    told = [open(f'/proc/{one}/stat').read() for one in os.listdir('/proc') if one.isdigit()]\n"
+        "    return [one for one in told if one.rsplit(')', 1)[1].split()[:2] == ['Z', '1']]\n"
+        "while zombies(): time.sleep(0.01)\n"
+        "print('none')"
+    )
+    unshare = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    done = run([*unshare, *MSCOMM, "run", "-n", "1", script(body)], 60)
+    assert (done.returncode, done.stdout) == (0, "[0] none\n"), done.stderr
 
 
 def test_a_reader_that_goes_away_ends_the_job(script, tmp_path):

@@ -8,6 +8,7 @@ command `python -m mscomm.environment` writes the page docs/env.md from this tab
 
 from __future__ import annotations
 
+import difflib
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -485,6 +486,17 @@ def read(name: str, env: Mapping[str, str]) -> Any:
     Raise ValueError if the variable's text is invalid.
     """
     return _BY_NAME[name].read(env)
+
+
+def misspelt(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the names in `env` that look like misspelt names of our variables, and the names that may be meant."""
+    ours = [name for name in _BY_NAME if name.startswith("MSCOMM_")]
+    found: dict[str, str] = {}
+    for name in env:
+        if name.startswith("MSCOMM") and name not in _BY_NAME:
+            near = difflib.get_close_matches(name, ours, 1, 0.85)
+            found |= {name: near[0]} if near else {}
+    return found
 
 
 def given(env: Mapping[str, str], *set_by: str) -> dict[str, str]:

@@ -218,6 +218,9 @@ class Hosts(Node0):
             for pipe, output in zip(agent.pipes, (stdout, stderr), strict=True)
         ]
 
+    def children(self) -> set[int]:
+        return {agent.process.pid for agent in self._agents}
+
     def forward(self, number: int) -> None:
         for agent in self._agents:
             agent.write(bytes([number]))
@@ -267,14 +270,14 @@ class _Agent:
     """The ssh process for one of the other hosts. told: whether the end of this process was noticed and handled."""
 
     def __init__(self, ssh: Sequence[str], share: Share, task: Mapping[str, Any]) -> None:
-        body = msgpack.packb(dict(task))
+        body = msgpack.packb(dict(task), unicode_errors="surrogateescape")  # names may be other bytes than UTF-8
         if len(body) > MOST_BYTES:
             raise Error(f"arguments and variables are {len(body)} bytes; {share.name} takes at most {MOST_BYTES}")
         self.share = share
         self.told = False
         remote = shlex.join([sys.executable, "-m", "mscomm.cli.started_by_ssh"])
         if path := os.environ.get("PYTHONPATH"):
-            remote = f"PYTHONPATH={shlex.quote(path)} {remote}"
+            remote = f"env PYTHONPATH={shlex.quote(path)} {remote}"  # in csh, a word before the command is no variable
         target = share.name.replace("[", "").replace("]", "")
         self.command = [*ssh, "-oBatchMode=yes", "-oConnectTimeout=10", target, remote]
         self.process = subprocess.Popen(
@@ -327,7 +330,11 @@ class _Passed(Stream):
 # -- what the other hosts get
 
 
-def handed_over(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of `env`, this host's environment, that are passed to the ranks on the other hosts."""
+def handed_over(env: Mapping[str, str], named: Sequence[str] = ()) -> dict[str, str]:
+    """Return the variables of `env`, this host's environment, that are passed to the ranks on the other hosts.
+
+    named: the names that the user has given with --env.
+    """
     kept = (*_OF_ONE_HOST, *OF_SCHEDULER)
-    return {name: text for name, text in env.items() if name.startswith(HANDED_OVER) and name not in kept}
+    usual = {name: text for name, text in env.items() if name.startswith(HANDED_OVER) and name not in kept}
+    return usual | {name: env[name] for name in named}

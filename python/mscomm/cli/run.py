@@ -10,7 +10,7 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -20,7 +20,7 @@ from mscomm import log
 from mscomm.cluster.cpus import usable_cpus
 from mscomm.cluster.deadline import join_timeout_s
 from mscomm.cluster.protection import OF_SCHEDULER, of_command
-from mscomm.environment import read
+from mscomm.environment import misspelt, read
 
 if TYPE_CHECKING:
     from mscomm.cli.remote import Share
@@ -112,6 +112,25 @@ def _option(*names: str, **more: Any) -> Callable[[_F], _F]:
     help="The time from SIGTERM to SIGKILL for ranks that are to end (30).",
 )
 @_option(
+    "--timeout",
+    type=float,
+    metavar="SECONDS",
+    help="End the job after this time, with exit status 124.",
+)
+@_option(
+    "--env",
+    "-x",
+    "variables",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="Set a variable for all ranks, or pass this host's on to the other hosts; may be repeated.",
+)
+@_option(
+    "--standalone",
+    is_flag=True,
+    help="Accepted for torchrun: the job has one host, and needs no port.",
+)
+@_option(
     "--stdin",
     "stdin_rank",
     type=int,
@@ -137,6 +156,9 @@ def command(
     log_dir: Path | None,
     max_restarts: int | None,
     grace: float | None,
+    timeout: float | None,
+    variables: tuple[str, ...],
+    standalone: bool,
     stdin_rank: int | None,
     module: bool,
     script: str,
@@ -144,7 +166,15 @@ def command(
 ) -> None:
     if join is False:
         raise click.ClickException("--join=False: mscomm run stays until the ranks have ended; put an & behind it")
+    named = _set_variables(variables)
+    if standalone:
+        excluded = {"--nnodes": nnodes, "--node-rank": node_rank, "--hosts": hosts, "--hostfile": hostfile}
+        if given := [name for name, value in excluded.items() if value not in (None, "1", 0)]:
+            raise click.ClickException(f"--standalone: the job has only this host; leave out {given[0]}")
+        nnodes = "1"
     per_node = per_node or os.environ.get("PET_NPROC_PER_NODE")
+    if all(value is None for value in (worker_num, local_worker_num, per_node, hosts, hostfile)):
+        _check_order(script, args)
     of_nodes = {"--nnodes": nnodes, "--node-rank": node_rank, "--master-addr": master_addr}
     shares, own = _shares(hosts, hostfile, per_node, worker_num, {**of_nodes, "--local_worker_num": local_worker_num})
     if shares:
@@ -156,6 +186,8 @@ def command(
         max_restarts = _number(os.environ, "PET_MAX_RESTARTS") or 0
     if grace is not None and not grace >= 0:
         raise click.ClickException(f"--grace {grace:g}: expected a number of seconds, 0 or more")
+    if timeout is not None and not timeout > 0:
+        raise click.ClickException(f"--timeout {timeout:g}: expected a number of seconds, more than 0")
     if cluster_time_out is not None:
         os.environ["MS_TOPO_TIMEOUT"] = str(cluster_time_out if cluster_time_out >= 0 else float("inf"))
     try:
@@ -180,7 +212,7 @@ def command(
 
         task = {"script": script, "args": args, "module": module, "max_restarts": max_restarts}
         task["grace"] = grace
-        task |= {"cwd": str(Path.cwd()), "env": handed_over(os.environ)}
+        task |= {"cwd": _folder(), "env": handed_over(os.environ, named)}
         task |= {"log_dir": str(log_dir.absolute()) if log_dir else ""}
         part = Hosts(shares, own, master_port, protection, topo_timeout_s, max_restarts > 0, task)
     elif nodes.number == 1:
@@ -188,6 +220,8 @@ def command(
     elif nodes.rank == 0:
         options = [*["--permit-plain"] * permit_plain, *(["--max-restarts", str(max_restarts)] if max_restarts else [])]
         options += [] if grace == GRACE_S else ["--grace", f"{grace:g}"]
+        options += [] if timeout is None else ["--timeout", f"{timeout:g}"]
+        options += [word for text in variables for word in ("--env", text)]
         others = _for_the_others(nodes, local, [*options, *["-m"] * module, script, *args])
         part = Node0(nodes.number, local, *where, max_restarts > 0, others)
     else:
@@ -207,10 +241,36 @@ def command(
             sys.exit(error.exit_code)
         raise
     try:
-        status = Launch(line, local, env, part, log_dir, max_restarts, stdin_rank, grace_s=grace).run()
+        timeout_s = float("inf") if timeout is None else timeout
+        job = Launch(line, local, env, part, log_dir, max_restarts, stdin_rank, timeout_s=timeout_s, grace_s=grace)
+        status = job.run()
     except (Error, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     sys.exit(status)
+
+
+def _set_variables(texts: Sequence[str]) -> list[str]:
+    """Set the variables of --env in this process's environment, which the ranks inherit. Return their names."""
+    names = []
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if equals:
+            os.environ[name] = value
+        elif name not in os.environ:
+            raise click.ClickException(f"--env {name}: this variable is not set here; give it a value: {name}=VALUE")
+        names.append(name)
+    return names
+
+
+def _check_order(script: str, args: Sequence[str]) -> None:
+    """Raise ClickException if the option for the number of ranks is behind the script."""
+    spellings = ("-n", "-np", "--nproc_per_node", "--nproc-per-node", "--worker_num", "--worker-num")
+    for place, word in enumerate(args):
+        option, equals, _ = word.partition("=")
+        if option in spellings:
+            end = place + 1 if equals else place + 2
+            line = shlex.join(["mscomm", "run", *args[place:end], script, *args[:place], *args[end:]])
+            raise click.ClickException(f"options of mscomm run come before the script: {line}")
 
 
 def _shares(
@@ -370,12 +430,19 @@ def command_line(script: str, args: tuple[str, ...], module: bool) -> list[str]:
             here = [str(path) for path in Path(script).parent.glob("*.py")]
             near = difflib.get_close_matches(script, here, 1)
             instead = f"; did you mean {near[0]}?" if near else ""
-            raise click.ClickException(f"there is no script {script} (in {Path.cwd()}){instead}")
+            raise click.ClickException(f"there is no script {script} (in {_folder()}){instead}")
         return [sys.executable, script, *args]
     program = shutil.which(script)
     if program is None:
         raise click.ClickException(f"{script} is neither a .py file nor a program that can be executed")
     return [program, *args]
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "this folder, which has been removed"
 
 
 def environment(size: int, log_dir: Path | None) -> dict[str, str]:
@@ -386,6 +453,8 @@ def environment(size: int, log_dir: Path | None) -> dict[str, str]:
         env["OMP_NUM_THREADS"] = str(max(1, cpus // size))
         threads = env["OMP_NUM_THREADS"]
         log.notice(f"mscomm run: OMP_NUM_THREADS={threads} for each rank ({cpus} CPUs, {size} ranks)")
+    for name, meant in misspelt(env).items():
+        log.notice(f"mscomm run: mscomm reads no variable {name}; did you mean {meant}?")
     for name in OF_SCHEDULER:  # the scheduler is in this process
         env.pop(name, None)
     env.setdefault("PYTHONUNBUFFERED", "1")  # show each line when it is printed, and lose no line if the rank is killed

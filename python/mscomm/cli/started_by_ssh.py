@@ -59,7 +59,7 @@ def _read_task() -> dict[str, Any]:
     (length,) = LENGTH.unpack(_read(LENGTH.size))
     if length > MOST_BYTES:
         raise SystemExit("mscomm run: what stdin contains was not sent by `mscomm run --hosts`")
-    task: dict[str, Any] = msgpack.unpackb(_read(length))
+    task: dict[str, Any] = msgpack.unpackb(_read(length), unicode_errors="surrogateescape")
     return task
 
 

@@ -102,6 +102,11 @@ def killed(ranks: Sequence[int], grace_s: float) -> str:
     return f"killed {_named(ranks)}: still running {grace_s:g} s after SIGTERM"
 
 
+def late(ranks: Sequence[int], timeout_s: float) -> str:
+    """Return the message about a job that was ended at its time limit. ranks: those that were still running."""
+    return f"ended after {timeout_s:g} s, the time limit (--timeout): {_named(ranks)} had not ended"
+
+
 def left_behind(rank: int, pid: int) -> str:
     """Return the message about a rank that SIGKILL does not end."""
     try:

@@ -37,7 +37,8 @@ Say = Callable[[str], None]
 class Part(Protocol):
     """One launcher's part in a job.
 
-    The defaults of serve(), streams(), forward() and needed() are for a launcher that starts no other launchers.
+    The defaults of serve(), streams(), children(), forward() and needed() are for a launcher that starts no other
+    launchers.
 
     `size`: the number of ranks in the job. `first`: the first rank of this host. `look_s`: the seconds between two
     calls of over(); None if the job has only this host. `remote`: whether a launcher on another host started this one.
@@ -64,6 +65,10 @@ class Part(Protocol):
     def streams(self, stdout: Output, stderr: Output) -> list[Stream]:
         """Return the output streams of the launchers that this launcher started on other hosts."""
         return []
+
+    def children(self) -> set[int]:
+        """Return the process ids of the launchers' connections to other hosts."""
+        return set()
 
     def forward(self, number: int) -> None:
         """Pass a signal on to the ranks of other hosts, if this launcher started their launchers."""

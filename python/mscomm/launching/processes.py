@@ -39,7 +39,8 @@ SHORT_S = 10.0  # a rank that fails this soon after its start is restarted later
 LATEST_S = 30.0  # ... but not later than this
 DRAIN_S = 1.0  # how long to read output that is still in the pipes when all ranks have ended
 STOPPED_S = 10.0  # if only ranks that are stopped (SIGSTOP) are left, they are killed after this time
-STALLED_S = 10.0  # at the end, drop the output if its reader takes nothing for this long
+STALLED_S = 600.0  # at the end, drop the output if its reader, such as a pager, takes nothing for this long
+LATE = 124  # our exit status when the time limit has passed, as that of timeout(1)
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)  # these end the job
 JOB_CONTROL = (signal.SIGTSTP, signal.SIGCONT)
 FOR_PROGRAMS = (signal.SIGUSR1, signal.SIGUSR2)  # passed on to the ranks, not to the processes that ranks have started
@@ -207,7 +208,7 @@ class Launch:
     def _note(self, text: str) -> None:
         """Write a line to the scheduler's log. Any thread may call this."""
         if log := self._logs.get("scheduler.log"):
-            log.write(f"{time.strftime('%H:%M:%S')} {text}\n".encode())
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode("utf-8", "backslashreplace"))
 
     def _open_log(self, name: str, stack: ExitStack) -> None:
         if self.log_dir is not None:
@@ -301,7 +302,8 @@ class Launch:
             self._turn(max(0.0, until - time.monotonic()))
         self._show_last(self._tracebacks.release(first.rank if (first := self._first()) else None))
         signals = len(self.signals)
-        while self.part.needed(all(end.code == 0 for end in self._ends.values())) and len(self.signals) == signals:
+        well = not self.late and all(end.code == 0 for end in self._ends.values())
+        while self.part.needed(well) and len(self.signals) == signals:
             self._turn(self.part.look_s)
 
     def _show_last(self, tracebacks: bytes) -> None:
@@ -350,6 +352,16 @@ class Launch:
         for local_rank in self._running():
             if local_rank not in self._restart_at and (code := self._exit_code(local_rank)) is not None:
                 self._ended(local_rank, End(self.part.first + local_rank, code, now))
+        if os.getpid() == 1:
+            self._reap_orphans()
+
+    def _reap_orphans(self) -> None:
+        """As the first process of a container, reap the processes whose parents have ended."""
+        own = {process.pid for process in (*self._processes, self._watcher) if process} | self.part.children()
+        for path in Path("/proc/self/task").glob("*/children"):
+            for pid in map(int, path.read_text().split()):
+                with contextlib.suppress(ChildProcessError):
+                    pid in own or os.waitpid(pid, os.WNOHANG)
 
     def _exit_code(self, local_rank: int) -> int | None:
         """Return how the rank's process ended, as in subprocess; None if it is still running."""
@@ -471,6 +483,7 @@ class Launch:
         if not self._ending:  # otherwise the ranks are late because one of them failed
             self.late = [self.part.first + local for local in self._running()]
         self._must_end = True
+        self.part.forward(signal.SIGTERM)
         self._end_soon(0.0)
 
     def _running(self) -> list[int]:
@@ -600,7 +613,9 @@ class Launch:
     def _summary(self, verdict: Error | None, elsewhere: Error | None) -> int:
         """If the job failed, print how it ended. Return the exit status."""
         first = self._first()
-        if elsewhere:
+        if self.late:
+            self._say(ending.late(self.late, self.timeout_s))
+        elif elsewhere:
             self._say(f"the job failed on another host: {elsewhere.kind}: {elsewhere}")
         elif first:
             self._say(self._cause(first, verdict))
@@ -608,6 +623,8 @@ class Launch:
             if log.complaint:
                 self._say(log.complaint)
         dropped = self._flush()
+        if self.late:
+            return LATE
         return first.status if first else int(bool(elsewhere or dropped))
 
     def _tell_unwritten(self) -> None:
