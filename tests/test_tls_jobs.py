@@ -15,6 +15,8 @@ from rotated import rotated
 from sessions import MSCOMM
 from test_hosts import finished, mpirun, new_key
 
+from mscomm import _core
+
 PASSWORD = "123456"  # of seed 001
 # As the tutorial prints it, with the stray blank in the first name.
 CONFIG = """{
@@ -142,34 +144,59 @@ mscomm.init("gloo")
     assert MARKER not in seen and PASSWORD.encode() not in seen
 
 
-@pytest.mark.parametrize("plain", rotated(["scheduler", "worker", "no OpenSSL", ""], few=1, always=[""]))
-def test_a_job_with_a_key_is_encrypted_unless_somebody_wants_or_can_only_have_plain_links(
+@pytest.mark.parametrize("plain", rotated(["scheduler", "worker", ""], few=1, always=[""]))
+def test_a_job_with_a_key_is_encrypted_unless_somebody_wants_plain_links(
     two: Hosts, tmp_path: Path, plain: str
 ) -> None:
     env = {"MS_WORKER_NUM": "2", "MS_SCHED_HOST": two[0].address, "MS_SCHED_PORT": "8118"}
     env["MSCOMM_JOB_KEY_FILE"] = new_key(tmp_path / "job.key")
     capture = Capture(two)
     wants = {"scheduler": "'MS_SCHED'", "worker": "'MS_WORKER'"}.get(plain, "''")
-    lacks = "key_stream.lacking = links.lacking = lambda: 'no OpenSSL'" if plain == "no OpenSSL" else ""
     code = f"""
 import os, mscomm
-from mscomm.cluster import key_stream, links
 if os.environ["MS_ROLE"] == {wants}:
     mscomm.set_ps_context(enable_ssl=False)
-if os.environ["MS_ROLE"] == "MS_WORKER":
-    {lacks or "pass"}
 mscomm.init()
 {BODY}"""
     script = [sys.executable, "-c", code]
     scheduler = two[0].start(script, {**env, "MS_ROLE": "MS_SCHED"})
+    told = ""
     for worker in [host.start(script, {**env, "MS_ROLE": "MS_WORKER"}) for host in two]:
-        assert finished(worker)[0] == 0
+        code, _, err = finished(worker)
+        assert code == 0, err
+        told += err
     code, out, _ = finished(scheduler)
     seen = capture.stop()
     assert code == 0
     assert (MARKER in seen) == bool(plain)
+    assert told.count("WARN the links between hosts are not encrypted") == bool(plain)
     assert ("links between hosts are not encrypted" in out) == bool(plain)
     assert Path(env["MSCOMM_JOB_KEY_FILE"]).read_bytes() not in seen
+
+
+@pytest.mark.parametrize("lacking", rotated(["one rank", "every process"], few=1))
+def test_a_process_that_cannot_encrypt_ends_the_start_on_every_rank(two: Hosts, tmp_path: Path, lacking: str) -> None:
+    """The trouble is that of a container image without OpenSSL. Rank 0 starts the hub."""
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": two[0].address, "MASTER_PORT": "8118"}
+    env["MSCOMM_JOB_KEY_FILE"] = new_key(tmp_path / "job.key")
+    script = [sys.executable, "-c", "import mscomm; mscomm.init(); print('joined')"]
+    hidden = ["unshare", "-m", "bash", "-c", f'mount --bind /dev/null {_openssl()}; exec "$@"', "bash"]
+    ranks = []
+    for rank, host in enumerate(two):
+        lacks = hidden if rank == 1 or lacking == "every process" else []
+        ranks.append(host.start([*lacks, *script], {**env, "RANK": str(rank)}))
+    for code, out, err in map(finished, ranks):
+        assert code == 1 and not out, err
+        assert "the links between hosts must be encrypted, but " in err and "rank 1 (pid " in err, err
+        assert ("rank 0 (pid" in err) == (lacking == "every process"), err
+        assert "Install OpenSSL 3" in err and "mscomm.set_ps_context(enable_ssl=False)" in err, err
+
+
+def _openssl() -> str:
+    """Return the path of the OpenSSL library that this process uses."""
+    _core.tls_version()
+    with open("/proc/self/maps") as maps:
+        return next(line.split()[-1] for line in maps if "libssl.so.3" in line)
 
 
 def test_mscomm_run_on_two_nodes(two: Hosts, certs: Path) -> None:

@@ -399,6 +399,8 @@ def share(
             _warn_of_threads([epoch.facts[peer] for peer in neighbours])
         if rank == 0 and any(forced):
             _warn_of_forced(forced)
+        if rank == 0 and not epoch.tls and max(epoch.hosts) > 0 and any(fact["link"] for fact in epoch.facts):
+            log.warn("the links between hosts are not encrypted, as enable_ssl=False or --permit-plain permits")
         pidfds = _pidfds(epoch)
         with _system_calls(rank, "init"):
             epoch.peers = _core.Peers(

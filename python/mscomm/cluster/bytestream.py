@@ -14,12 +14,16 @@ import termios
 
 from mscomm.cluster.deadline import Deadline, wait
 
+# why a link is plain: the user permits it
+PERMITTED = "permitted"
+
 
 class ByteStream:
     """One end of a connected socket, which the stream owns. One thread can receive while another thread sends.
 
     sock: the socket. Other code may ask it for addresses and options, and must use it in no other way. secret: a key
-    that only the two ends know. run: the id of the hub's start of the job. The hello sets these two.
+    that only the two ends know. run: the id of the hub's start of the job. plain: why this end does not encrypt a link
+    between hosts: PERMITTED, or what it lacks; "" on other links. The hello sets these three.
     """
 
     encrypted = False
@@ -29,6 +33,7 @@ class ByteStream:
         self.sock = sock
         self.secret = b""
         self.run = b""
+        self.plain = ""
 
     @property
     def is_local(self) -> bool:

@@ -19,8 +19,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mscomm.cluster import security
-from mscomm.cluster.bytestream import ByteStream
+from mscomm.cluster import key_stream, security
+from mscomm.cluster.bytestream import PERMITTED, ByteStream
 from mscomm.cluster.frames import FROM_HUB_BYTES, JOIN, READY, Frame, encode
 from mscomm.cluster.groups import Groups, verdict_frame
 from mscomm.cluster.handlers import handlers
@@ -88,7 +88,7 @@ class Hub:
         protection: Protection | None = None,
         recovery: RecoveryFile | None = None,
     ) -> None:
-        self._certified = protection is not None and protection.credentials is not None
+        self._protection = protection
         self._all = list(range(size))
         self._admissions = {purpose: security.admission_key(key, purpose) for purpose in (CONTROL, LAUNCHER)}
         self._key = key
@@ -667,6 +667,7 @@ class Hub:
         try:
             self._roster.assign()
             facts = encode({"t": "facts", "facts": self._roster.facts()}, FROM_HUB_BYTES)
+            tls = self._tls()
         except (ValueError, Error) as error:
             self._refuse_all(str(error))
             return
@@ -677,7 +678,7 @@ class Hub:
             link.nonce = link.nonce or os.urandom(16)
         self._save()
         shared = {"t": "welcome", "size": self._roster.size, "run": self.run, "epoch": self._epoch}
-        shared |= {"tls": self._tls(), "restarts": self._restarts}
+        shared |= {"tls": tls, "restarts": self._restarts}
         session = security.new_key()
         for link in self._roster:
             link.waits, link.welcomed = False, True
@@ -687,14 +688,32 @@ class Hub:
             self._send(link, {**shared, "rank": link.rank, "key": key, "token": token})
 
     def _tls(self) -> str:
-        """Return what the links between ranks use: "certificates", "key", or "" if they are not encrypted."""
+        """Return what the links between ranks use: "certificates", "key", or "" if they are not encrypted.
+
+        Raise Error if a link between hosts cannot be encrypted, and nobody has permitted plain links.
+        """
         over_tcp = [link for link in self._roster if not link.stream.is_local]
         plain = [link for link in over_tcp if not link.stream.encrypted]
         if exposed := [link for link in plain if is_between_hosts(link.stream.sock)]:
+            self._require_permission(exposed)
             self._log(f"links between hosts are not encrypted, because {exposed[0]} has a plain link to the scheduler")
         if plain or not over_tcp:
             return ""
-        return "certificates" if self._certified else "key"
+        return "certificates" if self._protection and self._protection.credentials else "key"
+
+    def _require_permission(self, exposed: Sequence[Link]) -> None:
+        """Raise Error unless the user permits plain links, here or on a rank. exposed: ranks whose links are plain."""
+        reasons = {link: str(link.facts.get("plain", "")) for link in exposed}
+        if not self._protection or self._protection.permit_plain or PERMITTED in reasons.values():
+            return
+        lacks = {str(link): why for link, why in reasons.items() if why}
+        if not lacks:
+            lacks = {"the process that serves the job": key_stream.lacking() or "it does not offer TLS"}
+        raise Error(
+            f"the links between hosts must be encrypted, but {', '.join(lacks)} cannot do that: "
+            f"{next(iter(lacks.values()))}. Or permit plain links, which anybody between the hosts can read and "
+            f"change: {self._protection.permits}"
+        )
 
     def _begin_epoch(self) -> None:
         """Begin a new epoch if every rank is waiting for it: survivors after "rejoin", restarted ranks after "join"."""

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from mscomm import environment
-from mscomm.cluster.bytestream import ByteStream
+from mscomm.cluster.bytestream import PERMITTED, ByteStream
 from mscomm.cluster.deadline import Deadline, wait
 from mscomm.cluster.hello import (
     HELLO_S,
@@ -207,6 +207,8 @@ def greet(
             stream.send_all(hello.feed(received or b""), deadline)
         _check_certificate(stream, credentials, "scheduler")
         stream.secret, stream.run = hello.secret, hello.peer.run
+        if protection and not credentials and is_between_hosts(sock):
+            stream.plain = PERMITTED if protection.permit_plain else lacking()
         if hello.tls:
             stream = KeyStream(stream, connects=True)
             stream.complete(deadline)

@@ -179,7 +179,7 @@ class Member:
 
     def _known(self) -> dict[str, Any]:
         host = socket.gethostname()
-        where = {"link": self._own_address, "listen": self._listen_at}
+        where = {"link": self._own_address, "listen": self._listen_at, "plain": self._stream.plain}
         return {"pid": os.getpid(), "hostname": host, "host": host, **where}
 
     def rejoin(self, facts: Mapping[str, Any], deadline: Deadline) -> Welcome:
