@@ -42,11 +42,13 @@ struct type_caster<mscomm::Error> {
 namespace mscomm {
 
 // Sets the Python exception. An Error of the kind ValueError, RuntimeError or MemoryError becomes the built-in exception of that
-// name.
+// name, and one of the kind Cancelled becomes Python's CancelledError.
 inline void raise(const Error& error) {
   if (error.kind == "ValueError") return PyErr_SetString(PyExc_ValueError, error.what());
   if (error.kind == "RuntimeError") return PyErr_SetString(PyExc_RuntimeError, error.what());
   if (error.kind == "MemoryError") return PyErr_SetString(PyExc_MemoryError, error.what());
+  if (error.kind == "Cancelled")
+    return PyErr_SetString(pybind11::module_::import("concurrent.futures").attr("CancelledError").ptr(), error.what());
   const auto made = pybind11::cast(error);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
 }

@@ -461,6 +461,11 @@ current stream waits for the call.)")
 If it has completed without an error, out holds the result.)")
       .def("is_completed", &Handle::done, "Do the same as done().")
       .def("exception", &Handle::exception, "Return the error of a call that has failed, otherwise None.")
+      .def("cancel", &Handle::cancel, R"(Give up a recv for which no message has come yet. Return whether it was given up.
+
+Then done() is True, wait() raises concurrent.futures.CancelledError, and out is unchanged. The group goes on, and a later recv
+gets the message, if it still comes. A send, a collective call, and a recv whose message has come go on, and the result is
+False: wait for them. cancel() does not wait for other ranks.)")
       .def("_join", &Handle::join)
       .def("_failed", &Handle::failed)
       .def("_when_ended", &Handle::when_ended)
@@ -624,8 +629,9 @@ If it has completed without an error, out holds the result.)")
       .def("last_look", [](Group& group) { group.communicator->last_look(); })
       .def("drain",
            [](Group& group) {
-             drain(group.ready());
+             auto cancelled = drain(group.ready());
              group.called([&] { group.communicator->drain(); });
+             return cancelled;
            })
       .def("close",
            [](Group& group) {

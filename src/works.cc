@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -150,6 +151,11 @@ void Handle::hurry() const {
   calls_->group->communicator->hurry();
 }
 
+bool Handle::cancel() {
+  check_process();
+  return calls_->group->called([&] { return calls_->group->communicator->cancel(*started_->work); }).has_value();
+}
+
 py::object Handle::exception() const {
   check_process();
   if (!started_->work->done()) return py::none();
@@ -235,13 +241,20 @@ void forget_ended(Calls& calls, size_t most) {
                        [](const auto& one) { return one->current && one->work->error(); });
 }
 
-void drain(Calls& calls) {
+std::vector<std::string> drain(Calls& calls) {
   // A call or message that another thread is about to start has no Work yet. drain() does not wait for it, because close() ends
   // it.
   std::vector<std::shared_ptr<Work>> works;
   for (const auto& one : calls.running)
     if (one->work) works.push_back(one->work);
+  // This rank sends nothing from now on, and a peer may be waiting in the same way. So a recv could wait until its deadline.
+  std::vector<std::string> cancelled;
+  for (const auto& work : works) {
+    auto text = calls.group->called([&] { return calls.group->communicator->cancel(*work); });
+    if (text) cancelled.push_back(std::move(*text));
+  }
   for (const auto& work : works) (void)ended_within(calls, *work, {});
+  return cancelled;
 }
 
 }  // namespace mscomm

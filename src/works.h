@@ -7,6 +7,8 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "comm/communicator.h"
 #include "src/calls.h"
@@ -46,6 +48,8 @@ class Handle {
   // Returns whether the call or message has completed. If a call has completed without an error, first fills `out`, as wait()
   // does.
   bool done();
+  // Cancels a recv for which no message has arrived. Returns whether it did that.
+  bool cancel();
   // Returns whether the call or message has completed with an error.
   bool failed() const { return started_ && started_->work->done() && started_->work->error(); }
   // Returns the error if the call or message has failed. Otherwise, returns None.
@@ -88,7 +92,8 @@ Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, const Message& me
 // call does this, and must not take longer the more are running.
 inline constexpr size_t few = 32;
 void forget_ended(Calls& calls, size_t most = few);
-// Waits until all started calls and messages have completed. Signal handlers run during the wait.
-void drain(Calls& calls);
+// Cancels each recv for which no message has arrived, and then waits until all started calls and messages have completed. Signal
+// handlers run during the wait. Returns the descriptions of the cancelled recvs.
+std::vector<std::string> drain(Calls& calls);
 
 }  // namespace mscomm

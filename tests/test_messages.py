@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import types
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import ml_dtypes
@@ -454,6 +455,58 @@ def test_a_work_says_whether_it_has_ended(rank, group):
     else:
         mscomm.barrier()
         mscomm.send(np.ones(3), 1, async_op=True).wait()
+
+
+@ranks(2)
+def test_only_a_recv_without_a_message_is_cancelled(rank, group):
+    late, came = np.zeros(3), np.zeros(3)
+    if rank == 1:
+        work = mscomm.recv(late, mscomm.ANY_SOURCE, 7, async_op=True)
+        arrived = mscomm.recv(came, 0, 8, async_op=True)
+        call = mscomm.barrier(async_op=True)
+        call.wait()
+        assert work.cancel() and work.done() and not work.cancel()
+        for _ in range(2):
+            with pytest.raises(CancelledError, match="recv from any rank, tag 7 was cancelled before a message came"):
+                work.wait()
+        assert isinstance(work.exception(), CancelledError)
+        assert not arrived.cancel() and not call.cancel() and (arrived.wait() == 2).all()
+        mscomm.barrier()
+        assert (mscomm.recv(late, 0, 7) == 1).all()  # the cancelled recv has not taken it
+    else:
+        sent = mscomm.send(np.full(3, 2.0), 1, 8, async_op=True)
+        mscomm.barrier()
+        assert not sent.cancel()
+        mscomm.barrier()
+        mscomm.send(np.ones(3), 1, 7)
+
+
+@pytest.mark.parametrize("way", ["release", "destroy_group"])
+@ranks(2)
+def test_recvs_that_nobody_answers_end_when_their_rank_leaves(rank, group, way):
+    pair = mscomm.create_group("pair", [0, 1]) if way == "destroy_group" else None
+    if rank == 1:
+        mscomm.send(np.ones(3), 0, 9, group=pair)
+        mscomm.barrier()
+        until_told("rank 0 has left")
+        return
+    out, came = np.zeros(3), np.zeros(3)
+    works = [mscomm.recv(out, 1, tag, group=pair, async_op=True) for tag in range(5)]
+    arrived = mscomm.recv(came, 1, 9, group=pair, async_op=True)
+    mscomm.barrier()
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mscomm.log.warn", told.append)
+        mscomm.destroy_group(pair) if pair else mscomm.release()
+    tell("rank 0 has left")
+    assert (arrived.wait() == 1).all()
+    for work in works:
+        with pytest.raises(CancelledError):
+            work.wait()
+    assert (
+        "no message had come for recv from rank 1, tag 0; recv from rank 1, tag 1; recv from rank 1, tag 2" in told[0]
+    )
+    assert "tag 2 and 2 more when this rank left" in told[0]
 
 
 @ranks(2)

@@ -140,6 +140,9 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   std::vector<Matched> run(std::span<const Message> messages, const Deadline& deadline);
   // Starts one message and returns. The mailbox's thread and wait() then move its bytes.
   std::shared_ptr<Work> start(const Message& message, const Deadline& deadline);
+  // Ends a recv for which no message has arrived, and returns its description. The Work then has an Error of the kind Cancelled,
+  // and the group goes on. Any other call or message goes on, and the result is nullopt.
+  std::optional<std::string> cancel(Work& work);
   // Adds the link for messages to a peer (if `sends` is true) or from a peer. If the link has a secret, waits for at most
   // handshake_s, until the peer has called add_link(), too. Between ranks of one host, the messages move through memory in the
   // sender's heap.

@@ -127,6 +127,7 @@ std::shared_ptr<Work> Communicator::start(const Message& message, const Deadline
     mailbox_.detach(transfer, {*delivery, deadline}, [this, work, delivery, transfer](const std::optional<Error>& error) {
       complete(*work, transfer.get(), [&] {
         if (!error) return;
+        if (error->kind == "Cancelled") throw *error;
         abort({here(*error), false});
         throw_failure();
       });
@@ -137,6 +138,22 @@ std::shared_ptr<Work> Communicator::start(const Message& message, const Deadline
     leave_caller();
     fail(nullptr, "a message could not be started");
   }
+}
+
+std::optional<std::string> Communicator::cancel(Work& work) {
+  if (forked_ || !work.transfer_ || work.transfer_->sends) return {};
+  // A peer whose link is being set up may have sent the message, and may even have left.
+  const auto comes = [&] {
+    const int source = work.transfer_->peer;
+    for (int peer = 0; peer < size(); peer++)
+      if ((source == peer || source == any_source) && expects(peer) && !mailbox_.has_link_from(peer)) return true;
+    return false;
+  };
+  for (const Deadline deadline(handshake_s); comes() && !broken() && !deadline.passed();)
+    if (work.wait(1e-3)) return {};
+  if (!mailbox_.cancel(work.transfer_)) return {};
+  while (!work.wait(longest_sleep_ms * 1e-3)) continue;  // another thread may still be telling the Work
+  return mailbox_.text(*work.transfer_);
 }
 
 void Communicator::check_peer(int peer) const {

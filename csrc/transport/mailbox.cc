@@ -23,6 +23,7 @@ constexpr int messages_a_turn = 64;         // the maximum number of messages re
 // Work.wait() earlier than that, and then moving the bytes takes no other thread. So that detach() need not wake the mailbox's
 // thread in such a program, the thread checks every tick_s whether it is needed, until linger_s after the last detach().
 constexpr double grace_s = 200e-6, tick_s = 1e-3, linger_s = 50e-3;
+constexpr double pass_s = 1;  // how long cancel() reads the links, if other messages keep them busy
 
 using Kind = Envelope::Kind;
 
@@ -200,6 +201,33 @@ void Mailbox::help(const Transfer& transfer, double timeout_s) {
     throw;
   }
   leave();
+}
+
+bool Mailbox::cancel(const Shared& transfer) {
+  auto lock = enter();
+  const Deadline deadline(pass_s);
+  const auto before = idle_passes_;
+  waiting_++, cancelling_++;
+  const auto back = [&] {
+    if (!lock.owns_lock()) lock.lock();
+    cancelling_--;
+    leave();
+  };
+  try {
+    while (!transfer->done() && !transfer->begun_ && idle_passes_ == before && !deadline.passed()) {
+      wake_driver();
+      turn(lock, false, driving_ ? longest_sleep_ms : 0);
+    }
+  } catch (...) {
+    back();
+    throw;
+  }
+  const bool unmatched = !transfer->sends && !transfer->begun_ && !transfer->done();
+  if (unmatched) drop(transfer, Error("Cancelled", text(*transfer) + " was cancelled before a message came"));
+  tell_finished();
+  tell_ended(lock);
+  back();
+  return unmatched;
 }
 
 // Called with mutex_ locked, by a thread that stops waiting.
@@ -387,6 +415,10 @@ void Mailbox::tell_finished() {
 bool Mailbox::turn(Lock& lock, bool awake, int sleep_ms) {
   if (driving_) return changed_->wait_for(lock, std::chrono::milliseconds(sleep_ms)) == std::cv_status::no_timeout;
   const bool moved = move_some();
+  if (!moved) {
+    idle_passes_++;
+    if (cancelling_ > 0) changed_->notify_all();
+  }
   tell_finished();
   if (moved) {
     lock.unlock();

@@ -127,6 +127,8 @@ class Transfer : public Message {
 
 class Mailbox {
  public:
+  using Shared = std::shared_ptr<Transfer>;
+
   // ranks: the job rank of each rank of the group, for error messages. spin: whether the host has a CPU for each rank.
   Mailbox(std::vector<int> ranks, int rank, uint32_t epoch, bool spin);
   ~Mailbox();
@@ -140,6 +142,10 @@ class Mailbox {
   void add_link(bool sends, int peer, Stream stream);
 
   bool has_link_to(int peer) const { return linked_[peer]; }
+  bool has_link_from(int peer) const {
+    const auto lock = enter();
+    return incoming_[peer].stream.has_value();
+  }
 
   // Starts a send or a recv, and returns without waiting. Several threads may call this at the same time. A message to this rank
   // itself, or a message that has already arrived, is copied at once. A send to a peer is written at once as far as the link
@@ -159,6 +165,9 @@ class Mailbox {
   // Moves bytes on this thread until the detached transfer has completed, for at most timeout_s seconds. While any thread is in
   // wait() or help(), the mailbox's own thread moves no bytes, so that no thread must be woken when a message arrives.
   void help(const Transfer& transfer, double timeout_s);
+  // Ends a recv for which no message has arrived, with an Error of the kind Cancelled. Returns whether it did that: a send, a
+  // recv whose message has arrived, and a transfer that has completed all go on. First reads what has arrived on the links.
+  bool cancel(const Shared& transfer);
 
   // Ends all links and transfers. Any thread may call shut_down() at any time. It calls no callback, and waits only for mutex_.
   // No thread holds mutex_ for longer than it takes to copy one piece for each link, or one message to this rank itself.
@@ -172,7 +181,6 @@ class Mailbox {
   std::string text(const Message& message) const;
 
  private:
-  using Shared = std::shared_ptr<Transfer>;
   // Why a link has ended. It is also the exception that is thrown when a peer violates the link's protocol.
   struct Ending {
     std::string kind, why;
@@ -302,8 +310,8 @@ class Mailbox {
   // mutex_ protects everything below. Threads hold it while bytes move, but not while they wait or run a callback.
   mutable std::mutex mutex_;
   mutable std::atomic<int> entering_{0};  // how many threads are waiting for mutex_; the driver lets them go first
-  // changed_ is notified when a transfer completes, when the mailbox ends, and when the driver stops driving. While thread_ need
-  // not move bytes, it waits on detaching_ (see rest()).
+  // changed_ is notified when a transfer completes, when the mailbox ends, when the driver stops driving and, for cancel(), when
+  // idle_passes_ changes. While thread_ need not move bytes, it waits on detaching_ (see rest()).
   std::unique_ptr<std::condition_variable> changed_ = std::make_unique<std::condition_variable>();
   std::unique_ptr<std::condition_variable> detaching_ = std::make_unique<std::condition_variable>();
   std::vector<Outgoing> outgoing_;
@@ -312,7 +320,9 @@ class Mailbox {
   uint64_t last_turn_ = 0;             // the turn number most recently given to a posted recv or a kept message
   int first_ = 0;                      // the peer whose links are served first; changes each time, so that no peer starves
   std::list<std::shared_ptr<Detached>> detached_;
-  int waiting_ = 0;                     // the number of threads in wait() or help() that can move bytes
+  int waiting_ = 0;                     // the number of threads in wait(), help() or cancel() that can move bytes
+  int cancelling_ = 0;                  // the number of threads in cancel()
+  uint64_t idle_passes_ = 0;            // how often move_some() has found nothing to move
   Clock::time_point last_detach_;       // when detached_ last got a transfer
   Clock::time_point unattended_since_;  // since when detached_ has transfers, and no thread waits; valid only if this is so
   bool asleep_ = false;                 // whether thread_ sleeps until it is notified

@@ -311,6 +311,14 @@ class Work:
     def exception(self) -> BaseException | None:
         """Return the error of a call that has failed, otherwise None."""
 
+    def cancel(self) -> bool:
+        """Give up a recv for which no message has come yet. Return whether it was given up.
+
+        Then done() is True, wait() raises concurrent.futures.CancelledError, and out is unchanged. The group goes on,
+        and a later recv gets the message, if it still comes. A send, a collective call, and a recv whose message has
+        come go on, and the result is False: wait for them. cancel() does not wait for other ranks.
+        """
+
     def _join(self, seconds: float | None, /) -> bool:
         """Wait for at most `seconds` seconds, without producing a result. Return whether the call has completed.
 
@@ -705,8 +713,10 @@ class Group:
     def last_look(self) -> None:
         """Compare the latest headers from the peers with this rank's own calls. Raise Mismatch if they differ."""
 
-    def drain(self) -> None:
-        """Wait until all started calls and all work on the device have completed, or until the group is broken."""
+    def drain(self) -> list[str]:
+        """Cancel each recv that has got no message. Then wait until all started calls and all work on the device have
+        completed, or until the group is broken. Return descriptions of the cancelled recvs.
+        """
 
     def close(self) -> None: ...
     def carried(self) -> dict[str, int]:

@@ -225,10 +225,18 @@ class Group:
         return Several(self, parts, result, fills)
 
     def drain(self) -> None:
-        """Wait until all asynchronous calls have ended. Do not raise their errors."""
+        """Wait until all asynchronous calls have ended, but cancel recvs that have got no message, and warn.
+
+        Do not raise the errors of the calls.
+        """
         for call in tuple(self.following):
             call.drain()
-        self.core.drain()
+        if cancelled := self.core.drain():
+            more = f" and {len(cancelled) - 3} more" if len(cancelled) > 3 else ""
+            log.warn(
+                f"group {self.name}: no message had come for {'; '.join(cancelled[:3])}{more} when this rank left; "
+                "wait for each recv before that, or call Work.cancel()"
+            )
 
     def _interrupted(self, error: BaseException) -> None:
         """If `error` has broken the group, tell the other ranks why. The caller re-raises `error`.

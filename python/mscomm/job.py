@@ -179,8 +179,9 @@ class Job:
     def release(self) -> None:
         """Leave the job. If a group has failed and no call of this rank has raised the failure yet, raise it now.
 
-        release() waits for asynchronous calls (async_op) that are still running. Another rank fails only if it waits
-        for this rank after this rank has left. An exit handler also calls release(). A second call does nothing.
+        release() waits for asynchronous calls (async_op) that are still running, but cancels each recv for which no
+        message has come, and warns. Another rank fails only if it waits for this rank after this rank has left. An exit
+        handler also calls release(). A second call does nothing.
         """
         global _default
         if self is _default:
@@ -540,8 +541,9 @@ def _device(device: int | None) -> int | None:
 def release() -> None:
     """Leave the default job. If a group has failed and no call of this rank has raised the failure yet, raise it now.
 
-    release() waits for asynchronous calls (async_op) that are still running. Another rank fails only if it waits for
-    this rank after this rank has left. An exit handler also calls release(), and leaves all other jobs, too.
+    release() waits for asynchronous calls (async_op) that are still running, but cancels each recv for which no message
+    has come, and warns. Another rank fails only if it waits for this rank after this rank has left. An exit handler
+    also calls release(), and leaves all other jobs, too.
     """
     if _default is not None:
         _default.release()

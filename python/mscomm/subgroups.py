@@ -138,6 +138,7 @@ def shrink(group: Group | str | None, name: str) -> Group:
 def destroy_group(group: Group | str) -> None:
     """Leave the group and free its memory. A rank that is not in the group only forgets the group's name.
 
+    Asynchronous calls are treated as by release().
     Raise ValueError for the world.
     """
     outside = default().others.get(group) if isinstance(group, str) else group

@@ -247,6 +247,9 @@ class Several(Work):
         errors = (part.exception() for part in self._parts)
         return next((error for error in errors if error is not None), None)
 
+    def cancel(self) -> bool:
+        return self._first is not None and self._first.cancel()
+
     def matched(self) -> tuple[int, int] | None:
         return None if self._first is None else self._first.matched()
 

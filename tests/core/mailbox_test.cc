@@ -458,6 +458,51 @@ void a_recv_that_was_given_up_takes_no_message() {
   CHECK(old == Ints(3));
 }
 
+void only_a_recv_without_a_message_is_cancelled() {
+  Group group(2);
+  const Ints x = ints(3, 7), long_one = ints(large, 1);
+  Ints out(3, -1), other(3, -1), back(large);
+  const auto sent = start_send(group[0], 1, long_one, 1);
+  CHECK(!group[0].cancel(sent));
+  const auto here = start_recv(group[1], 0, back, 1), any = start_recv(group[1], any_source, other, 2);
+  std::atomic<int> ended{0};
+  const auto absent = start_recv(group[1], 0, out);
+  group[1].detach(absent, within(), [&](const std::optional<Error>& error) {
+    CHECK(error && error->kind == "Cancelled");
+    ended++;
+  });
+  std::thread([&] {  // the announcement has arrived, even if nobody has read it yet
+    CHECK(!group[1].cancel(here));
+    CHECK(group[1].cancel(any) && group[1].cancel(absent));
+    CHECK(!group[1].cancel(absent) && ended == 1);
+  })
+      .join();
+  std::thread sender([&] { group[0].wait(sent, within()); });
+  group[1].wait(here, within());
+  sender.join();
+  CHECK(back == long_one && out == Ints(3, -1) && other == out);
+  send(group[0], 1, x);
+  CHECK(recv(group[1], 0, 3) == x);  // the cancelled recv has not taken it
+}
+
+void a_recv_is_cancelled_while_another_thread_waits() {
+  Group group(2);
+  group.on_threads([&](int rank, Mailbox& box) {
+    Ints x(2), never(2);
+    std::vector<std::thread> threads;
+    if (rank == 0) threads.emplace_back([&] { CHECK(recv(box, 1, 2, 9) == ints(2, 9)); });
+    for (int64_t i = 0; i < 200; i++) {
+      const auto absent = start_recv(box, 1 - rank, never, 5);
+      box.detach(absent, within(), [](const std::optional<Error>&) {});
+      send(box, 1 - rank, ints(2, i), 6);
+      CHECK(recv(box, 1 - rank, 2, 6) == ints(2, i));
+      CHECK(box.cancel(absent) && absent->done());
+    }
+    if (rank == 1) send(box, 0, ints(2, 9), 9);
+    for (std::thread& thread : threads) thread.join();
+  });
+}
+
 void other_types_and_sizes_are_named() {
   for (size_t count : {size_t{4}, large})
     for (int from : {0, 1}) {  // rank 0 sends over a link, and rank 1 sends to itself
@@ -806,6 +851,8 @@ SUITE(mailbox) {
     what_was_sent_before_a_close_arrives();
     a_peer_that_is_gone_fails_an_announced_message();
     a_recv_that_was_given_up_takes_no_message();
+    only_a_recv_without_a_message_is_cancelled();
+    a_recv_is_cancelled_while_another_thread_waits();
     other_types_and_sizes_are_named();
     shut_down_ends_all_waits();
     close_ends_what_was_left_to_the_thread();
