@@ -9,7 +9,7 @@ import tracemalloc
 
 import msgpack
 import pytest
-from control import soon
+from control import eventually, soon
 
 from mscomm import errors
 from mscomm.cluster.bytestream import ByteStream
@@ -66,6 +66,33 @@ def test_frames_cross_a_socket_in_any_pieces():
         assert receiver.receive(soon()) == {"t": "two"}
         a.close()
         assert receiver.receive(soon()) is None
+
+
+def test_a_frame_that_its_deadline_has_cut_is_finished_before_the_next_one():
+    a, b = socket.socketpair()
+    with a, b:
+        sender, receiver = Frames(ByteStream(a), send_limit=16 << 20), Frames(ByteStream(b))
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                sender.send({"t": "big", "x": bytes(8 << 20)}, Deadline(0.1))
+        thread = threading.Thread(target=lambda: sender.send({"t": "small"}, soon()))
+        thread.start()
+        assert len(receiver.receive(soon())["x"]) == 8 << 20
+        assert receiver.receive(soon()) == {"t": "small"}
+        thread.join()
+
+
+def test_a_frame_does_not_wait_longer_for_another_one_than_its_deadline():
+    a, b = socket.socketpair()
+    with a, b:
+        sender, receiver = Frames(ByteStream(a), send_limit=16 << 20), Frames(ByteStream(b))
+        thread = threading.Thread(target=lambda: sender.send({"t": "big", "x": bytes(8 << 20)}, soon()))
+        thread.start()
+        eventually(sender._sending.locked)
+        with pytest.raises(TimeoutError, match="another frame was being sent"):
+            sender.send({"t": "small"}, Deadline(0.1))
+        assert receiver.receive(soon())["t"] == "big"
+        thread.join()
 
 
 def test_a_send_to_somebody_who_does_not_read_ends_at_the_deadline():

@@ -92,6 +92,15 @@ def test_names_and_lists_of_the_wrong_kind_are_refused_and_send_nothing(rank, gr
 
 
 @ranks(2)
+def test_groups_that_are_created_crosswise_are_a_mismatch(rank, group):
+    names = ["a", "b"] if rank == 0 else ["b", "a"]
+    for name in names:
+        with pytest.raises(mscomm.Mismatch, match=r"waits in create_group\('[ab]'\), and create_group\('[ab]'\) waits"):
+            mscomm.create_group(name, [0, 1])
+    assert total(mscomm.create_group("a", [0, 1])) == 2  # the job continues
+
+
+@ranks(2)
 def test_ranks_that_do_not_agree_on_the_list_are_a_mismatch(rank, group):
     with pytest.raises(
         mscomm.Mismatch, match=r"rank 0 .* named \[0, 1\].*rank 1 .* named \[1, 0\]|named \[1, 0\].*\[0, 1\]"

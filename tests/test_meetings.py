@@ -21,8 +21,8 @@ class Table:
         self.judge = Judge(lambda rank: f"rank {rank}", lambda: range(3), watched=True)
         self.meetings = Meetings(self.gone.get, lambda rank: f"rank {rank}", lambda: self.judge)
 
-    def come(self, rank, ranks, key="k", name="init", survivors=False, **facts):
-        return list(self.meetings.come(rank, key, name, ranks, facts, survivors))
+    def come(self, rank, ranks, key="k", name="init", survivors=False, alone=True, **facts):
+        return list(self.meetings.come(rank, key, name, ranks, facts, survivors, alone))
 
 
 def unmet(answers):
@@ -222,6 +222,47 @@ def test_who_knows_of_a_refusal_may_try_again_before_the_last_has_heard_of_it():
     assert table.come(1, [0, 1])[0].frame["t"] == "met"
 
 
+def test_late_at_a_meeting_that_has_timed_out():
+    table = Table()
+    table.come(0, [0, 1, 2, 3])
+    withdrawn = unmet(table.meetings.withdraw(0, "k", 3.0))
+    assert unmet(table.come(1, [0, 1, 2, 3])) == [((1,), *withdrawn[0][1:])]
+    table.gone[3] = "rank 3 ended without release"
+    assert table.meetings.look() == []
+    assert unmet(table.come(2, [0, 1, 2, 3])) == [((2,), *withdrawn[0][1:])]  # the last that can come
+    table.gone.clear()
+    assert table.come(3, [0, 1, 2, 3]) == []  # the first meeting is forgotten
+
+
+def test_late_at_a_meeting_without_agreement():
+    table = Table()
+    table.come(0, [0, 1, 2], key="a", name="g")
+    ((_, frame), _) = table.come(1, [0, 1], key="b", name="g")
+    assert unmet(table.come(2, [0, 1, 2], key="a", name="g")) == [((2,), "Mismatch", frame["text"], [0, 1])]
+    # Ranks that know of the mismatch may agree on any of the two lists.
+    assert table.come(0, [0, 1], key="b", name="g") == []
+    assert table.come(1, [0, 1], key="b", name="g")[0].frame["t"] == "met"
+
+
+def test_ranks_that_create_groups_crosswise_are_told_at_once():
+    table = Table()
+    assert table.come(0, [0, 2], key="a", name="create_group('a')") == []
+    assert table.come(1, [0, 1], key="b", name="create_group('b')") == []
+    answers = unmet(table.come(2, [1, 2], key="c", name="create_group('c')"))
+    assert sorted(ranks for ranks, *_ in answers) == [(0,), (1,), (2,)]
+    text = "rank 0 waits in create_group('a'), and create_group('b') waits for it"
+    assert all((kind, ranks) == ("Mismatch", [0, 1, 2]) and text in why for _, kind, why, ranks in answers)
+    assert table.meetings.look() == []
+
+
+def test_a_rank_with_more_threads_may_still_come_to_the_other_meeting():
+    table = Table()
+    for rank, key in ((0, "a"), (1, "b")):
+        assert table.come(rank, [0, 1], key=key, name=key, alone=False) == []
+    assert table.come(0, [0, 1], key="b", name="b", alone=False)[0].frame["t"] == "met"
+    assert table.come(1, [0, 1], key="a", name="a", alone=False)[0].frame["t"] == "met"
+
+
 def test_all_meetings_end_with_their_epoch():
     table = Table()
     table.come(0, [0, 1], key="a")
@@ -296,6 +337,22 @@ def test_a_time_out_is_one_on_every_rank_that_came():
             assert isinstance(meeting.ended().error, errors.CollectiveTimeout)
             assert meeting.error.waiting_for == (2,)
             assert "waited 0.3 s for rank 2 (pid" in str(meeting.error)
+
+
+def test_a_late_answer_does_not_count_for_the_next_attempt(monkeypatch):
+    monkeypatch.setattr("mscomm.cluster.member.SETTLE_S", 0.1)
+    with Job(2) as job:
+        members = job.joined()
+        stopped, goes_on = threading.Event(), threading.Event()
+        job.hub._order(lambda: (stopped.set(), goes_on.wait(60)))
+        assert stopped.wait(60)
+        first = Meeting(members, 0, [0, 1], timeout_s=0.1).ended().error
+        assert isinstance(first, errors.CollectiveTimeout)
+        assert "waited 0.1 s for the other ranks, and the scheduler did not say within 0.1 s which ones" in str(first)
+        goes_on.set()
+        assert isinstance(Meeting(members, 1, [0, 1]).ended().error, errors.CollectiveTimeout)  # it comes too late
+        both = [Meeting(members, rank, [0, 1]) for rank in range(2)]
+        assert [one.ended().error for one in both] == [None, None]
 
 
 def test_survivors_meet_without_the_lost():

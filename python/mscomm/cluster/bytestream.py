@@ -34,6 +34,7 @@ class ByteStream:
         self.secret = b""
         self.run = b""
         self.plain = ""
+        self._rest = memoryview(b"")  # what send_all() has not sent yet
 
     @property
     def is_local(self) -> bool:
@@ -81,13 +82,24 @@ class ByteStream:
     # -- waiting
 
     def send_all(self, data: bytes, deadline: Deadline) -> None:
-        """Send all of the data. Raise OSError if the link has ended, and TimeoutError at the deadline."""
-        rest = memoryview(data)
-        while rest:
-            if sent := self.send(rest):
-                rest = rest[sent:]
+        """Send all of the data. Raise OSError if the link has ended, and TimeoutError at the deadline.
+
+        After a TimeoutError, the next call sends the rest of this data first. So the other end never gets only a part.
+        """
+        self._send_rest(deadline)
+        self._rest = memoryview(data)
+        self._send_rest(deadline)
+
+    def _send_rest(self, deadline: Deadline) -> None:
+        while self._rest:
+            if sent := self.send(self._rest):
+                self._rest = self._rest[sent:]
             else:
-                wait(self.sock, select.POLLOUT, deadline)
+                self._await_room(deadline)
+
+    def _await_room(self, deadline: Deadline) -> None:
+        """Wait until send() may make progress. Raise TimeoutError at the deadline."""
+        wait(self.sock, select.POLLOUT, deadline)
 
     def await_bytes(self, deadline: Deadline) -> None:
         """Wait until receive() has something to return. Raise TimeoutError at the deadline."""

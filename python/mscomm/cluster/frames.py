@@ -92,10 +92,17 @@ class Frames:
         self._sending = threading.Lock()  # held while a frame is sent, so that frames of two threads do not mix
 
     def send(self, frame: Frame, deadline: Deadline) -> None:
-        """Pass the frame to the kernel. Raise OSError if the link has ended, and TimeoutError at the deadline."""
+        """Pass the frame to the kernel. Raise OSError if the link has ended, and TimeoutError at the deadline.
+
+        After a TimeoutError, the frame is sent before the next one, or not at all.
+        """
         data = encode(frame, self._send_limit)
-        with self._sending:
+        if not self._sending.acquire(timeout=deadline.left()):
+            raise TimeoutError(f"another frame was being sent for {deadline.seconds:g} s")
+        try:
             self.stream.send_all(data, deadline)
+        finally:
+            self._sending.release()
 
     def receive(self, deadline: Deadline) -> Frame | None:
         """Return the next frame, or None if the other end has closed.

@@ -498,13 +498,21 @@ class Hub:
         self._groups.here(link.number, group, asked, call, Progress(number, inside, text))
 
     def _on_meet(
-        self, link: Link, key: str, name: str, ranks: list[Any], facts: Frame, founds: object, survivors: object
+        self,
+        link: Link,
+        key: str,
+        name: str,
+        ranks: list[Any],
+        facts: Frame,
+        founds: object,
+        survivors: object,
+        alone: object,
     ) -> None:
         ranks = self._checked_meeting("meet", link, key, ranks)
         if self._groups.aborted:
             self._answer([unmet((link.number,), key, self._groups.aborted)])
             return
-        answers = self._meetings.come(link.number, key, name, ranks, facts, bool(survivors))
+        answers = self._meetings.come(link.number, key, name, ranks, facts, bool(survivors), bool(alone))
         met = any(answer.frame["t"] == "met" for answer in answers)
         if founds and key != self._groups.world.id:
             if met:

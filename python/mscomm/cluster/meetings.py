@@ -1,12 +1,13 @@
 """Meetings, in which ranks wait for each other and exchange facts. This module does no I/O.
 
-A meeting has a key, which all its ranks use, and a human-readable name. A meeting ends for all its ranks at once,
-either with the facts of all ranks or with the reason why the meeting cannot take place.
+A meeting has a key, which all its ranks use, and a human-readable name. A meeting ends for all its ranks, either with
+the facts of all ranks or with the reason why the meeting cannot take place. In the second case, a rank that comes later
+is told the reason at once. If a rank that knows the reason comes again, a new meeting with this key begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from mscomm.cluster.frames import Frame
@@ -33,8 +34,8 @@ class _Meeting:
         self.survivors = survivors  # whether the meeting waits only for ranks that are not lost
         self.facts: dict[int, Frame] = {}
         self.lacks = False  # whether one of the ranks was gone when they were last checked
-        self.refused: Error | None = None  # why a rank refused to meet
-        self.told: set[int] = set()  # ranks that know about the refusal; the others are told when they arrive
+        self.refused: Error | None = None  # why the meeting cannot take place
+        self.told: set[int] = set()  # the ranks that know `refused`; the others are told when they arrive
 
     @property
     def here(self) -> tuple[int, ...]:
@@ -59,11 +60,19 @@ class Meetings:
         self._name = name
         self._judge = judge
         self._open: dict[str, _Meeting] = {}
+        # For each rank that does nothing else while it waits, the key of the meeting where it came last.
+        self._waits: dict[int, str] = {}
         # The ranks that met in each meeting of survivors. An entry is removed when one of its ranks is lost.
         self._shrunk: list[list[int]] = []
 
-    def come(self, rank: int, key: str, name: str, ranks: list[int], facts: Frame, survivors: bool) -> Iterable[Answer]:
-        """Handle the arrival of a rank at the meeting. survivors: whether to wait only for ranks that are not lost."""
+    def come(
+        self, rank: int, key: str, name: str, ranks: list[int], facts: Frame, survivors: bool, alone: bool = False
+    ) -> Iterable[Answer]:
+        """Handle the arrival of a rank at the meeting.
+
+        survivors: whether to wait only for ranks that are not lost. alone: whether the rank comes to no other meeting
+        while it waits in this one.
+        """
         meeting = self._open.get(key)
         if meeting is not None and meeting.refused is not None and rank not in meeting.told:
             self._tell(key, {rank})
@@ -85,7 +94,11 @@ class Meetings:
                 )
                 why = f"{name}: the ranks do not agree on who takes part: {text}"
                 error = Mismatch(why, [r for one in (other, meeting) for r in one.here])
-                return [*self._cancel(other_key, error), *self._cancel(key, error)]
+                return self._cancel_together([other_key, key], error)
+        if alone:
+            self._waits[rank] = key
+        if circle := self._circle(rank, key):
+            return self._break(circle)
         # look() notices a loss, so an arrival checks all ranks only if the meeting begins, may end, or lacks a rank.
         return self._look(key) if begins or meeting.lacks or len(meeting.facts) >= len(ranks) else []
 
@@ -106,11 +119,8 @@ class Meetings:
         """
         meeting = self._open.setdefault(key, _Meeting(name, ranks, False))
         meeting.facts.pop(rank, None)
-        meeting.refused = Aborted(why, [rank])
-        answer = unmet(meeting.here, key, meeting.refused)
-        self._tell(key, {rank, *meeting.facts})
-        meeting.facts.clear()
-        return [answer]
+        meeting.told.add(rank)
+        return self._cancel(key, meeting.refused or Aborted(why, [rank]))
 
     def present(self, key: str) -> tuple[int, ...]:
         """Return the ranks that are waiting in the meeting; none if there is no such meeting."""
@@ -144,20 +154,68 @@ class Meetings:
         return self._cancel(key, why) if key in self._open else []
 
     def clear(self, why: Error) -> Iterable[Answer]:
-        """End all meetings."""
-        return [answer for key in list(self._open) for answer in self._cancel(key, why)]
+        """End all meetings, and forget them."""
+        answers = [answer for key in list(self._open) for answer in self._cancel(key, why)]
+        self._open.clear()
+        return answers
 
     @staticmethod
     def _wait_for_each_other(one: _Meeting, other: _Meeting) -> bool:
         return any(r in other.missing for r in one.here) and any(r in one.missing for r in other.here)
 
+    def _circle(self, rank: int, key: str) -> list[tuple[str, int, str]]:
+        """Return a circle of meetings that wait for each other, now that the rank has come to this meeting.
+
+        Each item is a meeting, a rank that waits there and comes to no other one, and the meeting that this rank lacks.
+        """
+        others = (other for other in self._open.values() if other.refused is None)
+        if not any(rank in other.ranks and rank not in other.facts for other in others):
+            return []
+        reached: dict[str, tuple[str, int, str]] = {}
+        todo = [key]
+        while todo and key not in reached:
+            lacks = todo.pop()
+            for absent in self.missing(lacks):
+                there = self._waits.get(absent, "")
+                if there not in reached and there in self._open and absent in self._open[there].facts:
+                    reached[there] = there, absent, lacks
+                    todo.append(there)
+        circle = [reached[key]] if key in reached else []
+        while circle and circle[-1][2] != key:
+            circle.append(reached[circle[-1][2]])
+        return circle
+
+    def _break(self, circle: list[tuple[str, int, str]]) -> list[Answer]:
+        """End the meetings of the circle."""
+        text = "; ".join(
+            f"{self._name(rank)} waits in {self._open[there].name}, and {self._open[lacks].name} waits for it"
+            for there, rank, lacks in circle
+        )
+        why = f"the ranks create groups in different orders, so they wait for each other: {text}"
+        advice = "All ranks must create the groups that share ranks in the same order"
+        error = Mismatch(f"{why}. {advice}", sorted(rank for _, rank, _ in circle))
+        return self._cancel_together([there for there, *_ in circle], error)
+
+    def _cancel_together(self, keys: Sequence[str], why: Error) -> list[Answer]:
+        """End the meetings for one reason. Each rank that has arrived at one of them then knows about all of them."""
+        here = [rank for key in keys for rank in self._open[key].here]
+        for key in keys:
+            self._open[key].told.update(here)
+        return [answer for key in keys for answer in self._cancel(key, why)]
+
     def _look(self, key: str) -> list[Answer]:
-        meeting = self._open[key]
+        meeting = self._open.get(key)
+        if meeting is None:  # an earlier answer of look() has ended it
+            return []
         lost = {rank: why for rank in meeting.ranks if (why := self._gone(rank)) is not None}
+        if meeting.refused is not None:
+            self._tell(key, lost)
+            return []
         meeting.lacks = bool(lost)
         if lost and not meeting.survivors and self._judge().due() is not None:
             return []  # the hub calls look() when the judge has reached its verdict
         if lost and not meeting.survivors:
+            meeting.told.update(lost)  # they will not come
             return self._cancel(key, self._explained(meeting, lost))
         for rank in lost:
             meeting.facts.pop(rank, None)  # the rank had arrived, but was lost before all others arrived
@@ -188,5 +246,10 @@ class Meetings:
             del self._open[key]
 
     def _cancel(self, key: str, why: Error) -> list[Answer]:
-        meeting = self._open.pop(key)
-        return [unmet(meeting.here, key, why)]
+        """End the meeting. Ranks that have arrived are told why now, and the other ranks when they arrive."""
+        meeting = self._open[key]
+        meeting.refused = why
+        here = meeting.here
+        meeting.facts.clear()
+        self._tell(key, here)
+        return [unmet(here, key, why)] if here else []

@@ -61,7 +61,7 @@ _FIELDS: Mapping[str, Mapping[str, type]] = {
     "bye": {},
 }
 # The keys of frames that a rank sends again to a scheduler that was started again. See Member._ask.
-_BYE, _FAILED, _REFUSED, _DIALLED = "bye", "failed ", "refuse ", "dial "
+_BYE, _FAILED, _REFUSED, _DIALLED, _REJOIN = "bye", "failed ", "refuse ", "dial ", "rejoin "
 
 
 class Welcome(NamedTuple):
@@ -132,7 +132,8 @@ class Member:
         self._rejoins = 0
         self._met: dict[str, Met | Error] = {}
         self._missing: dict[str, Missing] = {}  # for the key of each wait, the hub's latest answer
-        self._attending: list[str] = []  # the names of the meetings in which this rank waits
+        self._attending: dict[str, str] = {}  # the names of the meetings in which this rank waits, by key
+        self._given_up: set[str] = set()  # the keys of meetings that this rank has left before the hub's answer
         self._refused: str | None = None  # the key of the latest meeting that the hub refused
         self._failure: Error | None = None  # a failure of the whole link: the hub has refused us or is gone
         self._verdicts: dict[str, Error] = {}  # by group; "" stands for all groups of this epoch, even later ones
@@ -190,7 +191,7 @@ class Member:
         assert self._welcome
         now = self._welcome.epoch
         self._rejoins += 1
-        key = f"rejoin {self._rejoins}"  # a new key each time: a late answer must not count for the next rejoin
+        key = f"{_REJOIN}{self._rejoins}"  # a new key each time: a late answer must not count for the next rejoin
 
         def answered() -> bool:
             return key in self._met or (self._welcome is not None and self._welcome.epoch > now)
@@ -201,7 +202,7 @@ class Member:
         except CollectiveTimeout:
             # Ask the hub which ranks are missing. It may answer instead that all ranks have arrived in the meantime.
             self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
-            self._await(answered, Deadline(SETTLE_S), "rejoin")
+            self._await_last(answered, deadline, "rejoin")
         except Error:
             raise  # the link has ended
         except BaseException:  # raised by a signal handler: this rank stops waiting
@@ -247,31 +248,52 @@ class Member:
             self._unanswered.pop(_REFUSED + key, None)
             if founds:
                 self._closed[key] = []
-        self._attending.append(name)
+        if key in self._given_up:
+            self._outwait(key, name, deadline)
+        self._attending[key] = name
         try:
-            self._ask(key, {"t": "meet", "founds": founds, "survivors": survivors, **words}, deadline)
+            options = {"founds": founds, "survivors": survivors, "alone": _is_alone()}
+            self._ask(key, {"t": "meet", **options, **words}, deadline)
             self._await(lambda: key in self._met, deadline, name, key)
         except CollectiveTimeout:
             # Ask the hub which ranks are missing. It may answer instead that all ranks have arrived in the meantime.
-            self._say({"t": "unmeet", "key": key, "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
-            self._await(lambda: key in self._met, Deadline(SETTLE_S), name)
+            try:
+                self._say({"t": "unmeet", "key": key, "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
+                self._await_last(lambda: key in self._met, deadline, name)
+            except CollectiveTimeout as error:
+                self._given_up.add(key)
+                self.refuse(key, name, ranks, error)  # perhaps the hub will tell the others that all have met
+                raise
         except Error:
             raise  # the link has ended
         except BaseException as error:  # raised by a signal handler
+            self._given_up.add(key)
             self.refuse(key, name, ranks, error)
             raise
         finally:
-            self._attending.remove(name)
             with self._news:
+                self._attending.pop(key, None)
                 self._unanswered.pop(key, None)
+                met = self._met.pop(key, None)
+        assert met is not None
         with self._news:
-            met = self._met.pop(key)
             if founds and isinstance(met, Met):
                 self._ranks[key] = list(ranks)
         if isinstance(met, Error):
             self._refused = key
             raise met
         return met
+
+    def _outwait(self, key: str, name: str, deadline: Deadline) -> None:
+        """Wait until the hub has said everything about earlier meetings with this key.
+
+        A late answer to an earlier attempt must not count for the next one. The hub answers in the order of our frames.
+        """
+        with self._news:
+            self._missing.pop(key, None)
+        self._say({"t": "waits", "key": key}, deadline)
+        self._await(lambda: key in self._missing, deadline, name)
+        self._given_up.discard(key)
 
     def was_refused(self, key: str) -> bool:
         """Return whether meet() raised an error for this key because the hub refused the meeting.
@@ -287,8 +309,6 @@ class Member:
         frame = {"t": "refuse", "key": key, "name": name, "ranks": list(ranks), "why": why}
         with contextlib.suppress(Error):  # the link may have ended
             self._ask(_REFUSED + key, frame, Deadline(SETTLE_S))
-        with self._news:
-            self._met.pop(key, None)
 
     def check(self, group: str) -> None:
         """Raise the failure of the group, if there is one. Call this during the set-up of a group, before attach()."""
@@ -599,7 +619,7 @@ class Member:
             with self._news:
                 communicator = self._communicators.get(frame["group"])
             number, inside, text = communicator.where() if communicator else (0, False, "is not in the group now")
-            text += "".join(f" and waits in {name}" for name in self._attending)
+            text += "".join(f" and waits in {name}" for name in tuple(self._attending.values()))
             place = {"number": number, "inside": inside, "text": text[:_CALL_CHARACTERS]}
             asked = frame["number"]
             called = {"asked": asked, "call": communicator.called(asked)[:_CALL_CHARACTERS] if communicator else ""}
@@ -652,8 +672,10 @@ class Member:
         elif kind == "bye":
             self._unanswered.pop(_BYE, None)
         elif kind in ("met", "unmet"):
-            self._met[frame["key"]] = Met(frame["ranks"], frame["facts"]) if kind == "met" else of_fields(frame)
-            self._unanswered.pop(frame["key"], None)
+            key = frame["key"]
+            if key in self._attending or key == f"{_REJOIN}{self._rejoins}":  # otherwise, the answer is too late
+                self._met[key] = Met(frame["ranks"], frame["facts"]) if kind == "met" else of_fields(frame)
+            self._unanswered.pop(key, None)
         elif kind == "missing":
             words = frame["text"]  # "" if nobody is missing any more
             self._missing[frame["key"]] = Missing(words, frame["ranks"], frame["tells"]) if words else Missing()
@@ -796,6 +818,14 @@ class Member:
                 )
             notice = began + next(notices_s)
 
+    def _await_last(self, met: Callable[[], bool], deadline: Deadline, what: str) -> None:
+        """Wait for the hub's last answer, after the deadline. Raise what _await() raises."""
+        try:
+            self._await(met, Deadline(SETTLE_S), what)
+        except CollectiveTimeout as error:
+            missing = f"the other ranks, and {self.hub} did not say within {SETTLE_S:g} s which ones"
+            raise error.again(f"{what}: waited {deadline.seconds:g} s for {missing}") from None
+
     def _ask_for_missing(self, key: str, over: Callable[[], bool]) -> Missing:
         """Ask the hub which ranks this rank is waiting for. over(): whether the wait has ended in the meantime."""
         with self._news:
@@ -829,6 +859,12 @@ class Member:
         fd, self.news_fd = self.news_fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def _is_alone() -> bool:
+    """Return whether no other thread of the user's program can call mscomm while this thread waits."""
+    own = threading.current_thread()
+    return all(one is own or one.name.startswith("mscomm-") for one in threading.enumerate())
 
 
 def _words(error: BaseException) -> str:

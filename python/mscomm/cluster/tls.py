@@ -192,13 +192,8 @@ class TlsStream(ByteStream):
 
     # -- waiting
 
-    def send_all(self, data: bytes, deadline: Deadline) -> None:
-        rest = memoryview(data)
-        while rest:
-            if sent := self.send(rest):
-                rest = rest[sent:]
-            else:
-                self._wait(deadline, sending=True)
+    def _await_room(self, deadline: Deadline) -> None:
+        self._wait(deadline, sending=True)
 
     def await_bytes(self, deadline: Deadline) -> None:
         while not self._can_receive():
