@@ -19,7 +19,7 @@ import pytest
 from control import ADMISSION, KEY, WORLD, Communicator, Job, Waits, eventually, greeted, raised, soon, undialled
 
 from mscomm import errors
-from mscomm.bootstrap import kvs, rendezvous
+from mscomm.bootstrap import by_hand, kvs, rendezvous
 from mscomm.cluster import hub, hub_process
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames, encode
@@ -300,7 +300,7 @@ def test_a_spawned_hub_serves_and_ends_by_itself(topo_timeout_s):
 
 def test_a_spawned_hub_does_not_wait_for_a_child_that_another_thread_has_forked(monkeypatch):
     """The child holds the writing end of the pipe through which the hub gets its secrets, and lives for long."""
-    popen, children = hub_process._Detached, []
+    popen, children = hub_process.Process, []
 
     def forks_first(*words, **options):
         child = os.fork()
@@ -309,7 +309,7 @@ def test_a_spawned_hub_does_not_wait_for_a_child_that_another_thread_has_forked(
         children.append(child)
         return popen(*words, **options)
 
-    monkeypatch.setattr(hub_process, "_Detached", forks_first)
+    monkeypatch.setattr(hub_process, "Process", forks_first)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         process = hub_process.spawn(listener, 1, KEY, 60.0)
         try:
@@ -323,6 +323,43 @@ def test_a_spawned_hub_does_not_wait_for_a_child_that_another_thread_has_forked(
             for child in children:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize(
+    ("program", "how"),
+    [
+        ("import sys; sys.exit('it has no air\\n')", "ended with exit code 1: it has no air"),
+        ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL: it wrote no error"),
+    ],
+)
+def test_the_death_of_the_hub_is_told_as_what_it_is(monkeypatch, tmp_path, program, how):
+    python = tmp_path / "python"
+    python.write_text(f"#!{sys.executable}\n{program}\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(errors.BackendUnavailable, match="the hub, which rank 0 has started, " + how):
+        by_hand.launcher(f"tcp://127.0.0.1:{port}", 0, 2).accept({}, soon(), Protection())
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert not any(path.is_file() for path in tmp_path.glob("mscomm-*/*"))  # no key file is left
+
+
+@pytest.mark.parametrize("passed", [b"", (40).to_bytes(8, "little"), (40).to_bytes(8, "little") + KEY, bytes(8)])
+def test_a_hub_whose_rank_0_has_died_before_it_passed_the_key_ends(passed):
+    """With a short key, anybody could join."""
+    program = "import sys; from mscomm.cluster.hub_process import main; main(*sys.argv[1:])"
+    reader, writer = os.pipe()
+    with socket.create_server(("127.0.0.1", 0)) as listener, open(writer, "wb") as pipe:
+        pipe.write(passed)
+        pipe.close()
+        fds = [listener.fileno(), reader]
+        command = [sys.executable, "-c", program, ",".join(map(str, fds)), "2", "60", bytes(16).hex()]
+        done = subprocess.run(command, pass_fds=fds, capture_output=True, text=True, timeout=60)
+    os.close(reader)
+    assert done.returncode == 1 and done.stderr == "rank 0 ended before it had passed on the key\n"
 
 
 def test_a_hub_process_serves_more_ranks_than_its_soft_limit_of_descriptors():

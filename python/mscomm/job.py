@@ -473,6 +473,8 @@ def _join(
         dial_again=invitation.dial_again,
     )
     with contextlib.ExitStack() as failing:
+        if invitation.key_file is not None:
+            failing.callback(invitation.key_file.remove)
         failing.callback(member.close)
         memory = failing.enter_context(links.unix_listener(128))
         try:

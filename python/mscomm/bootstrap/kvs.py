@@ -16,7 +16,6 @@ import contextlib
 import os
 import re
 import socket
-import subprocess
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -28,7 +27,7 @@ from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import CONTROL
 from mscomm.cluster.plan import named
 from mscomm.cluster.protection import Protection
-from mscomm.errors import AuthenticationError, BackendUnavailable, Error, on_failure
+from mscomm.errors import AuthenticationError, BackendUnavailable, Error
 
 INSTEAD = "Start the ranks with `mscomm run -n N script.py`, which needs no other launcher."
 
@@ -157,7 +156,7 @@ class Join(NamedTuple):
             with contextlib.suppress(Error):
                 self.store.answer([_FAILED] * (1 if one_host else self.seat.size), self.deadline)
             raise
-        with on_failure(hub_process.end, process):
+        with hub_process.connecting(process):
             self.store.answer(answers, self.deadline)
             return self._connect(address, key)
 
@@ -188,7 +187,7 @@ class Join(NamedTuple):
 
     def _open(
         self, pair: sealed_key.KeyPair | None, publics: Sequence[str]
-    ) -> tuple[subprocess.Popen[bytes], links.Address, bytes, list[str]]:
+    ) -> tuple[hub_process.Process, links.Address, bytes, list[str]]:
         """Start a hub. Return its process, its address, the job's key, and the answers to the ranks.
 
         pair: encrypts a new key for the other ranks, whose public keys are `publics`. None if the key is not new.

@@ -118,12 +118,16 @@ class Meeting(NamedTuple):
                         f"{launcher}: rank 0 cannot listen at {_where(seat, spot)}: {what}. {advice}"
                     ) from error
             time.sleep(_RETRY_S[1])
-        with listener:
-            address = links.address_of(listener)
-            process = hub_process.spawn(listener, seat.size, key, deadline.rest(), links.job_of(env), protection)
-        with on_failure(hub_process.end, process):
-            admission = security.admission_key(key, CONTROL)
-            stream = links.open_link(address, admission, CONTROL, links.newcomer(env, seat.rank), deadline, protection)
+        with contextlib.ExitStack() as failing:
+            if file:
+                failing.callback(file.remove)
+            with listener:
+                address = links.address_of(listener)
+                process = hub_process.spawn(listener, seat.size, key, deadline.rest(), links.job_of(env), protection)
+            with hub_process.connecting(process):
+                admission, mine = security.admission_key(key, CONTROL), links.newcomer(env, seat.rank)
+                stream = links.open_link(address, admission, CONTROL, mine, deadline, protection)
+            failing.pop_all()
         where = interfaces.endpoint(*address) if isinstance(address, tuple) else _where(seat, spot)
         hub = f"the hub that rank 0 started at {where}"
         return Invitation(launcher, seat, stream, admission, hub, key_file=file)
@@ -279,6 +283,8 @@ def _open(
             try:
                 listener = failing.enter_context(_bound(*place))
                 key, file = _key(spot, links.address_of(listener), env, protection, new=True)
+                if file:
+                    failing.callback(file.remove)
                 # The key file is written already, so a rank that can connect can also read the key.
                 listener.listen(seat.size + 64)
                 failing.pop_all()
