@@ -75,7 +75,7 @@ def invoke(command: click.Command, *words: object) -> Result:
 def clean_environment(**more: str) -> dict[str, str]:
     """Return this process's environment without the variables that launchers set or the examples read."""
     theirs = r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE|SLURM|PET|TORCHELASTIC)_(?!TEST|MCA_prte_tmpdir_base)"
-    theirs += r"|(RANK|RANK_\w+|WORLD_SIZE|MASTER_\w+)$"
+    theirs += r"|(RANK|RANK_\w+|WORLD_SIZE|LOCAL_(RANK|WORLD_SIZE)|MASTER_\w+)$"
     theirs += "|(DATA_PATH|DEVICE_ID|MINDSPORE_HCCL_CONFIG_PATH)$"
     return {k: v for k, v in os.environ.items() if not re.match(theirs, k)} | more
 

@@ -21,6 +21,7 @@ from sessions import MSCOMM, invoke, mscomm_run, run
 
 import mscomm
 from mscomm import environment
+from mscomm.bootstrap.rendezvous import ports_after
 from mscomm.cli.run import command, sizes
 from mscomm.launching.processes import Launch
 
@@ -93,13 +94,42 @@ def test_the_last_line_needs_no_end(script):
 
 
 def test_arguments_and_identity_reach_the_script(script):
-    names = "MSCOMM_RANK MSCOMM_WORLD_SIZE MSCOMM_LOCAL_RANK MSCOMM_LOCAL_WORLD_SIZE"
-    body = f"print(sys.argv[1:], [os.environ[name] for name in '{names}'.split()])"
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
+    body = f"names = '{names}'.split()\n"
+    body += "assert all(os.environ[name] == os.environ[f'MSCOMM_{name}'] for name in names)\n"
+    body += "print(sys.argv[1:], [os.environ[name] for name in names])"
     done = mscomm_run("-n", 2, script(body), "-n", "--flag", "a b")
     assert sorted(done.stdout.splitlines()) == [
         "[0] ['-n', '--flag', 'a b'] ['0', '2', '0', '2']",
         "[1] ['-n', '--flag', 'a b'] ['1', '2', '1', '2']",
     ]
+
+
+def test_ranks_know_the_port_of_torchs_store_and_nothing_of_an_outer_torchrun(script):
+    """Rank 0 of torch.distributed listens at the port, with SO_REUSEADDR. Nobody else gets it."""
+    body = """
+import socket, mscomm
+assert not [name for name in os.environ if name.startswith("TORCHELASTIC_")]
+mscomm.init()
+assert mscomm.get_group_size() == 2
+where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+try:
+    socket.socket().bind(where)
+except OSError:
+    print("held", where[1])
+if rank == 0:
+    with socket.create_server(where):
+        mscomm.barrier()
+        mscomm.barrier()
+else:
+    mscomm.barrier()
+    socket.create_connection(where)
+    mscomm.barrier()
+"""
+    outer = {"RANK": "7", "WORLD_SIZE": "8", "MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
+    done = mscomm_run("-n", 2, script(body), env={**outer, "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert done.returncode == 0, done.stderr
+    assert len(set(re.findall(r"held (\d+)", done.stdout))) == 1 and done.stdout.count("held") == 2, done.stdout
 
 
 FLAGS = ["-n", "-np", "--nproc_per_node", "--nproc-per-node", "--worker_num", "--local-worker-num"]
@@ -659,14 +689,18 @@ def test_ranks_of_all_nodes_go_on_when_they_shrink(nodes, tmp_path, lost):
     assert (code_0, code_1) == ((1, killed) if lost == [3] else (killed, 1)), err_0 + err_1
 
 
-def test_two_nodes_make_one_job_whose_key_is_in_no_environment_and_no_command_line(nodes, tmp_path):
+def test_two_nodes_make_one_job_whose_key_is_in_no_environment_and_no_command_line(nodes, port, tmp_path):
     key = os.urandom(32).hex()
     (tmp_path / "key").write_text(key)
     (tmp_path / "key").chmod(0o600)
     body = (
         "import numpy as np, mscomm\nmscomm.init()\nprint(mscomm.all_gather(np.array([rank])), mscomm.get_launcher())\n"
+        "assert os.environ['RANK'] == str(rank)\n"
+        "stores = mscomm.all_gather_object([os.environ['MASTER_ADDR'], os.environ['MASTER_PORT']])\n"
+        "assert stores == [['127.0.0.1', 'NEXT']] * 4, stores\n"
         "assert open('/proc/self/environ').read().count(KEY) == open('/proc/self/cmdline').read().count(KEY) == 0"
     ).replace("KEY", f"{key[:20]!r} + {key[20:]!r}")
+    body = body.replace("NEXT", str(ports_after(port, {})[0]))
     ends = nodes(body, first=0, MSCOMM_JOB_KEY_FILE=str(tmp_path / "key"))
     for node, (code, out, err) in enumerate(ends):
         assert code == 0, err

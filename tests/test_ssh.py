@@ -26,6 +26,8 @@ GATHER = """
 import os, socket, mscomm
 mscomm.init()
 ranks = mscomm.all_gather_object((mscomm.get_rank(), mscomm.get_local_rank()))
+stores = mscomm.all_gather_object((os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]))
+assert len(set(stores)) == 1 and stores[0][0] == "127.0.0.1", stores
 print(ranks, os.getcwd(), os.environ.get("MSCOMM_ALGO"))
 """
 

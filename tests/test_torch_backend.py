@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available() or not hasattr(torch.distributed, "all_gather_single"):
     pytest.skip("needs torch.distributed of PyTorch 2.13 or later", allow_module_level=True)
 
+import warm  # noqa: E402
 from warm import torchrun, with_torchrun  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -78,6 +80,43 @@ sys.stdout.write("done\\n")
 """
     done = run(2, tmp_path, body, with_torchrun)
     assert done.returncode == 0 and done.stdout.count("done") == 2, done.stderr
+
+
+def with_mscomm_run(size: int, script: Path, *words: object, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+    options = ["-n", size, "--max-restarts", restarts]
+    return warm.mscomm_run(*options, script, *words, file=warm.WITH_TORCH)
+
+
+@pytest.mark.parametrize("launch", [torchrun, with_mscomm_run])
+def test_a_ddp_script_runs_under_both_launchers(launch: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    losses = []
+    for backend in ("mscomm", "gloo"):
+        done = launch(2, HERE.parent / "examples/torch_ddp.py", backend)
+        assert done.returncode == 0, done.stderr
+        losses.append(re.findall(r"epoch \d: loss (\S+)", done.stdout))
+    assert losses[0] == losses[1] and len(losses[0]) == 5 and float(losses[0][4]) < 0.5 * float(losses[0][0]), losses
+
+
+def test_the_ranks_of_a_ddp_script_are_restarted_by_mscomm_run(tmp_path: Path) -> None:
+    """The ranks meet again at the same port, also if rank 1 is restarted long before rank 0 fails."""
+    body = f"""
+life = int(os.environ["MSCOMM_RESTART_COUNT"])
+if (rank, life) == (1, 1):
+    open({str(tmp_path / "again")!r}, "w").close()
+dist.init_process_group("mscomm")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+for step in range(4):
+    if (rank, life, step) == (1, 0, 2):
+        os.kill(os.getpid(), signal.SIGKILL)
+    while (rank, life, step) == (0, 0, 2) and not os.path.exists({str(tmp_path / "again")!r}):
+        time.sleep(0.01)
+    model(torch.ones(1, 2)).sum().backward()
+sys.stdout.write("done\\n")
+dist.destroy_process_group()
+"""
+    done = run(2, tmp_path, body, functools.partial(with_mscomm_run, restarts=3))
+    assert done.returncode == 0 and done.stdout.count("done") == 2, done.stderr
+    assert "rank 1 is started again" in done.stderr and "rank 0 is started again" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(

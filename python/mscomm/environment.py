@@ -25,7 +25,9 @@ ABOUT = {
     YOURS: "These variables are optional. The description says whether a variable must be the same on every rank.",
     CLUSTER: "If you start a job by hand, set these variables yourself. Otherwise the cluster operator sets them."
     " Names and meanings are MindSpore's.",
-    RUN: "Do not change these variables: they tell a rank its place in the job.",
+    RUN: "Do not change these variables: they tell a rank its place in the job. For PyTorch's `torch.distributed`,"
+    " `mscomm run`\nalso sets `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`,"
+    " and removes\ntorchrun's `TORCHELASTIC_*`.",
     LAUNCHER: "mscomm only reads these. If several variables have the same meaning, the first one that is set is used.",
 }
 

@@ -157,7 +157,7 @@ class Hosts(Node0):
         self._others = {f"host {host.name}": host.ranks for host in hosts if host is not hosts[own]}
         self._shares = [host for host in hosts if host is not hosts[own]]
         self._ends_s = _ENDS_S + task["grace"]
-        self._task = {**task, "size": self.size, "timeout": topo_timeout_s}
+        self._task = {**task, "size": self.size, "timeout": topo_timeout_s, "rank_0": hosts[0].address}
         self._agents: list[_Agent] = []
 
     def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
@@ -179,6 +179,7 @@ class Hosts(Node0):
         self._key = security.new_key()
         self._listens_at = listener.getsockname()[:2]
         self._serve_at(listener, log, tell)
+        self.torch_store = self._task["rank_0"], self.torch_store[1]
         self._tell = tell
 
     def _listener(self) -> socket.socket:

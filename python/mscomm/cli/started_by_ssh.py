@@ -41,7 +41,7 @@ def _run(task: Mapping[str, Any]) -> int:
     log_dir = Path(task["log_dir"]) if task["log_dir"] else None
     try:
         where = task["host"], task["port"], of_command(os.environ, False, ""), task["timeout"]
-        part = OtherNode(task["size"], ranks, task["name"], "--hosts", *where, key=task["key"])
+        part = OtherNode(task["size"], ranks, task["name"], "--hosts", *where, task["key"], task["rank_0"])
         try:
             os.chdir(task["cwd"])
             line, env = run.prepare(task["script"], tuple(task["args"]), task["module"], len(ranks), log_dir)

@@ -42,9 +42,12 @@ class Part(Protocol):
 
     `size`: the number of ranks in the job. `first`: the first rank of this host. `look_s`: the seconds between two
     calls of over(); None if the job has only this host. `remote`: whether a launcher on another host started this one.
+    `torch_store`: the host of rank 0, and the port at which torch.distributed serves its store there if a script calls
+    init_process_group(); open() sets it.
     """
 
     size: int
+    torch_store: tuple[str, int]
     first: int = 0
     look_s: float | None = None
     remote: bool = False
@@ -146,6 +149,9 @@ class WholeJob(_WithHub):
     _only_stopped: bool = field(default=False, init=False)
 
     def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
+        # While this socket is bound but does not listen, rank 0 and its successors can listen at the port, because
+        # torch sets SO_REUSEADDR, too. The kernel gives the port to nobody else.
+        self.torch_store = stack.enter_context(rendezvous.bind("127.0.0.1", 0)).getsockname()
         self._hub = _hub(self.size, security.new_key(), self.topo_timeout_s, self.restarts, log)
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
@@ -217,6 +223,7 @@ class Node0(_WithHub):
 
     def _serve_at(self, listener: socket.socket, log: Say, tell: Say) -> None:
         self._where = interfaces.endpoint(*listener.getsockname()[:2])
+        self.torch_store = store_beside(self.host, listener.getsockname()[1])
         words = {"nodes": self._others, "layout": self._layout, "tell": tell}
         words["protection"] = self.protection
         self._hub = _hub(self.size, self._key, self.topo_timeout_s, self.restarts, log, **words)
@@ -263,9 +270,11 @@ class OtherNode(Part):
     protection: Protection
     topo_timeout_s: float
     key: bytes = b""  # the job's key, if the launcher of node 0 started this one, and sent the key
+    rank_0: str = ""  # the host of rank 0, if that is not `host`
 
     def __post_init__(self) -> None:
         self.first = self.ranks.start
+        self.torch_store = store_beside(self.rank_0 or self.host, self.port)
         self.look_s = LOOK_S
         self.remote = bool(self.key)
         self._over: Error | None = None
@@ -425,6 +434,11 @@ _HEAR_S = 7.0  # how long the ranks on other hosts may take to learn about a fai
 def layout(nodes: int, each: int) -> str:
     """Return the options that must be the same on every node, as text."""
     return f"--nnodes {nodes} -n {each}"
+
+
+def store_beside(host: str, port: int) -> tuple[str, int]:
+    """Return the torch_store of a job on several hosts. port: that of the hub, which all launchers know."""
+    return host, rendezvous.ports_after(port, os.environ)[0]
 
 
 def _hub(size: int, key: bytes, topo_timeout_s: float, restarts: bool, log: Say, **nodes: Any) -> Hub:

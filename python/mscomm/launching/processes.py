@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import re
 import selectors
 import signal
 import socket
@@ -47,6 +48,8 @@ FOR_PROGRAMS = (signal.SIGUSR1, signal.SIGUSR2)  # passed on to the ranks, not t
 PIPE_CLOSED = 128 + signal.SIGPIPE  # our exit status when nobody reads our output any more
 _LOOK_S = 0.05  # how often to look for ranks that ended, if this process cannot handle SIGCHLD
 _NOBODY_READ = f"nobody read {{}} for {STALLED_S:g} s"
+# Variables for this process from a launcher that started it. torchrun's would let torch look for torchrun's own store.
+_OF_OUTER_LAUNCHER = re.compile(rf"{SCHED}|{KEY_FD}|{CONTROL_FD}|TORCHELASTIC_\w+")
 KILL_AT_SIGNAL = 3  # the third signal, such as a third Ctrl-C, and all later signals kill the ranks at once
 
 
@@ -265,16 +268,20 @@ class Launch:
 
     def _environment(self, local_rank: int) -> dict[str, str]:
         """Return the environment of the rank, without the variables that come from part.entrance()."""
-        env = {name: value for name, value in self.env.items() if name not in (SCHED, KEY_FD, CONTROL_FD)}
+        env = {name: value for name, value in self.env.items() if not _OF_OUTER_LAUNCHER.fullmatch(name)}
         if local_rank != self.stdin_rank and not self.env.get("PYTHONBREAKPOINT"):
             env["PYTHONBREAKPOINT"] = HOOK if self.stdin_rank is None else "0"
-        return env | {
-            "MSCOMM_RANK": str(self.part.first + local_rank),
-            "MSCOMM_WORLD_SIZE": str(self.part.size),
-            "MSCOMM_LOCAL_RANK": str(local_rank),
-            "MSCOMM_LOCAL_WORLD_SIZE": str(self.size),
-            "MSCOMM_RESTART_COUNT": str(self._restarts.count(local_rank)),
+        place = {
+            "RANK": str(self.part.first + local_rank),
+            "WORLD_SIZE": str(self.part.size),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(self.size),
         }
+        env |= {f"MSCOMM_{name}": text for name, text in place.items()}
+        env["MSCOMM_RESTART_COUNT"] = str(self._restarts.count(local_rank))
+        # With these variables, init_process_group() of torch.distributed finds the other ranks.
+        host, port = self.part.torch_store
+        return env | place | {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
 
     # -- watching the ranks
 
