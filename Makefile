@@ -4,6 +4,7 @@
 # make test-all   runs the long tests, too, in about 25 minutes
 # make soak   runs jobs with random faults for MINUTES (60)
 # make test-gpu   runs what needs a GPU, with a PYTHON that has CuPy and PyTorch; fetches nothing, logs to build/gpu.log
+# make test-torch   runs PyTorch's own tests of torch.distributed over mscomm, and the tests of the backend, with PyTorch VERSION (2.15)
 # make fuzz   fuzzes every parser that sees bytes from outside, for SECONDS (600) in all; `make test` does so for 30 s
 # make wheel  builds the source distribution and the wheel, in dist, and tries the wheel in a fresh environment
 PYTHON ?= python3
@@ -28,7 +29,7 @@ SOURCES := $(shell find csrc src python -not -name '*.pyc' -not -name __pycache_
 # Without these options, Open MPI's mpirun refuses to run as root, and to start more ranks than there are cores.
 MPIRUN := $(BIN)/mpirun $(if $(filter 0,$(shell id -u)),--allow-run-as-root) --oversubscribe
 
-.PHONY: help demo check test test-all soak test-core core-address core-thread core-arithmetic fuzz core-fuzzer test-quick test-python test-mindspore test-gpu lint format wheel clean
+.PHONY: help demo check test test-all soak test-core core-address core-thread core-arithmetic fuzz core-fuzzer test-quick test-python test-mindspore test-torch test-gpu lint format wheel clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -106,6 +107,18 @@ test-quick: $(VENV)/.dev
 test-mindspore: $(MINDSPORE)/.installed
 	$(MINDSPORE)/bin/pytest -q --junitxml=build/times/mindspore.xml tests/test_arrays.py \
 	  tests/test_ops.py tests/test_reducer.py tests/test_train.py tests/test_vision.py tests/test_examples_frameworks.py
+
+# The environments are outside of the tree, because PyTorch's wheels with CUDA take 5 GB. With
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, pip takes the wheels without CUDA.
+VERSION := 2.15
+TORCH := $(HOME)/.cache/mscomm/torch-$(VERSION)
+test-torch: $(WHEELS)/.built
+	test -d $(TORCH) || $(PYTHON) -m venv $(TORCH)
+	$(TORCH)/bin/pip install -q "torch==$(VERSION).*" "$$(ls $(WHEELS)/*.whl)[train]" expecttest lightning accelerate pytest \
+	  pytest-timeout hypothesis
+	$(TORCH)/bin/pip install -q --force-reinstall --no-deps $(WHEELS)/*.whl
+	$(TORCH)/bin/python tests/torch_suite.py -n 2
+	$(TORCH)/bin/pytest -q tests/test_torch_backend.py tests/test_torch_hook.py tests/test_torch_frameworks.py
 
 # Uses the machine's own Python and its packages: the PyTorch that is installed there fits the GPU, and the machine may
 # have no network.

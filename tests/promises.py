@@ -133,6 +133,7 @@ FULL = {
     "test_tls_jobs.py": "bytes of a job that are readable on the wire under a real launcher",
     "test_tls_links.py": "collectives and messages that fail over encrypted links",
     "test_torch_backend.py": "a function of torch.distributed with another result than gloo's",
+    "test_torch_frameworks.py": "a framework over torch.distributed that trains something else than over gloo",
     "test_torch_hook.py": "ddp_hook with other gradients than DDP without it",
     "test_torch_hosts.py": "torchrun on two hosts that does not make one job",
     "test_trace.py": "a trace that shows other calls or times than those that were made",

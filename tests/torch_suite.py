@@ -5,6 +5,8 @@ bodies ask whether the backend is one that PyTorch knows. So this script imports
 their constant BACKEND by the name "mscomm" (or that of --backend), which also equals "gloo": mscomm runs all tests that
 gloo runs. Each test forks its ranks from this process, so the ranks need not import torch again.
 
+`make test-torch VERSION=2.15` runs it with any version of PyTorch.
+
 It needs `pip install expecttest`. It prints a line for each test that is not skipped, and ends with status 1 if one has
 failed.
 """
@@ -101,8 +103,9 @@ def main() -> int:
     tests.run(result)
     result.printErrors()
     skipped, failed = len(result.skipped), len(result.failures) + len(result.errors)
-    print(f"{asked.backend}, {asked.n} ranks: {result.testsRun - skipped} ran, {failed} failed, {skipped} skipped")
-    return 1 if failed else 0
+    ran = result.testsRun - skipped
+    print(f"{asked.backend}, {asked.n} ranks: {ran} ran, {failed} failed, {skipped} skipped")
+    return 1 if failed or not ran else 0
 
 
 if __name__ == "__main__":
