@@ -351,7 +351,7 @@ def all_gather_v(
     >>> mscomm.all_gather_v(np.full(mscomm.get_rank() + 1, mscomm.get_rank()))   # on 2 ranks
     (array([0, 1, 1]), [1, 2])
     """
-    return gather_rows("all_gather_v", x, None, out, resolve(group), timeout, async_op, stream)
+    return _gather_rows("all_gather_v", x, None, out, resolve(group), timeout, async_op, stream)
 
 
 def gather_v(
@@ -367,7 +367,7 @@ def gather_v(
     """Run all_gather_v, but only the root gets the result (rows, counts). The other ranks get None."""
     group = resolve(group)
     root = arguments.checked_rank("gather_v", "root", root, group)
-    return gather_rows("gather_v", x, root, out, group, timeout, async_op, stream)
+    return _gather_rows("gather_v", x, root, out, group, timeout, async_op, stream)
 
 
 def scatter_v(
@@ -503,7 +503,7 @@ def all_to_all_v(
     return group.call_after(head, data, timeout, async_op, given.on_device)
 
 
-def gather_rows(
+def _gather_rows(
     function: str,
     x: Any,
     root: int | None,
@@ -513,7 +513,7 @@ def gather_rows(
     async_op: bool,
     stream: int | None = None,
 ) -> Any:
-    """Run all_gather_v, or gather_v if root is not None. The functions for Python objects also call this function."""
+    """Run all_gather_v, or gather_v if root is not None."""
     number = FUNCTION[function]
     given = group.core.array(number, x, stream=stream)
     if not given.shape:

@@ -37,11 +37,11 @@ import numpy as np
 from mscomm import _core
 from mscomm.arguments import checked_rank
 from mscomm.arrays.numpy import dtype_code
-from mscomm.collectives import FUNCTION, gather_rows
+from mscomm.collectives import FUNCTION
 from mscomm.group import Group, seconds_left
 from mscomm.job import resolve
 from mscomm.messages import LAST_TAG, Status, checked_source, checked_tag
-from mscomm.packing import pack, unpack
+from mscomm.packing import Packed, packed, unpack
 from mscomm.registry import register_object as register_object
 from mscomm.works import Timeout
 
@@ -63,9 +63,9 @@ def all_gather_object(
     >>> mscomm.all_gather_object({"rank": mscomm.get_rank()})              # on 2 ranks
     [{'rank': 0}, {'rank': 1}]
     """
-    mine = _bytes_of(pack(obj, allow_pickle))
-    gathered = gather_rows("all_gather_object", mine, None, None, resolve(group), timeout, False)
-    return _unpacked(gathered, allow_pickle)
+    mine = packed(obj, allow_pickle)
+    gathered: list[Any] = _gathered("all_gather_object", mine, None, resolve(group), timeout, allow_pickle)
+    return gathered
 
 
 def gather_object(
@@ -84,10 +84,10 @@ def gather_object(
     [0, 1, 4]
     """
     group = resolve(group)
-    mine = _bytes_of(pack(obj, allow_pickle))
+    mine = packed(obj, allow_pickle)
     root = checked_rank("gather_object", "root", root, group)
-    gathered = gather_rows("gather_object", mine, root, None, group, timeout, False)
-    return None if gathered is None else _unpacked(gathered, allow_pickle)
+    gathered: list[Any] | None = _gathered("gather_object", mine, root, group, timeout, allow_pickle)
+    return gathered
 
 
 def broadcast_object(
@@ -108,13 +108,12 @@ def broadcast_object(
     group = resolve(group)
     function, what = FUNCTION["broadcast_object"], FUNCTION["broadcast"]
     root = checked_rank("broadcast_object", "root", root, group)
-    at_root = root == group.rank
-    mine = np.frombuffer(bytearray(pack(obj, allow_pickle)) if at_root else b"", np.uint8)
-    length = np.array([mine.size], np.int64)
+    mine = _bytes_of(packed(obj, allow_pickle)) if root == group.rank else None
+    length = np.array([0 if mine is None else mine.size], np.int64)
 
     def data() -> tuple[_core.Call, Callable[[], Any]]:
-        x = mine if at_root else np.empty(int(length[0]), np.uint8)
-        return group.core.prepare(function, x, x, what=what, root=root), lambda: unpack(x, allow_pickle)
+        x = np.empty(int(length[0]), np.uint8) if mine is None else mine
+        return group.core.prepare(function, x, x, what=what, root=root), lambda: unpack(x, allow_pickle, x.size)
 
     head = group.core.prepare(function, length, length, what=what, root=root, head=True)
     return group.call_after(head, data, timeout, False)
@@ -141,7 +140,7 @@ def scatter_object(
     group = resolve(group)
     function = FUNCTION["scatter_object"]
     root = checked_rank("scatter_object", "root", root, group)
-    parts: list[bytes] = []
+    parts: list[Packed] = []
     if root == group.rank:
         if not isinstance(objs, Sequence) or isinstance(objs, (str, bytes)):
             raise TypeError(
@@ -150,17 +149,17 @@ def scatter_object(
             )
         if len(objs) != group.size:
             raise ValueError(f"scatter_object: objs has {len(objs)} items; the group has {group.size} ranks")
-        parts = [pack(obj, allow_pickle, f"objs[{i}]") for i, obj in enumerate(objs)]
-    lengths = np.array([len(part) for part in parts] or [0] * group.size, np.int64)
+        parts = [packed(obj, allow_pickle, f"objs[{i}]") for i, obj in enumerate(objs)]
+    lengths = np.array([part.size for part in parts] or [0] * group.size, np.int64)
 
     def data() -> tuple[_core.Call, Callable[[], Any]]:
         mine = np.empty(lengths[group.rank], np.uint8)
-        x = _bytes_of(b"".join(parts)) if parts else None
+        x = _bytes_of(*parts) if parts else None
         told = ((int(lengths.sum()),), dtype_code(mine.dtype))
         call = group.core.prepare(
             function, x, mine, what=FUNCTION["scatter"], root=root, rows=lengths.tolist(), told=told
         )
-        return call, lambda: unpack(mine, allow_pickle)
+        return call, lambda: unpack(mine, allow_pickle, mine.size)
 
     head = group.core.prepare(function, lengths, lengths, what=FUNCTION["broadcast"], root=root, head=True)
     return group.call_after(head, data, timeout, False)
@@ -190,10 +189,10 @@ def send_object(
     """
     group = resolve(group)
     dst, tag = checked_rank("send_object", "dst", dst, group), checked_tag("send_object", "tag", tag)
-    data = _bytes_of(pack(obj, allow_pickle))
+    data = _bytes_of(packed(obj, allow_pickle))
     left = seconds_left(group.seconds(timeout))  # both messages share one timeout
     at = next(_tags)
-    header = _bytes_of(_HEADER.pack(data.size, at))
+    header = np.frombuffer(_HEADER.pack(data.size, at), np.uint8)
     with group.committed(f"send_object to rank {group.ranks[dst]}"):
         group.send(dst, tag, _core.object_dtype, header, left())
         group.send(dst, at, _core.object_dtype, data, left())
@@ -228,14 +227,36 @@ def recv_object(
         group.recv(source, at, _core.object_dtype, data, left())
     if status is not None:
         status.source, status.tag, status.count = source, its_tag, 1
-    return unpack(data, allow_pickle)
+    return unpack(data, allow_pickle, data.size)
 
 
-def _bytes_of(data: bytes) -> np.ndarray[Any, Any]:
-    return np.frombuffer(data, np.uint8)
+def _bytes_of(*parts: Packed) -> np.ndarray[Any, Any]:
+    data = np.empty(sum(part.size for part in parts), np.uint8)
+    end = 0
+    for part in parts:
+        begin, end = end, end + part.size
+        part.write(data[begin:end])
+    return data
 
 
-def _unpacked(gathered: tuple[np.ndarray[Any, Any], list[int]], allow_pickle: bool) -> list[Any]:
-    rows, counts = gathered
-    ends = np.cumsum(counts).tolist()
-    return [unpack(rows[begin:end], allow_pickle) for begin, end in zip([0, *ends], ends, strict=False)]
+def _gathered(function: str, mine: Packed, root: int | None, group: Group, timeout: Timeout, allow_pickle: bool) -> Any:
+    """Gather every rank's object at every rank, or at the root if root is not None."""
+    number = FUNCTION[function]
+    lengths, length = np.empty(group.size, np.int64), np.array([mine.size], np.int64)
+    head = group.core.prepare(number, length, lengths, what=FUNCTION["all_gather"], root=root, head=True)
+    what = FUNCTION["all_gather"] if root is None else FUNCTION["gather"]
+
+    def data() -> tuple[_core.Call, Callable[[], Any]]:
+        ends = np.cumsum(lengths).tolist()
+        rows = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+        gathers = root is None or root == group.rank
+        out = np.empty(ends[-1], np.uint8) if gathers else None
+        x = np.empty(mine.size, np.uint8) if out is None else out[rows[group.rank]]  # so that the call is in place
+        mine.write(x)
+
+        def result() -> list[Any] | None:
+            return None if out is None else [unpack(out[row], allow_pickle, out.size) for row in rows]
+
+        return group.core.prepare(number, x, out, what=what, root=root, rows=lengths.tolist()), result
+
+    return group.call_after(head, data, timeout, False)

@@ -1,46 +1,69 @@
 """Converts Python objects to bytes, and bytes to Python objects.
 
-The bytes are one msgpack value. They cannot name a function for the reader to run: the reader runs only decode
-functions that this process has registered (registry.py), and unpickles only if the call allows it. A value of a type
-that msgpack lacks is written as an array whose first item is an empty extension. The type number of the extension says
-what the other items are. Before the reader allocates memory for a container of n items, it checks that enough bytes are
-left for n items.
+The bytes are a header, one msgpack value, and the memory of large arrays. They cannot name a function for the reader to
+run: the reader runs only decode functions that this process has registered (registry.py), and unpickles only if the
+call allows it. A value of a type that msgpack lacks is written as an array whose first item, the mark, is an empty
+extension. The type number of the mark says what the other items are.
+
+msgpack's code in C does most of the work. To find out what it can write on its own, survey() looks at all objects of
+one level and one type together. Before the reader creates anything, it checks that the items of all containers are
+there.
 
 An object can take up to 100 times as much memory as its bytes, because an empty container is one byte. There is no
 lower limit. It would refuse objects that programs do send, such as a long list of mostly empty lists (50 times). It
 would not protect a rank either, because the sender can send more bytes.
+
+An object that occurs several times is sent once and arrives as one object, unless its hash depends on its items, as
+that of a tuple does. If tuples could refer to each other, a few bytes could make a key whose hash takes years.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 import pickle
 import re
 import reprlib
+import struct
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
 import msgpack
 import numpy as np
 
 from mscomm import registry
+from mscomm.arrays import packable
 from mscomm.arrays.numpy import OF_ML_DTYPES, dtype_by_name
 from mscomm.errors import Error
 
-DEEPEST = 128  # how deep containers may be nested; each level needs two Python stack frames
+DEEPEST = 128  # how deep containers may be nested; each takes up to 3 of the 511 levels that msgpack writes
 
-# A value of a type that msgpack lacks is written as an array that begins with an extension. These are the extensions'
-# type numbers. Each comment says which items follow the extension.
-_TUPLE, _SET, _FROZENSET = 1, 2, 3  # followed by the items of the container
-_COMPLEX = 4  # followed by the real part and the imaginary part
-_INTEGER = 5  # an int of more than 64 bits; followed by its bytes in little-endian two's complement
-_ARRAY = 6  # followed by the dtype, the shape, and the elements in C order
-_SCALAR = 7  # followed by the dtype and the element
-_NAMED = 8  # followed by the name of a row of the registry, and the value that the row's encode() returned
-_PICKLE = 9  # followed by the name of the class and the pickle
+# The type numbers of the marks. Each comment says which items follow the mark.
+_TUPLE, _SET, _FROZENSET = 1, 2, 3  # the items of the container
+_COMPLEX = 4  # the real part and the imaginary part
+_INTEGER = 5  # an int of more than 64 bits: its bytes in little-endian two's complement
+_ARRAY = 6  # the dtype, the elements in C order (or, if they come after the value, how many bytes), and the shape
+_SCALAR = 7  # the dtype and the element
+_NAMED = 8  # the name of a row of the registry, and the value that the row's encode() returned
+_PICKLE = 9  # the name of the class and the pickle
+_SHARED = 10  # a number, and the object that occurs again
+_AGAIN = 11  # the number of such an object
+_MARKS = {code: msgpack.ExtType(code, b"") for code in range(_TUPLE, _AGAIN + 1)}
+
+_HEADER = struct.Struct("<QB")  # the length of the value; flags, which say how the reader must read the value
+_OTHER_KEYS = 1  # a dict has a key that is neither a str nor bytes
+_HAS_MARKS = 2
+_INLINE_BYTES = 1 << 16  # the elements of a larger array come after the value
+_ALIGNMENT = 64  # of the elements of such an array
+
+_PLAIN = frozenset((type(None), bool, int, float, str, bytes))  # msgpack writes them in C, except for large ints
+_MARK_OF: dict[type, Any] = {tuple: _MARKS[_TUPLE], set: _MARKS[_SET], frozenset: _MARKS[_FROZENSET]}
+_DICTS = (dict, registry.Fields)
+_TEXTS = frozenset((str, bytes))
 
 # Matches the numpy.dtype.str of dtypes that have the same meaning on every machine. bfloat16 and float8 are sent by
 # name.
@@ -52,7 +75,33 @@ _C = TypeVar("_C", dict[Any, Any], set[Any])
 _PICKLE_PROTOCOL = 5  # every supported version of Python has this protocol
 
 
-def pack(obj: Any, allow_pickle: bool = False, called: str = "obj") -> bytes:
+class Packed:
+    """The bytes of an object. Large arrays are copied only by write()."""
+
+    def __init__(self, header: bytes, value: memoryview, large: list[np.ndarray[Any, Any]]) -> None:
+        self._header = header
+        self._value = value
+        self._large = large
+        self.size = sum(map(_aligned, (len(header) + len(value), *(array.nbytes for array in large))))
+
+    def write(self, into: np.ndarray[Any, Any]) -> None:
+        """Write the bytes to `into`, an array of `size` elements of type uint8."""
+        at = len(self._header) + len(self._value)
+        into[: len(self._header)] = np.frombuffer(self._header, np.uint8)
+        into[len(self._header) : at] = np.frombuffer(self._value, np.uint8)
+        for array in self._large:
+            begin = _aligned(at)
+            into[at:begin] = 0
+            at = begin + array.nbytes
+            target = into[begin:at].view(array.dtype).reshape(array.shape)
+            if array.dtype == np.bool_:
+                np.not_equal(array.view(np.uint8), 0, out=target)
+            else:
+                np.copyto(target, array)
+        into[at:] = 0
+
+
+def packed(obj: Any, allow_pickle: bool = False, called: str = "obj") -> Packed:
     """Convert obj to bytes, from which unpack() creates an equal object of the same type.
 
     There are two exceptions: unpack() returns arrays in C order, and returns numpy.longlong as the equal numpy.int64.
@@ -60,176 +109,254 @@ def pack(obj: Any, allow_pickle: bool = False, called: str = "obj") -> bytes:
     allow_pickle: whether to pickle what cannot be sent otherwise. called: the name of the object in error messages.
 
     Raise TypeError if obj contains something that cannot be sent. Raise ValueError for a container that contains
-    itself, for a single value over 4 GiB, and for containers that are nested more than 128 levels deep. (An object of a
-    registered class counts as a container with one item, the value that is sent for it.) Each error says which part of
-    obj is at fault.
+    itself, for a single value over 4 GiB that is not an array, and for containers that are nested more than 128 levels
+    deep. (An object of a registered class counts as a container with one item, the value that is sent for it.) Each
+    error says which part of obj is at fault.
     """
-    writer = _Writer(allow_pickle, called)
-    writer.write(obj)
-    return writer.packer.bytes()  # type: ignore[no-any-return]
+    writer = _Writer(allow_pickle)
+    try:
+        writer.survey(obj)
+        if not writer.may_contain_itself:
+            return writer.written(obj)
+        fault = None
+    except Exception as error:
+        fault = error
+    _Search(writer, called).visit(obj)  # raises an error that says which part is at fault
+    if fault is not None:
+        raise fault
+    return writer.written(obj)
 
 
-def unpack(data: Any, allow_pickle: bool = False) -> Any:
-    """Return the object that pack() converted to `data`, a bytes-like object. Arrays are new and writable.
+def pack(obj: Any, allow_pickle: bool = False) -> bytes:
+    """Return the bytes of packed(obj, allow_pickle)."""
+    made = packed(obj, allow_pickle)
+    data = np.empty(made.size, np.uint8)
+    made.write(data)
+    return data.tobytes()
 
-    Raise Error if data is not the output of pack(), if it contains a pickle and allow_pickle is False, if the class of
-    an object is not registered on this rank, or if an object cannot be decoded. Raise TypeError for a tensor of a
+
+def unpack(data: Any, allow_pickle: bool = False, given_bytes: int = 0) -> Any:
+    """Return the object that packed() converted to `data`, a bytes-like object. Arrays are new and writable.
+
+    given_bytes: if `data` is writable and the caller gives its memory away, the size of the allocation that it is part
+    of. Arrays of at least an eighth of this size then stay in this memory. A smaller array is copied, because it would
+    keep the whole allocation alive.
+
+    Raise Error if data is not the output of packed(), if it contains a pickle and allow_pickle is False, if the class
+    of an object is not registered on this rank, or if an object cannot be decoded. Raise TypeError for a tensor of a
     library that is not installed.
     """
-    reader = _Reader(bytes(memoryview(data)), allow_pickle)
     try:
-        obj = reader.read(0)
-        if reader.at() != len(reader.data):
-            raise ValueError("more bytes follow the object")
-    except (ValueError, msgpack.OutOfData) as error:
-        reason = "the bytes end too early" if isinstance(error, msgpack.OutOfData) else str(error) or "not msgpack"
-        raise Error(f"unpack: at byte {reader.at()} of {len(reader.data)}: {reason}") from error
-    return obj
+        return _Reader(memoryview(data), allow_pickle, given_bytes).read()
+    except msgpack.OutOfData as error:
+        raise Error("unpack: the bytes end too early") from error
+    except msgpack.StackError as error:
+        raise Error("unpack: containers are nested too deep") from error
+    except ValueError as error:
+        raise Error(f"unpack: {str(error) or 'not msgpack'}") from error
+
+
+class _Opened(NamedTuple):
+    """A list or dict that msgpack must not write on its own, because it may be shared or contain a shared one."""
+
+    container: Any
 
 
 class _Writer:
-    """Writes one object. Error messages say which item of the object was being written."""
+    """Writes one object. Its errors do not say which part of the object is at fault."""
 
-    def __init__(self, allow_pickle: bool, called: str) -> None:
+    def __init__(self, allow_pickle: bool) -> None:
         self._allow_pickle = allow_pickle
-        self._called = called
-        self.packer = msgpack.Packer(autoreset=False, unicode_errors="surrogatepass")
-        self._path: list[tuple[str, Any]] = []  # for each container being written: its current item
-        self._entered: dict[int, int] = {}  # the depth of each container that is being written, by id
+        self._met: set[int] = set()  # the ids of the objects that may be shared
+        self._shared: set[int] = set()  # the ids of those that occur several times
+        self._numbers: dict[int, int] = {}  # the numbers of those that have been written, by id
+        self._converted: dict[int, tuple[Any, list[Any]]] = {}  # by id: an object of another type, and its items
+        self._opens = False  # whether a list or dict is shared
+        self._flags = 0
+        self._large: list[np.ndarray[Any, Any]] = []
+        self.may_contain_itself = False
 
-    def write(self, obj: Any) -> None:
-        write = _WRITERS.get(type(obj))
-        if write is not None:
-            write(self, obj)
-        elif isinstance(obj, np.generic):
-            self._scalar(obj)
-        elif (row := registry.row_of(obj)) is not None:
-            self._named(obj, row)
-        else:
-            self._unknown(obj)
+    def survey(self, obj: Any) -> None:
+        """Look at all parts of obj, level by level: find the shared objects, and convert objects of other types."""
+        level, depth = [obj], 0
+        while level:
+            below: list[Any] = []
+            for kind, some in _by_type(level):
+                if kind is np.ndarray:
+                    self._meet(some)
+                elif not _is_leaf(kind):
+                    if depth == DEEPEST:
+                        raise ValueError(f"containers are nested more than {DEEPEST} deep")
+                    below += self._children(kind, some)
+            level, depth = below, depth + 1
 
-    def _plain(self, obj: Any) -> None:
-        try:
-            self.packer.pack(obj)
-        except ValueError as error:
-            raise ValueError(f"{self._where()}: {error}; a single value may have up to 4 GiB") from None
+    def _children(self, kind: type, level: list[Any]) -> list[Any]:
+        """Return the parts of these objects, which all are of one type, or nothing if all parts are plain."""
+        if kind in _DICTS:
+            level = self._meet(level)
+            if _TEXTS.issuperset(map(type, chain.from_iterable(level))):
+                return _unless_plain(_values, level)
+            self._flags |= _OTHER_KEYS
+            return _unless_plain(chain.from_iterable, level) + _unless_plain(_values, level)
+        if kind in (list, set):
+            return _unless_plain(chain.from_iterable, self._meet(level))
+        if kind in (tuple, frozenset):
+            return _unless_plain(chain.from_iterable, level)
+        if _may_be_shared(level[0]):
+            level = self._meet(level)
+        return [self.converted(x)[2] for x in level]
 
-    def _int(self, obj: int) -> None:
-        if -(1 << 63) <= obj < 1 << 64:
-            self.packer.pack(obj)
-        else:
-            self._parts(_INTEGER, obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True))
+    def _meet(self, level: list[Any]) -> list[Any]:
+        """Note objects of one type that may be shared. Return those that have not been met before."""
+        ids = set(map(id, level))
+        if len(ids) < len(level) or not ids.isdisjoint(self._met):
+            again = Counter(map(id, level))
+            self._shared.update(one for one in ids if again[one] > 1 or one in self._met)
+            self._opens |= type(level[0]) in (list, dict)
+            self.may_contain_itself |= type(level[0]) is not np.ndarray and packable(level[0]) is None
+            level = [*{id(x): x for x in level if id(x) not in self._met}.values()]
+        self._met |= ids
+        return level
 
-    def _complex(self, obj: complex) -> None:
-        self._parts(_COMPLEX, obj.real, obj.imag)
+    def converted(self, obj: Any) -> list[Any]:
+        """Return [mark, name, value] for an object that is none of the types that this file names."""
+        if id(obj) not in self._converted:
+            row = registry.row_of(obj)
+            if row is None:
+                items = self._unknown(obj)
+            else:
+                try:
+                    items = [_MARKS[_NAMED], row.name, row.encode(obj)]
+                except Exception as error:
+                    raise TypeError(f"a {row.name} cannot be sent: {error}") from error
+            self._converted[id(obj)] = obj, items  # also keeps both alive, because ids are those of living objects
+        return self._converted[id(obj)][1]
 
-    def _list(self, obj: list[Any]) -> None:
-        self.packer.pack_array_header(len(obj))
-        self._items(obj, "item", enumerate(obj))
+    def written(self, obj: Any) -> Packed:
+        self._large.clear()  # items() of a _Search may have added some
+        form = self._form if self._shared else self.items
+        packer = msgpack.Packer(default=form, strict_types=True, unicode_errors="surrogatepass", autoreset=False)
+        packer.pack(self._opened(obj))
+        value = packer.getbuffer()
+        return Packed(_HEADER.pack(len(value), self._flags), value, self._large)
 
-    def _tuple(self, obj: tuple[Any, ...]) -> None:
-        self._marked(_TUPLE, len(obj))
-        self._items(obj, "item", enumerate(obj))
+    def _form(self, obj: Any) -> Any:
+        """Return what msgpack writes in the place of an object that it cannot write on its own."""
+        if type(obj) is _Opened:
+            (obj,) = obj
+        if id(obj) not in self._shared:
+            return self.items(obj)
+        number = self._numbers.get(id(obj))
+        if number is not None:
+            return [_MARKS[_AGAIN], number]
+        number = self._numbers[id(obj)] = len(self._numbers)
+        return [_MARKS[_SHARED], number, self.items(obj)]
 
-    def _set(self, obj: set[Any] | frozenset[Any]) -> None:
-        self._marked(_SET if type(obj) is set else _FROZENSET, len(obj))
-        self._items(obj, "element", ((None, item) for item in obj))
+    def items(self, obj: Any) -> Any:
+        self._flags |= _HAS_MARKS
+        kind = type(obj)
+        mark = _MARK_OF.get(kind)
+        if mark is not None:
+            return [mark, *map(self._opened, obj)] if self._opens else [mark, *obj]
+        if kind is np.ndarray:
+            return self._array(obj)
+        if kind is list:
+            return [*map(self._opened, obj)]
+        if kind in _DICTS:
+            return {key: self._opened(item) for key, item in obj.items()}
+        if kind is complex:
+            return [_MARKS[_COMPLEX], obj.real, obj.imag]
+        if kind is int:
+            return [_MARKS[_INTEGER], obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True)]
+        if issubclass(kind, np.generic):
+            return self._scalar(obj)
+        return [*map(self._opened, self.converted(obj))]
 
-    def _dict(self, obj: dict[Any, Any]) -> None:
-        kind = "field" if type(obj) is registry.Fields else "item"
-        self.packer.pack_map_header(len(obj))
-        self._enter(obj)
-        for key, item in obj.items():
-            self._path[-1] = "key", None
-            self.write(key)
-            self._path[-1] = kind, key
-            self.write(item)
-        self._leave(obj)
+    def _opened(self, obj: Any) -> Any:
+        return _Opened(obj) if self._opens and type(obj) in (list, dict) else obj
 
-    def _named(self, obj: Any, row: registry.Row) -> None:
-        try:
-            value = row.encode(obj)
-        except Exception as error:
-            raise TypeError(f"{self._where()}: a {row.name} cannot be sent: {error}") from error
-        self._marked(_NAMED, 2)
-        self.packer.pack(row.name)
-        self._items(obj, "whole", [(None, value)])
-
-    def _pickle(self, obj: Any) -> None:
-        name = _name_of(obj)
-        try:
-            data = pickle.dumps(obj, _PICKLE_PROTOCOL)
-        except Exception as error:  # an error of pickle, or any error of the object's own methods
-            raise TypeError(f"{self._where()}: {_a(name)} cannot be pickled: {error}") from error
-        self._parts(_PICKLE, name, data)
-
-    def _array(self, obj: np.ndarray[Any, Any]) -> None:
+    def _array(self, obj: np.ndarray[Any, Any]) -> list[Any]:
         dtype = _name_of_dtype(obj.dtype)
         if dtype is None:
             return self._unknown(obj, f"an array of dtype {obj.dtype} cannot be sent")
-        elements = np.asarray(obj, order="C").reshape(-1).view(np.uint8)
-        self._parts(_ARRAY, dtype, list(obj.shape), elements.data)
+        if obj.nbytes > _INLINE_BYTES:
+            self._large.append(obj)
+            return [_MARKS[_ARRAY], dtype, obj.nbytes, *obj.shape]
+        if obj.dtype == np.bool_:
+            obj = np.asarray(obj.view(np.uint8) != 0)  # a byte other than 0 and 1 means True
+        return [_MARKS[_ARRAY], dtype, obj.tobytes(), *obj.shape]
 
-    def _scalar(self, obj: np.generic) -> None:
+    def _scalar(self, obj: np.generic) -> list[Any]:
         if isinstance(obj, (str, bytes)):  # numpy.str_ and numpy.bytes_, whose trailing NULs an array would lose
             return self._unknown(obj)
         dtype = _name_of_dtype(obj.dtype)
         if dtype is None:
             return self._unknown(obj, f"a scalar of dtype {obj.dtype} cannot be sent")
-        self._parts(_SCALAR, dtype, obj.tobytes())
+        return [_MARKS[_SCALAR], dtype, obj.tobytes()]
 
-    def _unknown(self, obj: Any, why: str = "") -> None:
+    def _unknown(self, obj: Any, why: str = "") -> list[Any]:
         """Pickle an object that cannot be sent otherwise, or refuse it.
 
         why: the reason why it cannot be sent; "" if the reason is the object's type.
         """
         if not self._allow_pickle:
-            raise TypeError(f"{self._where()}: {why or self._refusal(obj)}")
-        self._pickle(obj)
+            raise TypeError(why or _refusal(obj))
+        name = _name_of(obj)
+        try:
+            return [_MARKS[_PICKLE], name, pickle.dumps(obj, _PICKLE_PROTOCOL)]
+        except Exception as error:  # an error of pickle, or any error of the object's own methods
+            raise TypeError(f"{_a(name)} cannot be pickled: {error}") from error
 
-    def _marked(self, code: int, items: int) -> None:
-        self.packer.pack_array_header(1 + items)
-        self.packer.pack_ext_type(code, b"")
 
-    def _parts(self, code: int, *parts: Any) -> None:
-        """Write a value whose parts msgpack can write."""
-        self._marked(code, len(parts))
-        for part in parts:
-            self._plain(part)
+class _Search:
+    """Looks for the part of an object that cannot be sent. Raises an error that says where it is."""
 
-    def _items(self, container: Any, kind: str, items: Iterable[tuple[Any, Any]]) -> None:
-        self._enter(container)
-        for key, item in items:
-            self._path[-1] = kind, key
-            self.write(item)
-        self._leave(container)
+    def __init__(self, writer: _Writer, called: str) -> None:
+        self._writer = writer
+        self._called = called
+        self._path: list[tuple[str, Any]] = []  # for each container being visited: its current item
+        self._entered: dict[int, int] = {}  # the depth of each container that is being visited, by id
+        self._done: set[int] = set()
 
-    def _enter(self, container: Any) -> None:
-        outer = self._entered.get(id(container))
+    def visit(self, obj: Any) -> None:
+        if id(obj) in self._done:
+            return
+        parts = self._parts(obj)
+        if parts is None:
+            return
+        outer = self._entered.get(id(obj))
         if outer is not None:
             raise ValueError(f"{self._where()}: it contains itself: it is the same object as {self._where(outer)}")
         if len(self._path) == DEEPEST:
             raise ValueError(f"{self._where()}: containers are nested more than {DEEPEST} deep")
-        self._entered[id(container)] = len(self._path)
+        self._entered[id(obj)] = len(self._path)
         self._path.append(("item", None))
-
-    def _leave(self, container: Any) -> None:
+        for self._path[-1], part in parts:
+            self.visit(part)
         self._path.pop()
-        del self._entered[id(container)]
+        del self._entered[id(obj)]
+        self._done.add(id(obj))
 
-    @staticmethod
-    def _refusal(obj: Any) -> str:
+    def _parts(self, obj: Any) -> Iterable[tuple[tuple[str, Any], Any]] | None:
+        """Return (kind, key) and the part for each part of a container, or None for a value that has no parts."""
         kind = type(obj)
-        plain = next((known for known in registry.PLAIN if isinstance(obj, known)), None)
-        if isinstance(obj, enum.Enum) or dataclasses.is_dataclass(kind):
-            way_out = f"register its class on every rank: mscomm.register_object({kind.__qualname__})"
-        elif plain is not None:
-            way_out = "give it as np.asarray(...)" if plain is np.ndarray else f"make it a plain {plain.__name__}"
-        elif hasattr(kind, "detach"):
-            way_out = "give it as x.detach()"  # obj is a PyTorch parameter
-        else:
-            way_out = "see mscomm.register_object"
-        return f"{_a(_name_of(obj))} cannot be sent; {way_out}"
+        if kind in (list, tuple):
+            return ((("item", i), item) for i, item in enumerate(obj))
+        if kind in (set, frozenset):
+            return ((("element", None), item) for item in obj)
+        if kind in _DICTS:
+            return _keys_and_items(obj, "field" if kind is registry.Fields else "item")
+        try:
+            if kind in _PLAIN:
+                if kind in _TEXTS and len(obj) >= 1 << 30:
+                    msgpack.packb(obj, unicode_errors="surrogatepass")
+                return None
+            items = self._writer.items(obj) if _is_leaf(kind) else self._writer.converted(obj)
+        except TypeError as error:
+            raise TypeError(f"{self._where()}: {error}") from error.__cause__
+        except ValueError as error:
+            raise ValueError(f"{self._where()}: {error}; a single value may have up to 4 GiB") from None
+        return [(("whole", None), items[2])] if items[0] is _MARKS[_NAMED] else None
 
     def _where(self, depth: int | None = None) -> str:
         """Return the path to the current item, such as obj["model"].lr[3]. depth: the number of levels to show."""
@@ -245,105 +372,103 @@ class _Writer:
         return text
 
 
-_WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
-    type(None): _Writer._plain,
-    bool: _Writer._plain,
-    int: _Writer._int,
-    float: _Writer._plain,
-    complex: _Writer._complex,
-    str: _Writer._plain,
-    bytes: _Writer._plain,
-    list: _Writer._list,
-    tuple: _Writer._tuple,
-    set: _Writer._set,
-    frozenset: _Writer._set,
-    dict: _Writer._dict,
-    registry.Fields: _Writer._dict,
-    np.ndarray: _Writer._array,
-}
+class _Mark(NamedTuple):
+    """A mark that has been read."""
+
+    read: Callable[[_Reader, list[Any]], Any]
 
 
 class _Reader:
-    """Reads one object. Before it uses a size in the data, it compares the size with the number of bytes left."""
+    """Reads one object. Before it creates a container, it knows that the items of the container are there."""
 
-    def __init__(self, data: bytes, allow_pickle: bool) -> None:
-        self.data = data
+    def __init__(self, data: memoryview, allow_pickle: bool, given_bytes: int) -> None:
+        self._data = data.cast("B")
         self._allow_pickle = allow_pickle
-        self._unpacker = msgpack.Unpacker(max_buffer_size=max(len(data), 1), unicode_errors="surrogatepass")
-        self._unpacker.feed(data)
-        self.at: Callable[[], int] = self._unpacker.tell
+        self._given_bytes = 0 if data.readonly else given_bytes
+        self._at = 0  # where the elements of the next large array begin
+        self._shared: dict[int, Any] = {}
+        self._marks = 0  # how many marks have been read that begin no array so far
 
-    def read(self, depth: int) -> Any:
-        """Read and return the next object, which is nested in `depth` containers."""
-        head = self._head()
-        if head & 0xF0 == 0x90 or head in (0xDC, 0xDD):
-            return self._array(depth + 1)
-        if head & 0xF0 == 0x80 or head in (0xDE, 0xDF):
-            return self._dict(depth + 1)
-        if 0xC7 <= head <= 0xC9 or 0xD4 <= head <= 0xD8:
-            raise ValueError("an extension that does not begin an array")
-        return self._unpacker.unpack()  # a single value; raises OutOfData if bytes of it are missing
-
-    def _head(self) -> int:
-        """Return the byte that says what kind of value comes next."""
-        if self.at() == len(self.data):
+    def read(self) -> Any:
+        if len(self._data) < _HEADER.size:
             raise msgpack.OutOfData
-        return self.data[self.at()]
+        length, flags = _HEADER.unpack_from(self._data)
+        value = self._data[_HEADER.size :][:length]
+        if _skipped(value) != length:
+            raise ValueError("more bytes follow the object")
+        self._at = _aligned(_HEADER.size + length)
+        options: dict[str, Any] = {}
+        if flags & _OTHER_KEYS:
+            options.update(strict_map_key=False, object_pairs_hook=self._dict)
+        if flags & _HAS_MARKS:
+            options.update(list_hook=self._list)
+        obj = msgpack.unpackb(value, unicode_errors="surrogatepass", ext_hook=self._mark, **options)
+        if self._marks:
+            raise ValueError("an extension that does not begin an array")
+        if self._at != len(self._data):
+            raise ValueError("more or fewer bytes follow the object than its arrays have")
+        return obj
 
-    def _array(self, depth: int) -> Any:
-        size = self._checked(self._unpacker.read_array_header(), depth)
-        begin = self.data[self.at() : self.at() + 3]
-        if size == 0 or begin[:2] != b"\xc7\x00":  # an array that does not begin with an empty extension is a list
-            return [self.read(depth) for _ in range(size)]
-        self._unpacker.skip()
-        code = begin[2] if len(begin) == 3 else 0
-        if code not in _READERS:
+    def _mark(self, code: int, data: bytes) -> _Mark:
+        if data:
+            raise ValueError("an extension that is not empty")
+        if code not in _READ_MARKS:
             raise ValueError(f"unknown extension {code}")
-        return _READERS[code](self, size - 1, depth)
+        self._marks += 1
+        return _READ_MARKS[code]
 
-    def _dict(self, depth: int) -> dict[Any, Any]:
-        size = self._unpacker.read_map_header()
-        self._checked(2 * size, depth)
-        pairs = [(self.read(depth), self.read(depth)) for _ in range(size)]
-        return self._distinct(dict, pairs, [key for key, _ in pairs], "a key")
+    def _list(self, items: list[Any]) -> Any:
+        if not items or type(items[0]) is not _Mark:
+            return items
+        self._marks -= 1
+        mark, *parts = items
+        return tuple(parts) if mark is _READ_MARKS[_TUPLE] else mark.read(self, parts)
 
-    def _tuple(self, size: int, depth: int) -> tuple[Any, ...]:
-        return tuple([self.read(depth) for _ in range(size)])
+    def _dict(self, pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        return _distinct(dict, pairs, [key for key, _ in pairs], "a key")
 
-    def _set(self, size: int, depth: int) -> set[Any]:
-        elements = [self.read(depth) for _ in range(size)]
-        return self._distinct(set, elements, elements, "an element")
+    def _set(self, elements: list[Any]) -> set[Any]:
+        return _distinct(set, elements, elements, "an element")
 
-    def _complex(self, size: int, depth: int) -> complex:
-        real, imag = self._parts(size, depth, float, float)
+    def _complex(self, parts: list[Any]) -> complex:
+        real, imag = _checked(parts, float, float)
         return complex(real, imag)
 
-    def _integer(self, size: int, depth: int) -> int:
-        (digits,) = self._parts(size, depth, bytes)
+    def _integer(self, parts: list[Any]) -> int:
+        (digits,) = _checked(parts, bytes)
         return int.from_bytes(digits, "little", signed=True)
 
-    def _ndarray(self, size: int, depth: int) -> np.ndarray[Any, Any]:
-        name, shape, elements = self._parts(size, depth, str, list, bytes)
-        dtype = _dtype(name)
+    def _array(self, parts: list[Any]) -> np.ndarray[Any, Any]:
+        name, elements = _checked(parts[:2], str, object)
+        dtype, shape = _dtype(name), parts[2:]
         if len(shape) > 64 or not all(type(extent) is int and 0 <= extent < 1 << 62 for extent in shape):
             raise ValueError("a shape that no array has")
+        given = False
+        if type(elements) is int:
+            given = elements * 8 >= self._given_bytes > 0
+            elements = self._data[self._at :][:elements]
+            self._at = _aligned(self._at + len(elements))
+        elif type(elements) is not bytes:
+            raise ValueError(f"a {type(elements).__name__}, expected a bytes")
         if math.prod(shape) * dtype.itemsize != len(elements):
             raise ValueError(f"{len(elements)} bytes for an array of {dtype} with shape {shape}")
-        array = np.ndarray(shape, dtype, elements).copy()
+        array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, elements)
+        if not given:
+            array = array.copy()
         if dtype == np.bool_ and array.view(np.uint8).max(initial=0) > 1:
             raise ValueError("an element that is neither True nor False")
         return array
 
-    def _scalar(self, size: int, depth: int) -> np.generic:
-        name, element = self._parts(size, depth, str, bytes)
+    def _scalar(self, parts: list[Any]) -> np.generic:
+        name, element = _checked(parts, str, bytes)
         dtype = _dtype(name)
         if dtype.itemsize != len(element) or dtype.kind in "SU":
             raise ValueError(f"{len(element)} bytes for a scalar of {dtype}")
         scalar: np.generic = np.frombuffer(element, dtype)[0]
         return scalar
 
-    def _named(self, size: int, depth: int) -> Any:
-        name, value = self._parts(size, depth, str, object)
+    def _named(self, parts: list[Any]) -> Any:
+        name, value = _checked(parts, str, object)
         row = registry.row_named(name)
         if row is None:
             raise ValueError(
@@ -359,8 +484,8 @@ class _Reader:
                 f"{_a(name)} cannot be created from the received data: {type(error).__name__}: {error}"
             ) from error
 
-    def _pickled(self, size: int, depth: int) -> Any:
-        name, data = self._parts(size, depth, str, bytes)
+    def _pickled(self, parts: list[Any]) -> Any:
+        name, data = _checked(parts, str, bytes)
         if not self._allow_pickle:
             raise ValueError(
                 f"{_a(name[:200])} was received as a pickle, which can run any code: pass allow_pickle=True if"
@@ -373,51 +498,118 @@ class _Reader:
         except Exception as error:
             raise ValueError(f"the pickle of {_a(name[:200])}: {type(error).__name__}: {error}") from error
 
-    def _parts(self, size: int, depth: int, *kinds: type) -> list[Any]:
-        if size != len(kinds):
-            raise ValueError(f"{size} parts, expected {len(kinds)}")
-        parts = []
-        for kind in kinds:
-            part = self.read(depth)
-            if type(part) is not kind and kind is not object:
-                raise ValueError(f"a {type(part).__name__}, expected a {kind.__name__}")
-            parts.append(part)
-        return parts
+    def _first(self, parts: list[Any]) -> Any:
+        number, obj = _checked(parts, int, object)
+        if number in self._shared or not _may_be_shared(obj):
+            raise ValueError(f"a {type(obj).__name__} that cannot be shared, or a number that is not new")
+        self._shared[number] = obj
+        return obj
 
-    def _checked(self, size: int, depth: int) -> int:
-        left = len(self.data) - self.at()
-        if size > left:  # each item takes at least one byte
-            raise ValueError(f"{size} items in the {left} bytes that are left")
-        if depth > DEEPEST + 2:  # 2 more, because a NumPy array and its shape also count as containers in the bytes
-            raise ValueError(f"containers are nested more than {DEEPEST} deep")
-        return size
+    def _again(self, parts: list[Any]) -> Any:
+        (number,) = _checked(parts, int)
+        if number not in self._shared:
+            raise ValueError(f"the shared object {number} before it is complete")
+        return self._shared[number]
 
-    @staticmethod
-    def _distinct(make: Callable[[list[Any]], _C], items: list[Any], hashed: list[Any], what: str) -> _C:
-        """Create a dict or set from the items. `hashed` holds the keys of the dict, or the items of the set.
 
-        Raise ValueError if two elements of `hashed` are equal, if many have the same hash, or if an element cannot be
-        hashed.
-        """
-        hashes: list[int] = []
-        for one in hashed:
-            try:
-                hashes.append(hash(one))
-            except MemoryError:
-                raise
-            except Exception as error:  # a registered class may raise anything in __hash__
-                raise ValueError(f"{what} with a {type(one).__name__}, which cannot be one") from error
+def _skipped(value: memoryview) -> int:
+    """Return the length of the msgpack value at the beginning of `value`.
+
+    Raise OutOfData if a container or text has less items or bytes than its size says.
+    """
+    unpacker = msgpack.Unpacker(max_buffer_size=max(len(value), 1))
+    unpacker.feed(value)
+    unpacker.skip()
+    length: int = unpacker.tell()
+    return length
+
+
+def _is_leaf(kind: type) -> bool:
+    """Return whether an object of this type is neither a container nor converted by a row of the registry."""
+    return kind in _PLAIN or kind is np.ndarray or kind is complex or issubclass(kind, np.generic)
+
+
+def _may_be_shared(obj: Any) -> bool:
+    """Return whether obj cannot be hashed, or is hashed without looking at its items."""
+    own: Any = type(obj).__hash__
+    return own is None or own is object.__hash__ or packable(obj) is not None
+
+
+def _by_type(level: list[Any]) -> Iterator[tuple[type, list[Any]]]:
+    kinds = set(map(type, level))
+    for kind in kinds - _PLAIN:
+        yield kind, level if len(kinds) == 1 else [x for x in level if type(x) is kind]
+
+
+def _unless_plain(parts: Callable[[list[Any]], Iterable[Any]], level: list[Any]) -> list[Any]:
+    return [] if _PLAIN.issuperset(map(type, parts(level))) else list(parts(level))
+
+
+def _values(dicts: Iterable[dict[Any, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, dicts))
+
+
+def _keys_and_items(obj: dict[Any, Any], kind: str) -> Iterator[tuple[tuple[str, Any], Any]]:
+    for key, item in obj.items():
+        yield ("key", None), key
+        yield (kind, key), item
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _checked(parts: list[Any], *kinds: type) -> list[Any]:
+    """Return the parts. Raise ValueError if their types are not exactly these; `object` stands for any type."""
+    if len(parts) != len(kinds):
+        raise ValueError(f"{len(parts)} parts, expected {len(kinds)}")
+    for part, kind in zip(parts, kinds, strict=True):
+        if type(part) is not kind and kind is not object:
+            raise ValueError(f"a {type(part).__name__}, expected a {kind.__name__}")
+    return parts
+
+
+def _distinct(make: type[_C], items: list[Any], hashed: list[Any], what: str) -> _C:
+    """Create a dict or set from the items. `hashed` holds the keys of the dict, or the items of the set.
+
+    Raise ValueError if two elements of `hashed` are equal, if many have the same hash, or if an element cannot be
+    hashed.
+    """
+    hashes: list[int] = []
+    try:
+        hashes.extend(map(hash, hashed))
         if len(set(hashes)) < len(hashes) and max(Counter(hashes).values()) > _MOST_WITH_ONE_HASH:
             raise ValueError(f"{what} has the same hash as {_MOST_WITH_ONE_HASH} others")
-        try:
-            made = make(items)
-        except MemoryError:
-            raise
-        except Exception as error:  # a registered class may raise anything in __eq__, too
-            raise ValueError(f"{what} that cannot be compared: {type(error).__name__}: {error}") from error
-        if len(made) != len(items):
-            raise ValueError(f"{what} occurs twice")
-        return made
+        made = make(items)
+    except (MemoryError, ValueError):
+        raise
+    except Exception as error:  # a registered class may raise anything in __hash__ and __eq__
+        if len(hashes) < len(hashed):
+            raise ValueError(f"{what} with a {type(hashed[len(hashes)]).__name__}, which cannot be one") from error
+        raise ValueError(f"{what} that cannot be compared: {type(error).__name__}: {error}") from error
+    if len(made) != len(items):
+        raise ValueError(f"{what} occurs twice")
+    return made
+
+
+def _refusal(obj: Any) -> str:
+    kind = type(obj)
+    plain = next((known for known in registry.PLAIN if isinstance(obj, known)), None)
+    if isinstance(obj, enum.Enum) or dataclasses.is_dataclass(kind):
+        way_out = f"register its class on every rank: mscomm.register_object({kind.__qualname__})"
+    elif plain is np.ndarray:
+        way_out = _PLAIN_ARRAY if not isinstance(obj, np.ma.MaskedArray) else _MASKED_ARRAY
+    elif plain is not None:
+        way_out = f"make it a plain {plain.__name__}"
+    elif hasattr(kind, "detach"):
+        way_out = "give it as x.detach()"  # obj is a PyTorch parameter
+    else:
+        way_out = "see mscomm.register_object"
+    return f"{_a(_name_of(obj))} cannot be sent; {way_out}"
+
+
+_PLAIN_ARRAY = "give it as np.asarray(...)"
+_MASKED_ARRAY = "give its parts, as in (x.data, np.ma.getmaskarray(x))"
 
 
 def _name_of(obj: Any) -> str:
@@ -429,6 +621,7 @@ def _a(name: str) -> str:
     return f"{'an' if name[:1].lower() in tuple('aeiou') else 'a'} {name}"
 
 
+@functools.lru_cache
 def _name_of_dtype(dtype: np.dtype[Any]) -> str | None:
     """Return the name that represents the dtype in the bytes; None if arrays of this dtype cannot be sent."""
     if dtype.name in OF_ML_DTYPES:
@@ -436,6 +629,7 @@ def _name_of_dtype(dtype: np.dtype[Any]) -> str | None:
     return dtype.str if _DTYPE.fullmatch(dtype.str) else None
 
 
+@functools.lru_cache
 def _dtype(name: str) -> np.dtype[Any]:
     if name in OF_ML_DTYPES:
         try:
@@ -450,14 +644,19 @@ def _dtype(name: str) -> np.dtype[Any]:
         raise ValueError(f"an array of dtype {name!r}: {error}") from None
 
 
-_READERS: dict[int, Callable[[_Reader, int, int], Any]] = {
-    _TUPLE: _Reader._tuple,
-    _SET: _Reader._set,
-    _FROZENSET: lambda reader, size, depth: frozenset(reader._set(size, depth)),
-    _COMPLEX: _Reader._complex,
-    _INTEGER: _Reader._integer,
-    _ARRAY: _Reader._ndarray,
-    _SCALAR: _Reader._scalar,
-    _NAMED: _Reader._named,
-    _PICKLE: _Reader._pickled,
+_READ_MARKS = {
+    code: _Mark(read)
+    for code, read in (
+        (_TUPLE, lambda reader, parts: tuple(parts)),
+        (_SET, _Reader._set),
+        (_FROZENSET, lambda reader, parts: frozenset(reader._set(parts))),
+        (_COMPLEX, _Reader._complex),
+        (_INTEGER, _Reader._integer),
+        (_ARRAY, _Reader._array),
+        (_SCALAR, _Reader._scalar),
+        (_NAMED, _Reader._named),
+        (_PICKLE, _Reader._pickled),
+        (_SHARED, _Reader._first),
+        (_AGAIN, _Reader._again),
+    )
 }

@@ -14,6 +14,7 @@ import functools
 import importlib
 import operator
 import pathlib
+import reprlib
 import zoneinfo
 from collections import OrderedDict
 from collections.abc import Callable
@@ -164,7 +165,8 @@ def _of_fields(cls: type, names: list[str], value: Any) -> Any:
 def _member(cls: type[enum.Enum], name: Any) -> enum.Enum:
     if type(name) is not str or name not in cls.__members__:
         raise ValueError(
-            f"{name!r} is not one of the members {', '.join(cls.__members__)}: do the ranks run the same code?"
+            f"{reprlib.repr(name)} is not one of the members {', '.join(cls.__members__)}: do the ranks run the same"
+            " code?"
         )
     return cls.__members__[name]
 
@@ -193,13 +195,13 @@ def _checked(value: Any, kind: type, expected: str) -> Any:
 
 def _ints(value: Any, count: int) -> list[int]:
     if type(value) is not list or len(value) != count or not all(type(one) is int for one in value):
-        raise ValueError(f"{value!r}, expected a list of {count} ints")
+        raise ValueError(f"{reprlib.repr(value)}, expected a list of {count} ints")
     return value
 
 
 def _parts(value: Any, *kinds: type) -> list[Any]:
     if type(value) is not list or len(value) != len(kinds) or not all(map(isinstance, value, kinds)):
-        raise ValueError(f"{value!r}, expected a list of {', '.join(kind.__name__ for kind in kinds)}")
+        raise ValueError(f"{reprlib.repr(value)}, expected a list of {', '.join(kind.__name__ for kind in kinds)}")
     return value
 
 

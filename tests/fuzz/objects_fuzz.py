@@ -30,6 +30,7 @@ def seeds():
         decimal.Decimal("1.5"),
         slice(1, 2),
         range(3),
+        [shared := [1], {"a": shared, "b": np.zeros(20_000)}],
     )
     for value in values:
         try:
