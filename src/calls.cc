@@ -344,6 +344,7 @@ void take_out(PreparedCall& ready, const Calls& calls, const Wanted& wanted, con
   if (out.dtype != dtype)
     type_error(function, argument() + " has dtype " + dtype_text(out) + ", x has " + std::string(name(dtype)));
   if (!out.writable) type_error(function, argument() + " is read-only");
+  if (!out.in_order) ours("mscomm.arrays.numpy", "check_out")(name(function), argument(), memory_of(out));
   if (ready.x) {
     const Array& x = *ready.x;
     if (out.backend && out.device < 0) check_device(calls, function, wanted.out_argument, out);

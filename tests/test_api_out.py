@@ -63,8 +63,26 @@ def test_an_out_of_another_dtype_is_refused(unharmed, function, dtype):
 
 @each(WITH_ARRAY)
 def test_an_out_that_is_no_array_is_refused(unharmed, function):
-    with pytest.raises(TypeError, match="out"):
+    with pytest.raises(
+        TypeError, match=r"out(\[0\])? is a list, not an array; give an array that the result can be written to"
+    ):
         function(np.ones(4), out=[0.0] * 4)
+
+
+@each(WITH_ARRAY)
+def test_an_out_whose_elements_share_memory_is_refused(unharmed, function):
+    for shape, strides in (((4,), (0,)), ((3, 4), (8, 8)), ((3, 4), (-8, 8)), ((2, 5), (16, 8))):
+        out = np.lib.stride_tricks.as_strided(np.zeros(12)[6:], shape, strides)
+        with pytest.raises(ValueError, match=r"elements of out(\[0\])? share memory"):
+            function(np.ones(shape), out=out)
+    with pytest.raises(ValueError, match="recv: elements of out share memory"):
+        mscomm.recv(out, 0)
+
+
+@each(WITH_ARRAY)
+def test_an_out_whose_elements_are_apart_is_written(alone, function):
+    for out in (np.zeros((4, 6, 2))[::-2, 1::2, 1].T, np.zeros((0, 3))[:, ::2], np.zeros((1, 4))[:, ::-1]):
+        assert (function(np.ones(out.shape), out=out) == 1).all()
 
 
 @each(WITH_ARRAY)

@@ -460,8 +460,10 @@ class ByDlpack:
     def __init__(self, array: DeviceArray) -> None:
         self.array = array
 
+    on_cpu = False  # the class has arrays on the CPU, too
+
     def __dlpack_device__(self) -> tuple[int, int]:
-        return self.array.__dlpack_device__()
+        return (1, 0) if self.on_cpu else self.array.__dlpack_device__()
 
     def __dlpack__(self, **options: Any) -> Any:
         return self.array.__dlpack__(**options)
@@ -475,8 +477,12 @@ class ByInterface:
         self.device = array  # as in Numba, `device` is an object with an attribute `id`
         array.id = array.device
 
+    on_cpu = False
+
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
+        if self.on_cpu:
+            raise AttributeError("this array is on the CPU")
         return self.array.__cuda_array_interface__
 
 
@@ -487,6 +493,14 @@ def test_arrays_of_other_libraries_are_reached_by_what_they_have(rank: int, grou
     x, y = on_device(np.full((2, 3), rank + 1, np.float32)), on_device(np.zeros((2, 3), np.float32))
     out = made(y)
     device_array.synchronize(rank)
+    here = made(x)
+    here.on_cpu = True
+    for one in (here, made(x), here):  # what is known about an array of one type does not hold for the next one
+        if one is here:
+            with pytest.raises(TypeError, match=r"all_reduce: x is a By\w+, not an array; "):
+                mscomm.all_reduce(one)
+        else:
+            mscomm.all_reduce(one, out=out)
     assert mscomm.all_reduce(made(x), out=out) is out
     check(y, np.full((2, 3), 3, np.float32), kind)
     with pytest.raises(

@@ -27,7 +27,7 @@ from mscomm import _core
 from mscomm.arguments import checked_rank, signature_text
 from mscomm.arrays import described_on_host, fill, library, memory_anywhere, written
 from mscomm.arrays.device import OnDevice
-from mscomm.arrays.numpy import dtype_code, readable, writable
+from mscomm.arrays.numpy import check_out, dtype_code, readable, writable
 from mscomm.group import Group
 from mscomm.job import resolve
 from mscomm.works import Timeout
@@ -217,8 +217,7 @@ def _receiving(
     function: str, out: Any, src: Any, tag: Any, tag_argument: str, status: Status | None, group: Group
 ) -> _Receiving:
     there = memory_anywhere(out, "out", function)
-    if not there.flags.writeable:
-        raise TypeError(f"{function}: out is read-only")
+    check_out(function, "out", there)
     code = dtype_code(there.dtype)
     wanted = checked_source(function, src, tag, tag_argument, status, group)
     target, finish = _on_host_for(function, out, there) if isinstance(there, OnDevice) else writable(there)

@@ -66,6 +66,9 @@ LIBRARIES = {
 # The libraries whose tensors mscomm can send in Python objects.
 PACKABLE = ("torch", "jax", "mindspore")
 
+# Modules for arrays that are known only by a protocol. One array of a type may be on the CPU, another one on a device.
+_PROTOCOLS = ("cuda", "dlpack")
+
 _found: dict[type, ModuleType] = {}
 
 
@@ -105,7 +108,7 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
         return _found[type(x)]
     except KeyError:
         pass
-    for name in (*names(x), "numpy", "cuda", "dlpack"):  # the module "numpy" also accepts Python numbers
+    for name in (*names(x), "numpy", *_PROTOCOLS):  # the module "numpy" also accepts Python numbers
         module = importlib.import_module(f"mscomm.arrays.{name}")
         if module.is_array(x):
             backend = getattr(module, "PLAIN", {}).get(type(x))
@@ -114,12 +117,23 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
                 pending, held = getattr(module, "pending", {}), getattr(module, "held", None)
                 row = Plain(module.plain, module.empty, written, tracked, backend, pending, held)
                 plain_types.setdefault(type(x), row)
-            return _found.setdefault(type(x), module)
+            return module if name in _PROTOCOLS else _found.setdefault(type(x), module)
     known = ", ".join(dict.fromkeys(LIBRARIES.values()))
     raise TypeError(
-        f"{function}: {argument} is a {type(x).__name__}, not an array; give it as np.asarray({argument})"
-        f" (known libraries: {known})"
+        f"{function}: {argument} is a {type(x).__name__}, not an array; {_as_array(x, argument)} (known libraries:"
+        f" {known})"
     )
+
+
+def _as_array(x: Any, argument: str) -> str:
+    """Return how the user can pass x as an array, for an error message."""
+    if isinstance(x, np.ma.MaskedArray):
+        return f"give its data and its mask as two arrays: {argument}.data and np.ma.getmaskarray({argument})"
+    if hasattr(type(x), "__dlpack__"):
+        return f"give it as np.from_dlpack({argument})"
+    if argument.startswith("out") and not hasattr(type(x), "__array_interface__"):
+        return "give an array that the result can be written to; np.asarray would write to a copy"
+    return f"give it as np.asarray({argument})"
 
 
 def memory_anywhere(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:

@@ -17,7 +17,8 @@ __all__ = ["assign", "from_host", "is_array", "memory", "new", "on_host", "packe
 
 
 def is_array(x: Any) -> bool:
-    return hasattr(type(x), "__cuda_array_interface__")
+    # Some libraries define the property for all of their arrays, and raise AttributeError for those on the CPU.
+    return hasattr(type(x), "__cuda_array_interface__") and hasattr(x, "__cuda_array_interface__")
 
 
 def memory(x: Any) -> OnDevice:

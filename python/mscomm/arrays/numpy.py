@@ -6,7 +6,7 @@ NumPy scalars and Python numbers count as arrays of shape () that cannot be writ
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -158,6 +158,31 @@ def over(memory: Array) -> Array:
 def readable(x: Array) -> Array:
     """Return x itself if it is contiguous and aligned, otherwise a copy in C order."""
     return x if x.flags.carray or (x.flags.c_contiguous and x.flags.aligned) else np.array(x, order="C", subok=False)
+
+
+def repeats(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether several elements of a strided array share memory, as after as_strided(), expand() or unfold().
+
+    strides: in any unit that is not larger than an element. From the smallest step on, each step must lead past all
+    elements that the smaller steps reach. A few strides that only as_strided() makes are taken for shared, although
+    they are not.
+    """
+    if 0 in shape:
+        return False
+    reached = 0
+    for step, extent in sorted((abs(step), extent) for step, extent in zip(strides, shape, strict=True) if extent > 1):
+        if step <= reached:
+            return True
+        reached += step * (extent - 1)
+    return False
+
+
+def check_out(function: str, argument: str, out: Array) -> None:
+    """Raise an error if mscomm cannot write one value to each element of out, the memory of an array."""
+    if not out.flags.writeable:
+        raise TypeError(f"{function}: {argument} is read-only")
+    if not out.flags.c_contiguous and repeats(out.shape, out.strides):
+        raise ValueError(f"{function}: elements of {argument} share memory, so they cannot hold different values")
 
 
 def writable(out: Array) -> tuple[Array, Callable[[], None] | None]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mscomm.arrays import numpy
 from mscomm.arrays.described import in_memory
 from mscomm.arrays.device import OnDevice, on_device
 from mscomm.arrays.numpy import DTYPES, OF_ML_DTYPES, described_dtype, known_code
@@ -105,19 +106,8 @@ def _on_cuda(x: torch.Tensor) -> OnDevice:
 
 
 def repeats(x: torch.Tensor) -> bool:
-    """Return whether several elements of x share one place in memory, as after expand() or unfold().
-
-    From the smallest step on, each step must lead past all elements that the smaller steps reach. A few strides of
-    as_strided() that no view has are taken for shared, although they are not.
-    """
-    if x.is_contiguous() or not x.numel():
-        return False
-    reached = 0
-    for step, extent in sorted((step, extent) for step, extent in zip(x.stride(), x.shape, strict=True) if extent > 1):
-        if step <= reached:
-            return True
-        reached += step * (extent - 1)
-    return False
+    """Return whether several elements of x share one place in memory, as after expand() or unfold()."""
+    return not x.is_contiguous() and numpy.repeats(x.shape, x.stride())
 
 
 def empty(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
