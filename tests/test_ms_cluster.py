@@ -52,12 +52,13 @@ def test_the_own_launchers_link_is_taken_over_once(monkeypatch):
         ({"MSCOMM_CONTROL_FD": "9999"}, "MSCOMM_CONTROL_FD=9999: Bad file descriptor"),
         ({"MSCOMM_CONTROL_FD": "file"}, "is not a socket"),
         ({"MSCOMM_CONTROL_FD": "tcp"}, "is not a unix stream socket"),
+        ({"MSCOMM_CONTROL_FD": "other"}, "is another socket than that of the launcher"),
     ],
 )
 def test_a_launcher_that_cannot_be_reached_is_an_error_and_no_job_of_one(change, text):
     env = {**dict(zip(launcher.VARIABLES, ("1", "4", "1", "4", "0"), strict=True)), **change}
-    with open(os.devnull, "rb") as file, socket.socket() as tcp:
-        names = {"file": str(file.fileno()), "tcp": str(tcp.fileno())}
+    with open(os.devnull, "rb") as file, socket.socket() as tcp, socket.socket(socket.AF_UNIX) as other:
+        names = {"file": str(file.fileno()), "tcp": str(tcp.fileno()), "other": f"{other.fileno()}:1"}
         env["MSCOMM_CONTROL_FD"] = names.get(env["MSCOMM_CONTROL_FD"], env["MSCOMM_CONTROL_FD"])
         with pytest.raises(errors.BackendUnavailable, match=text):
             find(env).accept(env, soon(), Protection())

@@ -829,7 +829,7 @@ def test_ranks_see_the_end_of_the_control_link_when_the_launcher_dies(script, tm
     body = (
         "import socket\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         f"open(f'{tmp_path}/pid{{rank}}', 'w').write(str(os.getpid()))\n"
-        "link = socket.socket(fileno=int(os.environ['MSCOMM_CONTROL_FD']))\n"
+        "link = socket.socket(fileno=int(os.environ['MSCOMM_CONTROL_FD'].partition(':')[0]))\n"
         "link.recv(48)\nlink.settimeout(60)\n"
         f"open(f'{tmp_path}/end{{rank}}', 'w').write(repr(link.recv(1)))"
     )

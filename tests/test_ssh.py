@@ -117,12 +117,13 @@ def test_the_ranks_of_a_list_of_hosts_are_one_job(start, tmp_path):
     assert sorted(out.splitlines()) == [f"[{rank}] {ranks} {tmp_path} direct" for rank in range(3)]
 
 
-def test_a_hostfile_and_a_program(start, tmp_path):
+def test_a_hostfile_a_program_and_its_variables(start, tmp_path):
     (tmp_path / "hosts").write_text("# two hosts\nlocalhost slots=1  # this one\n\n127.0.0.2:1\n")
-    process = start("--hostfile", "hosts", "--", sys.executable, "-c", "import os; print(os.environ['MSCOMM_RANK'])")
+    program = [sys.executable, "-c", "import os; print(*map(os.environ.get, ('MSCOMM_RANK', 'ONE', 'TWO')))"]
+    process = start("--hostfile", "hosts", "--env", "ONE=1", "-x", "TWO", "--", *program, TWO="2")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert sorted(out.splitlines()) == ["[0] 0", "[1] 1"]
+    assert sorted(out.splitlines()) == ["[0] 0 1 2", "[1] 1 1 2"]
 
 
 def test_the_key_is_on_no_command_line_and_in_no_environment(start, tmp_path):

@@ -153,7 +153,7 @@ class _Rank:
         self.pid, self.stdout, self.stderr = pid, stdout, stderr
         self.returncode: int | None = None
 
-    def wait(self) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
@@ -173,7 +173,7 @@ def _be_a_process(
         os.setsid()
         processes._prctl(processes._PR_SET_PDEATHSIG, int(signal.SIGTERM))
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+        for number in (signal.SIGCHLD, *processes.Launch.taken):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if os.getppid() != launcher:  # the launcher ended before prctl took effect

@@ -390,13 +390,13 @@ VARIABLES = (
     ),
     _given(
         "MSCOMM_KEY_FD",
-        "on several hosts: a descriptor that the rank inherits, from which it reads the job key",
+        "on several hosts: a descriptor that the rank inherits, from which it reads the job key, and its inode",
         "bootstrap.launcher",
         set_by=RUN,
     ),
     _given(
         "MSCOMM_CONTROL_FD",
-        "the descriptor of the rank's connection to the launcher, which the rank inherits",
+        "the descriptor of the rank's connection to the launcher, which the rank inherits, and its inode",
         "bootstrap.launcher",
         set_by=RUN,
     ),

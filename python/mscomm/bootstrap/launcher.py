@@ -37,7 +37,9 @@ def detect(env: Mapping[str, str]) -> bool:
 def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -> Invitation:
     """Read the admission from the inherited descriptor. In a job on several hosts, also connect to the hub."""
     inherited = KEY_FD if SCHED in env else CONTROL_FD
-    rank, size, local_rank, local_size, fd = (_number(env, name) for name in (*VARIABLES[:4], inherited))
+    rank, size, local_rank, local_size = (_number(env, name) for name in VARIABLES[:4])
+    number, _, inode = env.get(inherited, "").partition(":")
+    fd = _number({**env, inherited: number} if inode else env, inherited)
     if fd in _taken:
         raise BackendUnavailable(
             "mscomm run: a process can join its job only once, and this one did so already: call init() once, and "
@@ -46,7 +48,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -
     if not (rank < size and local_rank < local_size <= size):
         values = ", ".join(f"{name}={env[name]}" for name in VARIABLES[:4])
         raise BackendUnavailable(f"mscomm run: {values} do not fit together; leave these variables to the launcher")
-    sock = _adopt(fd, inherited)
+    sock = _adopt(fd, inherited, inode)
     _taken.add(fd)
     stream = ByteStream(sock)
     with on_failure(stream.close):
@@ -86,8 +88,16 @@ def _number(env: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _adopt(fd: int, name: str) -> socket.socket:
-    """Take over the descriptor as a socket. Our child processes will not inherit it."""
+def descriptor(sock: socket.socket) -> str:
+    """Return the value of CONTROL_FD or KEY_FD for a socket that a rank inherits: its descriptor and its inode.
+
+    A child of a rank also inherits the variable, but may have another file at this descriptor.
+    """
+    return f"{sock.fileno()}:{os.fstat(sock.fileno()).st_ino}"
+
+
+def _adopt(fd: int, name: str, inode: str) -> socket.socket:
+    """Take over the descriptor as a socket. Our child processes will not inherit it. inode: "" if it is not known."""
     advice = (
         "only the process that `mscomm run` started, or one that inherits its descriptors, can join, and only once. If "
         "a wrapper starts the program, let it replace itself with the program (exec), or pass its descriptors on "
@@ -96,6 +106,8 @@ def _adopt(fd: int, name: str) -> socket.socket:
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             raise BackendUnavailable(f"mscomm run: {name}={fd} is not a socket; {advice}")
+        if inode and inode != str(os.fstat(fd).st_ino):
+            raise BackendUnavailable(f"mscomm run: {name}={fd} is another socket than that of the launcher; {advice}")
         os.set_inheritable(fd, False)
         sock = socket.socket(fileno=fd)
     except OSError as error:

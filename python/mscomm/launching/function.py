@@ -138,6 +138,9 @@ class _Calls(Launch):
     def _outputs(self, wake: Callable[[], None]) -> tuple[Output, Output]:
         return TextOutput(sys.stdout, wake), TextOutput(sys.stderr, wake)
 
+    def _reap_orphans(self) -> None:
+        """Leave this process's other children to its own program."""
+
     def _unknown_code(self, local_rank: int) -> int:
         outcome = _outcome(local_rank, self.call_fds[local_rank], self._begin)
         return 0 if outcome and not outcome.error else PYTHONS_STATUS

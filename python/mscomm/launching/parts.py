@@ -157,7 +157,7 @@ class WholeJob(_WithHub):
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
         ours, theirs = socket.socketpair()
         self._hub.adopt(ours, rank)
-        return theirs, {launcher.CONTROL_FD: str(theirs.fileno())}
+        return theirs, {launcher.CONTROL_FD: launcher.descriptor(theirs)}
 
     def serve(self, stack: ExitStack) -> None:
         _serve(self._hub, stack)
@@ -470,7 +470,7 @@ def _admission_link(admission: bytes, where: str) -> tuple[socket.socket, socket
     """
     ours, theirs = socket.socketpair()
     ours.sendall(admission)
-    return ours, theirs, {launcher.SCHED: where, launcher.KEY_FD: str(theirs.fileno())}
+    return ours, theirs, {launcher.SCHED: where, launcher.KEY_FD: launcher.descriptor(theirs)}
 
 
 def _was_read(ours: socket.socket) -> bool:

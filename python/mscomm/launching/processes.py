@@ -365,10 +365,15 @@ class Launch:
     def _reap_orphans(self) -> None:
         """As the first process of a container, reap the processes whose parents have ended."""
         own = {process.pid for process in (*self._processes, self._watcher) if process} | self.part.children()
-        for path in Path("/proc/self/task").glob("*/children"):
-            for pid in map(int, path.read_text().split()):
+        for thread in os.listdir("/proc/self/task"):
+            try:
+                children = Path(f"/proc/self/task/{thread}/children").read_text().split()
+            except OSError:  # the thread has ended
+                continue
+            for pid in map(int, children):
                 with contextlib.suppress(ChildProcessError):
-                    pid in own or os.waitpid(pid, os.WNOHANG)
+                    if pid not in own:
+                        os.waitpid(pid, os.WNOHANG)
 
     def _exit_code(self, local_rank: int) -> int | None:
         """Return how the rank's process ended, as in subprocess; None if it is still running."""
