@@ -14,7 +14,8 @@ from control import KEY, RUN, VERSION, listening, soon
 from ranks import no_descriptor_left
 
 from mscomm import errors
-from mscomm.cluster import links
+from mscomm.bootstrap import rendezvous
+from mscomm.cluster import links, security
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import CONTROL, DATA, Identity, grouped
 
@@ -418,3 +419,38 @@ def test_a_wrong_number_of_descriptors_leaks_none():
         with pytest.raises(errors.Error, match=r"received 3 file descriptors where 2|received 2 file"):
             links.recv_fds(b, 2, soon())
         assert len(os.listdir("/proc/self/fd")) == before
+
+
+def reached(address, deadline):
+    key = security.admission_key(KEY, CONTROL)
+    return rendezvous.reach([address], deadline, lambda _: key, Identity(version=VERSION), "nobody is there", "Look.")
+
+
+def test_a_proxy_whose_scheduler_is_not_there_yet_is_tried_again():
+    """Like a container's published port, it accepts each connection and closes it."""
+    accepted = 0
+    with listening() as listener:
+
+        def closes():
+            nonlocal accepted
+            with contextlib.suppress(OSError):  # at the end of the test
+                while True:
+                    listener.accept()[0].close()
+                    accepted += 1
+
+        thread = threading.Thread(target=closes)
+        thread.start()
+        with pytest.raises(errors.BackendUnavailable, match=r"nobody is there within .*(closed the connection|reset)"):
+            reached(listener.getsockname(), Deadline(2))
+        assert accepted > 3
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_another_users_process_at_a_unix_socket_is_told_at_once(monkeypatch):
+    def refuses(_):
+        raise errors.AuthenticationError("process 7 at the other end of a unix socket runs as uid 8, this one as 9")
+
+    monkeypatch.setattr(links, "require_same_user", refuses)
+    with listening(socket.AF_UNIX) as listener, pytest.raises(errors.AuthenticationError, match="runs as uid 8"):
+        reached(listener.getsockname(), soon())

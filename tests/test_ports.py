@@ -72,11 +72,14 @@ def test_hubs_that_rank_0_starts_listen_at_these_ports(monkeypatch: pytest.Monke
     seat = rendezvous.Seat(0, 2, 0, one_host=False)
     with kvs.Join("mpirun", seat, None, env, soon(), Protection())._listen() as hub:
         assert hub.getsockname()[1] in allowed
-    for ports in (rendezvous.ports_after(29500, env), rendezvous.meeting_ports("a job", env)):
+    neighbours = [set(rendezvous.ports_instead(port, {})) for port in (29500, 29501)]
+    assert all(len(ports) == 8 and min(ports) > 61439 for ports in neighbours)
+    assert not neighbours[0] & neighbours[1]  # two jobs of one user
+    for ports in (rendezvous.ports_instead(29500, env), rendezvous.meeting_ports("a job", env)):
         assert len(ports) == 8 and set(ports) <= set(allowed)
     assert len(rendezvous.meeting_ports("a job", {"MSCOMM_PORTS": "20000-20001"})) == 2
-    assert list(rendezvous.ports_after(20001, {"MSCOMM_PORTS": "20000-20002"})) == [20000, 20002]
-    assert list(rendezvous.ports_after(20001, {"MSCOMM_PORTS": "20001-20001"})) == [20001]
+    assert list(rendezvous.ports_instead(20001, {"MSCOMM_PORTS": "20000-20002"})) == [20000, 20002]
+    assert list(rendezvous.ports_instead(20001, {"MSCOMM_PORTS": "20001-20001"})) == [20001]
     torch = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "203.0.113.7", **env}
     spots = []
     monkeypatch.setattr(rendezvous.Meeting, "invitation", lambda self: spots.append(self.spot))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -11,6 +12,21 @@ from control import KEY, key_file
 from mscomm import errors
 from mscomm.cluster import security
 from mscomm.cluster.protection import Protection
+
+
+@pytest.mark.parametrize("lacks", ["folder", "file"])
+def test_a_key_that_cannot_be_written_is_no_trouble_of_a_port(lacks, tmp_path, monkeypatch):
+    def fails():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    (tmp_path / "file").touch()
+    path, words = str(tmp_path / "file/folder/k"), "cannot write the job's key to .*: Not a directory"
+    if lacks == "folder":
+        monkeypatch.setattr("tempfile.gettempdir", fails)
+        security.remove_stale()  # called by a rank that leaves
+        path, words = "", "no folder for the job's key: No usable"
+    with pytest.raises(errors.BackendUnavailable, match=rf"{words}.*set TMPDIR .*MSCOMM_JOB_KEY_FILE"):
+        security.KeyFile(path or security.key_path("k"))
 
 
 def test_a_key_is_32_bytes_or_64_hex_digits_or_more_bytes(tmp_path):

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping
 
 from mscomm.bootstrap.invitation import Invitation, Seat, turn
-from mscomm.bootstrap.rendezvous import Meeting, Spot, number, port_range, ports_after
+from mscomm.bootstrap.rendezvous import Meeting, Spot, number, port_range, ports_instead
 from mscomm.bootstrap.torchrun import DEFAULT_PORT
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.protection import Protection
@@ -38,7 +38,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -
     rank = number(NAME, env, "JOB_COMPLETION_INDEX", 0, size - 1)
     host = env.get("MASTER_ADDR") or pod_0(socket.getfqdn(), rank)
     port = number(NAME, env, "MASTER_PORT", 1, 65535) if env.get("MASTER_PORT") else DEFAULT_PORT
-    ports = ports_after(port, env)
+    ports = ports_instead(port, env)
     advice = (
         "Does the job have a headless service, and does the pod template name it as subdomain? If not, set"
         f" MASTER_ADDR to pod 0's name. Its {port_range(ports)} must be open to the other pods"

@@ -228,6 +228,8 @@ class Join(NamedTuple):
         try:
             mine = links.newcomer(self.env, seat.rank)
             stream = links.open_link(address, admission, CONTROL, mine, self.deadline, self.protection)
+        except Error:  # an AuthenticationError is an OSError, too
+            raise
         except OSError as error:
             raise BackendUnavailable(
                 f"{launcher}: rank {seat.rank} cannot reach the hub that rank 0 started at {where}: {error}. "

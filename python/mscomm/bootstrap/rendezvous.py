@@ -38,8 +38,6 @@ _LAST_JOB_S = 5.0  # how long rank 0 retries if the address is taken; the hub of
 _HIGH_PORTS = range(61440, 1 << 16)  # above Linux's ephemeral ports, 32768 to 60999
 _STARTED_TOGETHER_S = 5.0  # how long before its hub a job's ranks may be started, if its hub process is older than that
 _TELL_S = 2.0  # how long to keep trying to reach the hub at a taken address; that hub may not be listening yet
-# Fail after this many connections that were closed without an answer. The hub of a previous job may close one of them.
-_SILENCES = 3
 
 
 class Spot(NamedTuple):
@@ -143,16 +141,14 @@ def number(launcher: str, env: Mapping[str, str], name: str, low: int, high: int
     return int(text)
 
 
-def ports_after(port: int, env: Mapping[str, str]) -> Sequence[int]:
+def ports_instead(port: int, env: Mapping[str, str]) -> Sequence[int]:
     """Return ports at which the hub can listen instead of `port`, which another program uses.
 
-    The ports are up to eight of MSCOMM_PORTS or, if that is not set, the eight ports next to `port`. They include
-    `port` only if MSCOMM_PORTS has no other port.
+    They are far from `port`, because a user's next job often has the next port. They include `port` only if
+    MSCOMM_PORTS has no other port.
     """
-    if allowed := environment.read("MSCOMM_PORTS", env):
-        ports = _eight_of(allowed, str(port))
-        return [one for one in ports if one != port] or ports
-    return range(port + 1, port + 9) if port + 8 < 1 << 16 else range(port - 8, port)
+    ports = high_ports(str(port), env)
+    return [one for one in ports if one != port] or ports
 
 
 def meeting_ports(job: str, env: Mapping[str, str]) -> Sequence[int]:
@@ -201,10 +197,11 @@ def reach(
     the message "<absent> within 3 s: <problems>. <advice>".
 
     If there is only one target, raise an Error from `key_at` or from the hello at once, except if the listener was too
-    busy, or closed the connection without an answer. If it closes, retry until this has happened _SILENCES times, or
-    for links.CUT_S in a TLS handshake.
+    busy, or if the connection was closed or silent without an answer: the hub of an earlier job may be ending, and a
+    proxy, such as that of a container, accepts connections before the hub listens. If the connection is cut in a TLS
+    handshake, retry for links.CUT_S.
     """
-    started, pause_s, said, silences = time.monotonic(), _RETRY_S[0], False, 0
+    started, pause_s, said = time.monotonic(), _RETRY_S[0], False
     cut_until: Deadline | None = None
     heard: dict[links.Address, str] = {}  # for each target, why the most recent hello failed
     while True:
@@ -212,6 +209,8 @@ def reach(
         for target in targets:
             try:
                 sock = _connect(target, deadline if len(targets) == 1 else deadline.within(_ATTEMPT_S), source)
+            except AuthenticationError:  # also an OSError: another user's process listens at a unix socket
+                raise
             except OSError as error:
                 problems[target] = words(error)
                 continue
@@ -220,9 +219,9 @@ def reach(
                 return links.greet(sock, key, purpose, mine, deadline, protection), key
             except (Error, OSError) as error:
                 sock.close()
-                silent = isinstance(error, NotMscomm) and isinstance(error.__cause__, ConnectionError)
-                silences += silent
-                again = isinstance(error, Busy) or (silent and silences < _SILENCES)
+                again = isinstance(error, Busy) or (
+                    isinstance(error, NotMscomm) and isinstance(error.__cause__, OSError)
+                )
                 if isinstance(error, Cut):
                     cut_until = cut_until or deadline.within(links.CUT_S)
                     again = not cut_until.passed

@@ -1,7 +1,7 @@
 """Joins under torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torch_env.py uses join() too.
 
 MASTER_PORT is the port of torch's own store. torchrun's agent or the script's init_process_group() binds it, before us
-or after us. So in a job on several hosts, the hub listens at one of the ports from ports_after(), which avoids
+or after us. So in a job on several hosts, the hub listens at one of the ports from ports_instead(), which avoids
 MASTER_PORT if possible. A job on several hosts without a key file gets its key through this store (torch_store.py).
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from mscomm import log
 from mscomm.bootstrap import kvs
 from mscomm.bootstrap.invitation import Invitation, Seat, turn
-from mscomm.bootstrap.rendezvous import Meeting, Spot, is_loopback_name, number, port_range, ports_after
+from mscomm.bootstrap.rendezvous import Meeting, Spot, is_loopback_name, number, port_range, ports_instead
 from mscomm.bootstrap.torch_store import TorchStore, connected
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.protection import Protection
@@ -42,7 +42,7 @@ def join(launcher: str, env: Mapping[str, str], deadline: Deadline, protection: 
     life = f"{env.get('TORCHELASTIC_RUN_ID', '')} {number_of_join}"
     if one_agent:  # with several agents, leave out the restart count, because it may differ between ranks
         life += f" {env.get('TORCHELASTIC_RESTART_COUNT', '')}"
-    ports = ports_after(port, env)
+    ports = ports_instead(port, env)
     advice = (
         f"Rank 0 must run on the host of MASTER_ADDR={host}, and the others must reach its {port_range(ports)} "
         f"(MASTER_PORT={port} itself is torch's)"

@@ -24,7 +24,7 @@ from mscomm.cluster import interfaces
 from mscomm.cluster.hello import CONTROL
 from mscomm.cluster.private_files import read_private, refused, replace_private
 from mscomm.cluster.protection import Protection
-from mscomm.errors import AuthenticationError
+from mscomm.errors import AuthenticationError, BackendUnavailable
 
 KEY_BYTES = 32
 _DIFFERENT_BYTES = 16  # 32 random bytes practically never have fewer different values
@@ -181,7 +181,17 @@ def key_path(name: str) -> str:
     """Return the path at which all processes of one user on one host look for the key with this name."""
     import tempfile  # imported here because it is slow to import, and the spawned hub never needs it
 
-    return os.path.join(tempfile.gettempdir(), f"mscomm-{os.getuid()}", f"{name}{_LOCKED}")
+    try:
+        temporary = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise BackendUnavailable(f"no folder for the job's key: {error.strerror or error}. {_KEY_ADVICE}") from error
+    return os.path.join(temporary, f"mscomm-{os.getuid()}", f"{name}{_LOCKED}")
+
+
+_KEY_ADVICE = (
+    "In all processes of the job, set TMPDIR to a folder that you can write to, for example /dev/shm (Slurm: HOME, a "
+    "folder that all hosts share), or MSCOMM_JOB_KEY_FILE to a key file"
+)
 
 
 def _sched_name(host: str, port: int) -> str:
@@ -207,6 +217,16 @@ class KeyFile:
         self.key = key or new_key()
         self.path = path
         remove_stale()
+        try:
+            self._write()
+        except AuthenticationError:
+            raise
+        except OSError as error:  # not to be mistaken for an error of the socket, whose key this is
+            raise BackendUnavailable(
+                f"cannot write the job's key to {path}: {error.strerror or error}. {_KEY_ADVICE}"
+            ) from error
+
+    def _write(self) -> None:
         folder = os.path.dirname(self.path)
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
@@ -260,10 +280,10 @@ def remove_stale(killed: bytes = b"") -> None:
 def _remove_unlocked(admission: bytes) -> bool:
     """Remove the key files that are not locked. Return whether a locked file has the key of this admission."""
     locked = False
-    folder = os.path.dirname(key_path(""))
     # An error means that the folder is not there or not ours, or that this process has no descriptors left. The files
     # then stay, and the caller goes on: a rank that closes its link must not fail because of somebody else's file.
-    with contextlib.suppress(AuthenticationError, OSError):
+    with contextlib.suppress(AuthenticationError, BackendUnavailable, OSError):
+        folder = os.path.dirname(key_path(""))
         _require_private(folder)
         with _alone_in(folder) as is_alone:
             for name in os.listdir(folder) if is_alone else ():
