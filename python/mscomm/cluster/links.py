@@ -53,6 +53,7 @@ Address: TypeAlias = "tuple[str, int] | str | bytes"
 _HALF_OPEN = 64  # how many hellos may be in progress at once; in large jobs, twice the number of ranks
 _FDS_A_MESSAGE = 253  # the kernel's SCM_MAX_FD
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_NEXT_ADDRESS_S = 5.0  # how long to wait for one of several addresses; a firewall may swallow the packets to it
 CUT_S = 5.0  # how long to try again if connections end in the TLS handshake
 _COMPLAIN_EVERY_S = 10.0
 _MOST_OPEN = 65536  # not more, because some programs close all descriptors up to the limit, one by one
@@ -77,21 +78,44 @@ def connect(address: Address, deadline: Deadline, *, source: str | None = None) 
     """Return a connected TCP or abstract unix socket.
 
     Raise OSError if the address refuses, is unreachable or times out. Over TCP, the other host must answer within
-    MS_NODE_TIMEOUT.
+    MS_NODE_TIMEOUT. If the name has several addresses, try them in turn; only the last one may take this long.
     """
     if isinstance(address, (str, bytes)):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with on_failure(sock.close):
             _connect_unix(sock, address, deadline)
     else:
-        limit_s = min(deadline.left(), node_timeout_s())
-        try:
-            sock = socket.create_connection(address, limit_s or 1e-3, source_address=(source, 0) if source else None)
-        except TimeoutError as error:
-            raise TimeoutError(error.errno, f"its host did not answer for {limit_s:g} s") from error
+        sock = _connect_tcp(address, deadline.within(node_timeout_s()), source)
         tune(sock)
     sock.settimeout(None)
     return sock
+
+
+def _connect_tcp(address: tuple[str, int], deadline: Deadline, source: str | None) -> socket.socket:
+    problems: list[tuple[str, OSError]] = []  # for each address, why it could not be reached
+    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    for place, (family, _, _, _, name) in enumerate(found, 1):
+        limit_s = deadline.left() if place == len(found) else min(deadline.left(), _NEXT_ADDRESS_S)
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        with on_failure(sock.close):
+            sock.settimeout(limit_s or 1e-3)
+            try:
+                if source:
+                    sock.bind((source, 0))
+                sock.connect(name)
+                return sock
+            except TimeoutError as error:
+                sock.close()
+                text = f"its host did not answer for {limit_s:g} s"
+                problems.append((str(name[0]), TimeoutError(error.errno, text)))
+            except OSError as error:
+                sock.close()
+                problems.append((str(name[0]), error))
+    _, last = problems[-1]
+    if len(problems) == 1:
+        raise last
+    text = "; ".join(f"{host}: {error.strerror or error}" for host, error in problems)
+    raise type(last)(last.errno, text) from last
 
 
 def _connect_unix(sock: socket.socket, address: str | bytes, deadline: Deadline) -> None:
