@@ -70,12 +70,18 @@ struct Exchange {
   int (*current_stream)(int32_t device_type, int32_t device, void** out);
 };
 
-// Returns whether the storage of this PyTorch tensor has been resized to 0 bytes, as FSDP does. PyTorch then still adds the
-// tensor's offset to the null pointer. We ask for the offset only if the address is lower than usual, to save time.
+// Returns whether elements of this PyTorch tensor lie outside of its storage, because that has been resized. FSDP resizes
+// storages to 0 bytes. PyTorch then still adds the tensor's offset to the null pointer. We ask for the offset only if the address
+// is lower than usual, or if the tensor is so large that the question takes little time beside the call.
 bool lacks_storage(const Array& array) {
+  constexpr uint64_t large = 64 << 10;
   const auto address = std::bit_cast<uintptr_t>(array.begin);
-  if (address >= uintptr_t{1} << 40) return false;
-  return address == array.given.attr("storage_offset")().cast<uintptr_t>() * size_of(*array.dtype);
+  const uint64_t size = size_of(*array.dtype), bytes = array.shape.count() * size;
+  const bool is_low = address < uintptr_t{1} << 40;
+  if (!is_low && bytes < large) return false;
+  const uint64_t offset = array.given.attr("storage_offset")().cast<uint64_t>() * size;
+  if (is_low && address == offset) return true;
+  return bytes >= large && offset + bytes > array.given.attr("untyped_storage")().attr("nbytes")().cast<uint64_t>();
 }
 
 }  // namespace

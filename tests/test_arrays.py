@@ -317,6 +317,29 @@ def test_a_tensor_whose_storage_is_too_small_is_refused(rank, group):
         mscomm.all_reduce(column)
     x.untyped_storage().resize_(400)
     assert (mscomm.all_reduce_(x.fill_(3)) == 3).all()
+    large = torch.ones(1 << 15)
+    part = large[1 << 14 :]
+    large.untyped_storage().resize_(100 << 10)
+    for tensor in (large, part):  # these are contiguous, so no Python code looks at them
+        for call in (mscomm.all_reduce, mscomm.all_reduce_):
+            with pytest.raises(TypeError, match=words.format(128 << 10, 100 << 10)):
+                call(tensor)
+    large.untyped_storage().resize_(128 << 10)
+    assert (mscomm.all_reduce_(large.fill_(3)) == 3).all()
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
+@ranks(1)
+def test_integers_of_fewer_than_8_bits_are_refused(rank, group):
+    import torch
+
+    bits = torch.full((4,), 15, dtype=torch.uint8)
+    for kind in (torch.uint4, torch.int4, torch.uint1, torch.int7):
+        for x in (bits.view(kind), bits.view(kind)[::2]):
+            for call in (mscomm.all_reduce, mscomm.all_reduce_, mscomm.all_gather, lambda one: mscomm.send(one, 0)):
+                with pytest.raises(TypeError, match=f"has dtype {kind}, which mscomm does not move"):
+                    call(x)
+    assert mscomm.all_reduce(bits).tolist() == mscomm.all_reduce(bits.view(torch.int8)).tolist() == [15] * 4
 
 
 def forget_ml_dtypes() -> None:

@@ -33,7 +33,8 @@ To make calls on its arrays cheap, the module may also define the following name
   device, current stream), with device -1 for the CPU. If x is not contiguous or cannot be written, the function returns
   None, and mscomm calls `memory`;
 * `pending`, if `plain` is an exchange API: a dict from a dtype's number to functions of x. Each function returns
-  whether the library has deferred an operation on x, such as a negation. If so, x's memory does not hold x's values;
+  whether x's memory does not hold x's values in this dtype, for example because the library has deferred a negation.
+  Then mscomm calls `memory`;
 * `empty(x, shape)` -> an array of x's type, dtype and device, in C order;
 * `held(x)`, if `memory` takes longer -> an object that keeps the memory of x on the CPU, even if the user assigns
   different memory to x;

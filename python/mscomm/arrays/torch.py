@@ -25,11 +25,18 @@ _KINDS = {code: kind for kind, code in _CODES.items()}
 PLAIN = {torch.Tensor: "nccl", torch.nn.Parameter: "nccl"}
 plain = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # PyTorch has this from 2.10 on
 held = torch.Tensor.detach
-pending = {
+
+
+def _is_not(kind: torch.dtype) -> Callable[[torch.Tensor], bool]:
+    return lambda x: x.dtype is not kind
+
+
+# DLPack describes PyTorch's integers of 1 to 7 bits as integers of 8 bits, although they must not be summed as such.
+pending: dict[int, tuple[Callable[[torch.Tensor], bool], ...]] = {
     code: (torch.Tensor.is_neg, torch.Tensor.is_conj) if kind.is_complex else (torch.Tensor.is_neg,)
     for kind, code in _CODES.items()
     if kind.is_complex or kind.is_floating_point
-}
+} | {_CODES[kind]: (_is_not(kind),) for kind in (torch.int8, torch.uint8)}
 
 
 def _by_object(index: int) -> int:
