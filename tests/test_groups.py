@@ -236,6 +236,7 @@ def test_every_use_of_a_group_by_a_rank_that_is_no_member_raises(rank, group):
         for attribute in ("rank", "size", "core", "anything"):
             with pytest.raises(RuntimeError, match="rank 1 is no member of"):
                 getattr(one, attribute)
+            assert not hasattr(one, attribute) and getattr(one, attribute, None) is None
     with pytest.raises(RuntimeError, match=r"rank 1 is no member of world\.1\.None"):
         _ = part.ranks
 

@@ -479,7 +479,11 @@ class NonMember(Group):
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):
                 raise AttributeError(name)
-            raise self.refusal()
+            raise NotAMember(str(self.refusal()))
+
+
+class NotAMember(RuntimeError, AttributeError):
+    """Lets hasattr(), and getattr() with a default, look at a NonMember without an error."""
 
 
 def seconds_left(seconds: float) -> Callable[[], float]:
