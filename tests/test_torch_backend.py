@@ -88,10 +88,13 @@ def with_mscomm_run(size: int, script: Path, *words: object, restarts: int = 0) 
 
 
 @pytest.mark.parametrize("launch", [torchrun, with_mscomm_run])
-def test_a_ddp_script_runs_under_both_launchers(launch: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_a_ddp_script_runs_under_both_launchers(
+    launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    script = Path(shutil.copy(HERE.parent / "examples/torch_ddp.py", tmp_path))
     losses = []
     for backend in ("mscomm", "gloo"):
-        done = launch(2, HERE.parent / "examples/torch_ddp.py", backend)
+        done = launch(2, script, backend)
         assert done.returncode == 0, done.stderr
         losses.append(re.findall(r"epoch \d: loss (\S+)", done.stdout))
     assert losses[0] == losses[1] and len(losses[0]) == 5 and float(losses[0][4]) < 0.5 * float(losses[0][0]), losses
@@ -370,6 +373,125 @@ for _ in range(20):
     done = run(2, tmp_path, body)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("called") == 40
+
+
+def test_what_only_some_works_and_groups_have(tmp_path: Path) -> None:
+    """What does not exist says so: the source of a call that is not a recv, and hooks of torch's dispatcher."""
+    body = """
+from mscomm.torch import mixed
+dist.init_process_group("mscomm")
+group, x = dist.group.WORLD, torch.ones(2)
+sent = dist.isend(x, 1 - rank)
+for work in (dist.all_reduce(x.clone(), async_op=True), dist.irecv(torch.empty(2), 1 - rank)):
+    work.wait()
+    try:
+        assert work._source_rank() == 1 - rank
+    except RuntimeError as error:
+        assert "source" in str(error), error
+        sys.stdout.write("no source\\n")
+out = torch.empty(2, 2).t()
+group.gather_single(out if rank == 0 else None, torch.tensor([1.0, 2.0]) + rank).wait()
+assert rank or out.tolist() == [[1, 2], [2, 3]], out
+if hasattr(dist, "gather_single"):
+    out = torch.empty(4) if rank else None
+    dist.gather_single(torch.tensor([1.0, 2.0]) + rank, out, dst=1, async_op=True).wait()
+    assert out is None or out.tolist() == [1, 2, 2, 3]
+for register in (group.register_pre_hook, group.register_post_hook):
+    try:
+        register(1, print)
+    except RuntimeError as error:
+        assert "do not pass" in str(error)
+    else:
+        raise AssertionError
+assert not group.supports_abort_hooks
+dist.destroy_process_group()
+os.environ["TORCH_DIST_NAN_CHECK"] = "1"
+dist.init_process_group("mscomm")
+if mixed._in_use:  # PyTorch 2.14.1 and later
+    try:
+        dist.all_reduce(torch.tensor([1.0, float("nan")]) if rank else x)
+        dist.barrier()
+    except RuntimeError as error:
+        sys.stdout.write(f"done {error}\\n")
+    os._exit(0)
+sys.stdout.write("done\\n")
+"""
+    done = run(2, tmp_path, body)
+    assert done.returncode == 0 and done.stdout.count("done") == 2, done.stderr
+    assert done.stdout.count("no source") == 2, done.stdout  # that of all_reduce
+    if "done\n" not in done.stdout:
+        assert "NaN" in done.stdout, done.stdout
+
+
+def test_a_compiled_function_with_a_call_of_mscomm_does_not_warn(tmp_path: Path) -> None:
+    body = """
+import warnings, mscomm
+mscomm.init()
+with warnings.catch_warnings(record=True) as seen:  # keeps the filters
+    total = torch.compile(lambda x: mscomm.all_reduce(2 * x) + 1, backend="eager")(torch.ones(2))
+assert total.tolist() == [5, 5]
+sys.stdout.write(f"{[str(one.message) for one in seen if 'trace' in str(one.message)]}\\n")
+"""
+    done = run(2, tmp_path, body)
+    assert done.returncode == 0 and done.stdout.count("[]") == 2, done.stdout + done.stderr
+
+
+def test_mscomm_beside_another_backend(tmp_path: Path) -> None:
+    """The string names a backend for each device. Before PyTorch 2.14.1, mscomm says that only mscomm is created."""
+    body = """
+import warnings, mscomm.torch
+from torch._C._distributed_c10d import Backend, ProcessGroupGloo
+from torch.nn.parallel import DistributedDataParallel
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    dist.init_process_group("cpu:mscomm,cuda:gloo")
+    pair = dist.new_group()
+    dist.new_group(backend="cpu:mscomm")
+try:
+    Backend(0, 1)
+    mixed = True
+except TypeError:
+    mixed = False
+said = [str(one.message) for one in seen if "creates no backend beside mscomm" in str(one.message)]
+assert len(said) == (0 if mixed else 2) and all('"cpu:mscomm,cuda:gloo"' in text for text in said), said
+for group in (dist.group.WORLD, pair):
+    if mixed:
+        assert isinstance(group._get_backend(torch.device("cuda")), ProcessGroupGloo)
+    x = torch.ones(2, 3)
+    dist.all_reduce(x, group=group)
+    dist.all_reduce(x, group=group, async_op=True).wait()
+    (y,) = dist.all_reduce(x, group=group, async_op=True).get_future().wait()
+    assert x.eq(8).all() and y.data_ptr() == x.data_ptr()
+    parts = [torch.empty(2), torch.empty(2)]
+    dist.all_gather(parts, torch.full((2,), float(rank)), group=group)
+    assert torch.cat(parts).tolist() == [0, 0, 1, 1]
+    out = torch.empty(1)
+    dist.reduce_scatter_single(out, torch.tensor([1.0, 2.0]), group=group)
+    assert out.item() == 2 * (rank + 1)
+    dist.all_to_all_single(x[0, :2], torch.tensor([1.0, 2.0]) * (rank + 1), group=group)
+    assert x[0, :2].tolist() == [1 + rank, 2 + 2 * rank]
+    dist.broadcast(x, 1, group=group)
+    assert x[0, :2].tolist() == [2, 4]
+    if rank:
+        dist.send(x, 0, group=group)
+    else:
+        dist.recv(x, 1, group=group)
+    dist.barrier(group)
+    assert mscomm.all_reduce(torch.ones(1), group=mscomm.torch.group(group)).item() == 2
+    model = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group)
+    model.register_comm_hook(*mscomm.torch.ddp_hook(model))
+    model(torch.ones(1, 2) * (rank + 1)).sum().backward()
+    assert model.module.weight.grad.tolist() == [[1.5, 1.5]]
+try:
+    dist.all_reduce(torch.ones(1 + rank))
+except mscomm.Mismatch as error:
+    sys.stdout.write(f"{error} done\\n")
+dist.destroy_process_group()
+from mscomm.torch import mixed
+assert not mixed._in_use
+"""
+    done = run(2, tmp_path, body)
+    assert done.returncode == 0 and done.stdout.count("float32[2], sum") == 2, done.stderr
 
 
 def test_a_forked_child_can_make_a_group_of_its_own() -> None:

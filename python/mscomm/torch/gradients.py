@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mscomm
 from mscomm.job import resolve
-from mscomm.torch.process_group import ProcessGroup, shared_memory
 from mscomm.torch.process_group import group as group_of
+from mscomm.torch.process_group import on_cpu, shared_memory
 from mscomm.torch.works import Pending, uncompiled
 
 Hook = Callable[[mscomm.Group, dist.GradBucket], torch.futures.Future[torch.Tensor]]
@@ -52,7 +52,7 @@ def ddp_hook(
     for name, parameter in model.named_parameters():
         if parameter.device.type != "cpu":
             raise ValueError(f"ddp_hook: {name} is on {parameter.device}; the hook is for parameters on the CPU")
-    if group is None and isinstance(model.process_group, ProcessGroup):
+    if group is None and on_cpu(model.process_group) is not None:
         group = model.process_group
     found = group_of(group) if isinstance(group, dist.ProcessGroup) else resolve(group)
     expected = dist.get_process_group_ranks(model.process_group)

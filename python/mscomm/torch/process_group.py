@@ -60,7 +60,7 @@ _job: _Job | None = None  # of the default process group; the other process grou
 
 
 def create(options: Any) -> ProcessGroup:
-    """Create the ProcessGroup that torch asks for. options: torch's _DistributedBackendOptions.
+    """Create the ProcessGroup for one that torch creates. options: torch's _DistributedBackendOptions.
 
     If the default process group has another backend, each process group is a job of its own.
     """
@@ -106,12 +106,26 @@ def group(process_group: dist.ProcessGroup | None = None) -> mscomm.Group:
         raise ValueError("group: this rank is not in the process group; call group only on the ranks that are in it")
     if not isinstance(found, dist.ProcessGroup):
         raise TypeError(f"group: process_group is a {type(found).__name__}, expected a process group of torch")
-    if not isinstance(found, ProcessGroup):
+    ours = on_cpu(found)
+    if ours is None:
         raise ValueError(
             f"group: the process group has the backend {dist.get_backend(found)}; create it with the backend mscomm, or"
             " join a job with mscomm.init()"
         )
-    return found._group
+    return ours._group
+
+
+def on_cpu(process_group: dist.ProcessGroup) -> ProcessGroup | None:
+    """Return the ProcessGroup of mscomm that makes the calls on CPU tensors of a process group, if there is one."""
+    if isinstance(process_group, ProcessGroup):
+        return process_group
+    try:
+        backend = process_group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # it has no backend for the CPU
+        return None
+    backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+    group = getattr(backend, "group", None)  # see mixed.Backend
+    return group if isinstance(group, ProcessGroup) else None
 
 
 _FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
@@ -193,6 +207,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
     # What torch asks a backend. get_backend() returns this group, because there is no backend in C++.
     supports_coalescing = supports_reconfigure = supports_shrinking = False
     supports_splitting = supports_time_estimate = supports_window = False
+    supports_abort_hooks = supports_completion_hooks = _supports_time_estimate = False
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -210,6 +225,14 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
     def allocate_tensor(self, size: int, *, dtype: Any, device: torch.device) -> Any:
         """Return a tensor in memory that the ranks share. FSDP2 asks for it if the program says so."""
         return self._staging(size, torch.empty(0, dtype=dtype, device=device))
+
+    def register_pre_hook(self, hook_id: int, hook: Any) -> None:
+        raise RuntimeError(
+            "mscomm: torch calls hooks in its dispatcher, which the calls of this process group do not pass. A process"
+            ' group with several backends has hooks: init_process_group("cpu:mscomm,cuda:gloo")'
+        )
+
+    register_post_hook = register_pre_hook
 
     def get_group_store(self) -> Any:
         return self._store
@@ -364,6 +387,15 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc, unused-ignore]
             calls.append(functools.partial(mscomm.gather, flat, opts.rootRank, out=whole))
         written = [part for parts in outputs for part in parts]
         return self._made("gather", calls, opts, written, lambda: _scattered(ends))
+
+    def gather_single(self, output: Any, x: Any, opts: Any = None) -> Work:
+        opts = opts or dist.GatherOptions()
+        outputs = [output] if self._group.rank == opts.rootRank else []
+        flats, finish = _flats(outputs)
+        call = functools.partial(mscomm.gather, _flat(x), opts.rootRank, out=flats[0] if flats else None)
+        return self._made("gather", [call], opts, outputs, finish)
+
+    gather_into_tensor = gather_single
 
     @_two_forms(dist.ScatterOptions, 2, "root")
     def scatter(self, outputs: list[Any], parts: list[list[Any]], opts: Any) -> Work:
@@ -645,8 +677,8 @@ def _flat(tensor: Any, real: bool = False) -> Any:
     tensor = _unwrapped(tensor)
     if not tensor.is_cpu:
         raise ValueError(
-            f"mscomm: a tensor is on {tensor.device}; this process group is for tensors on the CPU, even if it was "
-            'made with "cpu:mscomm,cuda:nccl". Make another with torch.distributed.new_group(backend="nccl")'
+            f"mscomm: a tensor is on {tensor.device}; this process group is for tensors on the CPU. Make another with"
+            ' torch.distributed.new_group(backend="nccl")'
         )
     if tensor.layout is not torch.strided:
         raise ValueError(f"mscomm: a tensor has the layout {tensor.layout}; expected a dense tensor")

@@ -202,7 +202,9 @@ class Pending(Work):
 
     def _source_rank(self) -> int:
         """Return the sender of a message from any source, as a rank in the group."""
-        matched = self._first.matched()
+        matched = None if self._first is None else self._first.matched()
+        if matched is None:
+            raise RuntimeError("mscomm: source_rank: only the Work of a recv that has received a message has a source")
         return int(matched[0])
 
     source_rank = _source_rank
