@@ -123,8 +123,8 @@ def test_a_rank_that_is_stopped_while_it_waits(rank, group, library, point, call
 
 @pytest.mark.usefixtures("judge_decides")
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("at", [1, 2, 3])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("call", ["all_reduce", "all_gather", "scan", "messages"])
 @pytest.mark.parametrize(
     ("point", "env"),
     [
