@@ -15,7 +15,7 @@ from mscomm.bench import peers, table
 
 MOVING = tuple(row for row in table.COLLECTIVES.values() if table.moves_data(row))
 each_moving = pytest.mark.parametrize("row", MOVING, ids=lambda row: row.name)
-matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="no matplotlib: pip install 'mscomm[plot]'")
+matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="no matplotlib: pip install matplotlib")
 
 
 def measure(*words: object, launcher: tuple[object, ...] = (), **env: str) -> subprocess.CompletedProcess[str]:

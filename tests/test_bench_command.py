@@ -75,7 +75,7 @@ def test_a_plot_without_matplotlib_is_an_error_that_names_the_extra(monkeypatch:
     monkeypatch.setattr(plot, "missing", lambda: True)
     done = called("all_reduce", "--plot", "x.svg")
     assert done.exit_code == 1
-    assert "pip install 'mscomm[plot]'" in done.output
+    assert "pip install matplotlib" in done.output
 
 
 def benched(folder: Path, ranks: int, program: str) -> subprocess.CompletedProcess[str]:

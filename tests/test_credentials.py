@@ -388,7 +388,7 @@ def test_without_cryptography_the_error_says_what_to_install(tmp_path, monkeypat
     forget_cryptography(monkeypatch)
     said = str(raised(BackendUnavailable, Credentials(path, PASSWORDS).server))
     assert f"needs the package cryptography to read the certificates of {path}, or to say what is wrong" in said
-    assert "pip install 'mscomm[tls]'" in said
+    assert "pip install 'cryptography>=42'" in said
 
 
 # -- set_ps_context

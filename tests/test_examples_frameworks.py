@@ -38,7 +38,7 @@ each_example = pytest.mark.parametrize(
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for package in ("sklearn", "PIL"):
         if not importlib.util.find_spec(package):
-            pytest.skip(f"`mscomm data make` needs {package}: pip install 'mscomm[examples]'")
+            pytest.skip(f"`mscomm data make` needs {package}: pip install pillow scikit-learn")
     out = tmp_path_factory.mktemp("data") / "digits"
     done = run([*MSCOMM, "data", "make", "--from", "digits", "--out", out], TIMEOUT_S, clean_environment())
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 SUFFIXES = (".svg", ".png", ".pdf")
-MISSING = "a plot needs matplotlib, which is not in this environment. Run: pip install 'mscomm[plot]'"
+MISSING = "a plot needs matplotlib, which is not in this environment. Run: pip install matplotlib"
 
 # The label, colour and marker of each line. Blue and orange can be told apart with every kind of colour vision.
 _LINES = {

@@ -174,7 +174,7 @@ class Join(NamedTuple):
         return AuthenticationError(
             f"{self.launcher}: the ranks are on several hosts and the job has no key. To make one by itself, mscomm "
             f"needs the package cryptography, 42 or later, which {named(lacking)} cannot use. Either install it on "
-            f"every host:\n    pip install 'mscomm[tls]'\nor give the job a key everywhere:\n{ways}"
+            f"every host:\n    pip install 'cryptography>=42'\nor give the job a key everywhere:\n{ways}"
         )
 
     def _differ(self, protected: Sequence[int], keyless: Sequence[int]) -> AuthenticationError:

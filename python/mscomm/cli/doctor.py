@@ -336,7 +336,7 @@ def protection(env: Mapping[str, str]) -> Iterator[Finding]:
     yield key
     yield from tls
     if not environment.read("MSCOMM_JOB_KEY_FILE", env) and not environment.read("MSCOMM_SSL_CONFIG_FILE", env):
-        others = "mpirun and torchrun" + ("" if sealed_key.possible() else " after pip install 'mscomm[tls]'")
+        others = "mpirun and torchrun" + ("" if sealed_key.possible() else " after pip install 'cryptography>=42'")
         makers = f"`mscomm run --hosts`, {others}, which make a key"
         said = f"refused, except under {makers}; set MSCOMM_JOB_KEY_FILE or MSCOMM_SSL_CONFIG_FILE"
     elif key.fault or any(finding.fault for finding in tls):

@@ -405,7 +405,7 @@ def require_cryptography(purpose: str) -> None:
         import cryptography.x509  # noqa: F401
     except ImportError as error:
         raise BackendUnavailable(
-            f"TLS needs the package cryptography to {purpose} ({error}); run: pip install 'mscomm[tls]'"
+            f"TLS needs the package cryptography to {purpose} ({error}); run: pip install 'cryptography>=42'"
         ) from error
 
 

@@ -22,7 +22,7 @@ def draw(plan: Any, path: str | os.PathLike[str], first: int, last: int) -> None
     if Path(path).suffix not in SUFFIXES:
         raise ValueError(f"Plan.plot: {path}: the file's name must end with one of {', '.join(SUFFIXES)}")
     if find_spec("matplotlib") is None:
-        raise ImportError("Plan.plot needs matplotlib, which is not in this environment: pip install 'mscomm[plot]'")
+        raise ImportError("Plan.plot needs matplotlib, which is not in this environment: pip install matplotlib")
     from matplotlib.figure import Figure
 
     nodes = plan.graph.nodes[first : last + 1]

@@ -148,7 +148,7 @@ def _package() -> Any:
         import safetensors.numpy
     except ImportError as error:
         raise ImportError(
-            "checkpoints are safetensors files; install the package: pip install 'mscomm[train]'"
+            "checkpoints are safetensors files; install the package: pip install 'safetensors>=0.8'"
         ) from error
     with contextlib.suppress(ImportError):
         import ml_dtypes  # noqa: F401  from then on, NumPy knows bfloat16

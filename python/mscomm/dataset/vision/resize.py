@@ -77,7 +77,7 @@ class Resize(Operation):
         try:
             from PIL import Image
         except ImportError:
-            raise ImportError("Resize needs Pillow: pip install pillow, or mscomm[train]") from None
+            raise ImportError("Resize needs Pillow: pip install pillow") from None
         how = Image.Resampling[self._interpolation.value]
         return np.array(Image.fromarray(np.ascontiguousarray(image)).resize((width, height), how))
 
