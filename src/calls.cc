@@ -400,13 +400,13 @@ py::tuple as_tuple(const Shape& shape) {
   return extents;
 }
 
-double seconds_of(py::handle timeout) {
+double seconds_of(py::handle timeout, std::string_view function, bool may_be_zero) {
   if (PyLong_CheckExact(timeout.ptr()) || PyFloat_CheckExact(timeout.ptr())) {
     const double seconds = PyFloat_AsDouble(timeout.ptr());
     if (seconds > 0) return seconds;
     PyErr_Clear();
   }
-  return ours("mscomm.cluster.deadline", "seconds_of")(timeout).cast<double>();
+  return ours("mscomm.cluster.deadline", "seconds_of")(timeout, function, "timeout", may_be_zero).cast<double>();
 }
 
 py::object memory_of(const Array& array) {
@@ -446,7 +446,8 @@ Array described(const Calls& calls, Function function, std::string_view argument
                "x is on a device, and neither NCCL nor HCCL has a " + std::string(name(function)) + "; copy it to the CPU");
   check_device(calls, function, argument, array);
   if (stream) array.stream = stream_of(function, argument, array, stream), array.chosen = true;
-  if (!array.dtype) ours("mscomm.arrays.numpy", "dtype_code")(memory_of(array).attr("dtype"));  // raises TypeError
+  if (!array.dtype)
+    ours("mscomm.arrays.numpy", "checked_code")(name(function), argument, memory_of(array).attr("dtype"));  // raises
   if (!array.in_order) {
     if (!array.backend) array.packed = taken(Numpy::get().PyArray_NewCopy_(memory_of(array).ptr(), 0 /* NPY_CORDER */));
     else array.packed = ours("mscomm.arrays", "packed")(name(function), argument, array.given);
@@ -621,7 +622,7 @@ py::object call(Calls& calls, const Wanted& wanted, py::object x, py::object out
   std::optional<Array> given;
   if (wanted.what != Collective::barrier) given.emplace(described(calls, wanted.function, "x", std::move(x), wanted.stream));
   auto ready = prepared(calls, wanted, std::move(given), std::move(out));
-  return carried_out(calls, std::move(ready), timeout ? seconds_of(timeout) : calls.timeout_s, async_op);
+  return carried_out(calls, std::move(ready), timeout ? seconds_of(timeout, name(wanted.function)) : calls.timeout_s, async_op);
 }
 
 py::object sum_in_place(Calls& calls, Array array, double timeout_s, bool async_op) {
@@ -635,7 +636,7 @@ py::object sum_in_place(Calls& calls, Array array, double timeout_s, bool async_
 }
 
 py::object message(Calls& calls, bool sends, int peer, int64_t tag, Array array, py::handle timeout, bool async_op) {
-  const double timeout_s = timeout ? seconds_of(timeout) : calls.timeout_s;
+  const double timeout_s = timeout ? seconds_of(timeout, sends ? "send" : "recv") : calls.timeout_s;
   const Message one{sends, peer, tag, *array.dtype, array.begin, array.bytes};
   PreparedCall ready;
   if (!sends) {

@@ -98,7 +98,7 @@ struct Calls {
 };
 
 // Converts the `timeout` argument of a call to seconds.
-double seconds_of(py::handle timeout);
+double seconds_of(py::handle timeout, std::string_view function, bool may_be_zero = false);
 
 // The parameters of a call, except its arrays x and out.
 struct Wanted {

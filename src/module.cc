@@ -454,8 +454,8 @@ current stream wait for the call. With a timeout, wait() returns when the device
            R"(Wait until the call has completed, and return its result. If the call has failed, raise its error.
 
 Raise TimeoutError if the call has not completed in time; the call then continues. timeout: a number of seconds or a
-timedelta; None sets no limit. For a call on the device, wait() without a timeout returns at once, and the array library's
-current stream waits for the call.)")
+timedelta, or 0 to only look; None sets no limit. For a call on the device, wait() without a timeout returns at once, and
+the array library's current stream waits for the call.)")
       .def("done", &Handle::done, R"(Return whether the call has completed, with or without an error.
 
 If it has completed without an error, out holds the result.)")
@@ -466,6 +466,10 @@ If it has completed without an error, out holds the result.)")
 Then done() is True, wait() raises concurrent.futures.CancelledError, and out is unchanged. The group goes on, and a later recv
 gets the message, if it still comes. A send, a collective call, and a recv whose message has come go on, and the result is
 False: wait for them. cancel() does not wait for other ranks.)")
+      .def(
+          "__await__", [](const py::object& work) { return ours("mscomm.works", "awaited")(work); },
+          "Let a coroutine of asyncio wait: `result = await work`.")
+      .def("__repr__", &Handle::repr)
       .def("_join", &Handle::join)
       .def("_failed", &Handle::failed)
       .def("_when_ended", &Handle::when_ended)

@@ -90,7 +90,7 @@ void Handle::check_process() const {
 }
 
 py::object Handle::wait(py::handle timeout) {
-  const auto seconds = timeout.is_none() ? std::nullopt : std::optional(seconds_of(timeout));
+  const auto seconds = timeout.is_none() ? std::nullopt : std::optional(seconds_of(timeout, "Work.wait", true));
   if (!ended(seconds)) {
     PyErr_Format(PyExc_TimeoutError, "Work.wait: the call did not end within %s; it is still running",
                  seconds_text(*seconds).c_str());
@@ -144,6 +144,11 @@ void Handle::when_ended(std::shared_ptr<Completions> list, uint64_t token) const
   check_process();
   list->expect();
   started_->work->when_ended([list = std::move(list), token] { list->add(token); });
+}
+
+std::string Handle::repr() const {
+  const bool ended = started_ && started_->work->done();
+  return std::string("<mscomm.Work: ") + (failed() ? "failed" : ended ? "completed" : "running") + ">";
 }
 
 void Handle::hurry() const {

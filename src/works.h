@@ -56,6 +56,7 @@ class Handle {
   py::object exception() const;
   // Makes the call or message add `token` to the list when it has completed, with or without an error.
   void when_ended(std::shared_ptr<Completions> list, uint64_t token) const;
+  std::string repr() const;
   std::optional<Matched> matched() const { return started_ ? started_->work->matched() : std::nullopt; }
 
   // Lets the worker thread begin the call at once, if no thread has begun it.

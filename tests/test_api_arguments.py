@@ -308,3 +308,59 @@ def test_more_dimensions_are_refused_by_every_function(unharmed):
     for name in ("reduce", "all_gather_v", "all_to_all", "scatter"):
         with pytest.raises(ValueError, match="13 dimensions, arrays have at most 12"):
             getattr(mscomm, name)(x)
+
+
+@ranks(2)
+def test_an_error_about_an_argument_names_the_function_and_the_argument(rank, group):
+    x, records = np.ones(2), np.zeros(2, "O")
+    collectives = {
+        "all_reduce": mscomm.all_reduce,
+        "all_gather": mscomm.all_gather,
+        "reduce": mscomm.reduce,
+        "scan": mscomm.scan,
+        "all_to_all": mscomm.all_to_all,
+        "all_gather_v": mscomm.all_gather_v,
+        "reduce_scatter_v": lambda x, **options: mscomm.reduce_scatter_v(x, [1, 1], **options),
+        "all_reduce_many": lambda x, **options: mscomm.all_reduce_many([x], **options),
+        "send": lambda x, **options: mscomm.send(x, 1 - rank, **options),
+        "recv": lambda x, **options: mscomm.recv(x, 1 - rank, **options),
+        "sendrecv": lambda x, **options: mscomm.sendrecv(x, 1 - rank, np.zeros(2), 1 - rank, **options),
+    }
+    for function, call in collectives.items():
+        argument = {"recv": "out", "all_reduce_many": r"arrays\[0\]"}.get(function, "x")
+        for wrong in (records, np.zeros(2, ">f8")):
+            with pytest.raises(TypeError, match=rf"^{function}: {argument} has dtype .*(object|>f8)"):
+                call(wrong)
+        for wrong in ("3", True, b"3", [3]):
+            with pytest.raises(TypeError, match=rf"^{function}: timeout .* is neither a number of seconds nor a timed"):
+                call(x, timeout=wrong)
+        with pytest.raises(ValueError, match=rf"^{function}: timeout 0 is not more than 0 seconds"):
+            call(x, timeout=0)
+        with pytest.raises(ValueError, match=rf"^{function}: timeout 1000.*0 is too large \(inf means none\)$"):
+            call(x, timeout=10**400)
+    for text, call in {
+        "barrier: timeout '3' is neither": lambda: mscomm.barrier(timeout="3"),
+        "broadcast_object: timeout '3' is neither": lambda: mscomm.broadcast_object(1, timeout="3"),
+        "send_object: timeout '3' is neither": lambda: mscomm.send_object(1, 1 - rank, timeout="3"),
+        "split: timeout '3' is neither": lambda: mscomm.split(1, timeout="3"),
+        "create_group: timeout '3' is neither": lambda: mscomm.create_group("a", [0], timeout="3"),
+        "split: color 'a' is not an integer": lambda: mscomm.split("a"),
+        "split: key None is not an integer": lambda: mscomm.split(1, None),
+        "empty: shape 'a' is not an integer": lambda: mscomm.empty("a"),
+        "zeros: shape 2.5 is not an integer": lambda: mscomm.zeros((1, 2.5)),
+        "zeros: dtype 'no': data type 'no' not understood": lambda: mscomm.zeros(2, "no"),
+        "empty: the array has dtype object": lambda: mscomm.empty(2, object),
+        "all_reduce: x is a list, .* call all_reduce_many": lambda: mscomm.all_reduce([x, x]),
+    }.items():
+        with pytest.raises(TypeError, match=f"^{text}"):
+            call()
+    with pytest.raises(MemoryError, match=r"empty: an array of float32 with shape \(1099511627776, 1099511627776\) is"):
+        mscomm.empty((1 << 40, 1 << 40))
+    assert mscomm.all_reduce(x).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("name", ["timeout", "join_timeout"])
+def test_a_timeout_of_init_is_a_number(name):
+    for wrong, kind in (("3", TypeError), (True, TypeError), (10**400, ValueError), (-1, ValueError)):
+        with pytest.raises(kind, match=f"^init: {name} "):
+            mscomm.init(**{name: wrong})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import os
@@ -28,6 +29,56 @@ def test_a_work_gives_the_result_as_often_as_it_is_asked(rank, group):
     assert isinstance(work, mscomm.Work)
     assert (work.wait() == 3).all() and work.wait() is work.wait(timeout=1)
     assert work.done() and work.is_completed() and work.exception() is None
+
+
+@ranks(2)
+def test_a_coroutine_can_await_a_call_while_others_go_on(rank, group):
+    async def summed(call: Any, x: Any) -> Any:
+        return await call(x, async_op=True)
+
+    async def several() -> list[Any]:
+        calls = [mscomm.all_reduce, mscomm.all_gather_v, lambda x, **options: mscomm.all_reduce_many([x], **options)]
+        results = [asyncio.ensure_future(summed(call, np.full(2, rank + 1.0))) for call in calls]
+        if rank == 0:
+            await asyncio.sleep(0)  # the calls have started, and the event loop goes on, although rank 1 waits
+            mscomm.send(np.ones(1), 1)
+        else:
+            await asyncio.to_thread(mscomm.recv, np.zeros(1), 0)
+        return await asyncio.gather(*results)
+
+    total, (rows, counts), (many,) = asyncio.run(several())
+    assert (total.tolist(), rows.tolist(), counts, many.tolist()) == ([3, 3], [1, 1, 2, 2], [2, 2], [3, 3])
+    with pytest.raises(mscomm.Mismatch):
+        asyncio.run(summed(mscomm.all_reduce, np.ones(2 + rank)))
+
+
+@ranks(2)
+def test_a_work_says_whether_it_runs_and_wait_0_only_looks(rank, group):
+    x = np.ones(2)
+    starts = [
+        lambda: mscomm.all_reduce(x, async_op=True),
+        lambda: mscomm.all_gather_v(x, async_op=True),
+        lambda: mscomm.recv(np.empty(2), 1 - rank, async_op=True),
+    ]
+    for start in starts:
+        if rank == 0:
+            work = start()
+            assert repr(work) == "<mscomm.Work: running>"
+            with pytest.raises(TimeoutError, match="did not end within 0 s; it is still running"):
+                work.wait(0)
+            tell(f"seen {starts.index(start)}")
+        else:
+            until_told(f"seen {starts.index(start)}")
+            work = mscomm.send(x, 0, async_op=True) if start is starts[-1] else start()
+        work.wait()
+        work.wait(timeout=0)
+        assert repr(work) == "<mscomm.Work: completed>"
+    with pytest.raises(ValueError, match=r"Work\.wait: timeout -1 is not more than 0 seconds"):
+        work.wait(-1)
+    failing = mscomm.all_reduce(np.ones(2 + rank), async_op=True)
+    with pytest.raises(mscomm.Mismatch):
+        failing.wait()
+    assert repr(failing) == "<mscomm.Work: failed>"
 
 
 @ranks(3)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import gc
 import inspect
 import os
+import pickle
 import re
 import resource
 import signal
@@ -229,16 +231,28 @@ def test_every_use_of_a_group_by_a_rank_that_is_no_member_raises(rank, group):
             try:
                 wrong[name] = f"no error: {call(meant)}"
             except Exception as error:
-                if type(error) is not RuntimeError or not str(error).startswith(f"rank 1 is no member of {words}"):
+                if not isinstance(error, RuntimeError) or not str(error).startswith(f"rank 1 is no member of {words}"):
                     wrong[name] = repr(error)
     assert wrong == {}
     for one in (outside, part):
-        for attribute in ("rank", "size", "core", "anything"):
+        for attribute in ("rank", "core", "anything"):
             with pytest.raises(RuntimeError, match="rank 1 is no member of"):
                 getattr(one, attribute)
-            assert not hasattr(one, attribute) and getattr(one, attribute, None) is None
+            assert getattr(one, attribute, None) is None and not hasattr(one, attribute)
+    assert outside.size == 1 and getattr(part, "size", None) is None
     with pytest.raises(RuntimeError, match=r"rank 1 is no member of world\.1\.None"):
         _ = part.ranks
+
+
+@ranks(2)
+def test_an_object_that_holds_a_group_can_be_copied_but_not_pickled(rank, group):
+    pair, outside = mscomm.create_group("pair", [0, 1]), mscomm.create_group("one", [1 - rank])
+    for one in (pair, outside):
+        copied = copy.deepcopy({"weights": [1], "group": one})
+        assert copied["group"] is one and copy.copy(one) is one
+    with pytest.raises(TypeError, match="group 'pair' cannot be pickled, because it belongs to this process"):
+        pickle.dumps(pair)
+    assert mscomm.all_reduce(np.ones(1), group=copied and pair)[0] == 2
 
 
 @ranks(3)

@@ -5,7 +5,7 @@ If a collective, a function, an op or a dtype is an int, the int is the index of
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from datetime import timedelta
 from types import ModuleType, TracebackType
 from typing import Any, Literal, TypeVar, final
@@ -291,8 +291,8 @@ class Work:
         """Wait until the call has completed, and return its result. If the call has failed, raise its error.
 
         Raise TimeoutError if the call has not completed in time; the call then continues. timeout: a number of seconds
-        or a timedelta; None sets no limit. For a call on the device, wait() without a timeout returns at once, and the
-        array library's current stream waits for the call.
+        or a timedelta, or 0 to only look; None sets no limit. For a call on the device, wait() without a timeout
+        returns at once, and the array library's current stream waits for the call.
 
         If no thread has begun the call yet, wait() without a timeout runs it. If a signal handler then raises an
         exception, wait() raises this exception when the call has ended. If the call does not end within a second, it
@@ -318,6 +318,9 @@ class Work:
         and a later recv gets the message, if it still comes. A send, a collective call, and a recv whose message has
         come go on, and the result is False: wait for them. cancel() does not wait for other ranks.
         """
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """Let a coroutine of asyncio wait: `result = await work`."""
 
     def _join(self, seconds: float | None, /) -> bool:
         """Wait for at most `seconds` seconds, without producing a result. Return whether the call has completed.

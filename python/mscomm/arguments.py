@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import reprlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -70,18 +71,23 @@ def checked_counts(
     return rows
 
 
+def checked_int(function: str, argument: str, value: Any) -> int:
+    """Return the value as an int. Raise TypeError if it is not an integer."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{function}: {argument} {reprlib.repr(value)} is not an integer") from None
+
+
 def checked_rank(function: str, argument: str, rank: Any, group: Group) -> int:
     """Return the rank as an int. Raise TypeError or ValueError unless it is a rank of the group."""
-    try:
-        rank = operator.index(rank)
-    except TypeError:
-        raise TypeError(f"{function}: {argument} {rank!r} is not an integer") from None
-    if not 0 <= rank < group.size:
+    number = checked_int(function, argument, rank)
+    if not 0 <= number < group.size:
         raise ValueError(
-            f"{function}: {argument} {rank} is not a rank of group {group.name}, which has the ranks 0 to "
+            f"{function}: {argument} {number} is not a rank of group {group.name}, which has the ranks 0 to "
             f"{group.size - 1}"
         )
-    return int(rank)
+    return number
 
 
 def signature_text(function: Callable[..., Any]) -> str:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -38,7 +38,7 @@ import numpy as np
 from mscomm import _core, arguments
 from mscomm.arrays import memory_anywhere, new
 from mscomm.arrays.device import OnDevice
-from mscomm.arrays.numpy import dtype_code, dtype_named
+from mscomm.arrays.numpy import checked_code, dtype_named
 from mscomm.errors import Mismatch
 from mscomm.group import Group
 from mscomm.job import resolve, shared_empty
@@ -426,7 +426,7 @@ def reduce_scatter_v(
         rows=rows,
         digest=digest_of(rows),
     )
-    seconds = group.seconds(timeout)
+    seconds = group.seconds(timeout, "reduce_scatter_v")
     if async_op:
         return group.start(call, seconds)
     group.run(call, seconds)
@@ -474,7 +474,7 @@ def all_to_all_v(
             )
         if not given.on_device:
             call = group.core.prepare(function, given, out, what=FUNCTION["all_to_all"], rows=sent, recv_rows=received)
-            seconds = group.seconds(timeout)
+            seconds = group.seconds(timeout, "all_to_all_v")
             if async_op:
                 fills = "all_to_all_v" if call.result_fills_out else ""
                 work = group.start(call, seconds, part=True)
@@ -656,7 +656,7 @@ def all_reduce_many(
         [None if y is None else memory_anywhere(y, f"out[{i}]", "all_reduce_many") for i, y in enumerate(out)],
     )
     fused = [_fused_call([alone[i] for i in part], given[part[0]]) for part in parts]
-    seconds = group.seconds(timeout)
+    seconds = group.seconds(timeout, "all_reduce_many")
 
     def result() -> list[Any]:
         for one in fused:
@@ -788,19 +788,29 @@ def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any
     memory is private. A forked child and its parent use the same shared memory, so each sees what the other writes.
     Raise MemoryError if the host does not have enough memory.
     """
-    kind = dtype_named(dtype)
-    dtype_code(kind)
-    shape = (operator.index(shape),) if not isinstance(shape, Sequence) else tuple(map(operator.index, shape))
-    if any(extent < 0 for extent in shape):
-        raise ValueError(f"empty: negative dimensions in {shape}")
-    return shared_empty(shape, kind)
+    return _new("empty", shape, dtype)
 
 
 def zeros(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
     """Return the same kind of array as empty(), but filled with zeros."""
-    array = empty(shape, dtype)
+    array = _new("zeros", shape, dtype)
     array[...] = 0
     return array
+
+
+def _new(function: str, shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
+    try:
+        kind = dtype_named(dtype)
+    except TypeError as error:
+        raise TypeError(f"{function}: dtype {dtype!r}: {error}") from None
+    checked_code(function, "the array", kind)
+    extents = shape if isinstance(shape, Sequence) and not isinstance(shape, (str, bytes)) else (shape,)
+    extents = tuple(arguments.checked_int(function, "shape", extent) for extent in extents)
+    if any(extent < 0 for extent in extents):
+        raise ValueError(f"{function}: negative dimensions in {extents}")
+    if math.prod(extents) * kind.itemsize > sys.maxsize:
+        raise MemoryError(f"{function}: an array of {kind} with shape {extents} is larger than any memory")
+    return shared_empty(extents, kind)
 
 
 # -- the digest of arguments

@@ -37,7 +37,7 @@ class Group:
 
     Attributes: name; rank (this rank's number in the group); size; ranks (the group's ranks, as ranks in the world).
     bool(group) is True if this rank is in the group. If it is not, the group is a NonMember, which has only the name
-    and perhaps the ranks. Any other use of it raises RuntimeError.
+    and perhaps the ranks and size. Any other use of it raises RuntimeError.
     """
 
     def __init__(self, name: str, ranks: list[int], timeout_s: float) -> None:
@@ -101,6 +101,19 @@ class Group:
     def __repr__(self) -> str:
         return f"<mscomm.Group {self.name}: rank {self.rank} of {self.size}>"
 
+    def __copy__(self) -> Group:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        """Return the group itself, so that an object that holds the group can be copied."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"group {self.name!r} cannot be pickled, because it belongs to this process; pickle its name, and pass the"
+            " name as group="
+        )
+
     # -- calls
 
     def call_after(
@@ -121,8 +134,8 @@ class Group:
         uses the thread's current stream. So even with async_op, this thread first waits for the head, which runs on
         the CPU.
         """
-        seconds = self.seconds(timeout)
         function = _core.functions[head.function]
+        seconds = self.seconds(timeout, function)
         left = seconds_left(seconds)
         with self.core.reserve(2) as numbers, self.committed(what := f"{function} #{numbers.next}"):
 
@@ -194,12 +207,12 @@ class Group:
 
     def set_timeout(self, timeout: Any) -> None:
         """Set the time limit of the group's later calls. timeout: see seconds_of."""
-        self.timeout_s = seconds_of(timeout)
+        self.timeout_s = seconds_of(timeout, "set_timeout")
         self.core.set_timeout(self.timeout_s)
 
-    def seconds(self, timeout: Any) -> float:
-        """Return the timeout of one call in seconds. timeout: None means the group's timeout."""
-        return self.timeout_s if timeout is None else seconds_of(timeout)
+    def seconds(self, timeout: Any, function: str) -> float:
+        """Return the timeout of one call of this function in seconds. timeout: None means the group's timeout."""
+        return self.timeout_s if timeout is None else seconds_of(timeout, function)
 
     def run(self, call: _core.Call, seconds: float, numbers: _core.CallNumbers | None = None) -> None:
         """Run one collective call. If it fails, raise the first cause of the group's failure.
@@ -446,17 +459,21 @@ class Group:
             print(f"mscomm: rank {rank}: cannot write the record of the last calls: {error}", file=sys.stderr)
 
 
+class _NoMember(RuntimeError, AttributeError):
+    """A rank that is not in a group has used it. Also an AttributeError, so that hasattr() and getattr() work."""
+
+
 class NonMember(Group):
     """The Group that create_group and split return on a rank that is not in the group. Its truth value is False.
 
-    `name` is set, and also `ranks` if this rank knows the group's ranks. Reading another attribute of a Group raises
-    RuntimeError, whose text says why this rank is not in the group.
+    `name` is set, and also `ranks` and `size` if this rank knows the group's ranks. Reading another attribute of a
+    Group raises RuntimeError, whose text says why this rank is not in the group.
     """
 
     def __init__(self, name: str, ranks: list[int] | None, job: Any) -> None:
         self.name = name
         if ranks is not None:
-            self.ranks = ranks
+            self.ranks, self.size = ranks, len(ranks)
         self.job = job  # None when this process has left the job
         self._me = job.rank
 
@@ -470,7 +487,7 @@ class NonMember(Group):
         """Return the error to raise for any use of this group."""
         ranks = vars(self).get("ranks")
         why = "it gave split the color None" if ranks is None else f"the members are {ranks}"
-        return RuntimeError(
+        return _NoMember(
             f"rank {self._me} is no member of {self.name}: {why}; only members may use a group (`if group:`)"
         )
 

@@ -245,7 +245,7 @@ class Job:
     def rejoin(self, timeout: float | timedelta | None = None) -> int:
         """Continue with all ranks in a new epoch after PeerLost. See the function rejoin(), which does the same."""
         job_of(self.world)
-        return self._rejoin(self.deadline() if timeout is None else Deadline(seconds_of(timeout)))
+        return self._rejoin(self.deadline() if timeout is None else Deadline(seconds_of(timeout, "rejoin")))
 
     def _rejoin(self, deadline: Deadline) -> int:
         if self.member is None:
@@ -387,8 +387,8 @@ def join(
     """
     asked = assemble.Asked(_backend(backend_name), _device(device))
     limits = Limits(
-        environment.read("MSCOMM_TIMEOUT", os.environ) if timeout is None else seconds_of(timeout),
-        join_timeout_s(os.environ) if join_timeout is None else seconds_of(join_timeout, "join_timeout"),
+        environment.read("MSCOMM_TIMEOUT", os.environ) if timeout is None else seconds_of(timeout, "init"),
+        join_timeout_s(os.environ) if join_timeout is None else seconds_of(join_timeout, "init", "join_timeout"),
     )
     algo = environment.read("MSCOMM_ALGO", os.environ)
     forced = assemble.forced_algorithms(algo)

@@ -17,17 +17,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import operator
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from mscomm import _core
-from mscomm.arguments import checked_rank, signature_text
+from mscomm.arguments import checked_int, checked_rank, signature_text
 from mscomm.arrays import described_on_host, fill, library, memory_anywhere, written
 from mscomm.arrays.device import OnDevice
-from mscomm.arrays.numpy import check_out, dtype_code, readable, writable
+from mscomm.arrays.numpy import check_out, checked_code, readable, writable
 from mscomm.group import Group
 from mscomm.job import resolve
 from mscomm.works import Timeout
@@ -109,7 +108,7 @@ def send(
     """
     group = resolve(group)
     sending = _sending("send", x, dst, tag, "tag", group)
-    seconds = group.seconds(timeout)
+    seconds = group.seconds(timeout, "send")
     if not async_op:
         group.send(*sending, seconds)
         return None
@@ -151,7 +150,7 @@ def recv(
     """
     group = resolve(group)
     receiving = _receiving("recv", out, src, tag, "tag", status, group)
-    seconds = group.seconds(timeout)
+    seconds = group.seconds(timeout, "recv")
     if not async_op:
         return receiving.result(group.recv(*receiving.message, seconds))
     work = group.start_recv(*receiving.message, seconds)
@@ -195,7 +194,7 @@ def sendrecv(
     # Device arrays may overlap: x is copied to the host before anything is received.
     if not any(isinstance(end, OnDevice) for end in ends) and np.shares_memory(*ends):
         raise ValueError("sendrecv: x and out overlap; pass an out with memory of its own, or a copy of x")
-    return receiving.result(group.sendrecv(sending, receiving.message, group.seconds(timeout)))
+    return receiving.result(group.sendrecv(sending, receiving.message, group.seconds(timeout, "sendrecv")))
 
 
 class _Receiving(NamedTuple):
@@ -209,7 +208,7 @@ def _sending(
 ) -> tuple[int, int, int, np.ndarray[Any, Any]]:
     """Check the arguments. Return the message to send: its destination, tag, dtype number and array."""
     source = readable(described_on_host(x, "x", function))
-    code = dtype_code(source.dtype)
+    code = checked_code(function, "x", source.dtype)
     return checked_rank(function, "dst", dst, group), checked_tag(function, tag_argument, tag), code, source
 
 
@@ -218,7 +217,7 @@ def _receiving(
 ) -> _Receiving:
     there = memory_anywhere(out, "out", function)
     check_out(function, "out", there)
-    code = dtype_code(there.dtype)
+    code = checked_code(function, "out", there.dtype)
     wanted = checked_source(function, src, tag, tag_argument, status, group)
     target, finish = _on_host_for(function, out, there) if isinstance(there, OnDevice) else writable(there)
 
@@ -254,10 +253,7 @@ def _on_host_for(function: str, out: Any, there: OnDevice) -> tuple[np.ndarray[A
 
 
 def checked_tag(function: str, argument: str, tag: Any) -> int:
-    try:
-        tag = operator.index(tag)
-    except TypeError:
-        raise TypeError(f"{function}: {argument} {tag!r} is not an integer") from None
-    if not 0 <= tag <= LAST_TAG:
-        raise ValueError(f"{function}: {argument} {tag} is not in 0 to 2^31 - 1")
-    return int(tag)
+    number = checked_int(function, argument, tag)
+    if not 0 <= number <= LAST_TAG:
+        raise ValueError(f"{function}: {argument} {number} is not in 0 to 2^31 - 1")
+    return number

@@ -190,7 +190,7 @@ def send_object(
     group = resolve(group)
     dst, tag = checked_rank("send_object", "dst", dst, group), checked_tag("send_object", "tag", tag)
     data = _bytes_of(packed(obj, allow_pickle))
-    left = seconds_left(group.seconds(timeout))  # both messages share one timeout
+    left = seconds_left(group.seconds(timeout, "send_object"))  # both messages share one timeout
     at = next(_tags)
     header = np.frombuffer(_HEADER.pack(data.size, at), np.uint8)
     with group.committed(f"send_object to rank {group.ranks[dst]}"):
@@ -216,7 +216,7 @@ def recv_object(
     """
     group = resolve(group)
     wanted = checked_source("recv_object", src, tag, "tag", status, group)
-    left = seconds_left(group.seconds(timeout))
+    left = seconds_left(group.seconds(timeout, "recv_object"))
     header = np.empty(_HEADER.size, np.uint8)
     with group.committed("recv_object"):
         source, its_tag = group.recv(*wanted, _core.object_dtype, header, left())

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 import re
 
-from mscomm.arguments import checked_rank
+from mscomm.arguments import checked_int, checked_rank
 from mscomm.cluster import assemble
 from mscomm.cluster.deadline import Deadline, seconds_of
 from mscomm.group import Group, NonMember, printable
@@ -40,7 +39,7 @@ def create_group(group: str, rank_ids: list[int], *, timeout: Timeout = None, jo
     [2.]
     """
     job = default() if job is None else _current(job)
-    timeout_s = job.timeout_s if timeout is None else seconds_of(timeout)
+    timeout_s = job.timeout_s if timeout is None else seconds_of(timeout, "create_group")
     if not isinstance(group, str):
         raise TypeError(f"create_group: the name is a {type(group).__name__}, expected a str")
     if not isinstance(rank_ids, list):
@@ -88,7 +87,7 @@ def split(color: int | None, key: int = 0, *, group: Group | str | None = None, 
     """
     parent = resolve(group)
     job = job_of(parent)
-    timeout_s = parent.timeout_s if timeout is None else seconds_of(timeout)
+    timeout_s = parent.timeout_s if timeout is None else seconds_of(timeout, "split")
     color = None if color is None else _in_64_bits("color", color)
     key = _in_64_bits("key", key)
 
@@ -181,7 +180,7 @@ def _check_name(function: str, name: str) -> None:
 
 
 def _in_64_bits(argument: str, number: int) -> int:
-    number = operator.index(number)
+    number = checked_int("split", argument, number)
     if not -(1 << 63) <= number < 1 << 63:
         raise ValueError(f"split: {argument} {number} has more than 64 bits")
     return number

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -211,7 +211,7 @@ class Several(Work):
         self._value: Any = None
 
     def wait(self, timeout: Timeout = None) -> Any:
-        seconds = None if timeout is None else seconds_of(timeout)
+        seconds = None if timeout is None else seconds_of(timeout, "Work.wait", may_be_zero=True)
         if not self._join(seconds):
             raise TimeoutError(f"Work.wait: the call did not end within {seconds:g} s; it is still running")
         self._collect()
@@ -250,6 +250,11 @@ class Several(Work):
     def cancel(self) -> bool:
         return self._first is not None and self._first.cancel()
 
+    def __repr__(self) -> str:
+        ended = all(part.done() for part in self._parts)
+        failed = any(part._failed() for part in self._parts)
+        return f"<mscomm.Work: {'failed' if failed else 'completed' if ended else 'running'}>"
+
     def matched(self) -> tuple[int, int] | None:
         return None if self._first is None else self._first.matched()
 
@@ -257,6 +262,26 @@ class Several(Work):
         unfilled = self._fills and self._result is not None and self._process == os.getpid()
         if unfilled and not any(part._failed() for part in self._parts):
             self._group.unfilled(self._fills)
+
+
+def awaited(work: Work) -> Generator[Any, None, Any]:
+    """Implement `await work` in a coroutine of asyncio: the event loop goes on until the call has completed."""
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+
+    def end() -> None:
+        if not ended.done():  # done if it was cancelled
+            ended.set_result(None)
+
+    def tell() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(end)
+
+    when_done([work], tell)
+    yield from ended
+    return work.wait()
 
 
 def when_done(works: Sequence[Work], function: Callable[[], object], *, hurry: bool = True) -> None:

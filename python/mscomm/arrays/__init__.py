@@ -120,16 +120,18 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
                 plain_types.setdefault(type(x), row)
             return module if name in _PROTOCOLS else _found.setdefault(type(x), module)
     known = ", ".join(dict.fromkeys(LIBRARIES.values()))
+    advice = _as_array(x, argument, function)
     raise TypeError(
-        f"{function}: {argument} is a {type(x).__name__}, not an array; {_as_array(x, argument)} (known libraries:"
-        f" {known})"
+        f"{function}: {argument} is a {type(x).__name__}, not an array; {advice} (known libraries: {known})"
     )
 
 
-def _as_array(x: Any, argument: str) -> str:
+def _as_array(x: Any, argument: str, function: str) -> str:
     """Return how the user can pass x as an array, for an error message."""
     if isinstance(x, np.ma.MaskedArray):
         return f"give its data and its mask as two arrays: {argument}.data and np.ma.getmaskarray({argument})"
+    if function == "all_reduce" and isinstance(x, (list, tuple)) and any(next(names(one), None) for one in x):
+        return "for a list of arrays, call all_reduce_many"
     if hasattr(type(x), "__dlpack__"):
         return f"give it as np.from_dlpack({argument})"
     if argument.startswith("out") and not hasattr(type(x), "__array_interface__"):

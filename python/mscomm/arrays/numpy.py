@@ -43,17 +43,28 @@ def is_array(x: Any) -> bool:
 def dtype_code(dtype: np.dtype[Any]) -> int:
     """Return the core's number for dtype. Raise TypeError if mscomm does not move elements of this dtype.
 
-    The dtypes of ml_dtypes, such as bfloat16, are recognised by their names.
+    The dtypes of ml_dtypes, such as bfloat16, are recognised by their names. The error's text continues a sentence that
+    begins with the name of the array.
     """
     try:
         return CODES[dtype]
     except KeyError:
         pass
     if dtype.name not in DTYPES:
-        raise TypeError(f"mscomm does not move elements of dtype {dtype}; it knows {', '.join(DTYPES)}")
+        raise TypeError(f"has dtype {dtype}, which mscomm does not move; it knows {', '.join(DTYPES)}")
     if not dtype.isnative:
-        raise TypeError(f"dtype {dtype!r} is big-endian; convert the array first: np.asarray(x, dtype=np.{dtype.name})")
+        raise TypeError(
+            f"has dtype {dtype.str}, which is big-endian; convert the array first: np.asarray(x, dtype=np.{dtype.name})"
+        )
     return CODES.setdefault(dtype, DTYPES.index(dtype.name))
+
+
+def checked_code(function: str, argument: str, dtype: np.dtype[Any]) -> int:
+    """Return the core's number for the dtype of an argument. Raise a TypeError that names the function and argument."""
+    try:
+        return dtype_code(dtype)
+    except TypeError as error:
+        raise TypeError(f"{function}: {argument} {error}") from None
 
 
 def known_code(dtype: np.dtype[Any]) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import select
 import socket
 import time
@@ -48,17 +49,24 @@ def wait(sock: socket.socket | int, events: int, deadline: Deadline) -> None:
             raise TimeoutError(f"nothing happened on the socket for {deadline.seconds:g} s")
 
 
-def seconds_of(timeout: Any, name: str = "timeout") -> float:
-    """Return the timeout in seconds.
+def seconds_of(timeout: Any, function: str, argument: str = "timeout", may_be_zero: bool = False) -> float:
+    """Return the timeout in seconds. function, argument: for error messages.
 
     `timeout` is a number or a timedelta, and must be more than 0. The number inf means no timeout.
     """
+    shown = f"{function}: {argument} {reprlib.repr(timeout)}"
     try:
+        if isinstance(timeout, (str, bytes, bool)):
+            raise TypeError
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     except (TypeError, ValueError):
-        raise TypeError(f"{name}: {timeout!r} is neither a number of seconds nor a timedelta") from None
+        raise TypeError(f"{shown} is neither a number of seconds nor a timedelta") from None
+    except OverflowError:
+        raise ValueError(f"{shown} is too large (inf means none)") from None
+    if may_be_zero and seconds == 0:
+        return 0.0
     if not seconds > 0:
-        raise ValueError(f"{name}: {timeout!r} is not more than 0 seconds (inf means none)")
+        raise ValueError(f"{shown} is not more than 0 seconds (inf means none)")
     return seconds
 
 

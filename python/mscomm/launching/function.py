@@ -76,7 +76,7 @@ def launch(function: Callable[..., Any], n: int, *args: Any, timeout: float | ti
             'process should do, under `if __name__ == "__main__":`'
         )
     name = getattr(function, "__name__", repr(function))
-    timeout_s = float("inf") if timeout is None else seconds_of(timeout)
+    timeout_s = float("inf") if timeout is None else seconds_of(timeout, "launch")
     call = _pickled(function, args, name)
     with contextlib.ExitStack() as stack:
         files = [os.memfd_create(f"mscomm-call-{rank}", os.MFD_CLOEXEC) for rank in range(size)]

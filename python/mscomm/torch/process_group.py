@@ -751,7 +751,7 @@ def _all_gather_v(flat: Any, counts: list[int], out: Any, *, group: mscomm.Group
 
 
 def _started(call: Any, group: mscomm.Group, timeout: Any, async_op: bool) -> Any:
-    seconds = group.seconds(timeout)
+    seconds = group.seconds(timeout, _core.functions[call.function])
     return group.start(call, seconds) if async_op else group.run(call, seconds)
 
 
