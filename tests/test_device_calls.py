@@ -509,7 +509,7 @@ def test_arrays_of_other_libraries_are_reached_by_what_they_have(rank: int, grou
         mscomm.all_reduce(made(x))
     with pytest.raises(TypeError, match=r"all_reduce: x: .* pass it in C order"):
         mscomm.all_reduce(made(x.T), out=made(on_device(np.zeros((3, 2), np.float32))))
-    with pytest.raises(TypeError, match="all_reduce: x .*which mscomm does not move"):
+    with pytest.raises(TypeError, match=r"all_reduce: x .*which mscomm does not move"):
         mscomm.all_reduce(made(on_device(np.zeros(3, ml_dtypes.float8_e4m3fn))), out=out)
     x.read_only = y.read_only = True
     with pytest.raises(TypeError, match="all_reduce: out is read-only"):
