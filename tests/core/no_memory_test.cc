@@ -70,8 +70,9 @@ struct TestWatch : Watch {
   bool broken() const override { return false; }
 };
 
-// Waits in vain for a message, while an allocation fails after `allocation` allocations have succeeded. Checks that the next
-// message arrives, or that its receiver is told why not. Returns false if no allocation failed.
+// Waits in vain for a message, while an allocation fails after `allocation` allocations have succeeded. Meanwhile, a message that
+// nobody receives arrives, and needs memory. Checks that the next message arrives, or that its receiver is told why not. Returns
+// false if no allocation failed.
 bool wait_fails_at(int allocation) {
   TestWatch watch;
   const RingMemory memory = ring_memory();
@@ -84,12 +85,15 @@ bool wait_fails_at(int allocation) {
   sender.add_link(true, 0, std::move(sends));
   receiver.add_link(false, 1, std::move(receives));
   int64_t sent = 5, out = 0;
-  const auto send = [&] { sender.wait(sender.start({true, 0, 0, Dtype::int64, &sent, sizeof sent}), {watch, Deadline(5)}); };
+  const auto send = [&](int64_t tag) {
+    sender.wait(sender.start({true, 0, tag, Dtype::int64, &sent, sizeof sent}), {watch, Deadline(5)});
+  };
   const auto recv = [&](double timeout_s) {
     receiver.wait(receiver.start({false, 1, 0, Dtype::int64, &out, sizeof out}), {watch, Deadline(timeout_s)});
   };
-  send();
+  send(0);
   recv(5);
+  send(1);
   bool failed = false;
   fails_in = allocation;
   try {
@@ -103,7 +107,7 @@ bool wait_fails_at(int allocation) {
   std::string after;
   try {
     sent = 6;
-    send();
+    send(0);
     recv(5);
     CHECK(out == 6);
   } catch (const Error& error) {

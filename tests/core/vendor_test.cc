@@ -150,6 +150,7 @@ class Device final : public Runtime {
   }
   bool passed(EventHandle event) override {
     driver.pass();
+    if (breaks) throw std::runtime_error("no query");
     const auto* seen = static_cast<Event*>(event);
     return seen->queue->reached(seen->number);
   }
@@ -168,7 +169,7 @@ class Device final : public Runtime {
 
   static Queue* queue(StreamHandle stream) { return static_cast<Queue*>(stream); }
   std::atomic<int> alive{0};
-  std::atomic<bool> capturing{false}, reuses{true};
+  std::atomic<bool> capturing{false}, reuses{true}, breaks{false};
   Gate driver;  // a thread that waits or queries passes through it
 
  private:
@@ -481,6 +482,19 @@ void test_an_error_of_the_device_breaks_the_group() {
   rank.stream.drain();
 }
 
+void test_the_end_of_the_watching_thread_breaks_the_group() {
+  Job job(2);
+  Rank& rank = *job.ranks[0];
+  Numbers x(8), out(8);
+  rank.group->run(rank.call(Collective::all_reduce, x, out, 8), 60);
+  job.device->breaks = true;
+  CHECK(soon([&] { return rank.group->failure().has_value(); }));
+  CHECK(rank.group->failure() &&
+        std::string(rank.group->failure()->error.what()).find("the thread that watches the device has failed: no query") !=
+            std::string::npos);
+  rank.stream.drain();  // returns because the other thread has aborted the group
+}
+
 void test_abort_ends_a_call_that_cannot_be_enqueued() {
   Job job(2);
   Rank& rank = *job.ranks[0];
@@ -647,6 +661,7 @@ SUITE(vendor) {
   test_a_call_after_a_pause_is_seen();
   test_a_missing_rank_ends_at_the_deadline();
   test_an_error_of_the_device_breaks_the_group();
+  test_the_end_of_the_watching_thread_breaks_the_group();
   test_abort_ends_a_call_that_cannot_be_enqueued();
   test_abort_ends_a_call_that_blocks_the_driver();
   test_a_group_that_cannot_be_joined_is_aborted_by_another_thread();

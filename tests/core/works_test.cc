@@ -226,9 +226,30 @@ void a_handler_cannot_wait_for_the_call_that_it_interrupts() {
   });
 }
 
+// As in a signal handler that interrupts a call and releases the group.
+void a_release_inside_a_call_says_so() {
+  std::string said;
+  Group* self = nullptr;
+  Group group([&](const Call&, const Wait&) {
+    try {
+      self->core.close();
+    } catch (const Error& error) {
+      said = error.what();
+    }
+  });
+  self = &group;
+  try {
+    group.core.run(Group::barrier(), 60);
+  } catch (const Error& error) {
+    CHECK(error.kind == "Aborted");
+  }
+  CHECK(said == "release: a call is still running on this group");
+}
+
 }  // namespace
 
 SUITE(works) {
+  a_release_inside_a_call_says_so();
   wait_runs_the_queued_calls_in_order();
   a_call_runs_although_nobody_waits();
   a_wait_with_a_time_limit_ends_in_time();
