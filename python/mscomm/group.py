@@ -496,11 +496,7 @@ class NonMember(Group):
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):
                 raise AttributeError(name)
-            raise NotAMember(str(self.refusal()))
-
-
-class NotAMember(RuntimeError, AttributeError):
-    """Lets hasattr(), and getattr() with a default, look at a NonMember without an error."""
+            raise self.refusal()
 
 
 def seconds_left(seconds: float) -> Callable[[], float]:
