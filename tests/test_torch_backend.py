@@ -564,32 +564,45 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("end", ["dist.destroy_process_group()", "dist.distributed_c10d._abort_process_group()"])
 def test_a_process_that_joins_again_and_again_keeps_nothing(end: str, tmp_path: Path) -> None:
     body = f"""
-import gc, os, tempfile, threading, mscomm
+import collections, contextlib, gc, tempfile, threading, mscomm
 import psutil
 from pathlib import Path
 from mscomm.cluster import security
 tempfile.tempdir = {str(tmp_path)!r}
 folder = Path(security.key_path("x")).parent
+def link(fd):
+    try:
+        return os.readlink(f"/proc/self/fd/{{fd}}").partition(":[")[0]  # without the number of a socket
+    except OSError:  # that of listdir() itself
+        return ""
+def hubs():
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if child.status() != "zombie" and "hub_process" in str(child.cmdline()):
+                found.append(child.pid)
+    return found
 def held():
     gc.collect()
-    children = sum(child.status() != "zombie" for child in psutil.Process().children())
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), children
-seen = []
+    fds = collections.Counter(filter(None, map(link, os.listdir("/proc/self/fd"))))
+    threads = collections.Counter(thread.name for thread in threading.enumerate())
+    keys = [] if rank else sorted(folder.glob("*.key"))  # rank 0 writes and removes the file
+    return fds, threads, hubs() + keys
 for turn in range(8):
     dist.init_process_group("mscomm")
     dist.all_reduce(torch.ones(1 << 18))
+    assert rank or len(hubs()) == 1
     try:
         dist.barrier()
     except mscomm.Aborted:  # the other rank was faster
         assert "abort" in {end!r}
     {end}
-    for _ in range(200):  # the hub of the job that has ended may still be ending
-        if not held()[2]:
-            break
-        time.sleep(0.05)
-    seen.append(held())
-assert len(set(seen[2:])) == 1, seen
-assert rank or not list(folder.glob("*.key")), list(folder.iterdir())  # rank 0 writes and removes the file
+    if turn < 2:
+        first = (*held()[:2], [])  # with what is imported or started once
+    until = time.monotonic() + 60
+    while not all(now <= then for now, then in zip(held(), first)):  # the hub and threads may still be ending
+        assert time.monotonic() < until, (first, held())
+        time.sleep(0.01)
 sys.stdout.write("done\\n")
 """
     done = run(2, tmp_path, body)
