@@ -21,7 +21,7 @@ from sessions import MSCOMM, invoke, mscomm_run, run
 
 import mscomm
 from mscomm import environment
-from mscomm.bootstrap.rendezvous import ports_after
+from mscomm.bootstrap.rendezvous import ports_instead
 from mscomm.cli.run import command, sizes
 from mscomm.launching.processes import Launch
 
@@ -700,7 +700,7 @@ def test_two_nodes_make_one_job_whose_key_is_in_no_environment_and_no_command_li
         "assert stores == [['127.0.0.1', 'NEXT']] * 4, stores\n"
         "assert open('/proc/self/environ').read().count(KEY) == open('/proc/self/cmdline').read().count(KEY) == 0"
     ).replace("KEY", f"{key[:20]!r} + {key[20:]!r}")
-    body = body.replace("NEXT", str(ports_after(port, {})[0]))
+    body = body.replace("NEXT", str(ports_instead(port, {})[0]))
     ends = nodes(body, first=0, MSCOMM_JOB_KEY_FILE=str(tmp_path / "key"))
     for node, (code, out, err) in enumerate(ends):
         assert code == 0, err

@@ -438,7 +438,7 @@ def layout(nodes: int, each: int) -> str:
 
 def store_beside(host: str, port: int) -> tuple[str, int]:
     """Return the torch_store of a job on several hosts. port: that of the hub, which all launchers know."""
-    return host, rendezvous.ports_after(port, os.environ)[0]
+    return host, rendezvous.ports_instead(port, os.environ)[0]
 
 
 def _hub(size: int, key: bytes, topo_timeout_s: float, restarts: bool, log: Say, **nodes: Any) -> Hub:
