@@ -259,7 +259,7 @@ int Poll::wait(int ms, const std::optional<Awake>& awake) {
     if (polled_[one.entry].revents) one.ring->heard();
   }
   // For example, poll() refuses more descriptors than ulimit -n allows. The caller would otherwise try again at once, for ever.
-  if (error != 0 && error != EINTR) throw system_error("poll on " + std::to_string(polled_.size()) + " connections", error);
+  if (error != 0 && error != EINTR) throw system_error("poll of " + std::to_string(polled_.size()) + " descriptors", error);
   for (const size_t entry : pending_) polled_[entry].revents |= POLLIN;
   for (const size_t entry : shaking_)
     if (polled_[entry].revents) polled_[entry].revents |= POLLIN;

@@ -233,7 +233,7 @@ FAULTS = [
     Fault(
         "beside-the-callers-stream",
         "csrc/backend/vendor.cc",
-        "    runtime_->wait(beside, before);\n",
+        "    runtime_->wait(beside, before.get());\n",
         "",
         "core",
         ("vendor_test",),

@@ -452,11 +452,12 @@ class Launch:
                 self._tell_watcher(-self._processes[local_rank].pid)
                 self._processes[local_rank] = self._start_rank(local_rank)
 
-    def _end_soon(self, within_s: float = REPORT_S) -> None:
+    def _end_soon(self, within_s: float | None = None) -> None:
         """End all ranks, but give them some time to end by themselves. Then send SIGTERM, and SIGKILL after grace_s."""
         self._ending = True
-        if not self._asked and time.monotonic() + within_s < self._next_at:
-            self._next, self._next_at = signal.SIGTERM, time.monotonic() + within_s
+        at = time.monotonic() + (REPORT_S if within_s is None else within_s)
+        if not self._asked and at < self._next_at:
+            self._next, self._next_at = signal.SIGTERM, at
 
     def _take_step(self) -> None:
         """Send the signal that is due, and say why."""
