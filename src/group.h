@@ -114,7 +114,14 @@ auto failing(const Calls& calls, const Function& function) {
     if (python.is_none()) throw;
     const py::object value = error.value();
     if (error.trace()) PyException_SetTraceback(value.ptr(), error.trace().ptr());
-    python.attr("failed")(value);
+    // Python's code in failed() gives up the GIL from time to time. So close() must also wait for this thread; see unlocked().
+    ++calls.group->away;
+    try {
+      python.attr("failed")(value);
+    } catch (...) {
+      --calls.group->away;
+      throw;
+    }
     throw;  // not reached, because failed() raises
   }
 }

@@ -6,6 +6,7 @@ import gc
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -112,3 +113,29 @@ BESIDE = {
 def test_the_process_ends_well_while_a_daemon_thread_is_in_a_call(what, run):
     threading.Thread(target=BESIDE[what], daemon=True).start()
     time.sleep(0.1)  # by then, the thread is probably in its call
+
+
+@pytest.mark.parametrize("run", range(3))
+@ranks(2, finalizes=True)
+def test_the_processes_end_well_while_their_daemon_threads_call_each_other(rank, group, run):
+    beside = mscomm.create_group("beside", [0, 1])
+
+    def call() -> None:
+        while True:
+            mscomm.all_reduce(np.ones(1 << 12), group=beside)
+
+    threading.Thread(target=call, daemon=True).start()
+    time.sleep(0.1)  # by then, the threads are probably in their calls
+
+
+def test_the_end_of_a_process_prints_nothing_about_the_call_of_a_daemon_thread():
+    program = (
+        "import threading, time, mscomm, numpy\n"
+        "mscomm.init()\n"
+        "def call():\n"
+        "    mscomm.recv(numpy.ones(3), 0)\n"
+        "threading.Thread(target=call, daemon=True).start()\n"
+        "time.sleep(0.1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")

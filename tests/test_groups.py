@@ -625,7 +625,7 @@ def test_a_rank_without_a_descriptor_for_the_core_of_a_group_is_named(rank, grou
             # On one host, the group has no mesh, so the ranks need no descriptors to meet. After they have met, each
             # rank's core needs one for its mailbox.
             stack.enter_context(no_descriptor_left())
-        with pytest.raises(mscomm.Aborted, match=r"rank 1: group all: .*Too many open files") as caught:
+        with pytest.raises(mscomm.Aborted, match=r"rank 1: group all: .*Too many open files; .* `ulimit -n`") as caught:
             mscomm.barrier(group=mscomm.create_group("all", [0, 1]))  # on rank 0, create_group succeeds
     assert caught.value.ranks == (1,)
     if rank == 1:

@@ -2,6 +2,7 @@
 // python/mscomm/errors.py).
 #pragma once
 
+#include <cerrno>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -23,7 +24,8 @@ inline Error peer_lost(int rank, const std::string& text) { return {"PeerLost", 
 
 // Returns the error for a failed system call, with a text such as "mmap of 4096 bytes: Cannot allocate memory".
 inline Error system_error(const std::string& what, int errno_value) {
-  return {"Error", what + ": " + std::strerror(errno_value)};
+  const char* const hint = errno_value == EMFILE ? "; raise the limit of this process with `ulimit -n`" : "";
+  return {"Error", what + ": " + std::strerror(errno_value) + hint};
 }
 
 }  // namespace mscomm

@@ -24,6 +24,7 @@ from mscomm import environment, tracebacks
 from mscomm.errors import Error
 
 _watching = False
+_leaving = False  # whether this process ends, and leaves the job
 
 
 def watch(release: Callable[[], None], tell: Callable[[BaseException, str], bool]) -> None:
@@ -39,6 +40,7 @@ def watch(release: Callable[[], None], tell: Callable[[BaseException, str], bool
     _watching = True
     atexit.register(_release, release)
     sys.excepthook = _TellingHook(sys.excepthook, tell, full)
+    threading.excepthook = functools.partial(_show_unless_leaving, threading.excepthook)
 
 
 _PR_SET_PDEATHSIG = 1
@@ -97,7 +99,18 @@ def _end_with(pidfd: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _show_unless_leaving(show: Callable[[Any], Any], args: threading.ExceptHookArgs) -> None:
+    """Show the exception of a thread, except if the end of the process has broken a call of a daemon thread."""
+    if _leaving and args.thread is not None and args.thread.daemon:
+        frames = [frame for frame, _ in traceback.walk_tb(args.exc_traceback)]
+        if frames and frames[-1].f_code.co_filename.startswith(tracebacks.PACKAGE):
+            return
+    show(args)
+
+
 def _release(release: Callable[[], None]) -> None:
+    global _leaving
+    _leaving = True
     try:
         release()
     except Error as error:
