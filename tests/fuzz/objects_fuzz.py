@@ -13,10 +13,14 @@ with instrumented():
 
 
 def fuzz(data: bytes) -> None:
-    try:
-        packing.unpack(data)
-    except Error:
-        return
+    """Unpack the input: as it is, and as a msgpack value with every header that suits it."""
+    padding = bytes(-(packing._HEADER.size + len(data)) % 64)
+    for flags in (None, 0, packing._HAS_MARKS, packing._HAS_MARKS | packing._OTHER_KEYS):
+        whole = data if flags is None else packing._HEADER.pack(len(data), flags) + data + padding
+        try:
+            packing.unpack(whole)
+        except Error:
+            continue
 
 
 def seeds():
@@ -33,10 +37,9 @@ def seeds():
         [shared := [1], {"a": shared, "b": np.zeros(20_000)}],
     )
     for value in values:
-        try:
-            yield packing.pack(value)
-        except TypeError:
-            yield packing.pack(value, allow_pickle=True)
+        whole = packing.pack(value, allow_pickle=True)
+        length, _ = packing._HEADER.unpack_from(whole)
+        yield from (whole, whole[packing._HEADER.size :][:length])
 
 
 if __name__ == "__main__":
