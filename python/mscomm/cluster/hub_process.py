@@ -82,7 +82,10 @@ def spawn(
         fds = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in passed]
         for fd in fds:
             stack.callback(os.close, fd)
-        errors = os.memfd_create("mscomm-hub", os.MFD_CLOEXEC)
+        try:
+            errors = os.memfd_create("mscomm-hub", os.MFD_CLOEXEC)
+        except OSError:  # a sandbox may refuse it; then the error of a hub that dies at once is not told
+            errors = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         closing_errors = stack.enter_context(ExitStack())
         closing_errors.callback(os.close, errors)
         values = [",".join(map(str, fds)), str(size), str(topo_timeout_s), named.hex()]
