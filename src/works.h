@@ -91,7 +91,7 @@ Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, const Message& me
 
 // Removes completed calls and messages from calls.running. Looks only at the next few of them if there are many, because each
 // call does this, and must not take longer the more are running.
-inline constexpr size_t few = 32;
+inline constexpr size_t few = 8;
 void forget_ended(Calls& calls, size_t most = few);
 // Cancels each recv for which no message has arrived, and then waits until all started calls and messages have completed. Signal
 // handlers run during the wait. Returns the descriptions of the cancelled recvs.

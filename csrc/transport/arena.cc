@@ -4,18 +4,9 @@
 #include <exception>
 
 #include "base/error.h"
+#include "base/fence.h"
 
 namespace mscomm {
-
-namespace {
-
-void fence([[maybe_unused]] std::memory_order order) {
-#ifndef __SANITIZE_THREAD__  // ThreadSanitizer does not support fences
-  std::atomic_thread_fence(order);
-#endif
-}
-
-}  // namespace
 
 Arena::Arena(std::vector<int> ranks, int rank, std::shared_ptr<Heaps> heaps, uint64_t control, bool spin)
     : ranks_(std::move(ranks)),
