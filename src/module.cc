@@ -562,8 +562,10 @@ False: wait for them. cancel() does not wait for other ranks.)")
                });
              });
            })
-      .def("order", [](Group& group, uint64_t number,
-                       uintptr_t stream) { group.communicator->device().order(number, reinterpret_cast<StreamHandle>(stream)); })
+      .def("order",
+           [](Group& group, uint64_t number, uintptr_t stream) {
+             group.called([&] { group.communicator->device().order(number, reinterpret_cast<StreamHandle>(stream)); });
+           })
       .def("pack", &pack, py::arg("bucket"), py::arg("parts"), py::arg("stream"), py::kw_only(), py::arg("scale") = 1.0,
            py::arg("begins") = py::none(), py::arg("residual") = py::none(),
            py::arg("largest") = std::numeric_limits<double>::infinity())

@@ -113,7 +113,8 @@ bool Handle::ended(std::optional<double> seconds) {
   if (!seconds && started_->current) {
     const auto stream = reinterpret_cast<StreamHandle>(started_->current().cast<uintptr_t>());
     try {
-      calls_->group->communicator->device().order(started_->work->number(), stream);
+      // Without the GIL, because the driver may block this thread until another one has aborted the group.
+      calls_->group->called([&] { calls_->group->communicator->device().order(started_->work->number(), stream); });
     } catch (const Error& error) {
       raise_cause(error);
     }

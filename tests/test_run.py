@@ -216,7 +216,7 @@ def test_modules_programs_and_pytest_are_started(tmp_path):
         (["--hosts", "a:2", "--local_worker_num", "2", "x.py"], "leave out --local_worker_num"),
         (["--stdin", "2", "-n", "2", "true"], "Error: --stdin 2: this host has the ranks 0 to 1"),
         (["--join=False", "-n", "2", "x.py"], "stays until the ranks have ended"),
-        (["hello.py", "-n", "2", "-v"], "options of mscomm run come before the script: mscomm run -n 2 hello.py -v"),
+        (["hello.py", "-n", "2", "-v"], "options of mscomm run come before the script: mscomm run -n 2 ... hello.py"),
         (
             ["--standalone", "--nnodes", "2", "-n", "2", "x.py"],
             "--standalone: the job has only this host; leave out --nn",
@@ -549,6 +549,13 @@ def test_a_reader_that_goes_away_ends_the_job(script, tmp_path):
         assert b"Traceback" not in process.stderr.read()
     for rank in range(2):
         assert not alive(int((tmp_path / f"pid{rank}").read_text()))
+
+
+def test_an_empty_line_that_arrives_by_itself_is_shown(script):
+    """There is no progress bar, which the line could be the end of."""
+    body = "for word in ('one', '', '', 'two', ''):\n    os.write(1, word.encode() + b'\\n')\n    time.sleep(0.1)"
+    done = mscomm_run("-n", 1, script(body))
+    assert done.stdout == "[0] one\n[0] \n[0] \n[0] two\n[0] \n"
 
 
 @pytest.mark.parametrize("terminal", [False, True])

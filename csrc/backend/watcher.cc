@@ -38,7 +38,7 @@ Watcher::Event Watcher::take_event() {
   {
     const std::lock_guard lock(mutex_);
     if (events_.empty()) {
-      events_.reserve(++made_);
+      if (runtime_->events_can_be_used_again()) events_.reserve(++made_);
     } else {
       event = events_.back();
       events_.pop_back();
@@ -64,10 +64,12 @@ StreamHandle Watcher::beside() {
 void Watcher::add(const Signature& call, StreamHandle stream, Event before, const Deadline& deadline) {
   Event event = take_event();
   runtime_->record(event.get(), stream);
+  // Before the lock is taken, because an Event that is destroyed takes it, too.
+  Pending pending{call, stream, std::move(event), std::move(before), deadline, compares_after_s};
   {
     const std::lock_guard lock(mutex_);
     if (pending_.empty()) moved_ = Clock::now();
-    pending_.push_back({call, stream, std::move(event), std::move(before), deadline, compares_after_s});
+    pending_.push_back(std::move(pending));
     if (!asleep_) return;
     asleep_ = false;
   }
@@ -138,6 +140,7 @@ void Watcher::free_group() {
   bool well = false, captured = false;
   try {
     current.emplace(*runtime_, device_);
+    runtime_->leave_captures_alone();
   } catch (const std::exception&) {
     // The other thread reports that the device cannot be used. This thread must still abort the group.
   }

@@ -363,7 +363,7 @@ class CallNumbers {
  private:
   friend class Communicator;
   Communicator& group_;
-  uint64_t next_, end_;  // protected by the group's turn_mutex_
+  uint64_t next_, end_;  // changed under the group's turn_mutex_, by the thread that makes the calls
   std::optional<Communicator::Inside> inside_;
 };
 

@@ -60,7 +60,8 @@ def register_object(
 
     Every rank that receives such objects must also register the class. encode(obj) must return a value that can be
     sent: plain values, arrays, or objects of other registered classes. decode(value) must create the object from this
-    value. If encode and decode are omitted, cls must be a dataclass or an Enum. A dataclass object is sent as its
+    value, and must not change the value: an object that occurs several times may be decoded from one value. If encode
+    and decode are omitted, cls must be a dataclass or an Enum. A dataclass object is sent as its
     fields; the receiver does not run __init__ or __post_init__. An enum member is sent as its name. If the class does
     not have the same fields or members on both ranks, the receiver raises an Error. Subclasses must be registered
     separately.

@@ -171,16 +171,16 @@ def readable(x: Array) -> Array:
     return x if x.flags.carray or (x.flags.c_contiguous and x.flags.aligned) else np.array(x, order="C", subok=False)
 
 
-def repeats(shape: Sequence[int], strides: Sequence[int]) -> bool:
+def repeats(shape: Sequence[int], strides: Sequence[int], size: int = 1) -> bool:
     """Return whether several elements of a strided array share memory, as after as_strided(), expand() or unfold().
 
-    strides: in any unit that is not larger than an element. From the smallest step on, each step must lead past all
+    size: the size of an element, in the unit of the strides. From the smallest step on, each step must lead past all
     elements that the smaller steps reach. A few strides that only as_strided() makes are taken for shared, although
     they are not.
     """
     if 0 in shape:
         return False
-    reached = 0
+    reached = size - 1
     for step, extent in sorted((abs(step), extent) for step, extent in zip(strides, shape, strict=True) if extent > 1):
         if step <= reached:
             return True
@@ -192,7 +192,7 @@ def check_out(function: str, argument: str, out: Array) -> None:
     """Raise an error if mscomm cannot write one value to each element of out, the memory of an array."""
     if not out.flags.writeable:
         raise TypeError(f"{function}: {argument} is read-only")
-    if not out.flags.c_contiguous and repeats(out.shape, out.strides):
+    if not out.flags.c_contiguous and repeats(out.shape, out.strides, out.itemsize):
         raise ValueError(f"{function}: elements of {argument} share memory, so they cannot hold different values")
 
 

@@ -211,8 +211,8 @@ def command(
         from mscomm.cli.remote import Hosts, handed_over
 
         task = {"script": script, "args": args, "module": module, "max_restarts": max_restarts}
-        task["grace"] = grace
-        task |= {"cwd": _folder(), "env": handed_over(os.environ, named)}
+        task |= {"grace": grace, "limit": float("inf") if timeout is None else timeout}
+        task |= {"cwd": _folder_elsewhere(), "env": handed_over(os.environ, named)}
         task |= {"log_dir": str(log_dir.absolute()) if log_dir else ""}
         part = Hosts(shares, own, master_port, protection, topo_timeout_s, max_restarts > 0, task)
     elif nodes.number == 1:
@@ -221,7 +221,8 @@ def command(
         options = [*["--permit-plain"] * permit_plain, *(["--max-restarts", str(max_restarts)] if max_restarts else [])]
         options += [] if grace == GRACE_S else ["--grace", f"{grace:g}"]
         options += [] if timeout is None else ["--timeout", f"{timeout:g}"]
-        options += [word for text in variables for word in ("--env", text)]
+        # The values may be secret, and this line may be in a log.
+        options += [word for name in named for word in ("--env", f"{name}=VALUE")]
         others = _for_the_others(nodes, local, [*options, *["-m"] * module, script, *args])
         part = Node0(nodes.number, local, *where, max_restarts > 0, others)
     else:
@@ -254,6 +255,8 @@ def _set_variables(texts: Sequence[str]) -> list[str]:
     names = []
     for text in texts:
         name, equals, value = text.partition("=")
+        if not name:
+            raise click.ClickException(f"--env {text}: expected NAME or NAME=VALUE")
         if equals:
             os.environ[name] = value
         elif name not in os.environ:
@@ -268,9 +271,8 @@ def _check_order(script: str, args: Sequence[str]) -> None:
     for place, word in enumerate(args):
         option, equals, _ = word.partition("=")
         if option in spellings:
-            end = place + 1 if equals else place + 2
-            line = shlex.join(["mscomm", "run", *args[place:end], script, *args[:place], *args[end:]])
-            raise click.ClickException(f"options of mscomm run come before the script: {line}")
+            words = shlex.join(args[place : place + (1 if equals else 2)])
+            raise click.ClickException(f"options of mscomm run come before the script: mscomm run {words} ... {script}")
 
 
 def _shares(
@@ -443,6 +445,14 @@ def _folder() -> str:
         return os.getcwd()
     except FileNotFoundError:
         return "this folder, which has been removed"
+
+
+def _folder_elsewhere() -> str:
+    """Return the folder in which the launchers on other hosts start the ranks."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise click.ClickException("this folder has been removed; --hosts starts the ranks in it") from None
 
 
 def environment(size: int, log_dir: Path | None) -> dict[str, str]:

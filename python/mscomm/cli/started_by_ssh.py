@@ -50,7 +50,8 @@ def _run(task: Mapping[str, Any]) -> int:
             with ExitStack() as stack:
                 part.open(stack, lambda text: None, lambda text: None)
                 raise
-        return Launch(line, len(ranks), env, part, log_dir, task["max_restarts"], grace_s=task["grace"]).run()
+        limits = {"timeout_s": task["limit"], "grace_s": task["grace"]}
+        return Launch(line, len(ranks), env, part, log_dir, task["max_restarts"], **limits).run()
     except (Error, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
 
@@ -76,7 +77,8 @@ def _read(count: int) -> bytes:
 def _obey() -> None:
     """Read signal numbers from stdin, and send these signals to this process.
 
-    When stdin is closed, send SIGTERM, unless it was sent already.
+    When stdin is closed, send SIGTERM, unless the ranks have been told to end already: then SIGTERM and SIGKILL follow
+    in time, and one more signal could kill a rank that saves its state.
     """
     numbers = []
     while data := os.read(0, 1):
@@ -84,7 +86,7 @@ def _obey() -> None:
         # Until Launch handles the other signals, no rank is running, and such a signal would end this process.
         if data[0] in FORWARDED or signal.getsignal(data[0]) != signal.SIG_DFL:
             os.kill(os.getpid(), data[0])
-    if signal.SIGTERM not in numbers:
+    if not set(numbers) & set(FORWARDED):
         os.kill(os.getpid(), signal.SIGTERM)
 
 

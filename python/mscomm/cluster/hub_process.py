@@ -135,7 +135,8 @@ def _how_it_ended(process: Process) -> str:
         status = process.wait(_ENDS_S)
     except subprocess.TimeoutExpired:
         return ""
-    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+    names = {number.value: number.name for number in signal.Signals}
+    how = f"was killed by {names.get(-status, f'signal {-status}')}" if status < 0 else f"ended with exit code {status}"
     lines = os.pread(process.errors, 1 << 20, 0).decode("utf-8", "replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "it wrote no error")
     return f"{how}: {last} ({process.python})"

@@ -49,7 +49,8 @@ def launch(function: Callable[..., Any], n: int, *args: Any, timeout: float | ti
     results are pickled. The pickles are passed in unnamed in-memory files. In a script, call launch() under
     `if __name__ == "__main__":`. A function that was defined in a notebook requires the package cloudpickle.
 
-    timeout: the limit for the whole launch, in seconds or as a timedelta; None means no limit.
+    timeout: the limit for the whole launch, in seconds or as a timedelta; None means no limit. A rank that ignores
+    SIGTERM is killed 30 s later.
 
     If a rank fails, launch() raises the exception of the first rank that failed. If that exception cannot be pickled,
     launch() raises an Error with its text. If the rank ended without an exception, launch() raises the first failure of

@@ -86,7 +86,7 @@ class Stream:
         *lines, self._line = map(_not_overwritten, (self._line + data).split(b"\n"))
         if lines:
             lines = [line[1:] if line[:1] == b"\r" and len(line) > 1 else line for line in lines]
-            if self._shown == lines[0] and not self.output.terminal:
+            if self._shown and self._shown == lines[0] and not self.output.terminal:
                 del lines[0]  # it was shown in a line of its own
             self._shown, self._shown_at_s, self._pause_s = b"", float("-inf"), _BARS_S[0]
         if self._line and (not data or len(self._line) > _LONGEST_LINE_BYTES):

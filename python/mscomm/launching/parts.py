@@ -223,7 +223,7 @@ class Node0(_WithHub):
 
     def _serve_at(self, listener: socket.socket, log: Say, tell: Say) -> None:
         self._where = interfaces.endpoint(*listener.getsockname()[:2])
-        self.torch_store = store_beside(self.host, listener.getsockname()[1])
+        self.torch_store = torch_store_of(self.host, listener.getsockname()[1])
         words = {"nodes": self._others, "layout": self._layout, "tell": tell}
         words["protection"] = self.protection
         self._hub = _hub(self.size, self._key, self.topo_timeout_s, self.restarts, log, **words)
@@ -274,7 +274,7 @@ class OtherNode(Part):
 
     def __post_init__(self) -> None:
         self.first = self.ranks.start
-        self.torch_store = store_beside(self.rank_0 or self.host, self.port)
+        self.torch_store = torch_store_of(self.rank_0 or self.host, self.port)
         self.look_s = LOOK_S
         self.remote = bool(self.key)
         self._over: Error | None = None
@@ -428,7 +428,7 @@ class OtherNode(Part):
 
 _TELL_S = 2.0  # how long node 0 may take to read our message
 _GIVE_UP_S = 5.0  # how long a launcher that failed tries to reach node 0
-_HEAR_S = 7.0  # how long the ranks on other hosts may take to learn about a failure, report, and end
+_HEAR_S = 7.0  # how long the launchers of other hosts may take to report how their ranks have ended
 
 
 def layout(nodes: int, each: int) -> str:
@@ -436,7 +436,7 @@ def layout(nodes: int, each: int) -> str:
     return f"--nnodes {nodes} -n {each}"
 
 
-def store_beside(host: str, port: int) -> tuple[str, int]:
+def torch_store_of(host: str, port: int) -> tuple[str, int]:
     """Return the torch_store of a job on several hosts. port: that of the hub, which all launchers know."""
     return host, rendezvous.ports_instead(port, os.environ)[0]
 

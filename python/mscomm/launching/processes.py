@@ -115,7 +115,6 @@ class Launch:
         # The seconds from the start to our first signal. If a rank ends later, the signal may be the reason.
         self._sent_s = float("inf")
         self._killed_at = float("inf")  # when the ranks got SIGKILL
-        self._left: list[int] = []  # local ranks that cannot be killed
         self._look_s = self.part.look_s
         self._selector = selectors.DefaultSelector()
         self._streams = Streams(self._selector)
@@ -154,6 +153,7 @@ class Launch:
                     self._watch()
                 except BrokenPipeError:  # e.g. `mscomm run ... | head`: nobody reads any more
                     self._tracebacks.show()
+                    self._streams.close()  # so that the launchers of other hosts do not wait for a reader either
                     return PIPE_CLOSED
             return self._summary(self.part.verdict(), self._elsewhere())
 
@@ -487,7 +487,6 @@ class Launch:
             self._say(ending.left_behind(end.rank, process.pid))
             self.part.ended(end.rank, "cannot be killed", True, False)
             self._ends[local_rank] = end
-            self._left.append(local_rank)
             process.returncode = end.code  # nobody waits for it
 
     def _end_late(self) -> None:

@@ -28,7 +28,8 @@ def main(launcher: int, grace_s: float) -> None:
         if group in groups and pid != group:
             _kill(pid, signal.SIGTERM)
     until = time.monotonic() + grace_s
-    while time.monotonic() < until and any(group in groups for _, group in _processes()):
+    # A group without processes has ended, and its number may be that of another group later.
+    while (groups := groups & {group for _, group in _processes()}) and time.monotonic() < until:
         time.sleep(LOOK_S)
     for group in groups:
         _kill(-group, signal.SIGKILL)
