@@ -590,6 +590,7 @@ py::object PreparedCall::result() {
 
 std::unique_ptr<CallNumbers> reserved(const Calls& calls, int count) {
   auto numbers = std::make_unique<CallNumbers>(*calls.group->communicator, count);
+  numbers->enter();  // before Python runs, and with it a signal handler
   for (int i = 0; calls.noted && i < count; i++) calls.python().attr("noted")(numbers->next() + i);
   return numbers;
 }

@@ -356,7 +356,9 @@ class CallNumbers {
   // Returns the number that the next call takes.
   uint64_t next() const { return next_; }
   // Between enter() and leave(), this thread makes the calls. A signal handler that interrupts it there cannot call the group.
-  void enter() { inside_.emplace(group_, end_ - 1); }
+  void enter() {
+    if (!inside_) inside_.emplace(group_, end_ - 1);
+  }
   void leave() { inside_.reset(); }
   void give_up();
 

@@ -225,6 +225,7 @@ bool Mailbox::cancel(const Shared& transfer) {
   const bool unmatched = !transfer->sends && !transfer->begun_ && !transfer->done();
   if (unmatched) drop(transfer, Error("Cancelled", text(*transfer) + " was cancelled before a message came"));
   tell_finished();
+  wake_driver();  // another thread that waits for this recv may be the driver
   tell_ended(lock);
   back();
   return unmatched;
