@@ -336,8 +336,8 @@ def test_the_death_of_the_hub_is_told_as_what_it_is(monkeypatch, tmp_path, progr
     python = tmp_path / "python"
     python.write_text(f"#!{sys.executable}\n{program}\n")
     python.chmod(0o700)
+    monkeypatch.setattr("multiprocessing.spawn._python_exe", str(python))  # first: the import reads sys.executable
     monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setattr("multiprocessing.spawn._python_exe", str(python))  # another test may have imported it
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

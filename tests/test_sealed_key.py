@@ -154,8 +154,8 @@ class Joining:
     def close(self) -> None:
         for invitation in self.opened:
             invitation.stream.sock.close()
-            if invitation.hub:
-                hub_process.end(invitation.hub)
+        for process in hub_process._spawned:
+            hub_process.end(process)
 
 
 @pytest.fixture

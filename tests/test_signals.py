@@ -123,7 +123,9 @@ def test_a_recorded_call_does_so_too(rank, group, function, record):
 
 
 @pytest.mark.usefixtures("judge_decides")
-@pytest.mark.parametrize("function", FUNCTIONS)
+# Without the call whose second part another thread may start: an exception at a random time can leave the lock of a
+# Python Condition locked.
+@pytest.mark.parametrize("function", [name for name in FUNCTIONS if name != "async all_gather_v"])
 @pytest.mark.long
 @ranks(2, timeout_s=290)
 def test_it_does_so_at_random_times(rank, group, function):

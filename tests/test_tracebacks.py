@@ -159,7 +159,7 @@ def test_a_hook_of_the_users_is_called_with_the_short_traceback(script):
     # In the first run, the user's hook is set after init(), and so replaces mscomm's hook. In the second run, the
     # user's hook is set before init(), and mscomm's hook calls it.
     after = mscomm_run("-n", 1, script(body))
-    assert "[0] hook ['<module>', 'dtype_code'" in after.stdout
+    assert "[0] hook ['<module>', 'checked_code'" in after.stdout
     path = script("")
     path.write_text(PREAMBLE + body.replace("mscomm.all_reduce", "mscomm.init()\nmscomm.all_reduce"))
     assert "[0] hook ['<module>'] None" in mscomm_run("-n", 1, path).stdout

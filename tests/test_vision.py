@@ -122,7 +122,7 @@ def test_resize_is_pillows(inter):
 
 def test_resize_without_pillow_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ImportError, match=r"Resize needs Pillow: pip install pillow, or mscomm\[train\]"):
+    with pytest.raises(ImportError, match=r"Resize needs Pillow: pip install pillow"):
         vision.Resize(3)(image(4, 4))
     assert vision.Resize(8)(image(4, 4)).shape == (8, 8, 3)  # Resize enlarges uint8 images with NumPy, not Pillow
 

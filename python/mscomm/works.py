@@ -43,7 +43,10 @@ class Following:
         self._what = what
         self._make: Callable[[], Any] | None = None  # computes the result
         self._error: BaseException | None = None  # an error that occurred neither in the head nor in the second call
-        self._moved = threading.Condition()  # protects _part, _step, _mover and _over; notified when these change
+        self._lock = threading.RLock()  # in C, so a signal handler's exception cannot leave it locked
+        self._moved = threading.Condition(
+            self._lock
+        )  # protects _part, _step, _mover and _over; notified when these change
         self._part = head  # later the second call
         self._step: completing.Step | None = self._follow  # what follows _part; None while a thread does it
         self._mover = 0  # the thread that does it
@@ -60,14 +63,14 @@ class Following:
         blocks; then this thread must call it."""
         step = None
         try:
-            with self._moved:
+            with self._lock:
                 if self._part is not part or self._step is None:
                     return None
                 step, self._step = self._step, None
                 self._mover = threading.get_ident()
             return step()
         except BaseException:  # a signal handler has raised it in the main thread; another thread does the step
-            with self._moved:
+            with self._lock:
                 again = step is not None and self._part is part and not self._over
                 if again:
                     self._step = step
@@ -85,7 +88,7 @@ class Following:
             assert self._then is not None
             call, self._make = self._then()
             part = self._start(call)
-            with self._moved:
+            with self._lock:
                 self._part, self._step = part, self._finish
                 self._moved.notify_all()
             if self._hurried:
@@ -117,7 +120,7 @@ class Following:
     def _end(self) -> None:
         self._then = self._make = None  # releases the arrays
         self._group.following.discard(self)
-        with self._moved:
+        with self._lock:
             self._over = True
             self._moved.notify_all()
         self._call_after_steps()
@@ -175,7 +178,7 @@ class Following:
 
     def _wait_for_move(self, part: Work, deadline: Deadline) -> bool:
         """Wait until another thread has done what follows `part`."""
-        with self._moved:
+        with self._lock:
             moved = self._part is not part or self._over
             if not moved and self._mover == threading.get_ident():
                 raise RuntimeError(f"mscomm: a signal handler that interrupted {self._what} waits for this call")

@@ -151,7 +151,11 @@ class WholeJob(_WithHub):
     def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
         # While this socket is bound but does not listen, rank 0 and its successors can listen at the port, because
         # torch sets SO_REUSEADDR, too. The kernel gives the port to nobody else.
-        self.torch_store = stack.enter_context(rendezvous.bind("127.0.0.1", 0)).getsockname()
+        try:
+            store = rendezvous.bind("127.0.0.1", 0)
+        except OSError:  # this host has no IPv4, not even on its loopback interface
+            store = rendezvous.bind("::1", 0)
+        self.torch_store = stack.enter_context(store).getsockname()[:2]
         self._hub = _hub(self.size, security.new_key(), self.topo_timeout_s, self.restarts, log)
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
