@@ -78,7 +78,7 @@ def connect(address: Address, deadline: Deadline, *, source: str | None = None) 
     """Return a connected TCP or abstract unix socket.
 
     Raise OSError if the address refuses, is unreachable or times out. Over TCP, the other host must answer within
-    MS_NODE_TIMEOUT. If the name has several addresses, try them in turn; only the last one may take this long.
+    MS_NODE_TIMEOUT. If the name has several addresses, try them in turn. Each but the last may take 5 s at most.
     """
     if isinstance(address, (str, bytes)):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

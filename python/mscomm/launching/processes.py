@@ -171,8 +171,8 @@ class Launch:
         old_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         stack.callback(signal.set_wakeup_fd, old_fd)
         for number in (signal.SIGCHLD, *self.taken):
-            ignorable = number not in (signal.SIGCHLD, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
-            if ignorable and signal.getsignal(number) == signal.SIG_IGN:
+            always = (signal.SIGCHLD, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+            if number not in always and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # e.g. SIGHUP under nohup: keep ignoring it
             stack.callback(signal.signal, number, signal.signal(number, lambda *_: None))
         self._selector.register(reader, selectors.EVENT_READ, lambda: self._signalled(reader.recv(4096)))
