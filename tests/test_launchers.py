@@ -468,7 +468,10 @@ TABLE = {
 }
 
 
-def by_variables(script: Path, env: dict[str, str], size: int = 2) -> list[tuple[int, str, str]]:
+def by_variables(
+    script: Path, env: dict[str, str], size: int = 2, timeout_s: float = 60
+) -> list[tuple[int, str, str]]:
+    """Start the script once for each rank, whose number stands in place of %. Return exit codes, stdout and stderr."""
     processes = [
         subprocess.Popen(
             [sys.executable, script],
@@ -480,7 +483,7 @@ def by_variables(script: Path, env: dict[str, str], size: int = 2) -> list[tuple
         for rank in range(size)
     ]
     try:
-        return [finished(process) for process in processes]
+        return [finished(process, timeout_s) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -517,6 +520,42 @@ def test_launchers_by_their_variables(name: str, env: dict[str, str], tmp_path: 
     env = {key: text.replace("PORT", str(port)).replace("TABLE", str(table)) for key, text in env.items()}
     for rank, end in enumerate(by_variables(script, env)):
         assert end[:2] == (0, f"{name}: {rank} of 2\n"), end[2]
+
+
+CHILD = """
+import os, subprocess, sys, mscomm
+CALL = [sys.executable, "-c", "import mscomm; mscomm.init(); print('joined')"]
+mscomm.init()
+rank = mscomm.get_rank()
+if rank == 0:
+    for command in (CALL, ["sh", "-c", '"$@"; exit $?', "sh", *CALL]):
+        child = subprocess.run(command, capture_output=True, text=True)
+        assert f"started by pid {os.getpid()}, which has joined the job as rank 0" in child.stderr, child
+    other = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "other"}
+    child = subprocess.run(CALL, capture_output=True, text=True, env=other)
+    assert child.stdout == "joined\\n", child
+mscomm.barrier()
+mscomm.release()
+assert "MSCOMM_JOINED" not in os.environ
+sys.stdout.write(f"{rank} ended well\\n")
+"""
+
+
+@pytest.mark.parametrize("launcher", ["openmpi", "variables of torchrun"])
+def test_a_child_of_a_rank_is_told_at_once_that_it_is_none(
+    launcher: str, request: pytest.FixtureRequest, tmp_path: Path, port: int
+) -> None:
+    """The child inherits the launcher's variables. A child with variables of another job joins that job."""
+    script = tmp_path / "parent.py"
+    script.write_text(CHILD)
+    if launcher == "openmpi":
+        done = request.getfixturevalue("openmpi").start(2, script)
+        ends = [(done.returncode, done.stdout, done.stderr)]
+    else:
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ends = by_variables(script, {"RANK": "%", **place})
+    assert [code for code, _, _ in ends] == [0] * len(ends), ends
+    assert sorted("".join(out for _, out, _ in ends).splitlines()) == ["0 ended well", "1 ended well"]
 
 
 def test_a_batch_script_is_no_step_and_one_task_no_job() -> None:

@@ -7,13 +7,11 @@ processes, mappings, and files in the folders for shared memory, for temporary f
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from sessions import clean_environment, mscomm_run
-from test_launchers import Start, finished, mpich, openmpi, start  # noqa: F401
+from sessions import mscomm_run
+from test_launchers import Start, by_variables, finished, mpich, openmpi, start  # noqa: F401
 
 TURNS, MANY = 8, 200
 LONGEST_S = 280
@@ -120,16 +118,6 @@ def test_mpirun(flavour: str, script: Path, request: pytest.FixtureRequest) -> N
 
 def test_the_variables_of_torchrun(script: Path, port: int) -> None:
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=clean_environment(RANK=str(rank), **place),
-        )
-        for rank in range(2)
-    ]
-    ends = [finished(rank, LONGEST_S) for rank in ranks]
+    ends = by_variables(script, {"RANK": "%", **place}, timeout_s=LONGEST_S)
     assert [code for code, _, _ in ends] == [0, 0], ends
     check("".join(out for _, out, _ in ends))

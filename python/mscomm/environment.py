@@ -406,6 +406,13 @@ VARIABLES = (
         "interpreter",
         set_by=RUN,
     ),
+    _given(
+        "MSCOMM_JOINED",
+        "while a process is in a job, for its child processes: its process id, its rank, and a digest of the variables"
+        " by which it has joined. `init()` sets it, whatever the launcher",
+        "bootstrap.again",
+        set_by=RUN,
+    ),
     _given("TORCHELASTIC_RUN_ID", "torchrun: the job's name", "bootstrap.torchrun"),
     _given("TORCHELASTIC_RESTART_COUNT", "torchrun: how many times it has restarted the job", "bootstrap.torchrun"),
     _given("RANK", f"torchrun and other torch launchers: {_RANK}", "bootstrap.torchrun", "bootstrap.torch_env"),

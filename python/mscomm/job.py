@@ -193,6 +193,8 @@ class Job:
         finally:  # if a signal handler has interrupted _leave(), the exit handler calls it again
             if self.world.job is None and self in _joined:
                 _joined.remove(self)
+                if not _joined:
+                    again.left()
 
     def _leave(self) -> None:
         groups = list(reversed(self.groups.values()))

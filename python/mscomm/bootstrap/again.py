@@ -5,11 +5,16 @@ it inherited, and the scheduler of an MS_* cluster ends with its job. So all lat
 first job, each rank has learned its rank, the address of rank 0, and the admission key, which only the ranks know. The
 ranks meet as described in rendezvous.py: rank 0 starts a hub at a unix socket or at one of a few ports, and each rank
 computes from the first job where that is.
+
+A child process of a rank inherits the variables by which the rank has joined. It must not join as the same rank, so the
+rank adds a variable, MSCOMM_JOINED, which tells the child who has joined already.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping
 from types import ModuleType
@@ -79,6 +84,8 @@ def remember(launcher: Launcher, invitation: Invitation, epoch: Epoch, env: Mapp
         launcher.count()
     elif isinstance(launcher, ModuleType):  # a launcher of this folder, and not one from by_hand.py
         _first = _First(launcher, invitation, epoch, env)
+    if _first is not None and isinstance(launcher, (Again, ModuleType)):
+        os.environ["MSCOMM_JOINED"] = f"{os.getpid()} {epoch.rank} {_digest(_first.given)}"
 
 
 def found(launcher: Found, env: Mapping[str, str], name: str) -> Launcher:
@@ -86,13 +93,41 @@ def found(launcher: Found, env: Mapping[str, str], name: str) -> Launcher:
 
     If the variables that the launcher reads have changed, they describe another job.
     """
-    if _first is not None and _first.launcher is launcher and _first.given == _given(_first.launcher, env):
+    assert isinstance(launcher, ModuleType)
+    given = _given(launcher, env)
+    if _first is not None and _first.launcher is launcher and _first.given == given:
         return Again(_first, name)
+    _refuse_child(launcher, given, env)
     return launcher
+
+
+def _refuse_child(launcher: Found, given: Mapping[str, str], env: Mapping[str, str]) -> None:
+    """Raise BackendUnavailable if a parent of this process has joined, and has not left, by the same variables."""
+    mark = re.fullmatch(r"(\d{1,9}) (\d{1,9}) ([0-9a-f]{16})", env.get("MSCOMM_JOINED", ""), re.ASCII)
+    if mark is None or mark[3] != _digest(given):
+        return
+    import psutil
+
+    pid, rank = mark[1], mark[2]
+    if any(parent.pid == int(pid) for parent in psutil.Process().parents()):
+        raise BackendUnavailable(
+            f"{launcher.NAME}: this process was started by pid {pid}, which has joined the job as rank {rank}, and has "
+            f"the same variables. So it cannot be another rank: start it without {', '.join(given)}, or do not call "
+            "init() in it"
+        )
+
+
+def left() -> None:
+    """Note that this process has left all its jobs. Its children may then join by the same variables."""
+    os.environ.pop("MSCOMM_JOINED", None)
 
 
 def _given(launcher: ModuleType, env: Mapping[str, str]) -> Mapping[str, str]:
     return environment.read_by(launcher.__name__.removeprefix("mscomm."), env)
+
+
+def _digest(given: Mapping[str, str]) -> str:
+    return hashlib.sha256(repr(sorted(given.items())).encode()).hexdigest()[:16]
 
 
 def _forget() -> None:
