@@ -81,8 +81,7 @@ bool Ring::reads_maker() {
 }
 
 bool Ring::read_from_maker(uint64_t address, void* to, size_t bytes) {
-  // If the maker's process has been killed meanwhile, another process may have its id.
-  const bool read = read_process(shared().maker.process, address, to, bytes) == bytes && can_read(shared().maker);
+  const bool read = read_process(shared().maker, address, to, bytes) == bytes;
   // Before a sender gives up a message, and its program may change the array, it closes the link. So if this end has read a
   // changed byte, it must see `closed` here. The acquire fence keeps the load of `closed` behind the reads, which a load with
   // memory_order_acquire would not do. It pairs with the release fence in close(). ARM needs both.

@@ -42,11 +42,8 @@ uint64_t Pulls::readable(const void* memory, size_t bytes, Tested& last) const {
 }
 
 void Pulls::pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait) const {
-  // If the owner's process has ended meanwhile, its id may belong to another process of this user.
-  const Introduction& owner = control_.slot(rank).introduction;
-  const bool whole = read_process(owner.process, address, to, bytes) == bytes;
-  if (whole && can_read(owner)) return;
-  const int error = whole ? ESRCH : errno;
+  if (read_process(control_.slot(rank).introduction, address, to, bytes) == bytes) return;
+  const int error = errno;
   const std::string what = "reading the array of rank " + std::to_string(ranks_[rank]);
   wait.look({[rank] { return std::vector<int>{rank}; }, true});  // if the rank was lost, throws an error that says how
   if (error == ESRCH) throw peer_lost(ranks_[rank], what + ": its process is gone");
