@@ -468,9 +468,7 @@ TABLE = {
 }
 
 
-def by_variables(
-    script: Path, env: dict[str, str], size: int = 2, timeout_s: float = 60
-) -> list[tuple[int, str, str]]:
+def by_variables(script: Path, env: dict[str, str], size: int = 2, timeout_s: float = 60) -> list[tuple[int, str, str]]:
     """Start the script once for each rank, whose number stands in place of %. Return exit codes, stdout and stderr."""
     processes = [
         subprocess.Popen(
