@@ -1,5 +1,6 @@
 """Functions that run commands. run() also kills processes that a command leaves behind. mscomm_run() starts a job with
-`mscomm run`. invoke() runs a click command in this process. marked() finds all processes of a job.
+`mscomm run`. invoke() runs a click command in this process. shared_library() compiles a library that a test loads.
+marked() finds all processes of a job.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from typing import TextIO
 
 import click
 import psutil
+import pytest
 from click.testing import CliRunner, Result
 
 MSCOMM = [sys.executable, "-m", "mscomm"]
@@ -70,6 +73,16 @@ def mscomm_run(
 def invoke(command: click.Command, *words: object) -> Result:
     """Run a click command in this process. Return its output and exit code."""
     return CliRunner().invoke(command, [str(word) for word in words])
+
+
+def shared_library(source: Path, made: Path, *flags: str) -> Path:
+    """Compile a C++ file to the shared library `made`, and return `made`. Skip the test if there is no compiler."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler is installed")
+    command = [compiler, "-std=c++17", "-D_GNU_SOURCE", *flags, "-shared", "-fPIC", source, "-o", made, "-ldl"]
+    subprocess.run(command, check=True, timeout=300)
+    return made
 
 
 def clean_environment(**more: str) -> dict[str, str]:

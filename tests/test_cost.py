@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sessions import shared_library
 
 BENCH = Path(__file__).parents[1] / "bench"
 HEADER = Path("/usr/include/valgrind/callgrind.h")  # a part of Debian's package valgrind
@@ -97,7 +98,7 @@ def test_a_small_all_reduce_takes_few_instructions(tmp_path, case):
         pytest.importorskip("torch")
     source, counting, script = (tmp_path / name for name in ("counting.cc", "counting.so", "script.py"))
     source.write_text(COUNTING)
-    subprocess.run(["c++", "-shared", "-fPIC", "-o", counting, source], check=True, timeout=60)
+    shared_library(source, counting)
     script.write_text(PROGRAM.format(ready, call))
     each = instructions(script, counting) / CALLS
     print(f"{case}: {each:.0f} instructions")

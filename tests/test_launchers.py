@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sessions import clean_environment
+from sessions import clean_environment, shared_library
 from test_run import appears, ends
 
 import mscomm
@@ -313,14 +313,9 @@ __attribute__((constructor)) static void not_in_the_ranks() {
 
 @pytest.fixture(scope="module")
 def late_note(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler is installed")
     source = tmp_path_factory.mktemp("late") / "late.cc"
     source.write_text(LATE_NOTE)
-    library = source.with_suffix(".so")
-    subprocess.run([compiler, "-shared", "-fPIC", "-D_GNU_SOURCE", source, "-o", library, "-ldl"], check=True)
-    return library
+    return shared_library(source, source.with_suffix(".so"))
 
 
 @pytest.mark.parametrize("order", ["before", "after"])

@@ -81,10 +81,12 @@ def test_hubs_that_rank_0_starts_listen_at_these_ports(monkeypatch: pytest.Monke
     assert list(rendezvous.ports_instead(20001, {"MSCOMM_PORTS": "20000-20002"})) == [20000, 20002]
     assert list(rendezvous.ports_instead(20001, {"MSCOMM_PORTS": "20001-20001"})) == [20001]
     torch = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "203.0.113.7", **env}
-    spots = []
-    monkeypatch.setattr(rendezvous.Meeting, "invitation", lambda self: spots.append(self.spot))
+    meetings: list[rendezvous.Meeting] = []
+    monkeypatch.setattr(rendezvous.Meeting, "invitation", lambda self: meetings.append(self))
     torchrun.accept(torch, soon(), Protection())
-    assert set(spots[0].ports) <= set(allowed)
+    torchrun.accept({**torch, "MASTER_PORT": "20001", "MSCOMM_PORTS": "20001-20001"}, soon(), Protection())
+    assert set(meetings[0].spot.ports) <= set(allowed)
+    assert "one more port" not in meetings[0].advice and meetings[1].advice.endswith("give mscomm one more port")
 
 
 def test_looking_for_a_port_leaves_the_programs_random_numbers_alone(port: int) -> None:

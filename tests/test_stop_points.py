@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import shutil
 import signal
-import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import TOLD, everybody_is_here, ranks, tell, until_told
+from sessions import shared_library
 from test_memory import may_read_each_other
 
 import mscomm
@@ -61,13 +60,8 @@ LENGTHS: dict[str, Callable[[int, int], int]] = {  # of out, from the length of 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler is installed")
     made = tmp_path_factory.mktemp("stop_points") / "stop_points.so"
-    source = Path(__file__).with_name("stop_points.cc")
-    subprocess.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", source, "-o", made, "-ldl"], check=True)
-    return str(made)
+    return str(shared_library(Path(__file__).with_name("stop_points.cc"), made, "-O1"))
 
 
 @pytest.mark.skipif(not may_read_each_other(), reason="this process may not read the memory of another one")

@@ -47,6 +47,8 @@ def join(launcher: str, env: Mapping[str, str], deadline: Deadline, protection: 
         f"Rank 0 must run on the host of MASTER_ADDR={host}, and the others must reach its {port_range(ports)} "
         f"(MASTER_PORT={port} itself is torch's)"
     )
+    if port in ports:
+        advice += ". MSCOMM_PORTS has no port but that one. If torch's store uses it, give mscomm one more port"
     one_host = one_agent or is_loopback_name(host)
     if one_host:
         advice = "Has rank 0 ended, or does it never call init()?"
