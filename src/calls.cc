@@ -595,13 +595,13 @@ std::unique_ptr<CallNumbers> reserved(const Calls& calls, int count) {
   return numbers;
 }
 
-void run(const Calls& calls, Call& call, double timeout_s, CallNumbers* numbers) {
+void run(const Calls& calls, Call&& call, double timeout_s, CallNumbers* numbers) {
   std::unique_ptr<CallNumbers> one;
   if (calls.noted && !numbers) {
     calls.group->communicator->check(call);  // a refused call must not use up a number
     one = reserved(calls, 1);
   }
-  calls.group->called([&] { calls.group->communicator->run(call, timeout_s, one ? one.get() : numbers); });
+  calls.group->called([&] { calls.group->communicator->run(std::move(call), timeout_s, one ? one.get() : numbers); });
 }
 
 namespace {
@@ -612,7 +612,7 @@ py::object carried_out(Calls& calls, PreparedCall ready, double timeout_s, bool 
   if (!calls.running.empty()) forget_ended(calls);
   // If calls.noted is true, hold the Group, because its function ended() is called after the call.
   const py::object python = calls.noted ? calls.python() : py::object();
-  failing(calls, [&] { run(calls, ready.call, timeout_s); });
+  failing(calls, [&] { run(calls, std::move(ready.call), timeout_s); });
   if (python) python.attr("ended")();
   return ready.result();
 }

@@ -144,7 +144,7 @@ py::tuple as_tuple(const Shape& shape);
 // Reserves `count` call numbers and, if Python records the calls, tells Python these numbers.
 std::unique_ptr<CallNumbers> reserved(const Calls& calls, int count);
 // Runs the call. numbers: as in Communicator::run().
-void run(const Calls& calls, Call& call, double timeout_s, CallNumbers* numbers = nullptr);
+void run(const Calls& calls, Call&& call, double timeout_s, CallNumbers* numbers = nullptr);
 
 // Checks the arguments that the user passed, and runs the call. Returns the result or, with async_op, a Work. If `timeout` is
 // null, the group's timeout applies.

@@ -547,8 +547,7 @@ False: wait for them. cancel() does not wait for other ranks.)")
       .def("run",
            [](Group& group, const PreparedCall& prepared, double timeout_s, CallNumbers* numbers) {
              forget_ended(group.ready());
-             Call call = prepared.call;
-             run(group.ready(), call, timeout_s, numbers);
+             run(group.ready(), Call(prepared.call), timeout_s, numbers);
            })
       .def("start", [](Group& group, std::shared_ptr<PreparedCall> call, double timeout_s, CallNumbers* numbers,
                        bool part) { return start(group.ready(), std::move(call), timeout_s, numbers, part); })

@@ -223,7 +223,7 @@ VendorBackend& Communicator::device() const {
   return *device_;
 }
 
-void Communicator::run(Call& call, double timeout_s, CallNumbers* numbers) {
+void Communicator::run(Call&& call, double timeout_s, CallNumbers* numbers) {
   check(call);
   check_no_handler(before(numbers));
   Caller inside(*this, &call.signature, numbers);

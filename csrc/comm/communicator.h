@@ -113,9 +113,8 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   void check(const Call& call) const;
   // Runs one collective call. Returns when the call has completed or, for device arrays, when it has been enqueued. The call
   // takes its number from `numbers` or, if `numbers` is nullptr, gets the next number of the group. Throws Error, or whatever the
-  // interrupt hook throws. After an exception, the group is broken, unless the call was refused before it began. run() writes the
-  // number into `call`, because copying a Call would take as long as some of the checks.
-  void run(Call& call, double timeout_s, CallNumbers* numbers = nullptr);
+  // interrupt hook throws. After an exception, the group is broken, unless the call was refused before it began.
+  void run(Call&& call, double timeout_s, CallNumbers* numbers = nullptr);
   // Starts a call. If its arrays are on a device, start() itself enqueues it. If not, it runs after all earlier calls of the
   // group: on the worker thread, or in wait(). x and out must live until the returned Work has completed. numbers: as for run().
   // If the number was reserved, calls with higher numbers may have been started before.

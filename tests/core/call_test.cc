@@ -241,7 +241,7 @@ void a_refused_call_leaves_the_group_whole(const ThreadRank& me) {
       const Call wrong = make_call(Collective::all_reduce, Dtype::float32, -1, x, 2, out, 3, 2);
       std::string text;
       try {
-        if (me.rank == 1) start ? (void)me.group->start(wrong, 60) : me.group->run(wrong, 60);
+        if (me.rank == 1) start ? (void)me.group->start(wrong, 60) : me.group->run(Call(wrong), 60);
       } catch (const Error& error) {
         text = error.what();
       }

@@ -646,7 +646,7 @@ void test_what_the_library_refuses() {
   Call call = rank.call(Collective::all_reduce, x, out, 8);
   call.signature.dtype = Dtype::float32;
   try {
-    rank.group->run(call, 60);
+    rank.group->run(std::move(call), 60);
     CHECK(false);
   } catch (const Error& error) {
     CHECK(std::string(error.what()).find("int32 alone") != std::string::npos);
