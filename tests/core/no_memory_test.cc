@@ -55,7 +55,7 @@ bool start_fails_at(int allocation) {
   fails_in = -1;
   std::string after;
   try {
-    group.run(barrier, 0.5);
+    group.run(Call(barrier), 0.5);
   } catch (const Error& error) {
     after = error.kind;
   }
