@@ -159,7 +159,7 @@ void Handle::hurry() const {
 
 bool Handle::cancel() {
   check_process();
-  return calls_->group->called([&] { return calls_->group->communicator->cancel(*started_->work); }).has_value();
+  return !calls_->group->called([&] { return calls_->group->communicator->cancel({&started_->work, 1}); }).empty();
 }
 
 py::object Handle::exception() const {
@@ -254,11 +254,7 @@ std::vector<std::string> drain(Calls& calls) {
   for (const auto& one : calls.running)
     if (one->work) works.push_back(one->work);
   // This rank sends nothing from now on, and a peer may be waiting in the same way. So a recv could wait until its deadline.
-  std::vector<std::string> cancelled;
-  for (const auto& work : works) {
-    auto text = calls.group->called([&] { return calls.group->communicator->cancel(*work); });
-    if (text) cancelled.push_back(std::move(*text));
-  }
+  auto cancelled = calls.group->called([&] { return calls.group->communicator->cancel(works); });
   for (const auto& work : works) (void)ended_within(calls, *work, {});
   return cancelled;
 }

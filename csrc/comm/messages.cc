@@ -140,20 +140,29 @@ std::shared_ptr<Work> Communicator::start(const Message& message, const Deadline
   }
 }
 
-std::optional<std::string> Communicator::cancel(Work& work) {
-  if (forked_ || !work.transfer_ || work.transfer_->sends) return {};
+std::vector<std::string> Communicator::cancel(std::span<const std::shared_ptr<Work>> works) {
+  if (forked_) return {};
+  std::vector<Mailbox::Shared> recvs;
+  for (const auto& work : works)
+    if (work->transfer_ && !work->transfer_->sends) recvs.push_back(work->transfer_);
   // A peer whose link is being set up may have sent the message, and may even have left.
-  const auto comes = [&] {
-    const int source = work.transfer_->peer;
-    for (int peer = 0; peer < size(); peer++)
-      if ((source == peer || source == any_source) && expects(peer) && !mailbox_.has_link_from(peer)) return true;
-    return false;
+  const auto comes = [&](int peer) {
+    const auto waits = [&](const auto& recv) { return !recv->done() && (recv->peer == peer || recv->peer == any_source); };
+    return expects(peer) && !mailbox_.has_link_from(peer) && std::ranges::any_of(recvs, waits);
   };
-  for (const Deadline deadline(handshake_s); comes() && !broken() && !deadline.passed();)
-    if (work.wait(1e-3)) return {};
-  if (!mailbox_.cancel(work.transfer_)) return {};
-  while (!work.wait(longest_sleep_ms * 1e-3)) continue;  // another thread may still be telling the Work
-  return mailbox_.text(*work.transfer_);
+  const Deadline deadline(handshake_s);
+  for (int peer = 0; peer < size(); peer++)
+    while (comes(peer) && !broken() && !deadline.passed()) {
+      if (hooks_.interrupt) hooks_.interrupt();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  std::vector<std::string> texts;
+  for (const auto& recv : mailbox_.cancel(recvs)) texts.push_back(mailbox_.text(*recv));
+  // Another thread may still be telling the Works.
+  for (const auto& work : works)
+    while (work->transfer_ && work->transfer_->done() && !work->wait(longest_sleep_ms * 1e-3))
+      if (hooks_.interrupt) hooks_.interrupt();
+  return texts;
 }
 
 void Communicator::check_peer(int peer) const {

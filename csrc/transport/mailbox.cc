@@ -203,7 +203,10 @@ void Mailbox::help(const Transfer& transfer, double timeout_s) {
   leave();
 }
 
-bool Mailbox::cancel(const Shared& transfer) {
+std::vector<Mailbox::Shared> Mailbox::cancel(std::span<const Shared> recvs) {
+  const auto waits = [](const Shared& recv) { return !recv->done() && !recv->begun_; };
+  std::vector<std::pair<Shared, Error>> cancelled;
+  std::vector<Shared> result;
   auto lock = enter();
   const Deadline deadline(pass_s);
   const auto before = idle_passes_;
@@ -214,21 +217,27 @@ bool Mailbox::cancel(const Shared& transfer) {
     leave();
   };
   try {
-    while (!transfer->done() && !transfer->begun_ && idle_passes_ == before && !deadline.passed()) {
+    while (std::ranges::any_of(recvs, waits) && idle_passes_ == before && !deadline.passed()) {
       wake_driver();
       turn(lock, false, driving_ ? longest_sleep_ms : 0);
     }
+    // Allocate first. If there is no memory, no recv is cancelled.
+    for (const Shared& recv : recvs)
+      if (waits(recv)) cancelled.emplace_back(recv, Error("Cancelled", text(*recv) + " was cancelled before a message came"));
+    for (const auto& [recv, error] : cancelled) result.push_back(recv);
   } catch (...) {
     back();
     throw;
   }
-  const bool unmatched = !transfer->sends && !transfer->begun_ && !transfer->done();
-  if (unmatched) drop(transfer, Error("Cancelled", text(*transfer) + " was cancelled before a message came"));
+  for (auto& [recv, error] : cancelled) finish(recv, std::move(error));
+  const auto done = [](const Shared& recv) { return recv->done(); };
+  for (Incoming& link : incoming_) std::erase_if(link.queue, done);
+  std::erase_if(posted_for_any_, done);
   tell_finished();
-  wake_driver();  // another thread that waits for this recv may be the driver
+  wake_driver();  // another thread that waits for one of these recvs may be the driver
   tell_ended(lock);
   back();
-  return unmatched;
+  return result;
 }
 
 // Called with mutex_ locked, by a thread that stops waiting.

@@ -29,6 +29,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -165,9 +166,9 @@ class Mailbox {
   // Moves bytes on this thread until the detached transfer has completed, for at most timeout_s seconds. While any thread is in
   // wait() or help(), the mailbox's own thread moves no bytes, so that no thread must be woken when a message arrives.
   void help(const Transfer& transfer, double timeout_s);
-  // Ends a recv for which no message has arrived, with an Error of the kind Cancelled. Returns whether it did that: a send, a
-  // recv whose message has arrived, and a transfer that has completed all go on. First reads what has arrived on the links.
-  bool cancel(const Shared& transfer);
+  // Ends those of the recvs for which no message has arrived, with an Error of the kind Cancelled, and returns them. A recv whose
+  // message has arrived goes on. First reads what has arrived on the links, once for all the recvs.
+  std::vector<Shared> cancel(std::span<const Shared> recvs);
 
   // Ends all links and transfers. Any thread may call shut_down() at any time. It calls no callback, and waits only for mutex_.
   // No thread holds mutex_ for longer than it takes to copy one piece for each link, or one message to this rank itself.

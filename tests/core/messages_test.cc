@@ -29,6 +29,7 @@ struct Rank {
     auto peers = std::make_shared<Peers>(names, hosts, std::vector<Descriptor>(names.size()), std::move(heaps));
     Communicator::Hooks hooks{[this] {
                                 if (interrupted) throw Interrupt{};
+                                if (handler) handler();
                               },
                               {},
                               [this] { told++; }};
@@ -50,21 +51,24 @@ struct Rank {
   }
 
   std::atomic<bool> interrupted{false};
+  std::function<void()> handler;  // what a signal handler does
   std::atomic<int> told{0};
   Recorder recorder;
   std::unique_ptr<Communicator> group;
 };
 
+void add_link(Rank& from, Rank& to) {
+  int ends[2];
+  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) < 0) throw system_error("socketpair", errno);
+  from.group->add_link(true, to.group->rank(), ends[0]);
+  to.group->add_link(false, from.group->rank(), ends[1]);
+}
+
 struct Pair {
   Pair() { link(); }
   Pair(std::shared_ptr<Heaps> first, std::shared_ptr<Heaps> second) : ranks{{0, 2, first}, {1, 2, second}} { link(); }
   void link() {
-    for (int from : {0, 1}) {
-      int ends[2];
-      if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) < 0) throw system_error("socketpair", errno);
-      ranks[from].group->add_link(true, 1 - from, ends[0]);
-      ranks[1 - from].group->add_link(false, from, ends[1]);
-    }
+    for (int from : {0, 1}) add_link(ranks[from], ranks[1 - from]);
   }
   Rank ranks[2] = {{0, 2}, {1, 2}};
 };
@@ -278,6 +282,44 @@ void destroyed_without_close_with_a_message_under_way() {
   CHECK(work->done() && work->error() && work->error()->kind == "Aborted");
 }
 
+// A rank that cancels recvs waits once, for all of them, until the links that are being set up exist. Meanwhile it looks at
+// signals.
+void recvs_are_cancelled_together() {
+  Rank ranks[2] = {{0, 2}, {1, 2}};
+  Rank& me = ranks[0];
+  me.group->expect_incoming(1);
+  std::vector<Ints> out(3, Ints(3));
+  std::vector<std::shared_ptr<Work>> works;
+  for (int i = 0; i < 3; i++) {
+    Message recv = Rank::message(false, 1, out[i]);
+    recv.tag += i;
+    works.push_back(me.group->start(recv, Deadline(120)));
+  }
+  me.interrupted = true;
+  bool interrupted = false;
+  try {
+    (void)me.group->cancel(works);
+  } catch (const Interrupt&) {
+    interrupted = true;
+  }
+  CHECK(interrupted);
+  for (const auto& work : works) CHECK(!work->done());
+  me.interrupted = false;
+  int handled = 0;
+  Ints x(3, 5);
+  me.handler = [&] {
+    if (handled++) return;
+    add_link(ranks[1], me);
+    CHECK(ranks[1].move(true, 0, x).empty());
+  };
+  CHECK((me.group->cancel(works) == std::vector<std::string>{"recv from rank 1, tag 4", "recv from rank 1, tag 5"}));
+  while (!works[0]->done()) me.group->wait(*works[0], {});
+  CHECK(handled >= 1 && !works[0]->error() && out[0] == x);
+  for (const int i : {1, 2}) CHECK(works[i]->done() && works[i]->error()->kind == "Cancelled");
+  CHECK(!me.group->failure());
+  for (Rank& rank : ranks) rank.group->close();
+}
+
 constexpr size_t heap_bytes = 64u << 20;  // the smallest heap that has rings
 
 // Between ranks of one host, messages move through memory in the sender's heap, which is free when the group has ended on both
@@ -346,6 +388,7 @@ SUITE(messages) {
   a_rank_that_left_ends_a_recv_unless_its_link_is_on_the_way();
   a_recv_from_any_ends_when_no_rank_can_send();
   messages_begin_together();
+  recvs_are_cancelled_together();
   where_tells_of_a_message();
   close_ends_a_recv_of_another_thread();
   destroyed_without_close_with_a_message_under_way();
