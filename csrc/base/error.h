@@ -4,6 +4,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -19,6 +20,20 @@ struct Error : std::runtime_error {
   std::vector<int> ranks;
   std::vector<int> waiting_for;
 };
+
+// What replaces an error for which there is no memory. It exists from the start, and a copy of it needs no memory.
+inline const Error no_memory("MemoryError", "out of memory");
+
+// Returns make(). If there is no memory for that error, returns no_memory. Code that ends a call, a message or a group must not
+// stop halfway, so it creates and copies errors with this function.
+template <typename Make>
+Error or_no_memory(const Make& make) {
+  try {
+    return make();
+  } catch (const std::bad_alloc&) {
+    return no_memory;
+  }
+}
 
 inline Error peer_lost(int rank, const std::string& text) { return {"PeerLost", text, {rank}}; }
 

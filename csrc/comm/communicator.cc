@@ -141,8 +141,11 @@ Communicator::~Communicator() {
     std::erase(all, this);
   }
   if (forked_) return;
-  abort(
-      {Error("Aborted", "group " + group_ + " was destroyed on rank " + std::to_string(in_job(rank_)), {in_job(rank_)}), false});
+  abort({or_no_memory([this] {
+           return Error("Aborted", "group " + group_ + " was destroyed on rank " + std::to_string(in_job(rank_)),
+                        {in_job(rank_)});
+         }),
+         false});
   if (worker_) stop_worker();
   if (device_) device_->observe(nullptr);
 }
@@ -206,8 +209,11 @@ void CallNumbers::give_up() {
     if (next_ == end_) return;
     number = std::exchange(next_, end_);
   }
-  const std::string what = group_.name_of(group_.rank_) + " was interrupted before call #" + std::to_string(number);
-  group_.abort({Error("Aborted", what, {group_.in_job(group_.rank_)}), false, static_cast<int64_t>(number)});
+  const auto why = [&] {
+    const std::string what = group_.name_of(group_.rank_) + " was interrupted before call #" + std::to_string(number);
+    return Error("Aborted", what, {group_.in_job(group_.rank_)});
+  };
+  group_.abort({or_no_memory(why), false, static_cast<int64_t>(number)});
   if (group_.hooks_.failed) group_.hooks_.failed();
 }
 
@@ -288,7 +294,7 @@ void Communicator::ended(uint64_t number) {
 
 void Communicator::failed(const Signature& call, const Error& error) {
   recorder_.end(call.number, Record::State::failed);
-  abort({here(error, brief(call) + ": "), false, static_cast<int64_t>(call.number)});
+  abort({or_no_memory([&] { return here(error, brief(call) + ": "); }), false, static_cast<int64_t>(call.number)});
   if (hooks_.failed) hooks_.failed();
 }
 
@@ -314,14 +320,14 @@ void Communicator::say(const std::string& text) const {
 void Communicator::complete(Work& work, const Transfer* message, const std::function<void()>& part) {
   std::optional<Error> failure;
   try {
-    try {
-      part();
-    } catch (const Error& error) {
-      failure = error;
-    }
+    part();
+  } catch (const Error& error) {
+    failure = or_no_memory([&] { return error; });
   } catch (...) {
     // Most likely, the memory for an Error that describes the failure could not be allocated.
-    failure.emplace("Error", "a call or message in the background of " + name_of(rank_) + " failed: out of memory?");
+    failure = or_no_memory([this] {
+      return Error("Error", "a call or message in the background of " + name_of(rank_) + " failed: out of memory?");
+    });
     abort({*failure, false});
   }
   const bool failed = failure.has_value();
@@ -470,50 +476,59 @@ void Communicator::queue_for(const Signature& call, const Deadline& deadline, Wa
   }
 }
 
-// Breaks the group after a call or a message has failed. Must be called in a catch block. Throws the first cause of the group's
-// failure, or the exception that a signal handler has thrown. If a message has failed, `call` is nullptr, and `message` describes
-// the message.
-void Communicator::fail(const Call* call, const std::string& message) {
+// Returns the failure that the current exception is for the group. If a signal handler has thrown it, sets `interrupted`. Must be
+// called in a catch block. call, message: as for fail().
+Failure Communicator::describe(const Call* call, const std::string& message, std::exception_ptr& interrupted) const {
   const auto what = [&] { return (call ? brief(call->signature) : message) + ": "; };
-  Error error("", "");
-  int64_t number = call ? static_cast<int64_t>(call->signature.number) : -1;
-  std::exception_ptr interrupted;
+  const int64_t number = call ? static_cast<int64_t>(call->signature.number) : -1;
   try {
     throw;
   } catch (const Differs& differs) {
-    error = differing(differs);
-    number = number_of(differs);
+    return {differing(differs), false, number_of(differs)};
   } catch (const Error& cause) {
     // An error of the kind "Error" comes from the system or from a vendor's library. Such an error, like most errors of a call
     // on a device, does not name the rank and the call yet.
     const bool is_whole = call && !call->stream && cause.kind != "Error";
-    error = is_whole ? cause : here(cause, call ? what() : "");
+    return {is_whole ? cause : here(cause, call ? what() : ""), false, number};
   } catch (const std::bad_alloc&) {
-    error = call ? Error("MemoryError", current() + ": out of memory on rank " + std::to_string(in_job(rank_)))
-                 : here(Error("MemoryError", "out of memory"), what());
+    return {call ? Error("MemoryError", current() + ": out of memory on rank " + std::to_string(in_job(rank_)))
+                 : here(Error("MemoryError", "out of memory"), what()),
+            false, number};
   } catch (const Interrupted& signal) {
     // A signal handler has raised a Python exception. The caller gets this exception unchanged; the peers get Aborted.
     interrupted = signal.cause;
     const std::string where = call ? " was interrupted in " + current() : ": interrupted in " + message;
-    error = {"Aborted", name_of(rank_) + where, {in_job(rank_)}};
+    return {Error("Aborted", name_of(rank_) + where, {in_job(rank_)}), false, number};
   } catch (const std::exception& cause) {
-    error = here(Error("Error", cause.what()), what());
+    return {here(Error("Error", cause.what()), what()), false, number};
   }
-  if (call) break_off(*call, {error, false, number});
-  else abort({error, false, number});
+}
+
+// Breaks the group after a call or a message has failed. Must be called in a catch block. Throws the first cause of the group's
+// failure, or the exception that a signal handler has thrown. If a message has failed, `call` is nullptr, and `message` describes
+// the message.
+void Communicator::fail(const Call* call, const std::string& message) {
+  std::exception_ptr interrupted;
+  Failure failure{no_memory, false, call ? static_cast<int64_t>(call->signature.number) : -1};
+  try {
+    failure = describe(call, message, interrupted);
+  } catch (const std::bad_alloc&) {  // break the group nevertheless
+  }
+  if (call) break_off(*call, std::move(failure));
+  else abort(std::move(failure));
   if (interrupted) std::rethrow_exception(interrupted);
   throw_failure();
 }
 
 // Breaks the group because of an error in a call, and makes the call's arrays inaccessible to the other ranks.
-void Communicator::break_off(const Call& call, const Failure& failure) {
+void Communicator::break_off(const Call& call, Failure failure) {
   const uint64_t number = call.signature.number;
   recorder_.end(number, Record::State::failed);
   const bool was_running = [&] {
     const std::lock_guard lock(turn_mutex_);
     return running_ == number;
   }();
-  abort(failure);
+  abort(std::move(failure));
   try {
     if (was_running) backend_of(call).withdraw(call);
   } catch (const std::exception& cause) {
@@ -538,7 +553,7 @@ void Communicator::abort(Failure failure) {
   backend_->shut_down();
   if (device_) device_->shut_down();
   mailbox_.shut_down();
-  for (const auto& [number, work] : std::exchange(on_device_, {})) work->end(failure_->error);
+  for (const auto& [number, work] : std::exchange(on_device_, {})) work->end(or_no_memory([this] { return failure_->error; }));
 }
 
 void Communicator::left(int rank) {
@@ -568,9 +583,10 @@ void Communicator::last_look() {
   try {
     return backend_->last_look();
   } catch (const Differs& differs) {
-    abort({differing(differs), false, number_of(differs)});
-  } catch (const Error& error) {
-    abort({error, false, static_cast<int64_t>(where().number)});
+    abort({or_no_memory([&] { return differing(differs); }), false, number_of(differs)});
+  } catch (Error& error) {
+    const auto last = recorder_.last();
+    abort({std::move(error), false, static_cast<int64_t>(last ? last->first.number : 0)});
   }
   throw_failure();
 }
@@ -587,8 +603,11 @@ void Communicator::close() {
   std::unique_lock turn(turn_mutex_);
   if (callers_ > 0) {
     turn.unlock();
-    abort({Error("Aborted", name_of(rank_) + " released the group while a call or a message was running, after " + current(),
-                 {in_job(rank_)}),
+    abort({or_no_memory([this] {
+             return Error("Aborted",
+                          name_of(rank_) + " released the group while a call or a message was running, after " + current(),
+                          {in_job(rank_)});
+           }),
            false});
     turn.lock();
     // The group is now broken, so each caller's call ends with an error when the caller next wakes up. The wait has a limit,

@@ -156,8 +156,8 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // Throws if the group is broken, if left() was called for the peer, or if the peer's process has exited.
   void check_peer(int peer) const;
 
-  // Breaks the group. Does not wait. Any thread may call this at any time. If the group is already broken, the first failure is
-  // kept, except that a verdict replaces a symptom.
+  // Breaks the group. Does not wait, and needs no memory. Any thread may call this at any time. If the group is already broken,
+  // the first failure is kept, except that a verdict replaces a symptom.
   void abort(Failure failure);
   // Tells the communicator that the given job rank has left the job or has destroyed the group, without an error. This alone
   // does not break the group: only a call or message that waits for that rank fails.
@@ -270,8 +270,9 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   void execute(const Call& call, const Deadline& deadline, bool its_turn, Watch& watch);
   void queue_for(const Signature& call, const Deadline& deadline, Watch& watch);
   void look_at_group(const Deadline& deadline, const Missing& missing);
+  Failure describe(const Call* call, const std::string& message, std::exception_ptr& interrupted) const;
   [[noreturn]] void fail(const Call* call, const std::string& message);
-  void break_off(const Call& call, const Failure& failure);
+  void break_off(const Call& call, Failure failure);
   [[noreturn]] void throw_failure() const;
   void interrupt() const;
   void say(const std::string& text) const;

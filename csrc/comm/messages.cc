@@ -128,7 +128,7 @@ std::shared_ptr<Work> Communicator::start(const Message& message, const Deadline
       complete(*work, transfer.get(), [&] {
         if (!error) return;
         if (error->kind == "Cancelled") throw *error;
-        abort({here(*error), false});
+        abort({or_no_memory([&] { return here(*error); }), false});
         throw_failure();
       });
     });

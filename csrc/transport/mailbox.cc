@@ -25,6 +25,15 @@ constexpr int messages_a_turn = 64;         // the maximum number of messages re
 constexpr double grace_s = 200e-6, tick_s = 1e-3, linger_s = 50e-3;
 constexpr double pass_s = 1;  // how long cancel() reads the links, if other messages keep them busy
 
+// The errors with which transfers and links end without another reason. They exist from the start, because a transfer must end
+// even if there is no memory: its array may no longer exist when the message arrives.
+const Error given_up("Aborted", "the message was given up");
+const Error shut("Aborted", "the group's links for messages were shut down");
+const Error released("Aborted", "the group was released");
+const Error thread_failed("Error", "the thread for messages failed: out of memory?");
+const Error send_given_up("Aborted", "an earlier send was given up in the middle");
+const Error recv_given_up("Aborted", "an earlier recv was given up in the middle");
+
 using Kind = Envelope::Kind;
 
 size_t payload_bytes(const Envelope& envelope) {
@@ -173,9 +182,6 @@ void Mailbox::wait(const std::shared_ptr<Transfer>& transfer, const Wait& wait) 
     }
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();
-    // A copy of an existing error needs no memory. If there is none left, the transfer must end all the same: its array may no
-    // longer exist when the message arrives.
-    static const Error given_up("Aborted", "the message was given up");
     drop(transfer, given_up);
     leave();
     throw;
@@ -271,13 +277,13 @@ void Mailbox::detach(std::shared_ptr<Transfer> transfer, const Wait& wait, Ended
 void Mailbox::serve() {
   while (true) try {
       return serve_detached();
-    } catch (const Error& error) {
+    } catch (Error& error) {
       const auto lock = enter();
-      end_all(error);
+      end_all(std::move(error));
     } catch (...) {
       // Most likely, there was no memory to handle an error. End all transfers, and wake the threads that wait for them.
       const auto lock = enter();
-      end_all(Error("Error", "the thread for messages failed: out of memory?"));
+      end_all(thread_failed);
     }
 }
 
@@ -353,7 +359,7 @@ bool Mailbox::tell_ended(Lock& lock) {
 
 void Mailbox::shut_down() {
   const auto lock = enter();
-  end_all(Error("Aborted", "the group's links for messages were shut down"));
+  end_all(shut);
 }
 
 void Mailbox::close(double timeout_s) {
@@ -363,7 +369,7 @@ void Mailbox::close(double timeout_s) {
     auto lock = enter();
     // Take out the streams that may still have data to deliver, because end_all() would shut them down.
     for (Outgoing& link : outgoing_) delivering.push_back(std::exchange(link.stream, std::nullopt));
-    end_all(Error("Aborted", "the group was released"));
+    end_all(released);
     changed_->wait(lock, [this] { return !driving_; });
     for (Incoming& link : incoming_) link.stream.reset();
     // No driver is left, so no thread polls this descriptor.
@@ -506,9 +512,8 @@ bool Mailbox::move_some() {
     } catch (const std::bad_alloc&) {
       // We ran out of memory in the middle of a step: for example, a header was read, but no buffer could be allocated for its
       // payload. So end both the link to this peer and the link from it.
-      const Ending ending{"MemoryError", "out of memory"};
-      end(to, ending);
-      end(from, ending);
+      end(to, Ending(no_memory));
+      end(from, Ending(no_memory));
       moved = true;
     }
   }
@@ -814,40 +819,46 @@ void Mailbox::drop(const Shared& transfer, const Error& error) {
   finish(transfer, error);
   const int peer = transfer->matched_peer_;
   if (transfer->begun_) {
-    end(link(transfer->sends, peer),
-        {"Aborted", std::string("an earlier ") + (transfer->sends ? "send" : "recv") + " was given up in the middle"});
+    end(link(transfer->sends, peer), Ending(transfer->sends ? send_given_up : recv_given_up));
   } else {
     std::erase(peer == any_source ? posted_for_any_ : link(transfer->sends, peer).queue, transfer);
   }
 }
 
-// Ends a link and its transfers. The peer notices that the link has ended.
-void Mailbox::end(Link& link, Ending ending) {
+// Ends a link and its transfers. The peer notices that the link has ended. Needs no memory.
+void Mailbox::end(Link& link, const Ending& ending) {
   if (link.stream) link.stream->shut_down();
-  if (!link.ended) link.ended.emplace(std::move(ending));
-  const auto fail = [&](const Shared& transfer) { finish(transfer, lost(*transfer, link)); };
+  if (!link.ended) link.ended.emplace(ending);
+  const auto fail = [&](const Shared& transfer) { finish(transfer, or_no_memory([&] { return lost(*transfer, link); })); };
   if (link.current) fail(std::exchange(link.current, nullptr));
-  for (const auto& [id, transfer] : std::exchange(link.waiting, {})) fail(transfer);
-  for (const Read& read : std::exchange(link.reading, {})) read.told ? finish(read.recv) : fail(read.recv);
-  for (const Shared& transfer : std::exchange(link.queue, {})) fail(transfer);
+  for (const auto& [id, transfer] : link.waiting) fail(transfer);
+  for (const Read& read : link.reading) read.told ? finish(read.recv) : fail(read.recv);
+  for (const Shared& transfer : link.queue) fail(transfer);
+  link.waiting.clear();
+  link.reading.clear();
+  link.queue.clear();
   // If the peer is lost, a recv from any source may still receive a message from another peer. If the link from a peer ended for
   // another reason, a message for such a recv may have been lost, so the recv fails.
-  if (&link == &incoming_[link.peer] && link.ended->kind != "PeerLost")
-    for (const Shared& recv : std::exchange(posted_for_any_, {})) fail(recv);
+  if (&link != &incoming_[link.peer] || link.ended->kind == "PeerLost") return;
+  for (const Shared& recv : posted_for_any_) fail(recv);
+  posted_for_any_.clear();
 }
 
-// Ends all links and transfers, and wakes all waiting threads.
-void Mailbox::end_all(const Error& why) {
-  if (!shut_) shut_.emplace(why);
-  for (Outgoing& link : outgoing_) end(link, {"Aborted", shut_->what()});
-  for (Incoming& link : incoming_) end(link, {"Aborted", shut_->what()});
+// Ends all links and transfers, and wakes all waiting threads. Needs no memory.
+void Mailbox::end_all(Error why) {
+  if (!shut_) shut_.emplace(std::move(why));
+  Ending ending(or_no_memory([&] { return *shut_; }));
+  ending.kind = "Aborted";
+  for (Outgoing& link : outgoing_) end(link, ending);
+  for (Incoming& link : incoming_) end(link, ending);
   wake_driver();
   changed_->notify_all();
   detaching_->notify_one();
 }
 
 Error Mailbox::lost(const Transfer& transfer, const Link& link) const {
-  const auto& [kind, why] = *link.ended;
+  const std::string& kind = link.ended->kind;
+  const std::string why = link.ended->what();
   if (kind == "Aborted") return {"Aborted", text(transfer) + ": " + why};
   return {kind,
           text(transfer) + ": the link to " + (link.stream ? link.stream->peer() : named(link.peer)) + " ended: " + why,

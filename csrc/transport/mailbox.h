@@ -183,8 +183,9 @@ class Mailbox {
 
  private:
   // Why a link has ended. It is also the exception that is thrown when a peer violates the link's protocol.
-  struct Ending {
-    std::string kind, why;
+  struct Ending : Error {
+    using Error::Error;
+    explicit Ending(const Error& error) : Error(error) {}
   };
   // An announced message that this rank reads from the memory of the sender.
   struct Read {
@@ -294,8 +295,8 @@ class Mailbox {
 
   void finish(const Shared& transfer, std::optional<Error> error = {});
   void drop(const Shared& transfer, const Error& error);
-  void end(Link& link, Ending ending);
-  void end_all(const Error& why);
+  void end(Link& link, const Ending& ending);
+  void end_all(Error why);
   Error lost(const Transfer& transfer, const Link& link) const;
   std::string named(int peer) const { return "rank " + std::to_string(ranks_[peer]); }
   void check_peer(int peer) const;

@@ -1,6 +1,8 @@
-// Tests calls and messages when memory runs out. They must end with an error. A call must not take a call number and leave it
-// unused, because all later calls would wait for the call with that number. A thread that waits for a message must not stop the
-// threads that wait after it.
+// Tests what happens when memory runs out.
+//
+// Calls and messages must end with an error. A call must not take a call number and leave it unused: all later calls would wait
+// for the call with that number. A thread that fails while it waits for a message must not stop the threads that wait after it.
+// A group that breaks must break completely, and no thread of the core may end the process.
 #include <sys/socket.h>
 
 #include <array>
@@ -19,11 +21,18 @@ namespace {
 
 // How many more allocations of this thread succeed before one fails. -1 means that none fails.
 thread_local int fails_in = -1;
+// Whether all later allocations fail, too, until fails_in is set to -1.
+thread_local bool stays_out = false;
 
 }  // namespace
 
 void* operator new(std::size_t bytes) {
-  if (fails_in >= 0 && fails_in-- == 0) throw std::bad_alloc();
+  if (fails_in > 0) {
+    fails_in--;
+  } else if (fails_in == 0) {
+    if (!stays_out) fails_in = -1;
+    throw std::bad_alloc();
+  }
   if (void* const memory = std::malloc(bytes ? bytes : 1)) return memory;
   throw std::bad_alloc();
 }
@@ -119,13 +128,73 @@ bool wait_fails_at(int allocation) {
   return failed;
 }
 
+std::shared_ptr<Peers> two_peers() {
+  return std::make_shared<Peers>(std::vector<std::string>{"rank 0 on a host with a long name", "rank 1 on another host"},
+                                 std::vector{0, 1}, std::vector<Descriptor>(2), nullptr);
+}
+
+// An abort ends all calls and messages, even if no allocation succeeds.
+void an_abort_needs_no_memory() {
+  Recorder recorder;
+  Communicator group("world", {0, 1}, 0, two_peers(), std::make_unique<NoBackend>(), 0, true, recorder, {});
+  group.expect_incoming(1);
+  int64_t out = 0;
+  std::vector<std::shared_ptr<Work>> works;
+  for (const int source : {1, any_source, 1})
+    works.push_back(group.start({false, source, 7, Dtype::int64, &out, sizeof out}, Deadline(60)));
+  Failure failure{Error("CollectiveTimeout", "a reason that is longer than a short text", {1}), false};
+  stays_out = true, fails_in = 0;
+  group.abort(std::move(failure));
+  fails_in = -1;
+  for (const auto& work : works) CHECK(work->wait(60) && work->error());
+  CHECK(group.failure() && group.failure()->error.kind == "CollectiveTimeout");
+}
+
+// A rank that cannot make the calls for which it has reserved numbers breaks the group, whichever allocation fails.
+void numbers_are_given_up_without_memory() {
+  for (int allocation = 0; allocation < 10; allocation++) {
+    Recorder recorder;
+    Communicator group("world", {0, 1}, 0, two_peers(), std::make_unique<NoBackend>(), 0, true, recorder, {});
+    {
+      const CallNumbers numbers(group, 2);
+      stays_out = allocation % 2, fails_in = allocation / 2;
+    }
+    fails_in = -1;
+    CHECK(group.failure());
+  }
+}
+
+// A queued call fails, and no memory is left to describe why. Its Work ends with an error nevertheless, and the group is broken.
+void a_queued_call_fails_without_memory() {
+  struct Fails final : NoBackend {
+    void run(const Call&, const Wait&) override {
+      Error error("CollectiveTimeout", "a reason that is longer than a short text", {1});
+      stays_out = true, fails_in = 0;  // on the worker thread
+      throw error;
+    }
+  };
+  Recorder recorder;
+  const Communicator::Hooks hooks{{}, {}, [] { fails_in = -1; }};
+  Communicator group("world", {0, 1}, 0, two_peers(), std::make_unique<Fails>(), 0, true, recorder, hooks);
+  Call barrier;
+  barrier.signature.what = Collective::barrier;
+  barrier.signature.function = Function::barrier;
+  const auto work = group.start(barrier, 60);
+  CHECK(work->wait(60) && work->error() && group.failure());
+}
+
 }  // namespace
 
 int main() {
-  for (const auto& fails_at : {start_fails_at, wait_fails_at}) {
-    int allocation = 0;
-    while (fails_at(allocation)) allocation++;
-    CHECK(allocation > 0);
-  }
+  for (const bool stays : {false, true})
+    for (const auto& fails_at : {start_fails_at, wait_fails_at}) {
+      stays_out = stays;
+      int allocation = 0;
+      while (fails_at(allocation)) allocation++;
+      CHECK(allocation > 0);
+    }
+  an_abort_needs_no_memory();
+  numbers_are_given_up_without_memory();
+  a_queued_call_fails_without_memory();
   return test::failed();
 }
