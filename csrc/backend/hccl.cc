@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/thread.h"
 
 namespace mscomm {
 
@@ -192,14 +193,15 @@ class HcclGroup final : public VendorGroup {
     // The library's join function waits for the other ranks. So a separate thread calls the function, and is left behind if the
     // function does not return. The thread can safely outlive this object, because it has its own copies of the function
     // pointers, and because the libraries are never closed.
-    std::packaged_task<Joined()> join([functions = functions_, runtime = runtime_, id, size, rank, device] {
-      const Runtime::Current current(*runtime, device);
-      Comm comm = nullptr;
-      const int result = functions.init(size, id.data(), rank, &comm);
-      return Joined{result, {comm, functions.destroy}};
-    });
-    joining_ = join.get_future();
-    std::thread(std::move(join)).detach();
+    const auto join =
+        std::make_shared<std::packaged_task<Joined()>>([functions = functions_, runtime = runtime_, id, size, rank, device] {
+          const Runtime::Current current(*runtime, device);
+          Comm comm = nullptr;
+          const int result = functions.init(size, id.data(), rank, &comm);
+          return Joined{result, {comm, functions.destroy}};
+        });
+    joining_ = join->get_future();
+    start_thread([join] { (*join)(); })->detach();
   }
 
   ~HcclGroup() override {

@@ -49,11 +49,13 @@ class Turn {
 // Allows only one thread at a time to call the library for the group, except to abort it.
 class SharedGroup {
  public:
-  // Joins the group; see Vendor::join.
-  SharedGroup(std::shared_ptr<Vendor> vendor, const std::string& id, int size, int rank, std::shared_ptr<Runtime> runtime,
-              int device)
-      : vendor_(std::move(vendor)), group_(vendor_->join(id, size, rank, std::move(runtime), device)) {}
+  explicit SharedGroup(std::shared_ptr<Vendor> vendor) : vendor_(std::move(vendor)) {}
 
+  // Joins the group; see Vendor::join.
+  void join(const std::string& id, int size, int rank, std::shared_ptr<Runtime> runtime, int device) {
+    const std::lock_guard lock(calling_);
+    group_ = vendor_->join(id, size, rank, std::move(runtime), device);
+  }
   Vendor& vendor() const { return *vendor_; }
   // Calls `question` with the library's group, and returns what `question` returns. Throws if the group was aborted.
   template <typename Question>
@@ -76,9 +78,9 @@ class SharedGroup {
 
  private:
   const std::shared_ptr<Vendor> vendor_;
-  Turn calling_;  // protects group_
-  std::unique_ptr<VendorGroup> group_;
-  std::atomic<bool> aborted_{false};  // whether group_ was aborted while a thread was inside the library
+  Turn calling_;                        // protects group_
+  std::unique_ptr<VendorGroup> group_;  // nullptr before join(), and after abort() or finish()
+  std::atomic<bool> aborted_{false};    // whether group_ was aborted while a thread was inside the library
 };
 
 }  // namespace mscomm

@@ -40,24 +40,27 @@ void look(const Wait& wait, const std::string& why) {
 
 }  // namespace
 
-VendorBackend::VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id,
-                             int size, int rank)
-    : runtime_(std::move(runtime)), device_(device), size_(size), rank_(rank), issuing_(issuing_on(runtime_.get(), device)) {
-  const Runtime::Current current(*runtime_, device_);
-  group_ = std::make_shared<SharedGroup>(std::move(vendor), id, size, rank, runtime_, device);
-  watcher_ = std::make_shared<Watcher>(runtime_, device, group_);
-}
+VendorBackend::VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, int size, int rank)
+    : runtime_(std::move(runtime)),
+      device_(device),
+      size_(size),
+      rank_(rank),
+      issuing_(issuing_on(runtime_.get(), device)),
+      group_(std::make_shared<SharedGroup>(std::move(vendor))),
+      watcher_(std::make_shared<Watcher>(runtime_, device, group_)) {}
 
 // If the body throws, the destructor runs, because the constructor to which this one delegates has returned. So the watcher's
-// thread aborts the group, and not this thread, which the library might keep for long.
+// thread aborts the group, and not this thread, which the library might keep for long. The threads are started first: if one of
+// them cannot be started, there is no group to abort.
 VendorBackend::VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id,
                              int size, int rank, const Deadline& deadline, const std::function<void()>& check)
-    : VendorBackend(std::move(vendor), std::move(runtime), device, id, size, rank) {
+    : VendorBackend(std::move(vendor), std::move(runtime), device, size, rank) {
   threads_[0] = start_thread([watcher = watcher_] { watcher->free_group(); });
   threads_[1] = start_thread([watcher = watcher_] { watcher->watch(); });
   const Runtime::Current current(*runtime_, device_);
+  group_->join(id, size, rank, runtime_, device_);
   auto pause = 100us;
-  while (group_->busy()) {
+  while (!watcher_->watches() || group_->busy()) {
     check();
     if (deadline.passed())
       throw Error("CollectiveTimeout", std::string(group_->vendor().name()) + " " + group_->vendor().version() +
@@ -69,11 +72,11 @@ VendorBackend::VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Run
 }
 
 VendorBackend::~VendorBackend() {
-  if (!threads_[0]) return;  // in a forked child
+  if (!threads_[0]) return;  // in a forked child, or the thread could not be started
   observe(nullptr);
-  const bool ended = watcher_->stop();
+  const bool ended = watcher_->stop(threads_[1] != nullptr);
   for (auto& thread : threads_)
-    if (ended) thread->join();
+    if (thread && ended) thread->join();
     else if (thread) thread->detach();  // a thread hangs in the library; the threads share ownership of all that they use
 }
 

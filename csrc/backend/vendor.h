@@ -25,7 +25,8 @@ class VendorBackend final : public Backend {
 
   // Joins the group with this id, and waits until every rank has joined. `check` is called repeatedly during the wait, with
   // sleeps of at most 50 ms in between, and may throw to end the wait. Throws CollectiveTimeout at the deadline. If it throws, it
-  // first waits until the library has aborted the group, but for at most aborts_within_s.
+  // first waits until the library has aborted the group, but for at most aborts_within_s. Also throws if the watcher's threads
+  // cannot be started, or cannot use the device.
   VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id, int size,
                 int rank, const Deadline& deadline, const std::function<void()>& check);
   ~VendorBackend() override;
@@ -56,8 +57,7 @@ class VendorBackend final : public Backend {
   }
 
  private:
-  VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id, int size,
-                int rank);
+  VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, int size, int rank);
   void take(std::unique_lock<Turn>& issuing, const Wait& wait);
   void settle(std::unique_lock<Turn>& issuing, const Wait& wait);
   void enqueue(const Call& call, StreamHandle stream);

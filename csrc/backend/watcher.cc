@@ -28,9 +28,16 @@ constexpr double compares_after_s = 1;
 
 }  // namespace
 
+bool Watcher::watches() const {
+  const std::lock_guard lock(telling_);
+  if (failed_) throw *failed_;
+  return watches_;
+}
+
 void Watcher::observe(Observer* observer) {
   const std::lock_guard lock(telling_);
   observer_ = observer;
+  if (observer_ && failed_) observer_->failed({}, *failed_);
 }
 
 Watcher::Event Watcher::take_event() {
@@ -122,15 +129,15 @@ void Watcher::abort() {
   changed_.notify_all();
 }
 
-void Watcher::finish() { end(finishing_, frees_within_s + aborts_within_s); }
-bool Watcher::stop() { return end(stopping_, aborts_within_s); }
+void Watcher::finish() { end(finishing_, frees_within_s + aborts_within_s, true); }
+bool Watcher::stop(bool watched) { return end(stopping_, aborts_within_s, watched); }
 
-// Sets the flag, and waits until both threads have ended, for at most within_s. Returns whether they have ended.
-bool Watcher::end(bool& flag, double within_s) {
+// Sets the flag, and waits until the threads have ended, for at most within_s. Returns whether they have ended.
+bool Watcher::end(bool& flag, double within_s, bool watched) {
   std::unique_lock lock(mutex_);
   flag = true;
   changed_.notify_all();
-  return changed_.wait_for(lock, std::chrono::duration<double>(within_s), [this] { return freed_ && ended_; });
+  return changed_.wait_for(lock, std::chrono::duration<double>(within_s), [&] { return freed_ && (ended_ || !watched); });
 }
 
 // The main function of the thread that frees the group: with finish() if the group has ended without an error, and with abort()
@@ -161,16 +168,24 @@ void Watcher::free_group() {
   changed_.notify_all();
 }
 
-// The main function of the thread that watches the calls. If an error ends watch_pending() early, the observer must be told,
-// because no other thread watches the group.
+// The main function of the thread that watches the calls. If an error ends it early, the observer must be told, because no other
+// thread watches the group. If there is no observer yet, watches() or observe() tells of the error.
 void Watcher::watch() {
   try {
     const Runtime::Current current(*runtime_, device_);
     runtime_->leave_captures_alone();
+    {
+      const std::lock_guard lock(telling_);
+      watches_ = true;
+    }
     watch_pending();
   } catch (const std::exception& error) {
-    const Error cause("Error", std::string("the thread that watches the device has failed: ") + error.what());
-    tell([&](Observer& observer) { observer.failed({}, cause); });
+    const auto cause = [&] {
+      return Error("Error", std::string("the thread that watches the device has failed: ") + error.what());
+    };
+    const std::lock_guard lock(telling_);
+    failed_ = or_no_memory(cause);
+    if (observer_) observer_->failed({}, *failed_);
   }
   const std::lock_guard lock(mutex_);
   ended_ = true;

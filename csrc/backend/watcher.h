@@ -10,6 +10,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -42,6 +43,9 @@ class Watcher {
   // The two threads run these functions until finish() or stop() is called.
   void watch();
   void free_group();
+  // Returns whether the thread in watch() has begun to watch. Throws if it has failed.
+  bool watches() const;
+  // If the thread in watch() has failed already, tells the observer at once.
   void observe(Observer* observer);
 
   // All functions from here to order() must be called while the device is the thread's current device.
@@ -63,8 +67,8 @@ class Watcher {
   // Makes the threads free the group and end. Waits until they have ended, but for at most frees_within_s + aborts_within_s.
   void finish();
   // Aborts the group if it has not been freed, and ends the threads. Returns false if one of them hangs in the library or the
-  // driver.
-  bool stop();
+  // driver. watched: whether there is a thread in watch().
+  bool stop(bool watched);
 
  private:
   struct Pending {
@@ -80,7 +84,7 @@ class Watcher {
     const std::lock_guard lock(telling_);
     if (observer_) words(*observer_);
   }
-  bool end(bool& flag, double within_s);
+  bool end(bool& flag, double within_s, bool watched);
   void give_back(EventHandle event) noexcept;
   void keep_until_passed(Event event, StreamHandle stream);
   void watch_pending();
@@ -106,8 +110,11 @@ class Watcher {
   bool freed_ = false;       // whether the group has been freed or aborted
   bool ended_ = false;       // whether the watching thread has ended
 
-  std::mutex telling_;  // protects observer_; held while the observer is called; the observer may take mutex_
+  // Protects the fields below. Held while the observer is called. The observer may take mutex_.
+  mutable std::mutex telling_;
   Observer* observer_ = nullptr;
+  bool watches_ = false;         // whether the watching thread has begun to watch
+  std::optional<Error> failed_;  // why the watching thread has failed
 };
 
 }  // namespace mscomm

@@ -151,8 +151,12 @@ Communicator::~Communicator() {
 }
 
 void Communicator::add_device(std::unique_ptr<VendorBackend> device) {
-  device->observe(this);
-  device_ = std::move(device);
+  {
+    const std::lock_guard lock(state_mutex_);
+    device_ = std::move(device);
+    if (failure_) device_->shut_down();  // abort() came too early to do this
+  }
+  device_->observe(this);
 }
 
 void Communicator::stop_worker() {

@@ -1,5 +1,9 @@
 // Tests the vendor backend on a device that is simulated by threads. The tests check which library operations make up a call, how
 // calls are watched, and how groups are aborted and freed.
+#include <dlfcn.h>
+#include <pthread.h>
+
+#include <cerrno>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -16,6 +20,21 @@
 #include "no_backend.h"
 
 using namespace mscomm;
+
+namespace {
+
+// How many more threads this thread can start before the system refuses one. -1 means that it refuses none.
+thread_local int threads_until_failure = -1;
+
+}  // namespace
+
+// Replaces the function that std::thread calls.
+extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*function)(void*),
+                              void* argument) noexcept {
+  static const auto real = reinterpret_cast<decltype(&pthread_create)>(dlsym(RTLD_NEXT, "pthread_create"));
+  if (threads_until_failure >= 0 && threads_until_failure-- == 0) return EAGAIN;
+  return real(thread, attributes, function, argument);
+}
 
 namespace {
 
@@ -161,7 +180,9 @@ class Device final : public Runtime {
     queue(stream)->push([=] { std::memcpy(to, from, bytes); });
   }
   bool events_can_be_used_again() const override { return reuses; }
-  void leave_captures_alone() override {}
+  void leave_captures_alone() override {  // called by the watcher's threads alone
+    if (unusable) throw std::runtime_error("no device");
+  }
   int device_of(const void*) override { return 0; }
   void* allocate(size_t bytes) override { return new char[bytes]; }
   void free(void* memory) noexcept override { delete[] static_cast<char*>(memory); }
@@ -169,7 +190,7 @@ class Device final : public Runtime {
 
   static Queue* queue(StreamHandle stream) { return static_cast<Queue*>(stream); }
   std::atomic<int> alive{0};
-  std::atomic<bool> capturing{false}, reuses{true}, breaks{false};
+  std::atomic<bool> capturing{false}, reuses{true}, breaks{false}, unusable{false};
   Gate driver;  // a thread that waits or queries passes through it
 
  private:
@@ -556,10 +577,46 @@ void test_a_group_that_cannot_be_joined_is_aborted_by_another_thread() {
   CHECK(vendor->at.aborts == 1 && vendor->at.groups == 0 && aborted_by.load() != std::this_thread::get_id());
 }
 
+// If the system refuses one of the watcher's threads, or the threads cannot use the device, the join fails at once and says why.
+void test_a_group_cannot_be_joined_without_its_threads() {
+  const auto device = std::make_shared<Device>();
+  for (const bool busy : {false, true})  // whether the library's join never ends
+    for (const int started : {0, 1, 2}) {
+      const auto vendor = std::make_shared<ThreadVendor>();
+      vendor->at.busy = busy;
+      device->unusable = started == 2;
+      threads_until_failure = started == 2 ? -1 : started;
+      const auto began = Clock::now();
+      std::string error;
+      try {
+        const VendorBackend backend(vendor, device, 0, vendor->make_id(), 2, 0, Deadline(10), [] {});
+      } catch (const Error& caught) {
+        error = caught.what();
+      }
+      threads_until_failure = -1;
+      CHECK(error.find(started == 2 ? "the thread that watches the device has failed: no device" : "cannot start a thread") == 0);
+      CHECK(seconds_since(began) < aborts_within_s / 2);  // no thread was waited for in vain
+      CHECK(vendor->at.groups == 0);
+    }
+}
+
+// An abort may come while the device joins, or before.
+void test_a_device_that_joins_a_broken_group_is_aborted() {
+  const auto vendor = std::make_shared<ThreadVendor>();
+  auto peers = std::make_shared<Peers>(std::vector<std::string>{"rank 0"}, std::vector{0}, std::vector<Descriptor>(1), nullptr);
+  Recorder recorder;
+  Communicator group("world", {0}, 0, peers, std::make_unique<NoBackend>(), 7, true, recorder, {});
+  group.abort({Error("Aborted", "enough", {0}), true});
+  group.add_device(
+      std::make_unique<VendorBackend>(vendor, std::make_shared<Device>(), 0, vendor->make_id(), 1, 0, Deadline(60), [] {}));
+  CHECK(soon([&] { return vendor->at.aborts == 1; }));
+}
+
 // A thread stays in the library, so the group is aborted beside it. Then its handle must not be used again.
 void test_an_aborted_group_is_not_asked() {
   const auto vendor = std::make_shared<ThreadVendor>();
-  SharedGroup group(vendor, vendor->make_id(), 1, 0, std::make_shared<Device>(), 0);
+  SharedGroup group(vendor);
+  group.join(vendor->make_id(), 1, 0, std::make_shared<Device>(), 0);
   Gate library;
   library.close();
   std::thread caller([&] { group.ask([&](VendorGroup&) { library.pass(); }); });
@@ -665,6 +722,8 @@ SUITE(vendor) {
   test_abort_ends_a_call_that_cannot_be_enqueued();
   test_abort_ends_a_call_that_blocks_the_driver();
   test_a_group_that_cannot_be_joined_is_aborted_by_another_thread();
+  test_a_group_cannot_be_joined_without_its_threads();
+  test_a_device_that_joins_a_broken_group_is_aborted();
   test_an_aborted_group_is_not_asked();
   test_an_event_lives_until_no_stream_waits_for_it();
   test_two_groups_on_one_device_are_not_in_the_library_at_once();
