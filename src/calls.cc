@@ -8,6 +8,7 @@
 #include "base/reduce.h"
 #include "src/dlpack.h"
 #include "src/group.h"
+#include "src/python.h"
 #include "src/works.h"
 
 namespace mscomm {
@@ -34,13 +35,9 @@ std::string text(std::string_view function, std::string_view what) { return std:
 [[noreturn]] void type_error(Function function, std::string_view what) { throw py::type_error(text(name(function), what)); }
 [[noreturn]] void value_error(Function function, std::string_view what) { throw py::value_error(text(name(function), what)); }
 
-// Takes ownership of a reference that a Python C API function has returned. Throws the Python exception if the reference is null.
-py::object taken(PyObject* result) {
-  if (!result) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(result);
+std::string shown(py::handle object) {
+  return taken(stopping_at_exit([&] { return PyObject_Repr(object.ptr()); })).cast<std::string>();
 }
-
-std::string shown(py::handle object) { return py::repr(object).cast<std::string>(); }
 
 // -- describing the user's arrays
 
@@ -71,7 +68,7 @@ void read_fields(Array& array, py::handle memory) {
 // Fills in `array` from the tuple (address, shape, dtype, device, stream) that `function` (Library::plain) returns. Returns
 // false if `function` returns something else, such as None, or if the core cannot use the dtype or the number of dimensions.
 bool read_told(Array& array, PyObject* function) {
-  const py::object told = taken(PyObject_CallOneArg(function, array.given.ptr()));
+  const py::object told = call_python(function, array.given.ptr());
   const auto item = [&](Py_ssize_t i) { return PyTuple_GET_ITEM(told.ptr(), i); };
   if (!PyTuple_Check(told.ptr()) || PyTuple_GET_SIZE(told.ptr()) != 5 || !PyTuple_Check(item(1))) return false;
   const Py_ssize_t dims = PyTuple_GET_SIZE(item(1));
@@ -97,7 +94,7 @@ bool read_plain(Array& array, const Library& library) {
   const py::int_ dtype(static_cast<int>(*array.dtype));
   if (PyObject* const pending = PyDict_GetItemWithError(library.pending, dtype.ptr()))
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(pending); i++)
-      if (taken(PyObject_CallOneArg(PyTuple_GET_ITEM(pending, i), array.given.ptr())).is(py::handle(Py_True))) return false;
+      if (call_python(PyTuple_GET_ITEM(pending, i), array.given.ptr()).is(py::handle(Py_True))) return false;
   array.bytes = array.shape.count() * size_of(*array.dtype);
   if (array.bytes && !array.begin) return false;
   array.backend = array.stream ? library.backend : nullptr;
@@ -119,11 +116,11 @@ void read_memory(Array& array, py::object memory) {
   array.memory = std::move(memory);
   array.dtype = native_dtype(array.memory);
   if (!array.dtype) {
-    const py::object code = ours("mscomm.arrays.numpy", "known_code")(array.memory.attr("dtype"));
+    const py::object code = call_python(attribute_of("mscomm.arrays.numpy", "known_code"), array.memory.attr("dtype"));
     if (!code.is_none()) array.dtype = static_cast<Dtype>(code.cast<int>());
   }
   read_fields(array, array.memory);
-  if (!py::isinstance(array.memory, ours("mscomm.arrays.device", "OnDevice"))) return;
+  if (!py::isinstance(array.memory, attribute_of("mscomm.arrays.device", "OnDevice"))) return;
   array.backend = array.memory.attr("backend").ptr();  // array.memory keeps this object alive
   array.device = array.memory.attr("index").cast<int>();
   array.stream = reinterpret_cast<StreamHandle>(array.memory.attr("stream").cast<uintptr_t>());
@@ -139,7 +136,7 @@ Array read(const Calls& calls, std::string_view function, std::string_view argum
   if (const auto library = library_of(calls, array.given))
     if (read_plain(array, *library)) return array;
   array = Array{.given = std::move(array.given)};
-  read_memory(array, ours("mscomm.arrays", "memory_anywhere")(array.given, argument, function));
+  read_memory(array, attribute_of("mscomm.arrays", "memory_anywhere")(array.given, argument, function));
   return array;
 }
 
@@ -191,7 +188,7 @@ bool may_overlap(const Array& x, const Array& y) {
 bool overlap(const Array& x, const Array& y) {
   if (!may_overlap(x, y)) return false;
   if (x.in_order && y.in_order) return true;
-  return py::module_::import("numpy").attr("shares_memory")(memory_of(x), memory_of(y)).cast<bool>();
+  return call_python(attribute_of("numpy", "shares_memory"), memory_of(x), memory_of(y)).cast<bool>();
 }
 
 bool same_strides(const Array& x, const Array& y) {
@@ -211,7 +208,7 @@ bool lies_in_place(const Array& x, const Array& out, uint64_t place) {
 StreamHandle stream_of(Function function, std::string_view argument, const Array& array, py::handle given) {
   if (!array.backend) type_error(function, "stream is for arrays on a device, but " + std::string(argument) + " is on the CPU");
   if (!array.in_order) value_error(function, "with stream= " + std::string(argument) + " must be in C order");
-  const py::object handle = py::reinterpret_steal<py::object>(PyNumber_Index(given.ptr()));
+  const py::object handle = py::reinterpret_steal<py::object>(stopping_at_exit([&] { return PyNumber_Index(given.ptr()); }));
   if (!handle) {
     PyErr_Clear();
     type_error(function, "stream " + shown(given) + " is not an integer, the handle of a stream");
@@ -227,7 +224,7 @@ void check_device(const Calls& calls, Function function, std::string_view argume
   if (!array.backend) return;
   if (array.device == calls.device && array.device >= 0 && equal(array.backend, calls.backend)) return;
   const py::object memory = memory_of(array);
-  calls.python().attr("check_device")(name(function), argument, memory);
+  call_python(calls.python().attr("check_device"), name(function), argument, memory);
   array.device = memory.attr("index").cast<int>();  // the library did not report the device's number
 }
 
@@ -247,7 +244,7 @@ int checked_root(const Calls& calls, Function function, py::handle root) {
     if (rank >= 0 && rank < calls.group->communicator->size()) return static_cast<int>(rank);
   }
   const py::object given = root ? py::reinterpret_borrow<py::object>(root) : py::none();
-  return ours("mscomm.arguments", "checked_rank")(name(function), "root", given, calls.python()).cast<int>();
+  return call_python(attribute_of("mscomm.arguments", "checked_rank"), name(function), "root", given, calls.python()).cast<int>();
 }
 
 // -- choosing the memory of the result
@@ -311,10 +308,12 @@ void make_target(PreparedCall& ready, const Calls& calls, Function function, con
   if (is_numpy(like.given)) {
     target = new_like(like.given, shape, *like.dtype);
   } else if (like.library) {
-    target = read(calls, name(function), "out",
-                  taken(PyObject_CallFunctionObjArgs(like.library->empty, like.given.ptr(), as_tuple(shape).ptr(), nullptr)));
+    const py::tuple extents = as_tuple(shape);
+    target = read(calls, name(function), "out", taken(stopping_at_exit([&] {
+                    return PyObject_CallFunctionObjArgs(like.library->empty, like.given.ptr(), extents.ptr(), nullptr);
+                  })));
   } else {
-    const py::tuple made = ours("mscomm.arrays", "new")(name(function), like.given, as_tuple(shape));
+    const py::tuple made = call_python(attribute_of("mscomm.arrays", "new"), name(function), like.given, as_tuple(shape));
     target.given = made[0];
     read_memory(target, target.given);
     ready.finish = made[1];
@@ -325,9 +324,10 @@ void make_target(PreparedCall& ready, const Calls& calls, Function function, con
 py::object written_of(const Array& out) {
   if (is_numpy(out.given)) return {};
   const auto is_tracked = [&](PyObject* attribute) {
-    return attribute != Py_None && taken(PyObject_GetAttr(out.given.ptr(), attribute)).is(py::handle(Py_True));
+    return attribute != Py_None &&
+           taken(stopping_at_exit([&] { return PyObject_GetAttr(out.given.ptr(), attribute); })).is(py::handle(Py_True));
   };
-  if (!out.library || is_tracked(out.library->tracked)) return ours("mscomm.arrays", "written_all");
+  if (!out.library || is_tracked(out.library->tracked)) return attribute_of("mscomm.arrays", "written_all");
   return out.library->written == Py_None ? py::object() : py::reinterpret_borrow<py::object>(out.library->written);
 }
 
@@ -344,7 +344,7 @@ void take_out(PreparedCall& ready, const Calls& calls, const Wanted& wanted, con
   if (out.dtype != dtype)
     type_error(function, argument() + " has dtype " + dtype_text(out) + ", x has " + std::string(name(dtype)));
   if (!out.writable) type_error(function, argument() + " is read-only");
-  if (!out.in_order) ours("mscomm.arrays.numpy", "check_out")(name(function), argument(), memory_of(out));
+  if (!out.in_order) attribute_of("mscomm.arrays.numpy", "check_out")(name(function), argument(), memory_of(out));
   if (ready.x) {
     const Array& x = *ready.x;
     if (out.backend && out.device < 0) check_device(calls, function, wanted.out_argument, out);
@@ -377,12 +377,6 @@ void take_out(PreparedCall& ready, const Calls& calls, const Wanted& wanted, con
 
 }  // namespace
 
-py::object ours(const char* module, const char* attribute) {
-  const auto name = py::reinterpret_steal<py::object>(PyUnicode_InternFromString(module));
-  const auto loaded = py::reinterpret_steal<py::object>(PyImport_GetModule(name.ptr()));
-  return (loaded ? loaded : py::module_::import(module)).attr(attribute);
-}
-
 bool Shape::operator==(const Shape& other) const {
   return dims == other.dims && dims <= max_dims && std::equal(extents.begin(), extents.begin() + dims, other.extents.begin());
 }
@@ -406,13 +400,14 @@ double seconds_of(py::handle timeout, std::string_view function, bool may_be_zer
     if (seconds > 0) return seconds;
     PyErr_Clear();
   }
-  return ours("mscomm.cluster.deadline", "seconds_of")(timeout, function, "timeout", may_be_zero).cast<double>();
+  return call_python(attribute_of("mscomm.cluster.deadline", "seconds_of"), timeout, function, "timeout", may_be_zero)
+      .cast<double>();
 }
 
 py::object memory_of(const Array& array) {
   if (array.memory) return array.memory;
   if (is_numpy(array.given)) return array.given;
-  return ours("mscomm.arrays", "memory_anywhere")(array.given, "x", "mscomm");
+  return call_python(attribute_of("mscomm.arrays", "memory_anywhere"), array.given, "x", "mscomm");
 }
 
 Shape shape_of(py::handle tuple) {
@@ -447,10 +442,11 @@ Array described(const Calls& calls, Function function, std::string_view argument
   check_device(calls, function, argument, array);
   if (stream) array.stream = stream_of(function, argument, array, stream), array.chosen = true;
   if (!array.dtype)
-    ours("mscomm.arrays.numpy", "checked_code")(name(function), argument, memory_of(array).attr("dtype"));  // raises
+    call_python(attribute_of("mscomm.arrays.numpy", "checked_code"), name(function), argument,
+                memory_of(array).attr("dtype"));  // raises
   if (!array.in_order) {
     if (!array.backend) array.packed = taken(Numpy::get().PyArray_NewCopy_(memory_of(array).ptr(), 0 /* NPY_CORDER */));
-    else array.packed = ours("mscomm.arrays", "packed")(name(function), argument, array.given);
+    else array.packed = attribute_of("mscomm.arrays", "packed")(name(function), argument, array.given);
   }
   return array;
 }
@@ -510,7 +506,7 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
   if (at_root || (what != Collective::reduce && what != Collective::gather)) {
     ready.out = std::move(out);
     if (ready.out.is_none() && !ready.x)
-      ready.out = ours("mscomm.arrays.numpy", "empty")(as_tuple(share.shape), static_cast<int>(dtype));
+      ready.out = attribute_of("mscomm.arrays.numpy", "empty")(as_tuple(share.shape), static_cast<int>(dtype));
     if (ready.out.is_none()) {
       make_target(ready, calls, function, *ready.x, share.shape);
       ready.out = ready.target->given;
@@ -527,7 +523,7 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
       // On a device, parts of the result can arrive before all parts of x have been sent. So x is copied if it overlaps the
       // result.
       if (source.chosen) refuse_new_memory(function);
-      source.packed = calls.python().attr("apart")(name(function), source.given, memory_of(source));
+      source.packed = call_python(calls.python().attr("apart"), name(function), source.given, memory_of(source));
     }
     call.x = source.packed ? fields(source.packed)->data : source.begin;
     call.x_bytes = source.bytes;
@@ -558,7 +554,7 @@ void PreparedCall::hold_memory() {
     if (!*array || (*array)->memory || (*array)->held) continue;
     Array& one = **array;
     const bool quick = one.library && !one.backend && one.library->held != Py_None;
-    (quick ? one.held : one.memory) = quick ? taken(PyObject_CallOneArg(one.library->held, one.given.ptr())) : memory_of(one);
+    (quick ? one.held : one.memory) = quick ? call_python(one.library->held, one.given.ptr()) : memory_of(one);
   }
 }
 
@@ -579,19 +575,22 @@ int PreparedCall::traverse(visitproc visit, void* arg) const {
 
 py::object PreparedCall::result() {
   if (finish || assigned) {
-    const py::object made = finish ? finish() : target->given;
-    if (assigned) ours("mscomm.arrays", "assigned")(out, made);
+    const py::object made = finish ? call_python(finish) : target->given;
+    if (assigned) call_python(attribute_of("mscomm.arrays", "assigned"), out, made);
     else out = made;
   }
   if (out_memory && Numpy::get().PyArray_CopyInto_(out_memory.ptr(), target->given.ptr()) < 0) throw py::error_already_set();
-  if (written) taken(PyObject_CallOneArg(written.ptr(), py::make_tuple(out).ptr()));
+  if (written) {
+    const py::tuple one = py::make_tuple(out);
+    call_python(written.ptr(), one.ptr());
+  }
   return out;
 }
 
 std::unique_ptr<CallNumbers> reserved(const Calls& calls, int count) {
   auto numbers = std::make_unique<CallNumbers>(*calls.group->communicator, count);
   numbers->enter();  // before Python runs, and with it a signal handler
-  for (int i = 0; calls.noted && i < count; i++) calls.python().attr("noted")(numbers->next() + i);
+  for (int i = 0; calls.noted && i < count; i++) call_python(calls.python().attr("noted"), numbers->next() + i);
   return numbers;
 }
 
@@ -613,7 +612,7 @@ py::object carried_out(Calls& calls, PreparedCall ready, double timeout_s, bool 
   // If calls.noted is true, hold the Group, because its function ended() is called after the call.
   const py::object python = calls.noted ? calls.python() : py::object();
   failing(calls, [&] { run(calls, std::move(ready.call), timeout_s); });
-  if (python) python.attr("ended")();
+  if (python) call_python(python.attr("ended"));
   return ready.result();
 }
 

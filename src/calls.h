@@ -116,10 +116,6 @@ struct Wanted {
   bool head = false;
 };
 
-// Returns an attribute, such as a function, of one of our Python modules. The modules have already been loaded, except in some
-// tests.
-py::object ours(const char* module, const char* attribute);
-
 // If an argument is wrong, the functions below throw a TypeError or ValueError that names the function and the argument.
 
 // Describes the array `given`, and checks it as the x of a call.

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "base/call.h"
+#include "src/python.h"
 
 namespace mscomm {
 
@@ -79,9 +80,10 @@ bool lacks_storage(const Array& array) {
   const uint64_t size = size_of(*array.dtype), bytes = array.shape.count() * size;
   const bool is_low = address < uintptr_t{1} << 40;
   if (!is_low && bytes < large) return false;
-  const uint64_t offset = array.given.attr("storage_offset")().cast<uint64_t>() * size;
+  const uint64_t offset = call_python(array.given.attr("storage_offset")).cast<uint64_t>() * size;
   if (is_low && address == offset) return true;
-  return bytes >= large && offset + bytes > array.given.attr("untyped_storage")().attr("nbytes")().cast<uint64_t>();
+  return bytes >= large &&
+         offset + bytes > call_python(call_python(array.given.attr("untyped_storage")).attr("nbytes")).cast<uint64_t>();
 }
 
 }  // namespace

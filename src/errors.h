@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "src/python.h"
 
 namespace pybind11::detail {
 
@@ -23,7 +24,7 @@ struct type_caster<mscomm::Error> {
   using cast_op_type = const mscomm::Error&;
 
   bool load(handle source, bool) {
-    if (!isinstance(source, module_::import("mscomm.errors").attr("Error"))) return false;
+    if (!isinstance(source, mscomm::attribute_of("mscomm.errors", "Error"))) return false;
     error.emplace(source.attr("kind").cast<std::string>(), std::string(str(source)),
                   source.attr("ranks").cast<std::vector<int>>(), source.attr("waiting_for").cast<std::vector<int>>());
     return true;
@@ -31,7 +32,8 @@ struct type_caster<mscomm::Error> {
   operator const mscomm::Error&() const { return *error; }
 
   static handle cast(const mscomm::Error& error, return_value_policy, handle) {
-    return module_::import("mscomm.errors").attr("make")(error.kind, error.what(), error.ranks, error.waiting_for).release();
+    const object make = mscomm::attribute_of("mscomm.errors", "make");
+    return mscomm::call_python(make, error.kind, error.what(), error.ranks, error.waiting_for).release();
   }
 
   std::optional<mscomm::Error> error;
@@ -47,8 +49,7 @@ inline void raise(const Error& error) {
   if (error.kind == "ValueError") return PyErr_SetString(PyExc_ValueError, error.what());
   if (error.kind == "RuntimeError") return PyErr_SetString(PyExc_RuntimeError, error.what());
   if (error.kind == "MemoryError") return PyErr_SetString(PyExc_MemoryError, error.what());
-  if (error.kind == "Cancelled")
-    return PyErr_SetString(pybind11::module_::import("concurrent.futures").attr("CancelledError").ptr(), error.what());
+  if (error.kind == "Cancelled") return PyErr_SetString(attribute_of("concurrent.futures", "CancelledError").ptr(), error.what());
   const auto made = pybind11::cast(error);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "src/calls.h"
+#include "src/python.h"
 
 namespace mscomm {
 
@@ -61,7 +62,7 @@ bool fit(const Entry& entry, PyObject* const* given, Py_ssize_t count, PyObject*
 // Returns the group that the `group` argument names. The Callee keeps the group alive during the call.
 Callee callee(PyObject* given) {
   if (given == Py_None && world.core) return world;
-  const py::object core = ours("mscomm.job", "resolve")(py::handle(given)).attr("core");
+  const py::object core = call_python(attribute_of("mscomm.job", "resolve"), py::handle(given)).attr("core");
   return {core, &core.cast<Group&>().ready()};
 }
 
@@ -70,7 +71,7 @@ py::object object(PyObject* argument) { return py::reinterpret_borrow<py::object
 py::handle handle(PyObject* argument) { return argument == Py_None ? py::handle() : py::handle(argument); }
 
 bool is_true(PyObject* argument) {
-  const int whether = PyObject_IsTrue(argument);
+  const int whether = stopping_at_exit([&] { return PyObject_IsTrue(argument); });
   if (whether < 0) throw py::error_already_set();
   return whether != 0;
 }
@@ -102,8 +103,8 @@ py::object run_message(bool sends, const Arguments& arguments) {
   const Communicator& communicator = *one.calls->group->communicator;
   auto peer = number_in(arguments[sends ? dst : src], communicator.size() - 1);
   auto which = number_in(arguments[tag], last_tag);
-  if (!sends && !peer && ours("mscomm.messages", "ANY_SOURCE").ptr() == arguments[src]) peer = any_source;
-  if (!sends && !which && ours("mscomm.messages", "ANY_TAG").ptr() == arguments[tag]) which = any_tag;
+  if (!sends && !peer && attribute_of("mscomm.messages", "ANY_SOURCE").ptr() == arguments[src]) peer = any_source;
+  if (!sends && !which && attribute_of("mscomm.messages", "ANY_TAG").ptr() == arguments[tag]) which = any_tag;
   if (!peer || !which || arguments[status] != Py_None || (sends && !communicator.reaches(static_cast<int>(*peer)))) return {};
   auto array = plain_on_host(*one.calls, object(arguments[sends ? x : out]));
   if (!array || !(sends || array->writable)) return {};
@@ -114,7 +115,7 @@ py::object run_message(bool sends, const Arguments& arguments) {
 PyObject* enter(size_t number, PyObject* const* given, Py_ssize_t count, PyObject* names) {
   const Entry& entry = entries[number];
   Arguments arguments;
-  const auto in_python = [&] { return PyObject_Vectorcall(entry.model, given, count, names); };
+  const auto in_python = [&] { return stopping_at_exit([&] { return PyObject_Vectorcall(entry.model, given, count, names); }); };
   if (!fit(entry, given, count, names, arguments)) return in_python();
   return guarded([&] {
     if (number < send_number) return run_collective(number, arguments).release().ptr();

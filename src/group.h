@@ -22,22 +22,12 @@
 #include "comm/founding.h"
 #include "src/calls.h"
 #include "src/errors.h"
+#include "src/python.h"
 
 namespace mscomm {
 
-inline bool python_is_ending() {
-#if PY_VERSION_HEX >= 0x030D0000
-  return Py_IsFinalizing() != 0;
-#else
-  return _Py_IsFinalizing() != 0;
-#endif
-}
-
-// Calls the function without the GIL, and returns its result. If a daemon thread asks for the GIL while the process is exiting,
-// Python before 3.14 ends the thread by unwinding its stack. But a stack cannot be unwound through a destructor. So unlocked()
-// uses no guard object whose destructor takes the GIL again. And if the process is exiting when `function` returns, the thread
-// waits forever instead of asking for the GIL. In Python 3.14 and later, a thread that asks for the GIL while the process is
-// exiting waits forever, too.
+// Calls the function without the GIL, and returns its result. If the process is exiting when `function` returns, the thread waits
+// until the process has ended. No destructor takes the GIL again, because stopping_at_exit() cannot be used there.
 // If `away` is given, it counts this thread until the thread has the GIL again.
 template <typename Function>
 auto unlocked(const Function& function, std::atomic<int>* away = nullptr) {
@@ -53,7 +43,7 @@ auto unlocked(const Function& function, std::atomic<int>* away = nullptr) {
     thrown = std::current_exception();
   }
   while (python_is_ending()) pause();
-  PyEval_RestoreThread(state);
+  stopping_at_exit([&] { PyEval_RestoreThread(state); });
   if (away) --*away;
   if (thrown) std::rethrow_exception(thrown);
   if constexpr (!std::is_void_v<Result>) return *std::move(result);
@@ -61,7 +51,8 @@ auto unlocked(const Function& function, std::atomic<int>* away = nullptr) {
 
 inline void run_pending_signal_handlers() {
   if (python_is_ending()) return;
-  const py::gil_scoped_acquire gil;
+  std::optional<py::gil_scoped_acquire> gil;
+  stopping_at_exit([&] { gil.emplace(); });
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
@@ -94,8 +85,8 @@ struct Group {
   }
 
   // Ends this rank's part in the group. Call this without holding the GIL. After close(), the process may exit, and a thread
-  // must not ask for the GIL while the process is exiting. So close() ends the calls of other threads, and then waits until
-  // these threads have the GIL again, but for at most 5 s.
+  // that asks for the GIL then stops (see stopping_at_exit()). So that the calls of other threads end well, close() ends them,
+  // and then waits until these threads have the GIL again, but for at most 5 s.
   void close() {
     communicator->close();
     const Deadline deadline(5);
@@ -114,10 +105,11 @@ auto failing(const Calls& calls, const Function& function) {
     if (python.is_none()) throw;
     const py::object value = error.value();
     if (error.trace()) PyException_SetTraceback(value.ptr(), error.trace().ptr());
-    // Python's code in failed() gives up the GIL from time to time. So close() must also wait for this thread; see unlocked().
+    // Python's code in failed() gives up the GIL from time to time. So that it can tell why the call has failed, close() also
+    // waits for this thread.
     ++calls.group->away;
     try {
-      python.attr("failed")(value);
+      call_python(python.attr("failed"), value);
     } catch (...) {
       --calls.group->away;
       throw;

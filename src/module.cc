@@ -26,6 +26,7 @@
 #include "src/functions.h"
 #include "src/group.h"
 #include "src/process_group.h"
+#include "src/python.h"
 #include "src/works.h"
 #include "transport/arena.h"
 
@@ -467,7 +468,7 @@ Then done() is True, wait() raises concurrent.futures.CancelledError, and out is
 gets the message, if it still comes. A send, a collective call, and a recv whose message has come go on, and the result is
 False: wait for them. cancel() does not wait for other ranks.)")
       .def(
-          "__await__", [](const py::object& work) { return ours("mscomm.works", "awaited")(work); },
+          "__await__", [](const py::object& work) { return call_python(attribute_of("mscomm.works", "awaited"), work); },
           "Let a coroutine of asyncio wait: `result = await work`.")
       .def("__repr__", &Handle::repr)
       .def("_join", &Handle::join)
@@ -556,9 +557,10 @@ False: wait for them. cancel() does not wait for other ranks.)")
               double timeout_s, const py::function& check) {
              unlocked([&] {
                group.founded.join_device(std::move(vendor), std::move(runtime), device, id, Deadline(timeout_s), [&check] {
-                 const py::gil_scoped_acquire gil;
+                 std::optional<py::gil_scoped_acquire> gil;
+                 stopping_at_exit([&] { gil.emplace(); });
                  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-                 check();
+                 call_python(check);
                });
              });
            })

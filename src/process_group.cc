@@ -7,6 +7,7 @@
 #include "src/calls.h"
 #include "src/errors.h"
 #include "src/group.h"
+#include "src/python.h"
 
 namespace mscomm {
 
@@ -21,13 +22,11 @@ struct Names {
 };
 
 py::object attribute(PyObject* of, PyObject* name) {
-  PyObject* const value = PyObject_GetAttr(of, name);
-  if (!value) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(value);
+  return taken(stopping_at_exit([&] { return PyObject_GetAttr(of, name); }));
 }
 
 bool equal(PyObject* one, PyObject* other) {
-  const int whether = PyObject_RichCompareBool(one, other, Py_EQ);
+  const int whether = stopping_at_exit([&] { return PyObject_RichCompareBool(one, other, Py_EQ); });
   if (whether < 0) throw py::error_already_set();
   return whether != 0;
 }

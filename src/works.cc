@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "src/group.h"
+#include "src/python.h"
 
 namespace mscomm {
 
@@ -77,7 +78,7 @@ void Handle::warn_if_unfilled() noexcept {
   const auto call = started_->call;
   if (!call || !call->result_fills_out() || failed() || python_.is_none()) return;
   try {
-    python_.attr("unfilled")(name(call->call.signature.function));
+    call_python(python_.attr("unfilled"), name(call->call.signature.function));
   } catch (py::error_already_set& error) {
     error.discard_as_unraisable("mscomm.Work");
   } catch (...) {  // out of memory, and a destructor cannot report it
@@ -96,7 +97,7 @@ py::object Handle::wait(py::handle timeout) {
                  seconds_text(*seconds).c_str());
     throw py::error_already_set();
   }
-  if (calls_->noted) python_.attr("ended")();
+  if (calls_->noted) call_python(python_.attr("ended"));
   collect();
   let_go();
   return result_;
@@ -111,7 +112,7 @@ bool Handle::join(std::optional<double> seconds) {
 bool Handle::ended(std::optional<double> seconds) {
   check_process();
   if (!seconds && started_->current) {
-    const auto stream = reinterpret_cast<StreamHandle>(started_->current().cast<uintptr_t>());
+    const auto stream = reinterpret_cast<StreamHandle>(call_python(started_->current).cast<uintptr_t>());
     try {
       // Without the GIL, because the driver may block this thread until another one has aborted the group.
       calls_->group->called([&] { calls_->group->communicator->device().order(started_->work->number(), stream); });
@@ -168,7 +169,7 @@ py::object Handle::exception() const {
   const auto error = started_->work->error();
   if (!error) return py::none();
   const py::object symptom = as_exception(*error);
-  return is_current() ? python_.attr("cause_of")(symptom) : symptom;
+  return is_current() ? call_python(python_.attr("cause_of"), symptom) : symptom;
 }
 
 // Returns whether the Python Group object still uses this core object. After rejoin(), the Group uses a new core object, for
@@ -176,7 +177,7 @@ py::object Handle::exception() const {
 bool Handle::is_current() const { return !python_.is_none() && core_.is(py::object(python_.attr("core"))); }
 
 void Handle::raise_cause(const Error& symptom) const {
-  if (is_current()) python_.attr("raise_cause")(as_exception(symptom));
+  if (is_current()) call_python(python_.attr("raise_cause"), as_exception(symptom));
   throw symptom;
 }
 
@@ -221,7 +222,7 @@ Handle start(Calls& calls, std::shared_ptr<PreparedCall> call, double timeout_s,
     Call copy = one->call->call;
     return started(calls, one, part, [&] { return calls.group->communicator->start(std::move(copy), timeout_s, numbers); });
   });
-  if (calls.noted && !numbers) calls.python().attr("noted")(one->work->number());
+  if (calls.noted && !numbers) call_python(calls.python().attr("noted"), one->work->number());
   return handle;
 }
 

@@ -128,6 +128,46 @@ def test_the_processes_end_well_while_their_daemon_threads_call_each_other(rank,
     time.sleep(0.1)  # by then, the threads are probably in their calls
 
 
+# Each thread makes a call for which the core runs Python code, which then gives up the GIL and never returns. Before
+# Python 3.14, Python ends such a thread when the process exits.
+IN_PYTHON = """
+import threading, time
+import mscomm, mscomm.arrays, numpy
+
+def stay(*_):
+    if threading.current_thread() is threading.main_thread(): return
+    inside.release()
+    while True: time.sleep(0.001)
+
+def late(group):
+    work = mscomm.recv(numpy.ones(3), 0, timeout=0.01, group=group, async_op=True)
+    while not work.done(): time.sleep(0.001)
+    return work
+
+calls = {
+    "unfilled": lambda group: mscomm.all_reduce(numpy.ones(3), out=numpy.ones(6)[::2], group=group, async_op=True),
+    "cause_of": lambda group: late(group).exception(),
+    "raise_cause": lambda group: late(group).wait(),
+    "noted": lambda group: mscomm.barrier(group=group),
+    "ended": lambda group: mscomm.barrier(group=group),
+    "memory_anywhere": lambda group: mscomm.all_reduce("no array", group=group),
+}
+inside = threading.Semaphore(0)
+mscomm.init()
+for name, call in calls.items():
+    group = mscomm.create_group(name, [0])
+    setattr(mscomm.arrays if name == "memory_anywhere" else group, name, stay)
+    threading.Thread(target=call, args=(group,), daemon=True).start()
+for _ in calls: assert inside.acquire(timeout=20)
+"""
+
+
+def test_the_process_ends_well_while_daemon_threads_are_in_python_code_of_a_call(tmp_path):
+    env = {**os.environ, "MSCOMM_RECORD": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", IN_PYTHON], capture_output=True, text=True, timeout=100, env=env)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_end_of_a_process_prints_nothing_about_the_call_of_a_daemon_thread():
     program = (
         "import threading, time, mscomm, numpy\n"
