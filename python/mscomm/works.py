@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
+import operator
 import os
+import queue
 import threading
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
@@ -18,6 +21,10 @@ Timeout = float | timedelta | None
 Work = _core.Work
 Group = Any  # a mscomm.group.Group, which this module is below
 
+# _all(map(_wake, waiters)) wakes all waiters in one call of C code, which no signal handler can interrupt.
+_wake = operator.methodcaller("put", None)
+_all = collections.deque[None](maxlen=0).extend
+
 
 class Following:
     """A head that has been started, and the call that follows it.
@@ -25,6 +32,10 @@ class Following:
     When the head has completed, then() prepares the second call, and start() starts it. When this call has completed,
     the result is computed. A thread that waits does these steps itself. If none waits, the thread of completing.py does
     them.
+
+    A signal handler may raise an exception between any two bytecodes of the main thread. So this class uses only locks
+    and queues in C: an exception within Python's Condition can lose the lock. If the exception interrupts a step,
+    another thread does the step again.
     """
 
     def __init__(
@@ -43,14 +54,13 @@ class Following:
         self._what = what
         self._make: Callable[[], Any] | None = None  # computes the result
         self._error: BaseException | None = None  # an error that occurred neither in the head nor in the second call
-        self._lock = threading.RLock()  # in C, so a signal handler's exception cannot leave it locked
-        self._moved = threading.Condition(
-            self._lock
-        )  # protects _part, _step, _mover and _over; notified when these change
+        self._lock = threading.RLock()  # protects _part, _step, _mover, _over and _waiters
+        self._waiters: list[queue.SimpleQueue[None]] = []  # one for each thread that waits for a change of these
         self._part = head  # later the second call
         self._step: completing.Step | None = self._follow  # what follows _part; None while a thread does it
         self._mover = 0  # the thread that does it
         self._over = False
+        self._ended = False  # whether nothing is left to do after the end
         self._hurried = False  # whether a function waits for the end
         self._after: list[completing.Step] = []
         self._process = os.getpid()
@@ -71,7 +81,7 @@ class Following:
             return step()
         except BaseException:  # a signal handler has raised it in the main thread; another thread does the step
             with self._lock:
-                again = step is not None and self._part is part and not self._over
+                again = step is not None and self._part is part and not self._ended
                 if again:
                     self._step = step
             if again and threading.current_thread() is threading.main_thread():
@@ -89,8 +99,9 @@ class Following:
             call, self._make = self._then()
             part = self._start(call)
             with self._lock:
+                waiters = map(_wake, self._waiters)
                 self._part, self._step = part, self._finish
-                self._moved.notify_all()
+                _all(waiters)
             if self._hurried:
                 part._hurry()
             completing.call_after(part, functools.partial(self._go_on, part))
@@ -100,14 +111,15 @@ class Following:
 
     def _break(self, error: BaseException) -> None:
         """Break the group because of an error after the head. May block until the hub has decided the cause."""
-        self._error = error
-        if self._group.core is self._core:
-            try:
-                with self._group.committed(self._what):
-                    self._group.fail_after_head(error)
-            except BaseException as cause:
-                self._error = cause
-        self._end()
+        with on_failure(completing.call_after, None, self._end):
+            self._error = error
+            if self._group.core is self._core:
+                try:
+                    with self._group.committed(self._what):
+                        self._group.fail_after_head(error)
+                except BaseException as cause:
+                    self._error = cause
+            self._end()
 
     def _finish(self) -> None:
         try:
@@ -121,17 +133,20 @@ class Following:
         self._then = self._make = None  # releases the arrays
         self._group.following.discard(self)
         with self._lock:
+            waiters = map(_wake, self._waiters)
             self._over = True
-            self._moved.notify_all()
-        self._call_after_steps()
+            _all(waiters)
+        completing.call_after(None, self._call_after_steps)
+        self._ended = True
 
     def call_after(self, step: completing.Step) -> None:
         """Call the step after the end, in the thread of completing.py."""
         self._after.append(step)
         if self._over:
-            self._call_after_steps()
+            completing.call_after(None, self._call_after_steps)
 
     def _call_after_steps(self) -> None:
+        """Is itself a step, so that no signal handler can interrupt it."""
         with contextlib.suppress(IndexError):  # two threads may be here; each step is popped once
             while True:
                 completing.call_after(None, self._after.pop())
@@ -178,13 +193,21 @@ class Following:
 
     def _wait_for_move(self, part: Work, deadline: Deadline) -> bool:
         """Wait until another thread has done what follows `part`."""
+        waiter = queue.SimpleQueue[None]()
         with self._lock:
-            moved = self._part is not part or self._over
-            if not moved and self._mover == threading.get_ident():
+            if self._part is not part or self._over:
+                return True
+            if self._mover == threading.get_ident():
                 raise RuntimeError(f"mscomm: a signal handler that interrupted {self._what} waits for this call")
-            return self._moved.wait_for(
-                lambda: self._part is not part or self._over, min(deadline.rest(), threading.TIMEOUT_MAX)
-            )
+            self._waiters.append(waiter)
+        try:
+            waiter.get(timeout=min(deadline.rest(), threading.TIMEOUT_MAX))
+        except queue.Empty:
+            return False
+        finally:
+            with self._lock:
+                self._waiters.remove(waiter)
+        return True
 
     def _failed(self) -> bool:
         return self._error is not None or self._part._failed()
