@@ -10,7 +10,7 @@ from control import Communicator, Job, eventually, undialled
 from mscomm import errors
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.judge import Judge
-from mscomm.cluster.meetings import Answer, Meetings
+from mscomm.cluster.meetings import MOST_REFUSED, Answer, Meetings
 
 
 class Table:
@@ -220,6 +220,27 @@ def test_who_knows_of_a_refusal_may_try_again_before_the_last_has_heard_of_it():
     table.meetings.refuse(0, "k", "init", [0, 1], "rank 0: enough")
     assert table.come(0, [0, 1]) == []
     assert table.come(1, [0, 1])[0].frame["t"] == "met"
+
+
+@pytest.mark.parametrize("ended", ["refused", "withdrawn"])
+def test_a_meeting_is_forgotten_when_nobody_can_come_any_more(ended):
+    table = Table()
+    table.come(0, [0, 1])
+    table.gone[1] = "rank 1 has left the job"
+    if ended == "refused":
+        table.meetings.refuse(0, "k", "init", [0, 1], "rank 0: enough")
+    else:
+        table.meetings.withdraw(0, "k", 3.0)
+    assert not table.meetings._open
+
+
+def test_refused_meetings_to_which_nobody_comes_need_little_memory():
+    table = Table()
+    for number in range(MOST_REFUSED + 10):
+        table.meetings.refuse(0, str(number), "init", [0, 1], f"rank 0: enough {number}")
+    assert len(table.meetings._open) == MOST_REFUSED
+    assert unmet(table.come(1, [0, 1], key="10")) == [((1,), "Aborted", "rank 0: enough 10", [0])]
+    assert table.come(1, [0, 1], key="9") == []
 
 
 def test_late_at_a_meeting_that_has_timed_out():

@@ -3,6 +3,9 @@
 A meeting has a key, which all its ranks use, and a human-readable name. A meeting ends for all its ranks, either with
 the facts of all ranks or with the reason why the meeting cannot take place. In the second case, a rank that comes later
 is told the reason at once. If a rank that knows the reason comes again, a new meeting with this key begins.
+
+A meeting is forgotten when all its ranks know the reason or cannot come any more. If more than MOST_REFUSED meetings
+wait for that, the oldest one is forgotten, too. A rank that comes to it later waits until its deadline.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from typing import NamedTuple
 from mscomm.cluster.frames import Frame
 from mscomm.cluster.judge import Judge
 from mscomm.errors import Aborted, CollectiveTimeout, Error, Mismatch, PeerLost
+
+MOST_REFUSED = 1000
 
 
 class Answer(NamedTuple):
@@ -155,7 +160,7 @@ class Meetings:
 
     def clear(self, why: Error) -> Iterable[Answer]:
         """End all meetings, and forget them."""
-        answers = [answer for key in list(self._open) for answer in self._cancel(key, why)]
+        answers = [answer for key in list(self._open) for answer in self.end(key, why)]
         self._open.clear()
         return answers
 
@@ -215,7 +220,6 @@ class Meetings:
         if lost and not meeting.survivors and self._judge().due() is not None:
             return []  # the hub calls look() when the judge has reached its verdict
         if lost and not meeting.survivors:
-            meeting.told.update(lost)  # they will not come
             return self._cancel(key, self._explained(meeting, lost))
         for rank in lost:
             meeting.facts.pop(rank, None)  # the rank had arrived, but was lost before all others arrived
@@ -247,9 +251,12 @@ class Meetings:
 
     def _cancel(self, key: str, why: Error) -> list[Answer]:
         """End the meeting. Ranks that have arrived are told why now, and the other ranks when they arrive."""
-        meeting = self._open[key]
+        meeting = self._open[key] = self._open.pop(key)  # to the end, because it is the last one that was refused
         meeting.refused = why
         here = meeting.here
         meeting.facts.clear()
-        self._tell(key, here)
+        self._tell(key, [*here, *(rank for rank in meeting.ranks if self._gone(rank) is not None)])
+        refused = [key for key, meeting in self._open.items() if meeting.refused is not None]
+        for oldest in refused[:-MOST_REFUSED]:
+            del self._open[oldest]
         return [unmet(here, key, why)] if here else []
