@@ -1,5 +1,8 @@
-// A library that tests preload into a rank. It sends the process a chosen signal just before the k-th call of a chosen function
-// that the chosen thread makes: SIGKILL, or SIGSTOP, after which another process continues it (SIGCONT).
+// Tests preload this library into a rank. It replaces the functions below.
+//
+// A thread that calls stop_points_arm() chooses a function, a number and a signal. When the thread calls the function for the
+// chosen time, the library first sends the signal to the process. The signal is SIGKILL or SIGSTOP. After SIGSTOP, another
+// process continues this one with SIGCONT.
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE  // for RTLD_NEXT; g++ defines it
 #endif

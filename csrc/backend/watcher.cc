@@ -140,8 +140,8 @@ bool Watcher::end(bool& flag, double within_s, bool watched) {
   return changed_.wait_for(lock, std::chrono::duration<double>(within_s), [&] { return freed_ && (ended_ || !watched); });
 }
 
-// The main function of the thread that frees the group: with finish() if the group has ended without an error, and with abort()
-// otherwise.
+// The main function of the thread that aborts or frees the group. It calls SharedGroup::finish() if the group has ended without
+// an error. Otherwise, it calls SharedGroup::abort().
 void Watcher::free_group() {
   std::optional<Runtime::Current> current;
   bool well = false, captured = false;

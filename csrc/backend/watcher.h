@@ -1,8 +1,9 @@
 // Watches a group's calls that are running on a device, and frees the group at the end.
 //
-// Two threads do this. One calls the driver, and waits there if another thread of the process is in the driver, for example in
-// cudaFree, and waits for a call that a lost rank has left unfinished. Only an abort ends that call. So the other thread, which
-// aborts the group, calls the library and never the driver.
+// One thread watches the calls, and calls the driver for this. A second thread aborts or frees the group. It waits until it must
+// do so, and then calls the library without calling the driver first. This cannot be the first thread, which may be blocked in
+// the driver. For example, cudaFree in another thread of the program holds the driver's lock until the device has done its work.
+// If a rank is lost, the device never finishes the call that this rank has left. Only the abort ends that call.
 #pragma once
 
 #include <condition_variable>

@@ -1,4 +1,4 @@
-// Memory fences, and whether this is a build with ThreadSanitizer.
+// Memory fences. ThreadSanitizer does not support them, so a build with ThreadSanitizer has none.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@ inline constexpr bool thread_sanitizer = false;
 inline constexpr bool thread_sanitizer = false;
 #endif
 
-// As std::atomic_thread_fence(). Does nothing under ThreadSanitizer, which does not support fences.
+// Calls std::atomic_thread_fence(order). Does nothing in a build with ThreadSanitizer.
 inline void fence([[maybe_unused]] std::memory_order order) {
   if constexpr (!thread_sanitizer) std::atomic_thread_fence(order);
 }

@@ -553,8 +553,8 @@ void shut_down_ends_all_waits() {
   CHECK(has(error_of(group[1], start_recv(group[1], 0, out)), "PeerLost"));
 }
 
-// poll() refuses more descriptors than the limit allows. Then neither a thread that waits nor the mailbox's own thread may try
-// for ever, and the mailbox can be closed.
+// poll() fails if it gets more descriptors than the limit of the process allows. A thread that waits must then throw an error,
+// and the mailbox's own thread must end its transfers. Neither may call poll() again and again. The mailbox can still be closed.
 void a_poll_that_fails_ends_all_waits() {
   constexpr rlim_t limit = 10;  // rank 0 polls 12 descriptors
   std::vector<Descriptor> low;  // descriptors below the limit, which the sanitizers need during the test
