@@ -256,6 +256,29 @@ def test_arrays_of_dropped_works_die_after_the_works_have_ended(rank, group):
 
 
 @ranks(2)
+def test_a_wait_takes_the_same_time_however_many_calls_are_outstanding(rank, group):
+    """Rank 1 makes the first calls slowly, so that rank 0 waits for each of them while the others stay queued."""
+
+    def wait_us(count: int, waits: int = 100) -> float:
+        x = np.ones(4)
+        mscomm.barrier()
+        if rank == 1:
+            for i in range(count):
+                mscomm.all_reduce(x)
+                time.sleep(2e-3 if i < waits else 0)
+            return 0
+        works = [mscomm.all_reduce(x, async_op=True) for _ in range(count)]
+        works[0].wait(timeout=60)  # the timeout makes the worker thread run the calls
+        begun = time.thread_time()  # the CPU time of this thread only
+        for work in works[:waits]:
+            work.wait()
+        return (time.thread_time() - begun) / waits * 1e6
+
+    few, many = wait_us(300), wait_us(40_000)
+    assert many <= 5 * max(few, 15), (few, many)
+
+
+@ranks(2)
 def test_the_error_of_a_dropped_work_is_raised_by_the_next_call(rank, group):
     if rank == 0:
         mscomm.all_reduce(np.ones(3), async_op=True)
