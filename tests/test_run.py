@@ -473,6 +473,44 @@ def test_a_rank_that_cannot_be_killed_is_named_and_left_behind(script, tmp_path)
             os.kill(pid, signal.SIGKILL)
 
 
+JOINS = "import os, sys, mscomm, numpy as np\nmscomm.init()\nprint('sum', mscomm.all_reduce(np.ones(1))[0])\n"
+
+
+@pytest.mark.parametrize("nodes", [(), ("--nnodes", 1)], ids=["one host", "hosts"])
+@pytest.mark.parametrize("keeps", [True, False], ids=["the wrapper keeps it", "nobody keeps it"])
+def test_a_program_joins_behind_a_wrapper_that_closes_descriptors(tmp_path, nodes, keeps):
+    """It does so once: a second program of the same rank is refused."""
+    program = tmp_path / "program.py"
+    program.write_text(JOINS)
+    first = f"subprocess.run([sys.executable, {str(program)!r}], check=True)"
+    second = f"sys.exit(5 if subprocess.run([sys.executable, {str(program)!r}]).returncode else 0)"
+    wrapper = tmp_path / "wrapper.py"
+    closes = "" if keeps else "os.closerange(3, 200)\n"
+    wrapper.write_text(f"import os, subprocess, sys\n{closes}{first}\n{second}\n")
+    done = mscomm_run("-n", 2, *nodes, wrapper)
+    assert sorted(done.stdout.splitlines()) == ["[0] sum 2.0", "[1] sum 2.0"], done.stderr
+    assert done.returncode == 5
+    assert "can join, and only once" in done.stderr
+
+
+def test_only_a_descendant_of_a_rank_gets_its_connection(script, tmp_path):
+    """A process of the same user that asks, and is none, gets nothing. The job goes on."""
+    body = (
+        f"open(f'{tmp_path}/env', 'w').write(os.environ['MSCOMM_ENTRANCE'])\n"
+        f"while not os.path.exists('{tmp_path}/asked'): time.sleep(0.01)\n{JOINS}"
+    )
+    command = [*MSCOMM, "run", "-n", "1", script(body)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        name = appears(tmp_path / "env")
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.settimeout(60)
+            stranger.connect(f"\0{name}")
+            assert socket.recv_fds(stranger, 10, 2)[:2] == (b"", [])
+        (tmp_path / "asked").touch()
+        assert process.stdout.read() == b"[0] sum 1.0\n"
+        assert process.wait(60) == 0
+
+
 @pytest.mark.parametrize("numbers", ["SIGTERM", "SIGKILL"])
 def test_a_program_behind_a_wrapper_ends_with_a_launcher_that_is_killed(tmp_path, numbers):
     """The shell ends at the kernel's SIGTERM. The program in it gets one SIGTERM, and SIGKILL if it goes on."""

@@ -401,6 +401,12 @@ VARIABLES = (
         set_by=RUN,
     ),
     _given(
+        "MSCOMM_ENTRANCE",
+        "the name of the launcher's unix socket, where a rank joins if a wrapper has closed that descriptor",
+        "bootstrap.launcher",
+        set_by=RUN,
+    ),
+    _given(
         "MSCOMM_CHILD_OF",
         "in a process that mscomm itself starts: the process that started it; removed when that process begins",
         "interpreter",

@@ -3,6 +3,9 @@
 MSCOMM_* variables tell the process its rank. The process also inherits a descriptor, from which it reads the job's key.
 In a job on one host, this descriptor is the rank's control link, too. In a job on several hosts, the rank connects to
 the launcher of node 0, at the address in MSCOMM_SCHED.
+
+A wrapper that starts the program may have closed the descriptor. The process then asks the launcher for another one, at
+the unix socket in MSCOMM_ENTRANCE. The launcher gives it only to a descendant of the rank's process.
 """
 
 from __future__ import annotations
@@ -17,16 +20,17 @@ from mscomm.bootstrap.rendezvous import reach
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import UNKNOWN_RUN
-from mscomm.cluster.links import newcomer, require_same_user
+from mscomm.cluster.links import newcomer, recv_fds, require_same_user
 from mscomm.cluster.protection import Protection
 from mscomm.cluster.security import KEY_BYTES
-from mscomm.errors import BackendUnavailable, on_failure
+from mscomm.errors import BackendUnavailable, Error, on_failure
 
 NAME = "mscomm run"
 PLACE = (("MSCOMM_RANK",), ("MSCOMM_WORLD_SIZE",))
 # Descriptors that this process has used to join. Do not use them again: other files may have these numbers now.
 _taken: set[int] = set()
 SCHED, KEY_FD, CONTROL_FD = "MSCOMM_SCHED", "MSCOMM_KEY_FD", "MSCOMM_CONTROL_FD"
+ENTRANCE = "MSCOMM_ENTRANCE"
 VARIABLES = ("MSCOMM_RANK", "MSCOMM_WORLD_SIZE", "MSCOMM_LOCAL_RANK", "MSCOMM_LOCAL_WORLD_SIZE", CONTROL_FD)
 
 
@@ -48,7 +52,12 @@ def accept(env: Mapping[str, str], deadline: Deadline, protection: Protection) -
     if not (rank < size and local_rank < local_size <= size):
         values = ", ".join(f"{name}={env[name]}" for name in VARIABLES[:4])
         raise BackendUnavailable(f"mscomm run: {values} do not fit together; leave these variables to the launcher")
-    sock = _adopt(fd, inherited, inode)
+    try:
+        sock = _adopt(fd, inherited, inode)
+    except BackendUnavailable:
+        if (asked := _ask(env.get(ENTRANCE, ""), deadline)) is None:
+            raise
+        sock = asked
     _taken.add(fd)
     stream = ByteStream(sock)
     with on_failure(stream.close):
@@ -99,9 +108,9 @@ def descriptor(sock: socket.socket) -> str:
 def _adopt(fd: int, name: str, inode: str) -> socket.socket:
     """Take over the descriptor as a socket. Our child processes will not inherit it. inode: "" if it is not known."""
     advice = (
-        "only the process that `mscomm run` started, or one that inherits its descriptors, can join, and only once. If "
-        "a wrapper starts the program, let it replace itself with the program (exec), or pass its descriptors on "
-        "(subprocess with close_fds=False, sudo -C)"
+        "only a process that `mscomm run` started, or a descendant of it, can join, and only once. If a wrapper starts "
+        "the program as another user, in a container or in the background, let it replace itself with the program "
+        "(exec), or pass its descriptors on (subprocess with close_fds=False, sudo -C)"
     )
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -117,6 +126,18 @@ def _adopt(fd: int, name: str, inode: str) -> socket.socket:
         raise BackendUnavailable(f"mscomm run: {name}={fd} is not a unix stream socket; {advice}")
     require_same_user(sock)
     return sock
+
+
+def _ask(name: str, deadline: Deadline) -> socket.socket | None:
+    """Get a socket like the one that the rank's process inherited. Return None if the launcher does not give us one."""
+    if not name:
+        return None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as entrance:
+        try:
+            entrance.connect(f"\0{name}")
+            return socket.socket(fileno=recv_fds(entrance, 1, deadline)[0])
+        except (Error, OSError):
+            return None
 
 
 def _read(stream: ByteStream, size: int, name: str, deadline: Deadline) -> bytes:

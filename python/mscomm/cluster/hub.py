@@ -104,6 +104,9 @@ class Hub:
         self._log = log
         self._listening = False
         self._absent: dict[int, str] = {}  # for each rank that was lost before any rank had joined, how it was lost
+        # The ranks whose inherited link has ended before they joined. A wrapper may have closed it, and the rank may
+        # ask the launcher for another one.
+        self._unlinked: set[int] = set()
         self._starter_gone = False
         # Ranks that ended with status 0, after a bye if they had joined. If a rank's launcher is gone, a bye is enough.
         self._ended_well: set[int] = set()
@@ -260,7 +263,7 @@ class Hub:
         # Wait for the end of each process, not for byes, because a rank can fail after its bye and be restarted.
         if self._watched and self._restarts:
             return len(self._ended_well) + len(self._ended_badly) == self._roster.size or self._never_began is not None
-        if any(link.joined or link.adopted for link in self._board.lines):
+        if self._unlinked or any(link.joined or link.adopted for link in self._board.lines):
             return False
         if self._never_began is None and self._returning.may_come(nobody_came=self._topo_until is not None):
             return False
@@ -401,6 +404,7 @@ class Hub:
             self._orders.popleft()()
 
     def _process_ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
+        self._unlinked.discard(rank)
         links = [link for link in self._board.lines if link.rank == rank]
         for link in links:
             self._board.drain(link)  # first handle everything that the process sent before it ended
@@ -780,6 +784,9 @@ class Hub:
             return
         if not link.joined and any(other.rank == link.rank for other in self._roster):
             return  # the rank has joined over another link
+        if not link.joined and self._watched:
+            self._unlinked.add(link.number)  # the launcher says when its process has ended
+            return
         how = how or ("ended without release" if link.joined else "ended before it joined")
         self._lost(link.number, str(link), how)
 

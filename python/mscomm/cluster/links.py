@@ -677,14 +677,18 @@ def accept_all(
 # -- passing file descriptors over unix sockets
 
 
-def require_same_user(sock: socket.socket) -> None:
-    """Raise AuthenticationError unless the process at the other end of the unix socket runs under our uid."""
+def require_same_user(sock: socket.socket) -> int:
+    """Raise AuthenticationError unless the process at the other end of the unix socket runs under our uid.
+
+    Return its process id.
+    """
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(credentials)
     if uid != os.getuid():
         raise AuthenticationError(
             f"process {pid} at the other end of a unix socket runs as uid {uid}, this one as {os.getuid()}"
         )
+    return int(pid)
 
 
 def send_fds(sock: socket.socket, fds: list[int], deadline: Deadline) -> None:

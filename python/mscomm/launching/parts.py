@@ -141,7 +141,7 @@ class _WithHub(Part):
 
 @dataclass(eq=False)
 class WholeJob(_WithHub):
-    """The launcher of all ranks of a job on one host. Nothing listens, so no other process can join."""
+    """The launcher of all ranks of a job on one host. The hub does not listen, so only those ranks can join."""
 
     size: int
     topo_timeout_s: float

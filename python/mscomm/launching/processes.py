@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from mscomm import environment
-from mscomm.bootstrap.launcher import CONTROL_FD, KEY_FD, SCHED
-from mscomm.cluster.links import raise_descriptor_limit
+from mscomm.bootstrap.launcher import CONTROL_FD, ENTRANCE, KEY_FD, SCHED
+from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.links import raise_descriptor_limit, require_same_user, send_fds, unix_listener
 from mscomm.errors import BackendUnavailable, Error
 from mscomm.interpreter import child_environment, python_executable
 from mscomm.launching import ending
@@ -49,7 +50,7 @@ PIPE_CLOSED = 128 + signal.SIGPIPE  # our exit status when nobody reads our outp
 _LOOK_S = 0.05  # how often to look for ranks that ended, if this process cannot handle SIGCHLD
 _NOBODY_READ = f"nobody read {{}} for {STALLED_S:g} s"
 # Variables for this process from a launcher that started it. torchrun's would let torch look for torchrun's own store.
-_OF_OUTER_LAUNCHER = re.compile(rf"{SCHED}|{KEY_FD}|{CONTROL_FD}|TORCHELASTIC_\w+")
+_OF_OUTER_LAUNCHER = re.compile(rf"{SCHED}|{KEY_FD}|{CONTROL_FD}|{ENTRANCE}|TORCHELASTIC_\w+")
 KILL_AT_SIGNAL = 3  # the third signal, such as a third Ctrl-C, and all later signals kill the ranks at once
 
 
@@ -88,6 +89,8 @@ class Launch:
         # pid is not reused.
         self._processes: list[subprocess.Popen[bytes]] = []
         self._watcher: subprocess.Popen[bytes] | None = None
+        self._entrance = ""  # the name of the unix socket of _open_entrance()
+        self._entered: set[int] = set()  # the local ranks that have joined there since their start
         self._restarts: list[int] = []  # the local rank of each restart, in order
         self._counted = 0  # restarts that count, because the rank did not fail because of another rank's failure
         self._restart_at: dict[int, float] = {}  # when to restart local ranks that have failed
@@ -147,6 +150,7 @@ class Launch:
                 self.part.open(stack, self._note, self._say)  # this may wait; until it returns, Ctrl-C ends us
                 self._take_signals(stack)
                 self._start_watcher(stack)
+                self._open_entrance(stack)
                 stack.callback(self._end_all)
                 self._start_ranks(stack, logs)
                 try:
@@ -196,6 +200,32 @@ class Launch:
             )
             stack.callback(self._end_watcher)
 
+    def _open_entrance(self, stack: ExitStack) -> None:
+        """Listen for programs behind a wrapper that has closed the descriptor of the rank."""
+        listener = stack.enter_context(unix_listener(self.size + 64))
+        listener.setblocking(False)
+        self._entrance = os.fsdecode(listener.getsockname()[1:])
+        self._selector.register(listener, selectors.EVENT_READ, lambda: self._let_in(listener))
+
+    def _let_in(self, listener: socket.socket) -> None:
+        """Give a descendant of a rank's process what the process inherited, once. Send nothing to anybody else."""
+        with contextlib.suppress(Error, OSError), listener.accept()[0] as sock:
+            local_rank = self._local_rank_of(require_same_user(sock))
+            if local_rank is not None and local_rank not in self._entered:
+                self._entered.add(local_rank)
+                with self.part.entrance(self.part.first + local_rank)[0] as inherited:
+                    send_fds(sock, [inherited.fileno()], Deadline(DRAIN_S))
+
+    def _local_rank_of(self, pid: int) -> int | None:
+        """Return the running rank whose process is this one, or an ancestor of it; None if there is none."""
+        import psutil
+
+        try:
+            pids = {pid, *(parent.pid for parent in psutil.Process(pid).parents())}
+        except psutil.Error:  # it has ended, or is in another pid namespace
+            return None
+        return next((local for local in self._running() if self._processes[local].pid in pids), None)
+
     def _end_watcher(self) -> None:
         if self._watcher and self._watcher.stdin:
             self._watcher.kill()
@@ -230,10 +260,12 @@ class Launch:
         """Start the rank's process, and pass its output on to ours."""
         rank = self.part.first + local_rank
         inherited, variables = self.part.entrance(rank)
+        self._entered.discard(local_rank)
         with inherited:
             stdin = None if local_rank == self.stdin_rank else subprocess.DEVNULL
             inherits = [inherited.fileno(), *self.call_fds[local_rank : local_rank + 1]]
-            process = self._execute(inherits, stdin, {**self._environment(local_rank), **variables})
+            variables = {**self._environment(local_rank), **variables, ENTRANCE: self._entrance}
+            process = self._execute(inherits, stdin, variables)
         self._tell_watcher(process.pid)
         self._started_at[local_rank] = time.monotonic()
         assert process.stdout and process.stderr
