@@ -363,6 +363,33 @@ def test_a_rank_keeps_the_last_helpers_connection_and_no_other(openmpi: Environm
     assert (done.returncode, done.stdout) == (0, "[0, 1, 1, 1]\n" * 2), done.stderr
 
 
+FORKING = """
+import os, signal, sys
+import mscomm
+children = []
+
+def fork(event, args):
+    if event == "subprocess.Popen":  # Popen has created the pipes of the new process
+        child = os.fork()
+        if child == 0: signal.pause()
+        children.append(child)
+
+sys.addaudithook(fork)
+mscomm.init()
+sys.stdout.write(f"{mscomm.get_rank()} {len(children) > 0}\\n")
+mscomm.release()
+for child in children: os.kill(child, signal.SIGKILL)
+"""
+
+
+def test_init_does_not_wait_for_a_child_that_holds_the_helpers_pipes(openmpi: Environment, tmp_path: Path) -> None:
+    """Another thread may fork just when init() starts a process. The child ends only after init()."""
+    script = tmp_path / "forking.py"
+    script.write_text(FORKING)
+    done = openmpi.start(2, script, MS_TOPO_TIMEOUT="10")
+    assert (done.returncode, sorted(done.stdout.split("\n"))) == (0, ["", "0 True", "1 True"]), done.stderr
+
+
 COMMUNICATOR = """
 import sys
 import numpy as np

@@ -7,9 +7,11 @@
 //
 //     put KEY TEXT         puts the text into the store
 //     get FIRST END KEY    waits for the texts of the ranks FIRST to END - 1, and writes each to stdout, as a line
+//     end                  ends the helper. The end of stdin does so, too, but a child that another thread of the user's process
+//                          has just forked may hold stdin open
 //
 // If a rank has put no text TIMEOUT_S after the start of the helper, its line is empty, and the later ranks have no line.
-// At the end of stdin, the helper exits. If rank 0 gets texts and then puts some, it needs one helper for both: when a helper
+// If rank 0 gets texts and then puts some, it needs one helper for both: when a helper
 // exits, some servers forget the gets of other ranks on this host that wait for this rank.
 //
 // SOCKET is the number of a Unix socket, to which the helper sends the socket of its connection to the server.
@@ -151,7 +153,7 @@ int run_commands(const Pmix& pmix, const Process& me, Time deadline, FILE* answe
   char line[2 * TEXT_MAX], key[64], text[TEXT_MAX + 1];
   unsigned first = 0, end = 0;
   bool committed = true;
-  while (fgets(line, sizeof line, stdin)) {
+  while (fgets(line, sizeof line, stdin) && strcmp(line, "end\n") != 0) {
     int status = 0;
     if (sscanf(line, "put %63s %1023s", key, text) == 2) {
       what = "PMIx_Put";

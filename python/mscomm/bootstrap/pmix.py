@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from typing import IO
 
 from mscomm.bootstrap import kvs
 from mscomm.bootstrap.invitation import Invitation, Seat, turn
@@ -153,11 +154,14 @@ class _Helper:
 
     def end(self, lines: str) -> list[str]:
         """Send the last lines to the helper, and wait until it has ended. Return the lines of its answer."""
+        assert self._process.stdin
         try:
-            out, err = self._process.communicate(lines.encode(), self._limit.left())
-        except subprocess.TimeoutExpired as error:
+            with contextlib.suppress(BrokenPipeError):  # the helper has ended
+                self._process.stdin.write(f"{lines}end\n".encode())
+            self._await_end()
+        except (subprocess.TimeoutExpired, TimeoutError) as error:
             self._process.kill()
-            self._process.communicate()
+            self._process.wait()
             raise CollectiveTimeout(
                 f"{NAME}: mpirun did not answer within {self._deadline.seconds:g} s; is it stopped or overloaded?"
             ) from error
@@ -166,6 +170,8 @@ class _Helper:
             raise
         finally:
             self._keep_connection()
+            out, err = _taken(self._process.stdout), _taken(self._process.stderr)
+            self._process.stdin.close()
         if self._process.returncode != 0:
             said = err.decode(errors="replace").strip()[-1000:] or f"exit status {self._process.returncode}"
             raise BackendUnavailable(
@@ -175,17 +181,43 @@ class _Helper:
             )
         return _lines(out)
 
+    def _await_end(self) -> None:
+        """Wait until the helper has ended. A child that another thread has forked may hold its pipes open."""
+        pidfd = -1
+        with contextlib.suppress(OSError, AttributeError):  # the kernel, Python or a sandbox may not offer pidfds
+            pidfd = os.pidfd_open(self._process.pid)
+        if pidfd >= 0:
+            try:
+                wait(pidfd, select.POLLIN, self._limit)
+            finally:
+                os.close(pidfd)
+        self._process.wait(self._limit.left())
+
     def _keep_connection(self) -> None:
-        """Keep the helper's connection to mpirun, and close that of the helper before."""
+        """Keep the connection of a helper that has ended, and close that of the helper before."""
         with self._socket:
             # Do not use socket.recv_fds, because it does not pass MSG_CMSG_CLOEXEC on to recvmsg.
             space = socket.CMSG_SPACE(array.array("i").itemsize)
-            _, ancillary, _, _ = self._socket.recvmsg(1, space, socket.MSG_CMSG_CLOEXEC)
+            try:
+                ancillary = self._socket.recvmsg(1, space, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)[1]
+            except BlockingIOError:  # it has handed nothing over
+                ancillary = []
         connections = [fd for _, _, content in ancillary for fd in array.array("i", content)]
         if connections:
             for connection in _connections:
                 os.close(connection)
             _connections[:] = connections
+
+
+def _taken(pipe: IO[bytes] | None) -> bytes:
+    """Return what a helper that has ended has written into the pipe, and close the pipe."""
+    assert pipe
+    content = b""
+    with pipe, contextlib.suppress(BlockingIOError):
+        os.set_blocking(pipe.fileno(), False)
+        while piece := os.read(pipe.fileno(), 1 << 16):
+            content += piece
+    return content
 
 
 def _lines(answer: bytes) -> list[str]:
