@@ -25,7 +25,7 @@ PYTHON_LAYERS = (
     *("arrays", "registry", "packing", "accelerators", "cluster", "bootstrap", "notices", "context", "exits"),
     *("launching", "completing", "works", "group", "arguments", "job", "subgroups", "collectives", "messages"),
     *("objects", "communication", "tensor", "ops", "dataset", "common", "parallel", "train", "nn", "mscomm", "torch"),
-    *("bench", "cli", "__main__"),
+    *("bench", "cli", "__main__", "pyinstaller"),
 )
 
 CORE_FILES = sorted(path for folder in (CSRC, SRC) for path in folder.rglob("*") if path.suffix in (".h", ".cc", ".cu"))

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection
-from sessions import clean_environment, run
+from sessions import clean_environment, mscomm_run, run
 
 import mscomm
 from mscomm import _core
@@ -141,3 +141,19 @@ def test_the_doctor_finds_no_fault(tmp_path):
     command = [Path(sys.executable).with_name("mscomm"), "doctor"]
     done = run(command, 120, clean_environment(), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_a_frozen_program_is_complete_and_has_no_framework(tmp_path):
+    """PyInstaller does not see the modules that mscomm imports late. Our hook names them, but not what they import."""
+    pytest.importorskip("PyInstaller")
+    (tmp_path / "app.py").write_text(
+        "import mscomm, numpy as np\nmscomm.init()\nx = mscomm.all_reduce(np.ones(1))[0]\n"
+        "print(f'sum {x}', mscomm.all_gather_object({'a': 1}))\n"
+    )
+    freeze = ["PyInstaller", "--log-level=ERROR", "--distpath=dist", "--workpath=build", "--specpath=.", "app.py"]
+    subprocess.run([sys.executable, "-m", *freeze], cwd=tmp_path, env=clean_environment(), timeout=600, check=True)
+    done = mscomm_run("-n", 2, "--", tmp_path / "dist/app/app")
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] sum 2.0 [{{'a': 1}}, {{'a': 1}}]" for rank in (0, 1)], done
+    bundled = {path.name for path in (tmp_path / "dist/app/_internal").iterdir()}
+    assert "mscomm" in bundled and not bundled & {"torch", "jax", "matplotlib"}
