@@ -226,6 +226,25 @@ def test_one_worker_too_many_is_told_so_and_the_others_go_on(start: Start, tmp_p
     assert finished(scheduler)[0] == 0
 
 
+@pytest.mark.parametrize(("workers", "line"), [(2, "all 2 workers are ready"), (1, "joined, 1 of 2")])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_workers_learn_which_signal_has_ended_their_scheduler(
+    start: Start, tmp_path: Path, number: signal.Signals, workers: int, line: str
+) -> None:
+    script = tmp_path / "calls.py"
+    script.write_text("import mscomm\nmscomm.init()\nwhile True: mscomm.barrier()\n")
+    scheduler = start("MS_SCHED", script)
+    joined = [start("MS_WORKER", script) for _ in range(workers)]
+    assert scheduler.stdout
+    while line not in (read := scheduler.stdout.readline()):
+        assert read, finished(scheduler)
+    scheduler.send_signal(number)
+    for worker in joined:
+        code, _, err = finished(worker)
+        assert code == 1 and f"was ended by {number.name}" in err, err
+    assert finished(scheduler)[0] == 1
+
+
 def test_a_taken_port_is_named(start: Start, port: int) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))

@@ -177,7 +177,7 @@ def serve(env: Mapping[str, str], protection: Protection) -> NoReturn:
             recovery=recovery,
         )
         hub.listen(listener)
-        _stop_on_sigterm(hub.stop)
+        _stop_on_signals(hub.stop)
         log.add(f"waiting at {interfaces.endpoint(host, port)} for {settings.size} workers")
         outcome = hub.serve()
         if recovery and hub.is_over:
@@ -224,10 +224,22 @@ def _where(settings: Settings) -> str:
     return f"MS_SCHED_HOST={settings.host}, MS_SCHED_PORT={settings.port}"
 
 
-def _stop_on_sigterm(stop: Callable[[], None]) -> None:
-    """Make SIGTERM stop the hub, so that the scheduler removes its key file before it ends."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda *_: stop())
+def _stop_on_signals(stop: Callable[[str], None]) -> None:
+    """Make SIGTERM and Ctrl-C stop the hub, so that the workers learn why, and the key file is removed.
+
+    A second signal ends this process at once.
+    """
+    before: dict[signal.Signals, Any] = {}  # the handlers that we have replaced
+
+    def ended(number: int, _: object) -> None:
+        for other, handler in before.items():
+            signal.signal(other, handler)
+        stop(f"ended by {signal.Signals(number).name}")
+
+    if threading.current_thread() is threading.main_thread():
+        for number, default in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+            if signal.getsignal(number) == default:
+                before[number] = signal.signal(number, ended)
 
 
 def _leave(status: int, flushes: bool) -> NoReturn:

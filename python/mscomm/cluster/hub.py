@@ -156,7 +156,7 @@ class Hub:
         # Requests from other threads. A thread appends a function and sends a byte. The byte wakes the hub's thread,
         # which calls the function.
         self._orders: deque[Callable[[], None]] = deque()
-        self._stopped = False
+        self._stopped, self._stopped_why = False, ""
         self._wake_r, self._wake_w = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._selector.register(self._wake_r, selectors.EVENT_READ, self._woken)
         if former:
@@ -207,9 +207,12 @@ class Hub:
             self._stopped_here = ranks
             self._wake()
 
-    def stop(self) -> None:
-        """Make serve() return soon, whatever the ranks are doing. Any thread may call this."""
-        self._stopped = True
+    def stop(self, why: str = "") -> None:
+        """Make serve() return soon, whatever the ranks are doing. Any thread and any signal handler may call this.
+
+        why: what to tell the ranks, unless another hub may take over the job.
+        """
+        self._stopped, self._stopped_why = True, why
         self._wake()
 
     @property
@@ -281,7 +284,8 @@ class Hub:
             return Outcome(False, self._never_began)
         staying = sum(not link.left for link in self._roster)
         if staying:
-            return Outcome(False, f"stopped while {staying} {self._roster.plural} were there")
+            how = self._stopped_why or "stopped"
+            return Outcome(False, f"{how} while {staying} {self._roster.plural} were there")
         if self._roster.away:
             away = ", ".join(map(self._roster.name, self._roster.away))
             return Outcome(False, f"stopped before these had returned: {away}")
@@ -373,6 +377,8 @@ class Hub:
 
     def _close(self) -> None:
         self._door.close()
+        if self._stopped_why and not self._recovery:
+            self._tell_stopped(Aborted(f"the scheduler at {self._roster.address} was {self._stopped_why}"))
         for link in list(self._board.lines):
             if link.joined or link.adopted:
                 self._board.drop(link)
@@ -383,6 +389,15 @@ class Hub:
         self._selector.close()
         self._wake_r.close()
         self._wake_w.close()
+
+    def _tell_stopped(self, why: Error) -> None:
+        for link in [link for link in self._roster if link.open and not link.left]:
+            if not self._welcomed:
+                self._refuse(link, str(why))
+            elif link.waits:
+                self._turn_away(link, why)
+            else:
+                self._send(link, verdict_frame("", why))
 
     # -- requests from other threads
 
