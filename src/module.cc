@@ -25,6 +25,7 @@
 #include "src/dlpack.h"
 #include "src/functions.h"
 #include "src/group.h"
+#include "src/objects.h"
 #include "src/process_group.h"
 #include "src/python.h"
 #include "src/works.h"
@@ -317,6 +318,9 @@ PYBIND11_MODULE(_core, module) {
   module.def("supports", [](int dtype, int op) { return supports(static_cast<Dtype>(dtype), static_cast<Op>(op)); });
   module.def("compress", compress_array);
   module.def("expand", expand_array);
+  module.attr("max_depth") = max_depth;
+  module.def("pack_object", &pack_object);
+  module.def("unpack_object", &unpack_object);
   module.def("algorithms", [] {
     std::vector<py::tuple> rows;
     for (const Algorithm& row : algorithms())

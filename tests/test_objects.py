@@ -7,23 +7,25 @@ import dataclasses
 import datetime
 import enum
 import functools
+import gc
 import importlib.util
 import math
 import os
 import pathlib
 import pickle
+import signal
 import socket
 import struct
 import sys
 import threading
 import time
 import tracemalloc
+import weakref
 import zoneinfo
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
-import msgpack
 import numpy as np
 import pytest
 from drawn import drawn
@@ -36,7 +38,9 @@ import mscomm
 from mscomm import _core
 from mscomm.group import Group
 from mscomm.job import resolve
-from mscomm.packing import DEEPEST, pack, packed, unpack
+from mscomm.packing import pack, packed, unpack
+
+DEEPEST = _core.max_depth
 
 # The examples differ from run to run. Hypothesis prints the one that fails.
 settings.register_profile("mscomm", database=None, deadline=None, max_examples=300)
@@ -88,6 +92,18 @@ class Touchy:
 
 
 mscomm.register_object(Touchy, lambda x: 0, lambda x: Touchy(), name=f"{__name__}.Touchy")
+
+
+class Tracked:
+    """A class that knows its instances."""
+
+    alive: ClassVar[weakref.WeakSet[Tracked]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self.alive.add(self)
+
+
+mscomm.register_object(Tracked, lambda x: 0, lambda _: Tracked(), name="tracked")
 
 
 class Ratio(Fraction):
@@ -250,6 +266,15 @@ def test_an_object_at_two_places_is_sent_once_and_stays_one_object():
     assert first[8] is first[9]["c"] and first[8].x == [4]
 
 
+def test_an_object_in_a_tuple_that_occurs_twice_stays_one_object():
+    inner = ({"a": [1]},)
+    obj = [inner, [inner], ((Tracked(),), frozenset([Tracked()])), Config([2])]
+    first, second = unpack(pack([tuple(obj), tuple(obj)]))
+    assert first[0][0] is first[1][0][0] is second[0][0] and first[1] is second[1]
+    assert first[2][0][0] is second[2][0][0] and {*first[2][1]} == {*second[2][1]}
+    assert first[3].lr is second[3].lr
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
 def test_tied_weights_stay_tied():
     import torch
@@ -333,12 +358,12 @@ def test_objects_may_be_as_deep_as_promised(innermost):
     assert same(unpack(pack(deep)), deep)
 
 
-def test_an_object_is_a_header_and_one_msgpack_value():
-    data = pack({"a": [1, (2, 3)], "b": {4}})
-    tags = {"a": [1, [msgpack.ExtType(1, b""), 2, 3]], "b": [msgpack.ExtType(2, b""), 4]}
-    length, flags = HEADER.unpack_from(data)
-    assert msgpack.unpackb(data[HEADER.size :][:length]) == tags
-    assert (flags, len(data)) == (2, 64)
+def test_an_object_is_a_length_and_a_value():
+    data = pack({"a": [1, (2, 300)], "b": b"x" * 255})
+    inner = bytes([LIST, 2, INT8, 1, TUPLE, 2, INT8, 2, INT16, 44, 1])
+    long = bytes([BYTES, 255]) + (255).to_bytes(8, "little") + b"x" * 255
+    value = bytes([FIRST, DICT, 2, TEXT, 1]) + b"a" + inner + bytes([TEXT, 1]) + b"b" + long
+    assert data == whole(value)
 
 
 # --- classes that are registered ------------------------------------------------------------------------------------
@@ -395,6 +420,17 @@ def test_a_class_that_is_defined_again_replaces_the_old_one():
         pack(old(1))
 
 
+def test_a_decoder_may_return_an_object_of_another_type():
+    class Rows:
+        pass
+
+    mscomm.register_object(Rows, lambda obj: [1, 2], tuple)
+    rows = Rows()
+    assert unpack(pack(rows)) == (1, 2) and unpack(pack([rows, Rows()])) == [(1, 2), (1, 2)]
+    with pytest.raises(mscomm.Error, match="a tuple that cannot be shared"):  # it can be hashed, unlike the Rows
+        unpack(pack([rows, rows]))
+
+
 def test_an_encoder_cannot_go_on_for_ever():
     class Endless:
         pass
@@ -441,7 +477,7 @@ def test_what_has_no_other_form_is_pickled_where_it_is_allowed():
 def test_a_pickle_that_cannot_be_read_is_an_error():
     for data in (b"", b"abc", pickle.dumps(Fraction(1, 3))[:-1], b"c__main__\nno_such_name\n."):
         with pytest.raises(mscomm.Error, match=r"unpack: the pickle of a x\.Y: "):
-            unpack(whole(marked(PICKLE, "x.Y", data)), True)
+            unpack(whole(made(PICKLE, "x.Y", data)), True)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -585,6 +621,95 @@ def test_any_bytes_are_an_error_or_an_object(data):
     refused_or_read(data)
 
 
+class Reentrant:
+    """A class whose encode and decode functions call `then`."""
+
+    def then(self) -> None:
+        pass
+
+
+mscomm.register_object(Reentrant, lambda x: x.then(), lambda _: Reentrant.then(Reentrant()), name="reentrant")
+
+
+@pytest.mark.parametrize("change", ["clear", "grow", "replace"])
+@pytest.mark.parametrize("kind", [list, set, dict])
+def test_a_container_that_an_encoder_changes_is_an_error_or_sent_as_it_was(kind, change):
+    def fill(texts: list[str]) -> None:
+        if kind is dict:
+            obj.update({one: ["first"]} | {text: [text] for text in texts})
+        else:
+            (obj.extend if kind is list else obj.update)([one, *texts])
+
+    def then() -> None:
+        if change != "grow":
+            obj.clear()
+        if change != "clear":
+            fill([f"{i}" * 60 for i in range(100 + (change == "grow"))])
+
+    obj, one = kind(), Reentrant()
+    fill([f"{i}" * 50 for i in range(100)])
+    one.then = then
+    try:
+        back = unpack(pack(obj))
+    except RuntimeError as error:
+        assert "changed" in str(error)
+    else:
+        assert change == "replace" and type(back) is kind
+
+
+def test_a_decoder_sees_no_container_that_is_not_complete(monkeypatch):
+    seen: list[Any] = []
+
+    def then(self: Reentrant) -> None:
+        seen.append([x for x in gc.get_objects() if type(x) in (list, tuple, dict) and len(x) == 12345])
+
+    data = pack([kind([(i, i) for i in range(12344)] + [(Reentrant(), 1)]) for kind in (list, tuple, dict)])
+    monkeypatch.setattr(Reentrant, "then", then)
+    back = unpack(data)
+    assert [len(x) for x in back] == [12345] * 3
+    assert [{*map(type, some)} for some in seen] == [set(), {list}, {list, tuple}]
+
+
+def test_nothing_keeps_what_was_packed_or_refused_or_half_read():
+    part, row = Tracked(), ["text" * 20]
+    obj = [part, row, {"a": part, (1, 2): row}, {3.5}, frozenset({part}), np.ones(2), 1 << 80, (row, 1j)]
+    bad = [*obj, object()]
+    data = pack(obj)
+
+    def references() -> list[int]:
+        return [sys.getrefcount(x) for x in (part, row, row[0], obj, bad)]
+
+    before = references()
+    for _ in range(10):
+        pack(obj)
+        with pytest.raises(TypeError):
+            pack(bad)
+    for end in range(len(data)):
+        with pytest.raises(mscomm.Error):
+            unpack(data[:end])
+    gc.collect()
+    assert references() == before
+    assert {*Tracked.alive} == {part}
+
+
+def test_a_signal_interrupts_what_would_take_for_ever():
+    obj: Any = 1
+    for _ in range(60):
+        obj = (obj, obj)  # tuples are not shared, so these are 2**60 integers
+
+    def handler(*_: Any) -> None:
+        raise InterruptedError("enough")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(InterruptedError, match="enough"):
+            pack(obj)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 @drawn(objects())
 def test_no_prefix_of_an_object_is_an_object(obj):
     whole = pack(obj)
@@ -593,108 +718,144 @@ def test_no_prefix_of_an_object_is_an_object(obj):
             unpack(whole[:end])
 
 
-HEADER = struct.Struct("<QB")
+NONE, NO, YES, INT8, INT16, INT32, INT64, REAL, COMPLEX, TEXT, BYTES = range(11)
+LIST, TUPLE, SET, FROZENSET, DICT, MADE, FIRST, AGAIN = range(11, 19)
+NAMED, INTEGER, ARRAY, SCALAR, PICKLE = range(5)
+LONG = b"\xff" * 9  # a count that is much larger than the input
+
+
+class Raw(bytes):
+    """A value that is converted to bytes already."""
+
+
+def value(obj: Any) -> Raw:
+    data = pack(obj)
+    return Raw(data[8:][: int.from_bytes(data[:8], "little")].removeprefix(bytes([FIRST])))
+
+
+def values(*parts: Any) -> bytes:
+    return bytes([len(parts)]) + b"".join(part if type(part) is Raw else value(part) for part in parts)
+
+
+def items(tag: int, *parts: Any) -> Raw:
+    """Return the bytes of a list, tuple, set or frozenset."""
+    return Raw(bytes([tag]) + values(*parts))
+
+
+def made(kind: int, *parts: Any) -> Raw:
+    return Raw(bytes([MADE, kind]) + values(*parts))
 
 
 def whole(value: bytes, large: bytes = b"") -> bytes:
-    """Return the bytes that begin with a header and this msgpack value, and end with the elements of a large array."""
-    start = HEADER.pack(len(value), 3) + value
+    """Return the bytes of an object that consists of this value and the elements of a large array."""
+    start = len(value).to_bytes(8, "little") + value
     return start + bytes(-len(start) % 64) + large + bytes(-len(large) % 64)
 
 
-def marked(code: int, *parts: Any) -> bytes:
-    return msgpack.packb([msgpack.ExtType(code, b""), *parts])
-
-
-TUPLE, SET, COMPLEX, INTEGER, ARRAY, SCALAR, NAMED, PICKLE, SHARED, AGAIN = 1, 2, 4, 5, 6, 7, 8, 9, 10, 11
 CONFIG, PHASE, ACCESS, TOUCHY = (f"{__name__}.{name}" for name in ("Config", "Phase", "Access", "Touchy"))
 
 HOSTILE = {
     "nothing": (b"", "the bytes end too early"),
-    "two objects": (b"\x01\x02", "more bytes follow"),
-    "a code that msgpack does not have": (b"\xc1", "not msgpack"),
-    "a long list": (b"\xdd\xff\xff\xff\xff", "end too early"),
-    "long lists in long lists": (b"\xdd\x00\x00\x40\x00" * 4000, "deep|end too early"),
-    "a long map": (b"\xdf\xff\xff\xff\xff" + b"\x01" * 9, "end too early"),
-    "a long string": (b"\xdb\xff\xff\xff\xff" + b"a", "end too early"),
-    "long bytes": (b"\xc6\xff\xff\xff\xff" + b"a", "end too early"),
-    "lists too deep": (b"\x91" * 5000 + b"\x01", "deep"),
-    "maps too deep": (b"\x81\x01" * 5000 + b"\x01", "deep"),
-    "no UTF-8": (b"\xa1\xff", "utf-8"),
-    "an extension alone": (b"\xd4\x01\x00", "an extension"),
-    "an extension within a list": (msgpack.packb([1, msgpack.ExtType(TUPLE, b"")]), "an extension"),
-    "an extension with bytes": (msgpack.packb([msgpack.ExtType(TUPLE, b"x")]), "an extension"),
-    "an unknown extension": (marked(99, 1), "unknown extension 99"),
-    "a list as a key": (msgpack.packb({(1,): 1}), "a key with a list"),
-    "a set of sets": (marked(SET, [msgpack.ExtType(SET, b"")]), "an element with a set"),
-    "a key twice": (b"\x82\x01\x01\x01\x02", "a key occurs twice"),
-    "an element twice": (marked(SET, 1, 1.0), "an element occurs twice"),
-    "half a complex": (marked(COMPLEX, 1.0), "1 parts, expected 2"),
-    "a complex of texts": (marked(COMPLEX, "1", "2"), "a str, expected a float"),
-    "an integer of text": (marked(INTEGER, "1"), "a str, expected a bytes"),
-    "an array of objects": (marked(ARRAY, "|O", b"\0" * 8, 1), "dtype '|O'"),
-    "an array of records": (marked(ARRAY, "i4,O", b"\0" * 12, 1), "dtype 'i4,O'"),
-    "an array of an unknown time": (marked(ARRAY, "<M8[x]", b"\0" * 8, 1), "dtype"),
-    "an array of times of no length": (marked(ARRAY, "<m8[0s]", b"\0" * 8, 1), "dtype '<m8"),
-    "keys that cannot be compared": (
-        marked(SET, *[[msgpack.ExtType(NAMED, b""), TOUCHY, i] for i in range(2)]),
-        "compared",
+    "two objects": (value(1) + value(2), "more bytes follow"),
+    "an unknown tag": (b"\x7f", "unknown tag 127"),
+    "a long list": (bytes([LIST]) + LONG, "end too early"),
+    "a list that is too long by one": (bytes([LIST, 3]) + value(None) * 2, "end too early"),
+    "lists that share their items": (
+        bytes([LIST, 255, *(4000).to_bytes(8, "little")]) * 500,
+        "end too early",
     ),
-    "an array of huge elements": (marked(ARRAY, "|S999999999", b"abc", 1), "3 bytes for an array"),
-    "a huge array": (marked(ARRAY, "<f8", b"\0" * 8, 1 << 40), "8 bytes for an array"),
-    "an array whose size wraps": (marked(ARRAY, "<f8", b"", 1 << 61, 8), "0 bytes for an array"),
-    "an array of less than nothing": (marked(ARRAY, "<f8", b"\0" * 8, -1, -1), "a shape"),
-    "an array with a shape of truths": (marked(ARRAY, "|u1", b"\0", True), "a shape"),
-    "an empty array with a huge shape": (marked(ARRAY, "<f8", b"", 0, 1 << 61), "too big|too large"),
-    "an array of too many dimensions": (marked(ARRAY, "|u1", b"\0", *[1] * 65), "a shape"),
-    "a bool that is neither": (marked(ARRAY, "|b1", b"\0\2", 2), "neither True nor False"),
-    "a scalar of two": (marked(SCALAR, "<f4", b"\0" * 8), "8 bytes for a scalar"),
-    "a scalar of text": (marked(SCALAR, "|S3", b"abc"), "3 bytes for a scalar"),
-    "a class that nobody registered": (marked(NAMED, "os.system", "true"), "'os.system': call mscomm.register_object"),
-    "a class without a value": (marked(NAMED, CONFIG), "1 parts, expected 2"),
-    "a class with a number for a name": (marked(NAMED, 1, 1), "a int, expected a str"),
-    "classes too deep": ((b"\x93\xc7\x00\x08\xa5ratio") * 5000 + b"\x01", "deep"),
+    "a value that needs the bytes of the next one": (bytes([LIST, 2, REAL]) + bytes(8), "end too early"),
+    "a long dict": (bytes([DICT]) + LONG + value(1) * 9, "end too early"),
+    "a dict without the last value": (bytes([DICT, 2]) + value(None) * 3, "end too early"),
+    "a long text": (bytes([TEXT]) + LONG + b"a", "end too early"),
+    "long bytes": (bytes([BYTES]) + LONG + b"a", "end too early"),
+    "half a number": (bytes([INT32, 0, 0]), "end too early"),
+    "half a count": (bytes([LIST, 255, 1]), "end too early"),
+    "lists too deep": (bytes([LIST, 1]) * 5000 + value(1), "deep"),
+    "dicts too deep": ((bytes([DICT, 1]) + value(1)) * 5000 + value(1), "deep"),
+    "no UTF-8": (bytes([TEXT, 1]) + b"\xff", "utf-8"),
+    "a kind alone": (bytes([MADE, ARRAY]), "end too early"),
+    "an unknown kind": (made(99, 1), "unknown kind 99"),
+    "a list in an array": (made(ARRAY, "<f8", b"", [1]), "deep"),
+    "arrays too deep": (bytes([MADE, ARRAY, 1]) * 5000 + value(1), "deep"),
+    "a list as a key": (bytes([DICT, 1]) + value([]) + value(1), "a list cannot be a key: TypeError"),
+    "a set of sets": (items(SET, set()), "a set cannot be an element: TypeError: unhashable"),
+    "a list in an element": (items(FROZENSET, ([],)), "a tuple cannot be an element: TypeError: unhashable"),
+    "a key twice": (bytes([DICT, 2]) + value("a") + value(1) + value("a") + value(2), "a key occurs twice"),
+    "an element twice": (items(SET, 1, 1.0), "an element occurs twice"),
+    "half a complex": (bytes([COMPLEX]) + bytes(8), "end too early"),
+    "an integer in two parts": (made(INTEGER, b"1", b"1"), "2 parts, expected 1"),
+    "an integer of text": (made(INTEGER, "1"), "a str, expected a bytes"),
+    "an array of objects": (made(ARRAY, "|O", b"\0" * 8, 1), "dtype '|O'"),
+    "an array without elements": (made(ARRAY, "<f8"), "1 parts of an array"),
+    "an array of a number": (made(ARRAY, 8, b""), "dtype 8"),
+    "an array of records": (made(ARRAY, "i4,O", b"\0" * 12, 1), "dtype 'i4,O'"),
+    "an array of an unknown time": (made(ARRAY, "<M8[x]", b"\0" * 8, 1), "dtype"),
+    "an array of times of no length": (made(ARRAY, "<m8[0s]", b"\0" * 8, 1), "dtype '<m8"),
+    "elements that cannot be compared": (
+        items(SET, *[made(NAMED, TOUCHY, i) for i in range(2)]),
+        "a Touchy cannot be an element: ArithmeticError: no",
+    ),
+    "an array of huge elements": (made(ARRAY, "|S999999999", b"abc", 1), "3 bytes for an array"),
+    "a huge array": (made(ARRAY, "<f8", b"\0" * 8, 1 << 40), "8 bytes for an array"),
+    "an array whose size wraps": (made(ARRAY, "<f8", b"", 1 << 61, 8), "0 bytes for an array"),
+    "an array of less than nothing": (made(ARRAY, "<f8", b"\0" * 8, -1, -1), "a shape"),
+    "an array with a shape of truths": (made(ARRAY, "|u1", b"\0", True), "a shape"),
+    "an empty array with a huge shape": (made(ARRAY, "<f8", b"", 0, 1 << 61), "too big|too large"),
+    "an array of too many dimensions": (made(ARRAY, "|u1", b"\0", *[1] * 65), "a shape"),
+    "a bool that is neither": (made(ARRAY, "|b1", b"\0\2", 2), "neither True nor False"),
+    "a scalar of two": (made(SCALAR, "<f4", b"\0" * 8), "8 bytes for a scalar"),
+    "a scalar of text": (made(SCALAR, "|S3", b"abc"), "3 bytes for a scalar"),
+    "a class that nobody registered": (made(NAMED, "os.system", "true"), "'os.system': call mscomm.register_object"),
+    "a class without a value": (made(NAMED, CONFIG), "1 parts, expected 2"),
+    "a class with a number for a name": (made(NAMED, 1, 1), "a int, expected a str"),
+    "classes too deep": ((bytes([MADE, NAMED, 2]) + value("ratio")) * 5000 + value(1), "deep"),
     "a field too few": (
-        marked(NAMED, CONFIG, {"lr": 1}),
+        made(NAMED, CONFIG, {"lr": 1}),
         "the fields are lr, layers, but the received object has lr: do the",
     ),
     "a field too many": (
-        marked(NAMED, CONFIG, {"lr": 1, "layers": 1, "x": 1}),
+        made(NAMED, CONFIG, {"lr": 1, "layers": 1, "x": 1}),
         "the received object has lr, layers, x",
     ),
-    "fields that are none": (marked(NAMED, CONFIG, [1, 2]), "the received object has a list"),
-    "a member that is none": (marked(NAMED, PHASE, "DREAM"), "'DREAM' is not one of the members TRAIN, TEST"),
-    "a member by a list": (marked(NAMED, PHASE, ["TRAIN"]), "is not one of the members"),
-    "flags by a text": (marked(NAMED, ACCESS, "READ"), "a str, expected a list of names"),
-    "flags that are none": (marked(NAMED, ACCESS, ["READ", "X"]), "'X' is not one of the members"),
+    "fields that are none": (made(NAMED, CONFIG, [1, 2]), "the received object has a list"),
+    "a member that is none": (made(NAMED, PHASE, "DREAM"), "'DREAM' is not one of the members TRAIN, TEST"),
+    "a member by a list": (made(NAMED, PHASE, ["TRAIN"]), "is not one of the members"),
+    "flags by a text": (made(NAMED, ACCESS, "READ"), "a str, expected a list of names"),
+    "flags that are none": (made(NAMED, ACCESS, ["READ", "X"]), "'X' is not one of the members"),
     "a decoder that fails": (
-        marked(NAMED, "ratio", [1, 0]),
+        made(NAMED, "ratio", [1, 0]),
         "a ratio cannot be created from the received data: ZeroDivisionError",
     ),
-    "a date of texts": (marked(NAMED, "datetime.date", ["1", "2", "3"]), "expected a list of 3 ints"),
-    "a date by its bytes": (marked(NAMED, "datetime.date", b"\x07\xe8\x01\x01"), "expected a list of 3 ints"),
-    "a date that is none": (marked(NAMED, "datetime.date", [2024, 2, 30]), "ValueError: day"),
-    "a time too long": (marked(NAMED, "datetime.timedelta", [1 << 60, 0, 0]), "OverflowError"),
-    "a time of text": (marked(NAMED, "datetime.time", [[1, 2, 3, 4, 0], "UTC"]), "TypeError: tzinfo"),
+    "a date of texts": (made(NAMED, "datetime.date", ["1", "2", "3"]), "expected a list of 3 ints"),
+    "a date by its bytes": (made(NAMED, "datetime.date", b"\x07\xe8\x01\x01"), "expected a list of 3 ints"),
+    "a date that is none": (made(NAMED, "datetime.date", [2024, 2, 30]), "ValueError: day"),
+    "a time too long": (made(NAMED, "datetime.timedelta", [1 << 60, 0, 0]), "OverflowError"),
+    "a time of text": (made(NAMED, "datetime.time", [[1, 2, 3, 4, 0], "UTC"]), "TypeError: tzinfo"),
     "a time zone outside": (
-        marked(NAMED, "zoneinfo.ZoneInfo", "../../etc/passwd"),
+        made(NAMED, "zoneinfo.ZoneInfo", "../../etc/passwd"),
         "zoneinfo.ZoneInfo cannot be created",
     ),
-    "a time zone that is none": (marked(NAMED, "zoneinfo.ZoneInfo", "Mars/Base"), "ZoneInfoNotFoundError"),
-    "a path of bytes": (marked(NAMED, "pathlib.PosixPath", b"x"), "a bytes, expected a str"),
-    "an order of a list": (marked(NAMED, "collections.OrderedDict", [1]), "a list, expected a dict"),
-    "a tensor of text": (marked(NAMED, "torch tensor", "x"), "a str, expected an array"),
-    "the elements of a large array are missing": (marked(ARRAY, "<f8", 1 << 40, 1 << 37), "0 bytes for an array"),
-    "an array of fewer than no elements": (marked(ARRAY, "<f8", -8, 1), "a shape|bytes for an array"),
-    "an object again that never came": (marked(AGAIN, 0), "the shared object 0 before it is complete"),
-    "an object in itself": (marked(SHARED, 0, [[msgpack.ExtType(AGAIN, b""), 0]]), "object 0 before it is complete"),
-    "a number twice": (
-        msgpack.packb([[msgpack.ExtType(SHARED, b""), 0, [1]], [msgpack.ExtType(SHARED, b""), 0, [1]]]),
-        "a number that is not new",
+    "a time zone that is none": (made(NAMED, "zoneinfo.ZoneInfo", "Mars/Base"), "ZoneInfoNotFoundError"),
+    "a path of bytes": (made(NAMED, "pathlib.PosixPath", b"x"), "a bytes, expected a str"),
+    "an order of a list": (made(NAMED, "collections.OrderedDict", [1]), "a list, expected a dict"),
+    "a tensor of text": (made(NAMED, "torch tensor", "x"), "a str, expected an array"),
+    "the elements of a large array are missing": (made(ARRAY, "<f8", 1 << 40, 1 << 37), "0 bytes for an array"),
+    "an array of fewer than no elements": (made(ARRAY, "<f8", -8, 1), "a shape|bytes for an array"),
+    "an object again that never came": (bytes([AGAIN, 0]), "the shared object 0 before it is complete"),
+    "an object in itself": (bytes([FIRST, LIST, 1, AGAIN, 0]), "object 0 before it is complete"),
+    "an object that is numbered twice": (bytes([FIRST]) * 5000 + value([1]), "a shared object that is another"),
+    "an object again that is shared": (
+        bytes([LIST, 2, FIRST, LIST, 0, FIRST, AGAIN, 0]),
+        "a shared object that is another",
     ),
-    "a tuple that is shared": (marked(SHARED, 0, [msgpack.ExtType(TUPLE, b"")]), "a tuple that cannot be shared"),
-    "a pickle that nobody allowed": (marked(PICKLE, "x.Y", pickle.dumps(1)), "a x.Y was received as a pickle"),
-    "a pickle of text": (marked(PICKLE, "x.Y", "text"), "a str, expected a bytes"),
+    "a tuple that is shared": (bytes([LIST, 2, FIRST, TUPLE, 0, AGAIN, 0]), "a tuple that cannot be shared"),
+    "a frozenset that is shared": (
+        bytes([LIST, 2, FIRST, FROZENSET, 0, AGAIN, 0]),
+        "a frozenset that cannot be shared",
+    ),
+    "a pickle that nobody allowed": (made(PICKLE, "x.Y", pickle.dumps(1)), "a x.Y was received as a pickle"),
+    "a pickle of text": (made(PICKLE, "x.Y", "text"), "a str, expected a bytes"),
 }
 
 

@@ -572,7 +572,7 @@ def test_a_poisoned_checkpoint_is_an_error(tmp_path: Path) -> None:
 def test_a_poisoned_object_is_an_error() -> None:
     good = packing.pack({"a": [1, 2.5, "x", np.arange(4), {3, 4}], ("k",): None})
     for place in range(len(good)):
-        for byte in (0, 0x7F, 0x91, 0xC7, 0xDD, 0xFF):
+        for byte in (*range(20), 0x7F, 0xFF):
             with contextlib.suppress(errors.Error, ValueError, TypeError):
                 packing.unpack(good[:place] + bytes([byte]) + good[place + 1 :])
 

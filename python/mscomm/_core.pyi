@@ -18,6 +18,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 version: str
 max_dims: int
+max_depth: int
+"""How deep the containers of an object may be nested."""
 any_source: int
 any_tag: int
 last_tag: int
@@ -41,6 +43,23 @@ def compress(
 
 def expand(narrow: np.ndarray[Any, Any], out: np.ndarray[Any, Any], /) -> None:
     """Convert narrow (float16 or bfloat16) to the dtype of out (float32 or float64)."""
+
+def pack_object(obj: Any, converted: Callable[[Any], tuple[Any, ...]], fields: type[dict[str, Any]], /) -> bytes:
+    """Return the bytes of an object. The bytes are only for unpack_object.
+
+    converted(part) is called for each part of a type that the core does not know. It returns whether the part stays one
+    object if it occurs several times, its kind (below 256), and the values that are sent for it. Only the values of
+    kind 0 may contain containers. fields: a subclass of dict whose objects are sent as dicts.
+    """
+
+def unpack_object(
+    data: memoryview, make: Callable[[int, tuple[Any, ...]], Any], may_be_shared: Callable[[Any], bool], /
+) -> Any:
+    """Return the object with these bytes. Raise ValueError if they are not the output of pack_object.
+
+    make(kind, values) creates a part from what converted() has returned for it. may_be_shared(part) tells whether a
+    part may occur several times.
+    """
 
 def algorithms() -> list[tuple[str, str, Literal["arena", "mesh", "both"]]]:
     """Return all algorithms, in order of preference, as (collective, name, carrier)."""
