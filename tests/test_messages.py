@@ -509,6 +509,27 @@ def test_recvs_that_nobody_answers_end_when_their_rank_leaves(rank, group, way):
     assert "tag 2 and 2 more when this rank left" in told[0]
 
 
+@ranks(1)
+def test_a_signal_ends_the_cancelling_of_recvs(rank, group):
+    class Stop(Exception):
+        pass
+
+    def handler(*_: object) -> None:
+        raise Stop
+
+    alone = mscomm.create_group("alone", [0])
+    for tag in range(3):
+        mscomm.recv(np.zeros(3), 0, tag, group=alone, async_op=True)
+    alone.core.expect_incoming(0)  # as if a link were being set up, for which destroy_group() waits up to 5 s
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    began = time.monotonic()
+    with pytest.raises(Stop):
+        mscomm.destroy_group(alone)
+    assert time.monotonic() - began < 4
+    mscomm.abort("enough", alone)  # so that the end of this process does not wait for the link, either
+
+
 @ranks(2)
 def test_a_waiting_recv_uses_no_cpu(rank, group):
     mscomm.barrier()
