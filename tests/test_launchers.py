@@ -253,6 +253,17 @@ def test_a_taken_port_is_named(start: Start, port: int) -> None:
     assert code == 1 and f"MS_SCHED_PORT={port}: the port is taken" in err, err
 
 
+def test_a_command_shows_who_has_the_name_of_a_scheduler(start: Start, port: int) -> None:
+    """Another scheduler that is starting, or a process of another user, may have the unix name, but not the port."""
+    if not shutil.which("ss"):
+        pytest.skip("ss is not installed")
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(f"\0mscomm-sched-127.0.0.1-{port}")
+        code, _, err = finished(start("MS_SCHED"))
+        assert code == 1 and (see := re.search(r"\(see: (.*)\)", err)), err
+        assert f"pid={os.getpid()}," in subprocess.check_output(see[1], shell=True, text=True)
+
+
 def test_a_duplicate_node_id_is_named_with_its_holder(start: Start, tmp_path: Path) -> None:
     script = tmp_path / "slow.py"
     script.write_text(SLOW)

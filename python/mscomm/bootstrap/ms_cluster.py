@@ -213,7 +213,7 @@ def _why_not(settings: Settings, error: OSError, env: Mapping[str, str], protect
         taken = rendezvous.contend(host, settings.port, key, env, protection)
     return {
         errno.EADDRINUSE: f"the port is taken{taken}, perhaps by the scheduler of another job"
-        + ("" if taken else f" (see: ss -ltnp 'sport = :{settings.port}')")
+        + ("" if taken else f" (see: ss -atxnp | grep {settings.port})")
         + "; end that, or give this job another MS_SCHED_PORT, in its workers too",
         errno.EADDRNOTAVAIL: "this host does not have that address; start the scheduler on the host that has it",
         errno.EACCES: "ports below 1024 need privileges; choose a higher MS_SCHED_PORT",
