@@ -184,6 +184,7 @@ def test_tensors_that_cannot_be_moved_are_refused_with_the_way_out(rank, group):
     for x, words in (
         (torch.ones(3, device="meta"), "all_reduce: x is on meta; .* use x.cpu()"),
         (torch.ones(3).to_sparse(), "all_reduce: x is a tensor of layout torch.sparse_coo; use x.to_dense()"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "all_reduce: x is a nested tensor"),
         (torch.ones(2, dtype=torch.float8_e4m3fn), "all_reduce: sum is not defined on float8_e4m3fn arrays"),
         (torch.empty(2, dtype=torch.bits8), "all_reduce: x has dtype torch.bits8, which mscomm does not move"),
     ):

@@ -53,6 +53,8 @@ def is_array(x: Any) -> bool:
 
 
 def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    if x.is_nested:
+        raise TypeError("is a nested tensor; pass its parts, x.unbind()")
     if x.layout is not torch.strided:
         raise TypeError(f"is a tensor of layout {x.layout}; use x.to_dense()")
     if x.device.type == "cuda" and (x.is_conj() or x.is_neg()):
