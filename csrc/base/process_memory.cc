@@ -23,8 +23,9 @@ size_t read_plain(const Introduction& owner, uint64_t address, void* to, size_t 
     const iovec there[2] = {{reinterpret_cast<void*>(address + done), left},
                             {reinterpret_cast<void*>(owner.token_address), sizeof token}};
     const ssize_t now = process_vm_readv(owner.process, here, 2, there, 2, 0);
-    if (now < 0) return done;
-    if (now == 0) return errno = EFAULT, done;
+    if (now == 0) errno = EFAULT;
+    // If the token cannot be read, the bytes are those of another process.
+    if (now <= 0) return left == 0 ? (errno = ESRCH, size_t{0}) : done;
     done += std::min(left, static_cast<size_t>(now));
     if (static_cast<size_t>(now) != left + sizeof token) continue;
     if (token == owner.token) return bytes;

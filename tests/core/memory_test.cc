@@ -1,4 +1,5 @@
-// Tests shared memory: which memory of a peer is accepted, and which pages are huge pages.
+// Tests the memory of other processes: which shared memory of a peer is accepted, which pages are huge pages, and whose arrays
+// are read.
 #include "transport/memory.h"
 
 #include <fcntl.h>
@@ -8,6 +9,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -18,6 +20,7 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
+#include "base/process_memory.h"
 #include "check.h"
 #include "transport/heap.h"
 
@@ -34,6 +37,29 @@ bool refused(int fd) {
   }
   close(fd);
   return thrown;
+}
+
+// The process that has introduced itself has ended, and another process has its id. Its memory at the address of the token may
+// hold something else, or may not be readable.
+void bytes_without_the_token_are_not_taken() {
+  const std::vector<char> there(200 << 10, 'x');
+  const auto address = reinterpret_cast<uint64_t>(there.data());
+  const Introduction mine = introduction();
+  const auto page = reinterpret_cast<uint64_t>(mmap(nullptr, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  for (const size_t bytes : {size_t{1}, size_t{4096}, there.size()}) {
+    std::vector<char> here(bytes);
+    const auto read = [&](const Introduction& owner, uint64_t from) {
+      errno = 0;
+      return read_process(owner, from, here.data(), bytes);
+    };
+    CHECK(read(mine, address) == bytes && here == std::vector(bytes, 'x'));
+    CHECK(read({mine.process, mine.token_address, mine.token + 1}, address) < bytes && errno == ESRCH);
+    CHECK(read({mine.process, page, mine.token}, address) < bytes && errno == ESRCH);
+    CHECK(read(mine, page) < bytes && errno == EFAULT);
+  }
+  CHECK(can_read(mine) && !can_read({mine.process, page, mine.token}) &&
+        !can_read({mine.process, mine.token_address, mine.token + 1}));
+  munmap(reinterpret_cast<void*>(page), 4096);
 }
 
 void only_memory_is_taken_from_a_peer() {
@@ -142,7 +168,7 @@ void released_memory_is_kept_for_a_while() {
 // The pages of small arrays return to the kernel, too, when free memory has too many of them. Free pages next to an array that is
 // in use return, and the array stays as it is.
 void pages_of_small_arrays_are_returned() {
-  constexpr size_t heap_bytes = 1u << 30, most = heap_bytes / kept_share, bytes = 1000u << 10, count = 100, tiny = 64;
+  constexpr size_t heap_bytes = 256u << 20, most = heap_bytes / kept_share, bytes = 1000u << 10, count = 100, tiny = 64;
   const int fd = make_memory("test-heap", heap_bytes, false);
   Heap heap(Mapping(fd, heap_bytes));
   std::vector<void*> arrays;
@@ -154,10 +180,10 @@ void pages_of_small_arrays_are_returned() {
   for (size_t i = 0; i < count; i++) std::memset(arrays[i], static_cast<int>(i), bytes);
   release_all_but(2);
   CHECK(pages_of(fd) < count / 2 * bytes + most);
-  bool whole = true;
-  for (size_t i = 0; i < count; i += 2)
-    for (size_t at = 0; at < bytes; at++) whole &= static_cast<unsigned char*>(arrays[i])[at] == i;
-  CHECK(whole);
+  for (size_t i = 0; i < count; i += 2) {
+    const std::vector<char> whole(bytes, static_cast<char>(i));
+    CHECK(std::memcmp(arrays[i], whole.data(), bytes) == 0);
+  }
   for (size_t i = 0; i < count; i += 2) heap.release(arrays[i]);
   CHECK(pages_of(fd) < most + bytes);
 
@@ -250,6 +276,7 @@ void a_large_release_holds_up_nobody() {
 }  // namespace
 
 SUITE(memory) {
+  bytes_without_the_token_are_not_taken();
   only_memory_is_taken_from_a_peer();
   long_arrays_have_huge_pages_and_short_ones_do_not();
   released_memory_is_kept_for_a_while();
