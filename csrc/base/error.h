@@ -21,8 +21,9 @@ struct Error : std::runtime_error {
   std::vector<int> waiting_for;
 };
 
-// What replaces an error for which there is no memory. It exists from the start, and a copy of it needs no memory.
-inline const Error no_memory("MemoryError", "out of memory");
+// What replaces an error for which there is no memory. It exists from the start, and a copy of it needs no memory. It is never
+// destroyed, because a thread may still use it while the process exits.
+inline const Error& no_memory = *new Error("MemoryError", "out of memory");
 
 // Returns make(). If there is no memory for that error, returns no_memory. Code that ends a call, a message or a group must not
 // stop halfway, so it creates and copies errors with this function.

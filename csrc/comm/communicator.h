@@ -142,7 +142,8 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   std::shared_ptr<Work> start(const Message& message, const Deadline& deadline);
   // Ends those of the Works that are recvs for which no message has arrived, and returns their descriptions. Such a Work then has
   // an Error of the kind Cancelled, and the group goes on. All other calls and messages go on. May first wait for links that are
-  // being set up, for at most handshake_s in all. Throws what the interrupt hook throws.
+  // being set up, for at most handshake_s in all, and then reads the links for a second at most. Throws what the interrupt hook
+  // throws, but only before it ends a recv.
   std::vector<std::string> cancel(std::span<const std::shared_ptr<Work>> works);
   // Adds the link for messages to a peer (if `sends` is true) or from a peer. If the link has a secret, waits for at most
   // handshake_s, until the peer has called add_link(), too. Between ranks of one host, the messages move through memory in the

@@ -142,13 +142,15 @@ std::shared_ptr<Work> Communicator::start(const Message& message, const Deadline
 
 std::vector<std::string> Communicator::cancel(std::span<const std::shared_ptr<Work>> works) {
   if (forked_) return {};
-  std::vector<Mailbox::Shared> recvs;
+  std::vector<Mailbox::Shared> transfers;
   for (const auto& work : works)
-    if (work->transfer_ && !work->transfer_->sends) recvs.push_back(work->transfer_);
+    if (work->transfer_) transfers.push_back(work->transfer_);
   // A peer whose link is being set up may have sent the message, and may even have left.
   const auto comes = [&](int peer) {
-    const auto waits = [&](const auto& recv) { return !recv->done() && (recv->peer == peer || recv->peer == any_source); };
-    return expects(peer) && !mailbox_.has_link_from(peer) && std::ranges::any_of(recvs, waits);
+    const auto waits = [&](const auto& one) {
+      return !one->sends && !one->done() && (one->peer == peer || one->peer == any_source);
+    };
+    return expects(peer) && !mailbox_.has_link_from(peer) && std::ranges::any_of(transfers, waits);
   };
   const Deadline deadline(handshake_s);
   for (int peer = 0; peer < size(); peer++)
@@ -156,12 +158,12 @@ std::vector<std::string> Communicator::cancel(std::span<const std::shared_ptr<Wo
       if (hooks_.interrupt) hooks_.interrupt();
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-  std::vector<std::string> texts;
-  for (const auto& recv : mailbox_.cancel(recvs)) texts.push_back(mailbox_.text(*recv));
-  // Another thread may still be telling the Works.
+  auto texts = mailbox_.cancel(transfers);
+  // Another thread may still be telling the Works. This takes so little time that no signal handler runs meanwhile: its exception
+  // would lose the texts.
   for (const auto& work : works)
-    while (work->transfer_ && work->transfer_->done() && !work->wait(longest_sleep_ms * 1e-3))
-      if (hooks_.interrupt) hooks_.interrupt();
+    while (work->transfer_ && work->transfer_->done() && !work->wait(longest_sleep_ms * 1e-3)) {
+    }
   return texts;
 }
 

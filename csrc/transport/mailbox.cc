@@ -26,13 +26,14 @@ constexpr double grace_s = 200e-6, tick_s = 1e-3, linger_s = 50e-3;
 constexpr double pass_s = 1;  // how long cancel() reads the links, if other messages keep them busy
 
 // The errors with which transfers and links end without another reason. They exist from the start, because a transfer must end
-// even if there is no memory: its array may no longer exist when the message arrives.
-const Error given_up("Aborted", "the message was given up");
-const Error shut("Aborted", "the group's links for messages were shut down");
-const Error released("Aborted", "the group was released");
-const Error thread_failed("Error", "the thread for messages failed: out of memory?");
-const Error send_given_up("Aborted", "an earlier send was given up in the middle");
-const Error recv_given_up("Aborted", "an earlier recv was given up in the middle");
+// even if there is no memory: its array may no longer exist when the message arrives. They are never destroyed, because a thread
+// may still use them while the process exits.
+const Error& given_up = *new Error("Aborted", "the message was given up");
+const Error& shut = *new Error("Aborted", "the group's links for messages were shut down");
+const Error& released = *new Error("Aborted", "the group was released");
+const Error& thread_failed = *new Error("Error", "the thread for messages failed: out of memory?");
+const Error& send_given_up = *new Error("Aborted", "an earlier send was given up in the middle");
+const Error& recv_given_up = *new Error("Aborted", "an earlier recv was given up in the middle");
 
 using Kind = Envelope::Kind;
 
@@ -209,10 +210,10 @@ void Mailbox::help(const Transfer& transfer, double timeout_s) {
   leave();
 }
 
-std::vector<Mailbox::Shared> Mailbox::cancel(std::span<const Shared> recvs) {
-  const auto waits = [](const Shared& recv) { return !recv->done() && !recv->begun_; };
+std::vector<std::string> Mailbox::cancel(std::span<const Shared> transfers) {
+  const auto waits = [](const Shared& transfer) { return !transfer->sends && !transfer->done() && !transfer->begun_; };
   std::vector<std::pair<Shared, Error>> cancelled;
-  std::vector<Shared> result;
+  std::vector<std::string> texts;
   auto lock = enter();
   const Deadline deadline(pass_s);
   const auto before = idle_passes_;
@@ -223,14 +224,16 @@ std::vector<Mailbox::Shared> Mailbox::cancel(std::span<const Shared> recvs) {
     leave();
   };
   try {
-    while (std::ranges::any_of(recvs, waits) && idle_passes_ == before && !deadline.passed()) {
+    while (std::ranges::any_of(transfers, waits) && idle_passes_ == before && !deadline.passed()) {
       wake_driver();
       turn(lock, false, driving_ ? longest_sleep_ms : 0);
     }
     // Allocate first. If there is no memory, no recv is cancelled.
-    for (const Shared& recv : recvs)
-      if (waits(recv)) cancelled.emplace_back(recv, Error("Cancelled", text(*recv) + " was cancelled before a message came"));
-    for (const auto& [recv, error] : cancelled) result.push_back(recv);
+    for (const Shared& recv : transfers)
+      if (waits(recv)) {
+        texts.push_back(text(*recv));
+        cancelled.emplace_back(recv, Error("Cancelled", texts.back() + " was cancelled before a message came"));
+      }
   } catch (...) {
     back();
     throw;
@@ -243,7 +246,7 @@ std::vector<Mailbox::Shared> Mailbox::cancel(std::span<const Shared> recvs) {
   wake_driver();  // another thread that waits for one of these recvs may be the driver
   tell_ended(lock);
   back();
-  return result;
+  return texts;
 }
 
 // Called with mutex_ locked, by a thread that stops waiting.
@@ -294,7 +297,10 @@ void Mailbox::serve_detached() {
   while (true) {
     if (stopping_)
       for (const auto& one : detached_)
-        drop(one->transfer, Error("Aborted", text(*one->transfer) + " had not ended when the group was released"));
+        if (!one->transfer->done())
+          drop(one->transfer, or_no_memory([&] {
+                 return Error("Aborted", text(*one->transfer) + " had not ended when the group was released");
+               }));
     if (tell_ended(lock)) continue;
     if (stopping_) return;
     const bool needed = !detached_.empty() && waiting_ == 0 && seconds_since(unattended_since_) >= grace_s;
@@ -847,7 +853,8 @@ void Mailbox::end(Link& link, const Ending& ending) {
 // Ends all links and transfers, and wakes all waiting threads. Needs no memory.
 void Mailbox::end_all(Error why) {
   if (!shut_) shut_.emplace(std::move(why));
-  Ending ending(or_no_memory([&] { return *shut_; }));
+  // Copies of this error need no memory, because it names no ranks and its kind is short.
+  Ending ending(or_no_memory([&] { return Error("Aborted", shut_->what()); }));
   ending.kind = "Aborted";
   for (Outgoing& link : outgoing_) end(link, ending);
   for (Incoming& link : incoming_) end(link, ending);

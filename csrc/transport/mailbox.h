@@ -166,9 +166,10 @@ class Mailbox {
   // Moves bytes on this thread until the detached transfer has completed, for at most timeout_s seconds. While any thread is in
   // wait() or help(), the mailbox's own thread moves no bytes, so that no thread must be woken when a message arrives.
   void help(const Transfer& transfer, double timeout_s);
-  // Ends those of the recvs for which no message has arrived, with an Error of the kind Cancelled, and returns them. A recv whose
-  // message has arrived goes on. First reads what has arrived on the links, once for all the recvs.
-  std::vector<Shared> cancel(std::span<const Shared> recvs);
+  // Ends those of the transfers that are recvs for which no message has arrived, with an Error of the kind Cancelled, and returns
+  // their texts. All other transfers go on. First reads what has arrived on the links, for at most pass_s. If there is no memory,
+  // throws std::bad_alloc and ends none.
+  std::vector<std::string> cancel(std::span<const Shared> transfers);
 
   // Ends all links and transfers. Any thread may call shut_down() at any time. It calls no callback, and waits only for mutex_.
   // No thread holds mutex_ for longer than it takes to copy one piece for each link, or one message to this rank itself.
