@@ -136,7 +136,7 @@ Array read(const Calls& calls, std::string_view function, std::string_view argum
   if (const auto library = library_of(calls, array.given))
     if (read_plain(array, *library)) return array;
   array = Array{.given = std::move(array.given)};
-  read_memory(array, attribute_of("mscomm.arrays", "memory_anywhere")(array.given, argument, function));
+  read_memory(array, call_python(attribute_of("mscomm.arrays", "memory_anywhere"), array.given, argument, function));
   return array;
 }
 
@@ -344,7 +344,7 @@ void take_out(PreparedCall& ready, const Calls& calls, const Wanted& wanted, con
   if (out.dtype != dtype)
     type_error(function, argument() + " has dtype " + dtype_text(out) + ", x has " + std::string(name(dtype)));
   if (!out.writable) type_error(function, argument() + " is read-only");
-  if (!out.in_order) attribute_of("mscomm.arrays.numpy", "check_out")(name(function), argument(), memory_of(out));
+  if (!out.in_order) call_python(attribute_of("mscomm.arrays.numpy", "check_out"), name(function), argument(), memory_of(out));
   if (ready.x) {
     const Array& x = *ready.x;
     if (out.backend && out.device < 0) check_device(calls, function, wanted.out_argument, out);
@@ -446,7 +446,7 @@ Array described(const Calls& calls, Function function, std::string_view argument
                 memory_of(array).attr("dtype"));  // raises
   if (!array.in_order) {
     if (!array.backend) array.packed = taken(Numpy::get().PyArray_NewCopy_(memory_of(array).ptr(), 0 /* NPY_CORDER */));
-    else array.packed = attribute_of("mscomm.arrays", "packed")(name(function), argument, array.given);
+    else array.packed = call_python(attribute_of("mscomm.arrays", "packed"), name(function), argument, array.given);
   }
   return array;
 }
@@ -506,7 +506,7 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
   if (at_root || (what != Collective::reduce && what != Collective::gather)) {
     ready.out = std::move(out);
     if (ready.out.is_none() && !ready.x)
-      ready.out = attribute_of("mscomm.arrays.numpy", "empty")(as_tuple(share.shape), static_cast<int>(dtype));
+      ready.out = call_python(attribute_of("mscomm.arrays.numpy", "empty"), as_tuple(share.shape), static_cast<int>(dtype));
     if (ready.out.is_none()) {
       make_target(ready, calls, function, *ready.x, share.shape);
       ready.out = ready.target->given;

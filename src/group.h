@@ -53,7 +53,7 @@ inline void run_pending_signal_handlers() {
   if (python_is_ending()) return;
   std::optional<py::gil_scoped_acquire> gil;
   stopping_at_exit([&] { gil.emplace(); });
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  check_signals();
 }
 
 // Duplicates the descriptor, so that the caller may close the original at any time. Returns -1 if fd is -1.

@@ -305,6 +305,9 @@ PYBIND11_MODULE(_core, module) {
     }
   });
 
+  // The first call of get() gives up the GIL, and takes it back in a destructor. If a daemon thread made this call while the
+  // process exits, the process would be aborted; see src/python.h.
+  (void)py::detail::npy_api::get();
   module.attr("version") = MSCOMM_VERSION;
   module.attr("max_dims") = max_dims;
   module.attr("any_source") = any_source;
@@ -563,7 +566,7 @@ False: wait for them. cancel() does not wait for other ranks.)")
                group.founded.join_device(std::move(vendor), std::move(runtime), device, id, Deadline(timeout_s), [&check] {
                  std::optional<py::gil_scoped_acquire> gil;
                  stopping_at_exit([&] { gil.emplace(); });
-                 if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+                 check_signals();
                  call_python(check);
                });
              });

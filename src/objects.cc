@@ -2,7 +2,8 @@
 //
 // Each value is a tag and what follows it. A count is one byte, or 255 and a u64. The functions `converted` and `make`, the
 // methods of keys, and signal handlers may run any Python code. So the writer keeps what it writes alive and checks that no
-// container changes, and the reader shows nobody a container that does not have all items.
+// container changes. The reader creates a set or a dict when all its items have been read, and shows nobody a list or a tuple
+// that does not have all items.
 #include "src/objects.h"
 
 #include <algorithm>
@@ -17,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-namespace py = pybind11;
+#include "src/python.h"
 
 namespace mscomm {
 
@@ -52,12 +53,6 @@ constexpr uint8_t long_count = 255;
 constexpr uint32_t values_between_signals = 1 << 16;
 constexpr size_t most_with_one_hash = 1000;
 
-// Takes a new reference. Throws the Python exception if there is none.
-py::object checked(PyObject* made) {
-  if (!made) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(made);
-}
-
 // depth: how many containers the container is in. An object of kind 0 counts as a container, and other kinds do not.
 void check_depth(int depth, int kind = 0) {
   if (depth >= max_depth + (kind != 0))
@@ -68,7 +63,7 @@ void check_depth(int depth, int kind = 0) {
 class Signals {
  public:
   void look() {
-    if (++values_ % values_between_signals == 0 && PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (++values_ % values_between_signals == 0) check_signals();
   }
 
  private:
@@ -110,7 +105,7 @@ class Writer {
   void write_integer(PyObject* obj, int depth) {
     int overflow = 0;
     const int64_t value = PyLong_AsLongLongAndOverflow(obj, &overflow);
-    if (overflow) write_made(converted_(py::handle(obj)), depth);
+    if (overflow) write_made(call_python(converted_.ptr(), obj), depth);
     else if (value == static_cast<int8_t>(value)) put(Tag::int8, static_cast<int8_t>(value));
     else if (value == static_cast<int16_t>(value)) put(Tag::int16, static_cast<int16_t>(value));
     else if (value == static_cast<int32_t>(value)) put(Tag::int32, static_cast<int32_t>(value));
@@ -120,7 +115,7 @@ class Writer {
   void write_text(PyObject* obj) {
     if (PyUnicode_IS_COMPACT_ASCII(obj))
       return put_bytes(Tag::text, {reinterpret_cast<const char*>(PyUnicode_1BYTE_DATA(obj)), size_t(PyUnicode_GET_LENGTH(obj))});
-    const py::object utf8 = checked(PyUnicode_AsEncodedString(obj, "utf-8", "surrogatepass"));
+    const py::object utf8 = taken(PyUnicode_AsEncodedString(obj, "utf-8", "surrogatepass"));
     put_bytes(Tag::text, {PyBytes_AS_STRING(utf8.ptr()), size_t(PyBytes_GET_SIZE(utf8.ptr()))});
   }
 
@@ -138,7 +133,7 @@ class Writer {
     if (type == &PyFrozenSet_Type) return write_set(Tag::frozenset, obj, depth, !once);
     const bool is_dict = type == &PyDict_Type || type == fields_;
     const bool known = type == &PyList_Type || is_dict || type == &PySet_Type;
-    const py::tuple parts = known ? py::tuple() : py::tuple(converted_(obj));
+    const py::tuple parts = known ? py::tuple() : py::tuple(call_python(converted_.ptr(), given));
     Met* met = nullptr;
     if (!once && (known || parts[0].ptr() == Py_True)) {
       met = &met_.try_emplace(given, Met{obj, met_.size()}).first->second;
@@ -248,7 +243,7 @@ class Writer {
     PyObject* bytes = bytes_.release().ptr();
     if (!bytes) bytes = PyBytes_FromStringAndSize(nullptr, size);
     else _PyBytes_Resize(&bytes, size);
-    bytes_ = checked(bytes);
+    bytes_ = taken(bytes);
     memory_ = PyBytes_AS_STRING(bytes);
     size_ = size;
   }
@@ -287,24 +282,24 @@ class Reader {
       case Tag::yes:
         return py::reinterpret_borrow<py::object>(Py_True);
       case Tag::int8:
-        return checked(PyLong_FromLong(next<int8_t>()));
+        return taken(PyLong_FromLong(next<int8_t>()));
       case Tag::int16:
-        return checked(PyLong_FromLong(next<int16_t>()));
+        return taken(PyLong_FromLong(next<int16_t>()));
       case Tag::int32:
-        return checked(PyLong_FromLong(next<int32_t>()));
+        return taken(PyLong_FromLong(next<int32_t>()));
       case Tag::int64:
-        return checked(PyLong_FromLongLong(next<int64_t>()));
+        return taken(PyLong_FromLongLong(next<int64_t>()));
       case Tag::real:
-        return checked(PyFloat_FromDouble(next<double>()));
+        return taken(PyFloat_FromDouble(next<double>()));
       case Tag::complex: {
         const auto [real, imag] = next<std::array<double, 2>>();
-        return checked(PyComplex_FromDoubles(real, imag));
+        return taken(PyComplex_FromDoubles(real, imag));
       }
       case Tag::text:
         return text(next_bytes());
       case Tag::bytes: {
         const std::string_view bytes = next_bytes();
-        return checked(PyBytes_FromStringAndSize(bytes.data(), bytes.size()));
+        return taken(PyBytes_FromStringAndSize(bytes.data(), bytes.size()));
       }
       case Tag::list:
         return sequence(PyList_New, open(depth), depth + 1);
@@ -347,7 +342,7 @@ class Reader {
   }
 
   py::object sequence(PyObject* (*create)(Py_ssize_t), size_t size, int depth) {
-    py::object made = checked(create(size));
+    py::object made = taken(create(size));
     if (size == 0) return made;
     PyObject_GC_UnTrack(made.ptr());  // so that gc.get_objects() does not show it before it is complete
     PyObject** const items = PySequence_Fast_ITEMS(made.ptr());
@@ -361,10 +356,10 @@ class Reader {
 
   py::object set(PyObject* (*create)(PyObject*), int depth) {
     const size_t size = open(depth), begin = push(size, depth + 1);
-    py::object made = checked(create(nullptr));
+    py::object made = taken(create(nullptr));
     check_hashes(begin, 1, "an element");
     for (size_t i = begin; i < stack_.size(); i++)
-      if (PySet_Add(made.ptr(), stack_[i].ptr()) != 0) refuse(stack_[i], "an element");
+      if (stopping_at_exit([&] { return PySet_Add(made.ptr(), stack_[i].ptr()); }) != 0) refuse(stack_[i], "an element");
     if (static_cast<size_t>(PySet_GET_SIZE(made.ptr())) != size) throw py::value_error("an element occurs twice");
     stack_.resize(begin);
     return made;
@@ -372,10 +367,11 @@ class Reader {
 
   py::object dict(int depth) {
     const size_t size = open(depth, 2), begin = push(2 * size, depth + 1);
-    py::object made = checked(PyDict_New());
+    py::object made = taken(PyDict_New());
     check_hashes(begin, 2, "a key");
     for (size_t i = begin; i < stack_.size(); i += 2)
-      if (PyDict_SetItem(made.ptr(), stack_[i].ptr(), stack_[i + 1].ptr()) != 0) refuse(stack_[i], "a key");
+      if (stopping_at_exit([&] { return PyDict_SetItem(made.ptr(), stack_[i].ptr(), stack_[i + 1].ptr()); }) != 0)
+        refuse(stack_[i], "a key");
     if (static_cast<size_t>(PyDict_GET_SIZE(made.ptr())) != size) throw py::value_error("a key occurs twice");
     stack_.resize(begin);
     return made;
@@ -384,7 +380,7 @@ class Reader {
   py::object made(int depth) {
     const auto kind = next<uint8_t>();
     check_depth(depth, kind);
-    return make_(kind, sequence(PyTuple_New, next_count(), kind == 0 ? depth + 1 : max_depth + 1));
+    return call_python(make_, kind, sequence(PyTuple_New, next_count(), kind == 0 ? depth + 1 : max_depth + 1));
   }
 
   py::object first(int depth) {
@@ -399,14 +395,14 @@ class Reader {
       throw py::value_error("the shared object " + std::to_string(number) + " before it is complete");
     const py::object& obj = shared_[number];
     const bool known = PyList_CheckExact(obj.ptr()) || PyDict_CheckExact(obj.ptr()) || PySet_CheckExact(obj.ptr());
-    if (!known && !may_be_shared_(obj).cast<bool>())
+    if (!known && !call_python(may_be_shared_.ptr(), obj.ptr()).cast<bool>())
       throw py::value_error(std::string("a ") + Py_TYPE(obj.ptr())->tp_name + " that cannot be shared");
     return obj;
   }
 
   // Short texts often occur several times: as the keys of dicts, for example. They become one object.
   py::object text(std::string_view utf8) {
-    const auto decoded = [&] { return checked(PyUnicode_DecodeUTF8(utf8.data(), utf8.size(), "surrogatepass")); };
+    const auto decoded = [&] { return taken(PyUnicode_DecodeUTF8(utf8.data(), utf8.size(), "surrogatepass")); };
     if (utf8.size() > longest_recent) return decoded();
     auto& [bytes, text] = recent_[std::hash<std::string_view>{}(utf8) % recent_.size()];
     if (!text || bytes != utf8) {
@@ -421,7 +417,7 @@ class Reader {
     if ((stack_.size() - begin) / step <= most_with_one_hash) return;
     std::vector<Py_hash_t> hashes;
     for (size_t i = begin; i < stack_.size(); i += step) {
-      hashes.push_back(PyObject_Hash(stack_[i].ptr()));
+      hashes.push_back(stopping_at_exit([&] { return PyObject_Hash(stack_[i].ptr()); }));
       if (hashes.back() == -1) refuse(stack_[i], what);
     }
     std::ranges::sort(hashes);
@@ -434,7 +430,8 @@ class Reader {
   [[noreturn]] static void refuse(const py::object& obj, const char* what) {
     py::error_already_set error;
     if (!error.matches(PyExc_Exception) || error.matches(PyExc_MemoryError)) throw error;
-    const std::string why = Py_TYPE(error.value().ptr())->tp_name + (": " + std::string(py::str(error.value())));
+    const py::str words = taken(stopping_at_exit([&] { return PyObject_Str(error.value().ptr()); }));
+    const std::string why = Py_TYPE(error.value().ptr())->tp_name + (": " + std::string(words));
     const std::string text = std::string("a ") + Py_TYPE(obj.ptr())->tp_name + " cannot be " + what + ": " + why;
     py::raise_from(error, PyExc_ValueError, text.c_str());
     throw py::error_already_set();

@@ -42,6 +42,11 @@ inline py::object taken(PyObject* result) {
   return py::reinterpret_steal<py::object>(result);
 }
 
+// Runs the handlers of signals that have arrived, and from Python 3.12 on also the garbage collector. Throws what they raise.
+inline void check_signals() {
+  if (stopping_at_exit([] { return PyErr_CheckSignals(); }) != 0) throw py::error_already_set();
+}
+
 // Calls a Python function, and returns its result. Code of the core calls all Python functions in this way, or with
 // stopping_at_exit().
 template <typename... Arguments>

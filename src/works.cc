@@ -54,7 +54,7 @@ bool ended_within(const Calls& calls, Work& work, std::optional<double> seconds)
     const auto left_s = seconds ? std::optional(*seconds - seconds_since(begun)) : std::nullopt;
     if (left_s && *left_s <= 0) return false;
     calls.group->called([&] { return group.wait(work, left_s); });
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    check_signals();
   }
   return true;
 }
