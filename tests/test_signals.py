@@ -24,6 +24,7 @@ import rotated
 from ranks import everybody_is_here, ranks
 
 import mscomm
+from mscomm import completing
 from mscomm.collectives import FUNCTION
 from mscomm.job import resolve
 from mscomm.works import Following
@@ -64,8 +65,9 @@ class _AtPoint:
         self._code = code
         self._before: dict[FrameType, str] = {}
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _AtPoint:
         sys.settrace(self._trace)
+        return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
@@ -162,6 +164,31 @@ def test_a_handler_may_interrupt_the_wait_for_another_thread(rank, group):
             assert (work.wait(60)[0] == X).all()
             if not stop.reached:
                 break
+    assert point > 1
+
+
+@ranks(1)
+def test_a_handler_may_interrupt_the_end_of_a_call_that_fails_after_its_head(rank, group):
+    """The main thread does the step, which leaves a function that breaks the group. The function must not get lost."""
+
+    def fails() -> Any:
+        raise ValueError("no such shape")
+
+    call_after = completing.call_after
+    for point in itertools.count(1):
+        alone = mscomm.create_group(f"alone {point}", [0])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(completing, "call_after", lambda work, step: work or call_after(work, step))
+            work = mscomm.all_gather_v(X, group=alone, async_op=True)
+            (following,) = alone.following
+            following._then = fails
+            with contextlib.suppress(_Stop, ValueError), _AtPoint(point) as stop:
+                work.wait()
+            with pytest.raises(Exception, match="no such shape"):
+                work.wait(60)
+        mscomm.destroy_group(alone)
+        if not stop.reached:
+            break
     assert point > 1
 
 

@@ -63,6 +63,7 @@ class Following:
         self._ended = False  # whether nothing is left to do after the end
         self._hurried = False  # whether a function waits for the end
         self._after: list[completing.Step] = []
+        self._blocking: list[Callable[[], object]] | None = None  # the function for _take(); None if there was none
         self._process = os.getpid()
         with on_failure(group.following.discard, self):
             group.following.add(self)  # Group.drain() waits for this call
@@ -78,15 +79,27 @@ class Following:
                     return None
                 step, self._step = self._step, None
                 self._mover = threading.get_ident()
-            return step()
+            function = step()
+            if function is None or threading.current_thread() is not threading.main_thread():
+                return function
+            self._blocking = [function]  # not returned: a signal handler's exception could lose it on the way
+            completing.call_after(None, self._take)
+            self._mover = 0
         except BaseException:  # a signal handler has raised it in the main thread; another thread does the step
             with self._lock:
                 again = step is not None and self._part is part and not self._ended
-                if again:
+                if again and self._blocking is None:
                     self._step = step
+                self._mover = 0
             if again and threading.current_thread() is threading.main_thread():
-                completing.call_after(None, functools.partial(self._go_on, part))
+                next_step = functools.partial(self._go_on, part) if self._blocking is None else self._take
+                completing.call_after(None, next_step)
             raise
+        return None
+
+    def _take(self) -> Callable[[], object] | None:
+        """Return the function that the main thread has left to the thread of completing.py, but only once."""
+        return self._blocking.pop() if self._blocking else None
 
     def _follow(self) -> Callable[[], object] | None:
         if self._part._failed():
