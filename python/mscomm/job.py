@@ -417,6 +417,7 @@ def join(
         asked = asked._replace(device=device, local_rank=local_rank)
         job = _join(invitation, asked, algo, forced, limits, name, deadline, launcher)
     _joined.append(job)
+    again.joined(launcher)
     if len(_joined) == 1:
         notices.know_rank(job.rank)
     _tell_variables_without_effect(launcher)

@@ -7,11 +7,13 @@ ranks meet as described in rendezvous.py: rank 0 starts a hub at a unix socket o
 computes from the first job where that is.
 
 A child process of a rank inherits the variables by which the rank has joined. It must not join as the same rank, so the
-rank adds a variable, MSCOMM_JOINED, which tells the child who has joined already.
+rank adds a variable, MSCOMM_JOINED, which tells the child who has joined already. If the scheduler numbers the workers,
+the variables of all workers are the same, and a child may be a worker of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -24,6 +26,7 @@ from mscomm.bootstrap.invitation import Found, Invitation, Launcher, Seat
 from mscomm.bootstrap.rendezvous import Meeting, Spot, high_ports
 from mscomm.cluster.assemble import Epoch
 from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.hello import UNKNOWN_RANK
 from mscomm.cluster.protection import Protection
 from mscomm.errors import BackendUnavailable
 
@@ -34,6 +37,7 @@ class _First:
     def __init__(self, launcher: ModuleType, invitation: Invitation, epoch: Epoch, env: Mapping[str, str]) -> None:
         self.launcher = launcher
         self.given = _given(launcher, env)
+        self.placed = invitation.seat.rank != UNKNOWN_RANK  # whether only one process can join by these variables
         self.key, self.device = invitation.key, invitation.device
         self.restarts = epoch.restarts
         one_host = len(set(epoch.hosts)) == 1
@@ -84,8 +88,6 @@ def remember(launcher: Launcher, invitation: Invitation, epoch: Epoch, env: Mapp
         launcher.count()
     elif isinstance(launcher, ModuleType):  # a launcher of this folder, and not one from by_hand.py
         _first = _First(launcher, invitation, epoch, env)
-    if _first is not None and isinstance(launcher, (Again, ModuleType)):
-        os.environ["MSCOMM_JOINED"] = f"{os.getpid()} {epoch.rank} {_digest(_first.given)}"
 
 
 def found(launcher: Found, env: Mapping[str, str], name: str) -> Launcher:
@@ -101,6 +103,12 @@ def found(launcher: Found, env: Mapping[str, str], name: str) -> Launcher:
     return launcher
 
 
+def joined(launcher: Launcher | None) -> None:
+    """Tell the child processes that this process has joined a job through the launcher."""
+    if _first is not None and _first.placed and isinstance(launcher, (Again, ModuleType)):
+        os.environ["MSCOMM_JOINED"] = f"{os.getpid()} {_first.seat.rank} {_digest(_first.given)}"
+
+
 def _refuse_child(launcher: Found, given: Mapping[str, str], env: Mapping[str, str]) -> None:
     """Raise BackendUnavailable if a parent of this process has joined, and has not left, by the same variables."""
     mark = re.fullmatch(r"(\d{1,9}) (\d{1,9}) ([0-9a-f]{16})", env.get("MSCOMM_JOINED", ""), re.ASCII)
@@ -109,7 +117,10 @@ def _refuse_child(launcher: Found, given: Mapping[str, str], env: Mapping[str, s
     import psutil
 
     pid, rank = mark[1], mark[2]
-    if any(parent.pid == int(pid) for parent in psutil.Process().parents()):
+    parents: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):  # this process may not see its parents
+        parents = psutil.Process().parents()
+    if any(parent.pid == int(pid) for parent in parents):
         raise BackendUnavailable(
             f"{launcher.NAME}: this process was started by pid {pid}, which has joined the job as rank {rank}, and has "
             f"the same variables. So it cannot be another rank: start it without {', '.join(given)}, or do not call "
