@@ -1,4 +1,6 @@
-"""Finds the Python interpreter for the processes that mscomm starts itself: the hub, and the ranks of mscomm.launch.
+"""Helps to start processes: the hub, the ranks of mscomm.launch, and the helper for PMIx.
+
+python_executable() finds the Python interpreter for the hub and for mscomm.launch.
 
 In a frozen program, and in an application that embeds Python, sys.executable is empty or is the program itself. If
 mscomm started it, the program would run again, and would start itself again.
@@ -49,6 +51,14 @@ def python_executable(purpose: str) -> str:
 
 
 _ADVICE = "Name an interpreter of this Python version with multiprocessing.set_executable(path)"
+
+
+def file_for_errors(name: str) -> int:
+    """Return the descriptor of a file for the errors that a process writes. It may be many: a pipe could get full."""
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    except OSError:  # a sandbox may refuse it; then the errors are not told
+        return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
 
 
 def child_environment(env: Mapping[str, str]) -> dict[str, str]:

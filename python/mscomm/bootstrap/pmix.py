@@ -29,6 +29,7 @@ from mscomm.bootstrap.invitation import Invitation, Seat, turn
 from mscomm.cluster.deadline import Deadline, wait
 from mscomm.cluster.protection import Protection
 from mscomm.errors import BackendUnavailable, CollectiveTimeout, on_failure
+from mscomm.interpreter import file_for_errors
 
 NAME = "PMIx"
 
@@ -113,14 +114,15 @@ class _Helper:
         timeout_s = max(1, math.ceil(deadline.left()))
         self._limit = Deadline(timeout_s + 2)  # the helper stops waiting before this, unless it hangs in libpmix
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, on_failure(self._socket.close):
+        self._errors = file_for_errors("mscomm-pmix")
+        with theirs, on_failure(os.close, self._errors), on_failure(self._socket.close):
             try:
                 self._process = subprocess.Popen(
                     [_HELPER, str(theirs.fileno()), str(timeout_s), *libraries(env)],
                     bufsize=0,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
+                    stderr=self._errors,
                     env=dict(env),
                     pass_fds=[theirs.fileno()],
                 )
@@ -128,14 +130,24 @@ class _Helper:
                 raise BackendUnavailable(
                     f"{NAME}: cannot run {_HELPER}: {error}. Is mscomm installed completely?"
                 ) from error
+        assert self._process.stdin
+        os.set_blocking(self._process.stdin.fileno(), False)
+
+    def _write(self, lines: str) -> None:
+        """Send lines to the helper, which may be slow to read them."""
+        assert self._process.stdin
+        rest = lines.encode()
+        with contextlib.suppress(BrokenPipeError):  # the helper has ended; _await_end() tells how
+            while rest:
+                wait(self._process.stdin, select.POLLOUT, self._limit)
+                rest = rest[os.write(self._process.stdin.fileno(), rest) :]
 
     def read(self, line: str, count: int) -> list[str]:
         """Send a line to the helper. Return `count` lines of its answer, or fewer, of which the last one is empty."""
-        assert self._process.stdin and self._process.stdout
-        with contextlib.suppress(BrokenPipeError):  # the helper has ended, so we read the end of its output
-            self._process.stdin.write(line.encode())
+        assert self._process.stdout
         answer = b""
         try:
+            self._write(line)
             while len(lines := _lines(answer)) < count and "" not in lines[-1:]:
                 wait(self._process.stdout.fileno(), select.POLLIN, self._limit)
                 piece = self._process.stdout.read(1 << 16)
@@ -156,8 +168,7 @@ class _Helper:
         """Send the last lines to the helper, and wait until it has ended. Return the lines of its answer."""
         assert self._process.stdin
         try:
-            with contextlib.suppress(BrokenPipeError):  # the helper has ended
-                self._process.stdin.write(f"{lines}end\n".encode())
+            self._write(f"{lines}end\n")
             self._await_end()
         except (subprocess.TimeoutExpired, TimeoutError) as error:
             self._process.kill()
@@ -170,7 +181,8 @@ class _Helper:
             raise
         finally:
             self._keep_connection()
-            out, err = _taken(self._process.stdout), _taken(self._process.stderr)
+            out, err = _taken(self._process.stdout), os.pread(self._errors, 1 << 20, 0)
+            os.close(self._errors)
             self._process.stdin.close()
         if self._process.returncode != 0:
             said = err.decode(errors="replace").strip()[-1000:] or f"exit status {self._process.returncode}"

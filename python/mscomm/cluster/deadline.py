@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import IO, Any
 
 from mscomm import environment
 
@@ -40,8 +40,8 @@ class Deadline:
         return sooner if sooner.at < self.at else self
 
 
-def wait(sock: socket.socket | int, events: int, deadline: Deadline) -> None:
-    """Wait until the socket has one of the poll `events`, or an error. Raise TimeoutError at the deadline."""
+def wait(sock: socket.socket | IO[bytes] | int, events: int, deadline: Deadline) -> None:
+    """Wait until the socket or pipe has one of the poll `events`, or an error. Raise TimeoutError at the deadline."""
     poller = select.poll()
     poller.register(sock, events)
     while not poller.poll(deadline.left() * 1000):

@@ -21,7 +21,7 @@ from mscomm.cluster.links import raise_descriptor_limit
 from mscomm.cluster.protection import Protection
 from mscomm.cluster.security import KEY_BYTES
 from mscomm.errors import BackendUnavailable, Error
-from mscomm.interpreter import child_environment, own_child, python_executable
+from mscomm.interpreter import child_environment, file_for_errors, own_child, python_executable
 
 _ENDS_S = 1.0  # how long a process may take to end after its sockets were closed
 
@@ -82,10 +82,7 @@ def spawn(
         fds = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in passed]
         for fd in fds:
             stack.callback(os.close, fd)
-        try:
-            errors = os.memfd_create("mscomm-hub", os.MFD_CLOEXEC)
-        except OSError:  # a sandbox may refuse it; then the error of a hub that dies at once is not told
-            errors = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        errors = file_for_errors("mscomm-hub")
         closing_errors = stack.enter_context(ExitStack())
         closing_errors.callback(os.close, errors)
         values = [",".join(map(str, fds)), str(size), str(topo_timeout_s), named.hex()]
