@@ -168,14 +168,15 @@ def test_the_process_ends_well_while_daemon_threads_are_in_python_code_of_a_call
     assert done.returncode == 0, done.stderr
 
 
-def test_the_end_of_a_process_prints_nothing_about_the_call_of_a_daemon_thread():
+@pytest.mark.parametrize("later_s", [0.0002, 0.0005, 0.1])
+def test_the_end_of_a_process_prints_nothing_about_the_call_of_a_daemon_thread(later_s):
     program = (
         "import threading, time, mscomm, numpy\n"
         "mscomm.init()\n"
         "def call():\n"
         "    mscomm.recv(numpy.ones(3), 0)\n"
         "threading.Thread(target=call, daemon=True).start()\n"
-        "time.sleep(0.1)\n"
+        f"time.sleep({later_s})\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")

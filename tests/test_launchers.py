@@ -233,7 +233,9 @@ def test_workers_learn_which_signal_has_ended_their_scheduler(
 ) -> None:
     script = tmp_path / "calls.py"
     script.write_text("import mscomm\nmscomm.init()\nwhile True: mscomm.barrier()\n")
+    before = signal.signal(number, signal.default_int_handler)  # the tests may have been started with SIGINT ignored
     scheduler = start("MS_SCHED", script)
+    signal.signal(number, before)
     joined = [start("MS_WORKER", script) for _ in range(workers)]
     assert scheduler.stdout
     while line not in (read := scheduler.stdout.readline()):

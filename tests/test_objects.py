@@ -841,7 +841,7 @@ HOSTILE = {
     "an order of a list": (made(NAMED, "collections.OrderedDict", [1]), "a list, expected a dict"),
     "a tensor of text": (made(NAMED, "torch tensor", "x"), "a str, expected an array"),
     "the elements of a large array are missing": (made(ARRAY, "<f8", 1 << 40, 1 << 37), "0 bytes for an array"),
-    "an array of fewer than no elements": (made(ARRAY, "<f8", -8, 1), "a shape|bytes for an array"),
+    "an array of fewer than no elements": (made(ARRAY, "<f8", -8, 1), "a shape|bytes for an array|expected a bytes"),
     "an object again that never came": (bytes([AGAIN, 0]), "the shared object 0 before it is complete"),
     "an object in itself": (bytes([FIRST, LIST, 1, AGAIN, 0]), "object 0 before it is complete"),
     "an object that is numbered twice": (bytes([FIRST]) * 5000 + value([1]), "a shared object that is another"),

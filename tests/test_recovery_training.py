@@ -335,7 +335,7 @@ def test_what_recovery_needs(tmp_path):
     assert "ValueError: Model.train: rank 0 of the group: keep_checkpoint_max is 1; recovery needs 2" in done.stderr
     done = train(tmp_path, RECOVERY=True, ranks=1, restarts=0)
     assert done.returncode == 0 and "recovery=True has no effect: it needs data-parallel mode with all" in done.stderr
-    done = train(tmp_path, RECOVERY="1", ranks=1)
+    done = train(tmp_path, RECOVERY="1", ranks=1, restarts=0)
     assert "TypeError: Model.train: recovery is a int; expected a bool or None" in done.stderr
     done = train(tmp_path, RECOVERY="mscomm.get_rank() == 0", ranks=2, restarts=0)
     assert "recovery is on for some ranks only; pass the same on every rank" in done.stderr

@@ -97,7 +97,7 @@ def packed(obj: Any, allow_pickle: bool = False, called: str = "obj") -> Packed:
     writer = _Writer(allow_pickle)
     try:
         return Packed(_core.pack_object(obj, writer.converted, registry.Fields), writer.large)
-    except Exception:
+    except (TypeError, ValueError):
         _Search(writer, called).visit(obj)  # raises an error that says which part is at fault
         raise
 
@@ -285,12 +285,12 @@ class _Reader:
             if type(extent) is not int or not 0 <= extent < 1 << 62 or len(shape) > 64:
                 raise ValueError("a shape that no array has")
         given = False
-        if type(elements) is int:
+        if type(elements) is int and elements > 0:
             given = elements * 8 >= self._given_bytes > 0
             elements = self._data[self._at :][:elements]
             self._at = _aligned(self._at + len(elements))
         elif type(elements) is not bytes:
-            raise ValueError(f"a {type(elements).__name__}, expected a bytes")
+            raise ValueError(f"{elements!r:.50}, expected a bytes or how many bytes")
         if math.prod(shape) * dtype.itemsize != len(elements):
             raise ValueError(f"{len(elements)} bytes for an array of {dtype} with shape {shape}")
         array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, elements)

@@ -134,7 +134,9 @@ def _ask(name: str, deadline: Deadline) -> socket.socket | None:
         return None
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as entrance:
         try:
+            entrance.settimeout(deadline.left())  # the launcher may be stopped
             entrance.connect(f"\0{name}")
+            entrance.setblocking(True)
             return socket.socket(fileno=recv_fds(entrance, 1, deadline)[0])
         except (Error, OSError):
             return None

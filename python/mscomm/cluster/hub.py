@@ -212,7 +212,8 @@ class Hub:
 
         why: what to tell the ranks, unless another hub may take over the job.
         """
-        self._stopped, self._stopped_why = True, why
+        self._stopped_why = why
+        self._stopped = True  # only now, because the hub's thread may look at once
         self._wake()
 
     @property
@@ -392,6 +393,9 @@ class Hub:
 
     def _tell_stopped(self, why: Error) -> None:
         for link in [link for link in self._roster if link.open and not link.left]:
+            self._board.drain(link)  # TCP cuts a link that is closed with unread bytes, and the rank could miss `why`
+            if not link.open or link.left:
+                continue
             if not self._welcomed:
                 self._refuse(link, str(why))
             elif link.waits:
@@ -419,7 +423,6 @@ class Hub:
             self._orders.popleft()()
 
     def _process_ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
-        self._unlinked.discard(rank)
         links = [link for link in self._board.lines if link.rank == rank]
         for link in links:
             self._board.drain(link)  # first handle everything that the process sent before it ended
@@ -435,6 +438,7 @@ class Hub:
         self._groups.process_ended(rank, how, badly)
         for link in links:
             self._board.end(link, "")  # do not wait for EOF, because a child of the rank may hold the socket open
+        self._unlinked.discard(rank)
         if member is None and not again and not self._restarts and not self._welcomed:
             self._lost(rank, f"rank {rank}", "ended before it joined")
         if self._restarts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import os
 import re
@@ -209,12 +210,18 @@ class Launch:
 
     def _let_in(self, listener: socket.socket) -> None:
         """Give a descendant of a rank's process what the process inherited, once. Send nothing to anybody else."""
-        with contextlib.suppress(Error, OSError), listener.accept()[0] as sock:
+        try:
+            sock, _ = listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(_LOOK_S)  # the connection stays there, so the selector reports it again at once
+            return
+        with contextlib.suppress(Error, OSError), sock:
             local_rank = self._local_rank_of(require_same_user(sock))
             if local_rank is not None and local_rank not in self._entered:
-                self._entered.add(local_rank)
                 with self.part.entrance(self.part.first + local_rank)[0] as inherited:
                     send_fds(sock, [inherited.fileno()], Deadline(DRAIN_S))
+                self._entered.add(local_rank)
 
     def _local_rank_of(self, pid: int) -> int | None:
         """Return the running rank whose process is this one, or an ancestor of it; None if there is none."""
