@@ -564,10 +564,11 @@ def test_what_a_rank_started_does_not_stay_behind(script, tmp_path, status):
 @pytest.mark.skipif(os.geteuid() != 0, reason="a namespace of processes needs root")
 def test_as_the_first_process_of_a_container_the_launcher_reaps_orphans(script):
     body = (
+        "import psutil\n"
         "for _ in range(3): subprocess.run(['sh', '-c', 'true & exit 0'])\n"
         "def zombies():\n"
-        "    told = [open(f'/proc/{one}/stat').read() for one in os.listdir('/proc') if one.isdigit()]\n"
-        "    return [one for one in told if one.rsplit(')', 1)[1].split()[:2] == ['Z', '1']]\n"
+        "    told = [process.info for process in psutil.process_iter(['ppid', 'status'])]\n"
+        "    return {'ppid': 1, 'status': 'zombie'} in told\n"
         "while zombies(): time.sleep(0.01)\n"
         "print('none')"
     )

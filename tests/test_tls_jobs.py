@@ -78,7 +78,8 @@ class Capture:
 SNIFFER = """
 import select, socket, sys
 sniffer = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
-sniffer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 20)
+SO_RCVBUFFORCE = 33  # not limited by net.core.rmem_max; a small buffer loses packets on a busy machine
+sniffer.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 64 << 20)
 sniffer.bind(("port0-0", 0))
 sys.stdout.buffer.write(b"ready")
 sys.stdout.flush()
