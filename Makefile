@@ -1,7 +1,7 @@
 # make demo   installs the package in a virtual environment; runs eight ranks under mpirun, and a training on four ranks
 # make check  runs the quick checks, for use while you work on a change
-# make test   runs all checks of a change, in 11 minutes on two cores
-# make test-all   runs the long tests, too, in about 40 minutes
+# make test   runs all checks of a change, in 17 minutes on two cores
+# make test-all   runs the long tests, too, in about 45 minutes
 # make soak   runs jobs with random faults for MINUTES (60)
 # make test-gpu   runs what needs a GPU, with a PYTHON that has CuPy and PyTorch; fetches nothing, logs to build/gpu.log
 # make test-torch   runs PyTorch's own tests of torch.distributed over mscomm, and the tests of the backend, with PyTorch VERSION (2.15)

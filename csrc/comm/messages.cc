@@ -159,10 +159,10 @@ std::vector<std::string> Communicator::cancel(std::span<const std::shared_ptr<Wo
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   auto texts = mailbox_.cancel(transfers);
-  // Another thread may still be telling the Works. This takes so little time that no signal handler runs meanwhile: its exception
-  // would lose the texts.
+  // Another thread may still be telling the Works. No signal handler runs meanwhile: its exception would lose the texts.
+  const Deadline told(handshake_s);
   for (const auto& work : works)
-    while (work->transfer_ && work->transfer_->done() && !work->wait(longest_sleep_ms * 1e-3)) {
+    while (work->transfer_ && work->transfer_->done() && !work->wait(longest_sleep_ms * 1e-3) && !told.passed()) {
     }
   return texts;
 }

@@ -415,7 +415,7 @@ VARIABLES = (
     _given(
         "MSCOMM_JOINED",
         "while a process is in a job, for its child processes: its process id, its rank, and a digest of the variables"
-        " by which it has joined. `init()` sets it, whatever the launcher",
+        " by which it has joined. `init()` sets it, unless the scheduler has numbered this worker",
         "bootstrap.again",
         set_by=RUN,
     ),
