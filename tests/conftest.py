@@ -15,6 +15,7 @@ from sessions import free_port
 
 import mscomm
 from mscomm.cluster import judge
+from mscomm.dataset import config
 from mscomm.job import resolve
 
 _used_s = [0.0]  # the CPU time of this process and its children when the last test file ended
@@ -71,6 +72,14 @@ def no_folder_of_a_killed_mpirun(mpirun_folder):
     for folder in mpirun_folder.glob("ompi.*"):
         if not Path("/proc", folder.suffix[1:]).exists():
             shutil.rmtree(folder, ignore_errors=True)  # an mpirun that has just ended may be removing it
+
+
+@pytest.fixture(autouse=True)
+def settings_as_at_the_start():
+    """Undo the settings of a test for the next test in this process, whichever test that is."""
+    yield
+    config.set_seed(5489)
+    config.set_prefetch_size(2)
 
 
 @pytest.fixture

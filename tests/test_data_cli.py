@@ -187,7 +187,6 @@ def test_the_examples_of_the_page_print_what_it_shows(digits, tmp_path, monkeypa
     report: list[str] = []
     doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE, verbose=False).run(test, out=report.append)
     assert report == []
-    ds.config.set_seed(5489)
 
 
 def test_the_page_names_every_origin_and_its_package():

@@ -97,6 +97,7 @@ class _AtRandom:
     """Raises _Stop in a signal handler at a random time, if the call has not ended before."""
 
     def __init__(self, draw: random.Random) -> None:
+        self.reached = False
         self._draw = draw
         self._armed = False
         signal.signal(signal.SIGALRM, self._handle)
@@ -112,6 +113,7 @@ class _AtRandom:
     def _handle(self, *_: object) -> None:
         if self._armed:
             self._armed = False
+            self.reached = True
             raise _Stop
 
 
@@ -232,6 +234,8 @@ class _Calls:
         self._function = function
         self._group: Any = None
         self._made = 0
+        self._unraisable: list[Any] = []  # exceptions that Python itself has dropped, for example in a __del__
+        sys.unraisablehook = self._unraisable.append
 
     def stop(self, stop: Any) -> bool:
         """Call the function on both ranks, and stop rank 0. Return whether rank 0 has reached the point of the stop."""
@@ -240,6 +244,8 @@ class _Calls:
             self._group = mscomm.create_group(f"{self._function} {self._made}", [0, 1])
             self._made += 1
         everybody_is_here()
+        self._unraisable.clear()
+        told = False
         try:
             if rank == 0:
                 with stop:
@@ -247,7 +253,9 @@ class _Calls:
             else:
                 FUNCTIONS[self._function](self._group)
         except (_Stop, mscomm.Error):
-            pass
+            told = True
+        reached = rank == 0 and stop.reached
+        assert told or self._unraisable or not reached, "the exception of the signal handler is lost"
         works = True
         try:
             mscomm.all_reduce(np.ones(5), group=self._group, timeout=60)  # no call of FUNCTIONS has the same signature
@@ -255,9 +263,9 @@ class _Calls:
             raise  # a call number is lost
         except mscomm.Error:
             works = False
-        all_work, reached = mscomm.all_gather(np.array([[works, rank == 0 and getattr(stop, "reached", True)]])).T
+        all_work, all_reached = mscomm.all_gather(np.array([[works, reached]])).T
         assert len(set(all_work.tolist())) == 1
         if not works:
             mscomm.destroy_group(self._group)
             self._group = None
-        return bool(reached.any())
+        return bool(all_reached.any())

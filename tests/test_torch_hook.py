@@ -216,7 +216,8 @@ for step in range(1000):
     try:
         model(torch.ones(4, 64)).sum().backward()
     except RuntimeError as error:
-        open(f"{sys.argv[0]}.{rank}", "w").write(str(error))
+        # PeerLost itself if the call of the hook raises it; else torch wraps its text.
+        open(f"{sys.argv[0]}.{rank}", "w").write(f"{type(error).__name__}: {error}")
         break
 """
     run(3, tmp_path, HOOKED + body)

@@ -107,6 +107,7 @@ class Following:
             return None
         if self._group.core is not self._core:
             return functools.partial(self._break, RuntimeError(f"mscomm: rejoin() has ended {self._what}"))
+        head = self._part
         try:
             assert self._then is not None
             call, self._make = self._then()
@@ -115,12 +116,20 @@ class Following:
                 waiters = map(_wake, self._waiters)
                 self._part, self._step = part, self._finish
                 _all(waiters)
-            if self._hurried:
-                part._hurry()
-            completing.call_after(part, functools.partial(self._go_on, part))
         except BaseException as error:
-            return functools.partial(self._break, error)
+            if self._part is head:
+                return functools.partial(self._break, error)
+            self._after_second()
+            raise
+        with on_failure(self._after_second):
+            self._after_second()
         return None
+
+    def _after_second(self) -> None:
+        """Let the thread of completing.py compute the result after the second call. May be called twice."""
+        completing.call_after(self._part, functools.partial(self._go_on, self._part))
+        if self._hurried:
+            self._part._hurry()
 
     def _break(self, error: BaseException) -> None:
         """Break the group because of an error after the head. May block until the hub has decided the cause."""

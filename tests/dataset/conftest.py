@@ -7,17 +7,9 @@ from pathlib import Path
 
 import pytest
 from images import write
-from pipelines import SEED, none_is_left
+from pipelines import none_is_left
 
-import mscomm.dataset as ds
 from mscomm.dataset import cifar10
-
-
-@pytest.fixture(autouse=True)
-def settings_as_at_the_start():
-    yield
-    ds.config.set_seed(SEED)
-    ds.config.set_prefetch_size(2)
 
 
 @pytest.fixture(scope="module")
