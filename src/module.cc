@@ -279,16 +279,23 @@ std::vector<std::string> as_strings(const Names& names) {
   return {names.begin(), names.end()};
 }
 
+// Returns whether a Python object has its C++ object. pybind11's own function crashes if the object has no layout yet: when the first
+// object of a Python subclass is made, pybind11 allocates memory between the two steps, and a collection may run there.
+bool has_cpp_object(PyObject* self) {
+  const auto* const instance = reinterpret_cast<py::detail::instance*>(self);
+  return (instance->simple_layout || instance->nonsimple.status) && py::detail::is_holder_constructed(self);
+}
+
 // Lets the garbage collector see the objects that a Work refers to.
 void collects_cycles(PyHeapTypeObject* made) {
   PyTypeObject& type = made->ht_type;
   type.tp_flags |= Py_TPFLAGS_HAVE_GC;
   type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
-    return py::detail::is_holder_constructed(self) ? py::handle(self).cast<const Handle&>().traverse(visit, arg) : 0;
+    return has_cpp_object(self) ? py::handle(self).cast<const Handle&>().traverse(visit, arg) : 0;
   };
   type.tp_clear = [](PyObject* self) {
-    if (py::detail::is_holder_constructed(self)) py::handle(self).cast<Handle&>().clear();
+    if (has_cpp_object(self)) py::handle(self).cast<Handle&>().clear();
     return 0;
   };
 }

@@ -31,6 +31,12 @@ def test_a_work_gives_the_result_as_often_as_it_is_asked(rank, group):
     assert work.done() and work.is_completed() and work.exception() is None
 
 
+@ranks(1)
+def test_a_garbage_collection_may_run_while_the_first_work_is_made(rank, group):
+    gc.set_threshold(1)
+    assert mscomm.all_gather_v(np.arange(2), async_op=True).wait()[0].tolist() == [0, 1]
+
+
 @ranks(2)
 def test_a_coroutine_can_await_a_call_while_others_go_on(rank, group):
     async def summed(call: Any, x: Any) -> Any:
