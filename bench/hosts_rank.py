@@ -1,248 +1,213 @@
-"""Runs as each rank of bench/hosts.py: joins, creates the contenders and measures them. Rank 0 writes RESULT.
+"""Runs as each rank of bench/hosts.py: joins, creates the contenders and measures them. Rank 0 writes the results.
 
-    mscomm run ... hosts_rank.py PLAN RESULT
+    mscomm run ... hosts_rank.py PLAN AGENT
 
-PLAN is a JSON file with these keys: hosts (the names of the hosts, in order), interface, sizes, rounds, and iters (the
-number of timed calls in a round, or null to choose it by size).
+PLAN is a JSON file, which hosts.py writes. AGENT is a program that replaces ssh.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import select
-import socket
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hosts_peers import Layout, bare, least_bytes, start_mpi, wire
+from hosts_report import BARE, BARE_COLLECTIVES, LATENCY, WIRE
 
 import mscomm
 from mscomm.bench import report
-from mscomm.bench.contenders import Contender, Local, ourselves
+from mscomm.bench.contenders import Cell, Contender, ourselves
+from mscomm.bench.measuring import of_size, telling
 from mscomm.bench.peers import GLOO_INTERFACES, PEERS
-from mscomm.bench.plan import Plan
-from mscomm.bench.table import Buffers, Case, times_ns
+from mscomm.bench.plan import Plan, dtype_of
+from mscomm.bench.table import Case
 from mscomm.job import resolve
 
-WIRE = "wire"
-GLOO_PORT, WIRE_PORT = 29500, 29501  # the hosts are new, so the ports are free
-WARMUP = 2
-START_S = 60.0
-STUCK_S = 60.0
+GLOO_PORT = 29500  # the hosts are new, so the port is free
+_WARMUP_US = 20e3
+_ROUND_US = 60e3
+_LATENCY_BYTES, _LATENCY_CALLS = 16 << 10, 96
 
 
-def main(plan_file: str, result_file: str) -> None:
-    given = json.loads(Path(plan_file).read_text())
-    mscomm.init()
-    rank, ranks = mscomm.get_rank(), mscomm.get_group_size()
-    plan = Plan(
-        "all_reduce",
-        tuple(given["sizes"]),
+class RoundsOfHosts(Plan):
+    """A plan whose rounds are short, because there are many cells, and some contenders are slow."""
+
+    def calls(self, us: float) -> tuple[int, int]:
+        warmup = min(200, max(2, int(_WARMUP_US / us)))
+        return warmup, self.iterations or min(100, max(2, int(_ROUND_US / us)))
+
+
+def plan_of(collective: str, given: dict[str, Any]) -> Plan:
+    latency = collective == LATENCY
+    return RoundsOfHosts(
+        "all_reduce" if latency else collective,
+        (_LATENCY_BYTES,) if latency else tuple(given["sizes"]),
         "float32",
         "sum",
         root=0,
-        iterations=given["iters"],
-        warmup=WARMUP,
+        iterations=given["iters"] or (_LATENCY_CALLS if latency else None),
+        warmup=None,
         rounds=given["rounds"],
         check=True,
         shared=False,
-        peers=(*GLOO_INTERFACES, WIRE),
+        peers=tuple(given["contenders"]),
         prefixes={},
-        json=Path(result_file),
+        json=None,
         plot=None,
     )
-    environment = report.environment(ranks)
-    case = plan.case(rank, ranks)
-    job = Job(case, given["hosts"], given["interface"])
-    started = [ourselves(case, shared=False), *_gloos(case, given), _wire(job)]
-    contenders = [one for one in started if isinstance(one, Local)]
-    assert len(contenders) == len(started)  # all contenders run in the ranks' own processes
-    rows = [_of_size(plan, job, contenders, count) for count in plan.counts(case)]
-    carried = resolve(None).core.carried()
-    by = {what: [int(one) for one in mscomm.all_gather(np.array([carried[what]]))] for what in ("arena", "mesh")}
-    environment["congestion_control"] = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-    environment["contenders"] = {contender.name: contender.about for contender in contenders}
-    for contender in contenders:
+
+
+def main(plan_file: str, agent: str) -> None:
+    given = json.loads(Path(plan_file).read_text()) | {"agent": agent}
+    mscomm.init()
+    rank, ranks = mscomm.get_rank(), mscomm.get_group_size()
+    layout = Layout(given["hosts"], given["interface"], ranks // len(given["hosts"]), rank)
+    others: list[Contender] = []
+    with telling(rank):
+        others += _others(plan_of("all_reduce", given).case(rank, ranks), layout, given)
+    for collective in given["collectives"]:
+        plan = plan_of(collective, given)
+        case = plan.case(rank, ranks)
+        chosen = [ourselves(case, shared=False), *others]
+        if collective == LATENCY:
+            chosen = [chosen[0], Bfloat16(case), *(one for one in others if one.name != WIRE)]
+        elif collective not in BARE_COLLECTIVES:
+            chosen = [one for one in chosen if one.name != BARE]
+        document = _measure(plan, case, layout, chosen)
+        if rank == 0:
+            document["plan"] = {**given, "collective": collective}
+            report.write(Path(given["into"].format(collective)), document)
+    for contender in others:
         contender.close()
-    if rank == 0:
-        report.write(Path(result_file), {"plan": given, "environment": environment, "rows": rows, "carried": by})
 
 
-class Job:
-    """Holds the case to measure and the host of this rank, and measures the traffic of this host."""
-
-    def __init__(self, case: Case, names: list[str], interface: str) -> None:
-        self.case, self.names, self._interface = case, names, interface
-        self.hosts = len(names)
-        self.local_ranks = case.ranks // self.hosts
-        self.host = case.rank // self.local_ranks
-        self.first_of_host = case.rank % self.local_ranks == 0
-
-    def least_bytes(self, size: int) -> int:
-        """Return how many bytes each host must send, and must also receive, in an all_reduce of `size` bytes.
-
-        The number of ranks on a host does not matter.
-        """
-        return 2 * (self.hosts - 1) * size // self.hosts
-
-    def sent(self) -> int:
-        """Return how many bytes this host has sent through its interface so far, headers included."""
-        for line in Path("/proc/self/net/dev").read_text().splitlines():
-            name, _, numbers = line.partition(":")
-            if name.strip() == self._interface:
-                return int(numbers.split()[8])
-        raise RuntimeError(f"this host has no interface {self._interface}")
+def _others(case: Case, layout: Layout, given: dict[str, Any]) -> list[Contender]:
+    found: list[Contender] = []
+    for name in given["contenders"]:
+        if name == WIRE:
+            found.append(wire(case, layout))
+        elif name == BARE:
+            if layout.local_ranks == 1:
+                found.append(bare(case, layout, Path(given["bare"])))
+        elif name in GLOO_INTERFACES:
+            found.append(_gloo(name, case, given))
+        elif name != "mscomm":
+            found.append(start_mpi(name, case, layout, given))
+    return found
 
 
-def _gloos(case: Case, given: dict[str, Any]) -> list[Contender]:
+def _gloo(name: str, case: Case, given: dict[str, Any]) -> Contender:
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = given["interface"]
-    store = f"tcp://{given['hosts'][0]}:{GLOO_PORT}"
-    dist.init_process_group("gloo", init_method=store, rank=case.rank, world_size=case.ranks)
-    return [PEERS[name].start(case, None) for name in GLOO_INTERFACES]
+    if not dist.is_initialized():
+        store = f"tcp://{given['hosts'][0]}:{GLOO_PORT}"
+        dist.init_process_group("gloo", init_method=store, rank=case.rank, world_size=case.ranks)
+    return PEERS[name].start(case, None)
 
 
-# -- the contender "wire"
+class Bfloat16:
+    """mscomm with bfloat16. Its messages have as many bytes as those of `case`, which is of float32."""
+
+    def __init__(self, case: Case) -> None:
+        self.name = "mscomm-bfloat16"
+        self._inner = ourselves(_in_bfloat16(case), False, self.name)
+        self.about, self.close = self._inner.about, self._inner.close
+
+    def plan(self, case: Case) -> None:
+        self._inner.plan(_in_bfloat16(case))
+
+    def cell(self, count: int, in_place: bool) -> Cell:
+        return self._inner.cell(2 * count, in_place)
 
 
-def _wire(job: Job) -> Local:
-    ring = Ring(job) if job.first_of_host else None
-    mscomm.barrier()
-
-    def bind(case: Case, buffers: Buffers) -> Callable[[], object]:
-        if ring is None:
-            return lambda: None
-        bytes_ = job.least_bytes(case.size(buffers.count))
-        out, into = memoryview(bytearray(bytes_)), memoryview(bytearray(bytes_))
-        return lambda: ring.exchange(out, into)
-
-    about = "no collective: one rank of each host sends to the next host what it must, and receives from the one before"
-    return Local(WIRE, about, job.case, np.empty, bind, ring.close if ring else lambda: None, has_result=False)
+def _in_bfloat16(case: Case) -> Case:
+    return case._replace(dtype=dtype_of("bfloat16"))
 
 
-class Ring:
-    """Connects the hosts in a ring. Each host has a byte stream to the host on the right and one from the left."""
+def _measure(plan: Plan, case: Case, layout: Layout, chosen: list[Contender]) -> dict[str, Any]:
+    """Measure one collective, or the latency. Return what goes to the result file.
 
-    def __init__(self, job: Job) -> None:
-        right = job.names[(job.host + 1) % job.hosts]
-        with socket.create_server((job.names[job.host], WIRE_PORT)) as listener:
-            listener.settimeout(START_S)
-            self._right = _connected(right)
-            self._left, _ = listener.accept()
-        self._poll = select.poll()
-        for sock in (self._right, self._left):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setblocking(False)
-
-    def exchange(self, out: memoryview, into: memoryview) -> None:
-        """Send all of `out` to the right and fill `into` from the left, at the same time."""
-        sent = got = 0
-        while sent < len(out) or got < len(into):
-            came = _moved(self._left.recv_into, into[got:])
-            went = _moved(self._right.send, out[sent:])
-            if came == 0 and got < len(into):
-                raise ConnectionError("the host on the left has ended")
-            got += came or 0
-            sent += went or 0
-            if not came and not went:
-                self._wait(sent < len(out), got < len(into))
-
-    def _wait(self, sending: bool, receiving: bool) -> None:
-        self._poll.register(self._right, select.POLLOUT if sending else 0)
-        self._poll.register(self._left, select.POLLIN if receiving else 0)
-        if not self._poll.poll(STUCK_S * 1e3):
-            raise TimeoutError(f"nothing moved between the hosts for {STUCK_S:g} s")
-
-    def close(self) -> None:
-        self._right.close()
-        self._left.close()
-
-
-def _moved(move: Callable[[memoryview], int], bytes_: memoryview) -> int | None:
-    """Call `move`, a socket's send or recv_into. Return the bytes moved, or None if the socket is not ready."""
-    try:
-        return move(bytes_) if bytes_ else 0
-    except BlockingIOError:
-        return None
-
-
-def _connected(host: str) -> socket.socket:
-    """Connect to the ring's listener on `host`. Try again until the host listens."""
-    until = time.monotonic() + START_S
-    while True:
-        try:
-            return socket.create_connection((host, WIRE_PORT), timeout=START_S)
-        except ConnectionRefusedError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.05)
-
-
-# -- measuring
-
-
-def _of_size(plan: Plan, job: Job, contenders: list[Local], count: int) -> dict[str, Any]:
-    """Measure all contenders at one size. Return a row of the result file.
-
-    In the row, `least_bytes` is how much each host must send in a call, and `sent_bytes` is how much the busiest host
-    has sent per call.
+    In each row, `least_bytes` is how much the busiest host must send or receive in a call, and `moved_bytes` is how
+    much the busiest host has sent or received per call.
     """
-    size = job.case.size(count)
-    buffers = Buffers(job.case, count, True, np.empty)  # all contenders use the same memory
-    calls = {contender.name: contender.call(buffers) for contender in contenders}
-    rounds: dict[str, list[list[float]]] = {name: [] for name in calls}
-    sent = dict.fromkeys(calls, 0)
-    for _ in range(plan.rounds):
-        for name, call in calls.items():
-            mscomm.barrier()
-            before = job.sent()
-            mscomm.barrier()
-            rounds[name].append(_round(job, name, call, buffers, plan))
-            mscomm.barrier()  # now all bytes of this round have arrived, so job.sent() counts them all
-            sent[name] += job.sent() - before
-    results = {}
-    for name, call in calls.items():
-        wrong = 0 if name == WIRE else _wrong(call, buffers)
-        us = statistics.median(us for one in rounds[name] for us in one)
-        busiest = int(mscomm.all_reduce(np.array([sent[name]]), "max")[0])
-        calls_made = plan.rounds * (plan.warmup + iterations_of(plan, size))
-        results[name] = {
-            "in_place": {"us": us, "wrong": wrong, "rounds_us": rounds[name], "sent_bytes": busiest / calls_made}
-        }
-    return {"size": size, "count": count, "least_bytes": job.least_bytes(size), "results": results}
+    before = resolve(None).core.carried()
+    contenders = [Metered(one, layout) for one in chosen]
+    rows = []
+    for count in plan.counts(case):
+        for contender in contenders:
+            contender.plan(case)
+        size = case.size(count)
+        results = of_size(plan, case, list(contenders), count)
+        for contender in contenders:
+            for mode in results[contender.name].values():
+                mode["moved_bytes"] = contender.moved_per_call()
+        least = least_bytes(case.row.name, size, layout)
+        rows.append({"size": size, "count": count, "least_bytes": least, "results": results})
+    after = resolve(None).core.carried()
+    environment = report.environment(case.ranks)
+    environment["congestion_control"] = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    environment["contenders"] = {contender.name: contender.about for contender in contenders}
+    carried = {
+        what: [int(one) for one in mscomm.all_gather(np.array([after[what] - before[what]]))]
+        for what in ("arena", "mesh")
+    }
+    return {"environment": environment, "rows": rows, "carried": carried}
 
 
-def iterations_of(plan: Plan, size: int) -> int:
-    """Return the number of timed calls in a round. By default, it depends only on `size`."""
-    if plan.iterations is not None:
-        return plan.iterations
-    return 100 if size <= 64 << 10 else 20 if size <= 1 << 20 else 4
+class Metered:
+    """Wraps a contender, and counts the bytes that this host sends and receives in the measured rounds."""
+
+    def __init__(self, inner: Contender, layout: Layout) -> None:
+        self.name, self.about = inner.name, inner.about
+        self._inner, self._layout = inner, layout
+        self.close = inner.close
+
+    def plan(self, case: Case) -> None:
+        self._inner.plan(case)
+        self._calls, self._moved = 0, np.zeros(2, np.int64)
+        # In rooted collectives, a rank that only sends can return before the data has arrived.
+        self._op = "max" if case.row.rooted else "avg"
+        # In "wire", one rank of each host does something. The others return at once, and make the mean too small.
+        self._factor = self._layout.local_ranks if self.name == WIRE and self._op == "avg" else 1
+
+    def cell(self, count: int, in_place: bool) -> Cell:
+        return _MeteredCell(self._inner.cell(count, in_place), self)
+
+    def measured(self, cell: Cell, warmup: int, iterations: int) -> list[float]:
+        mscomm.barrier()
+        before = self._traffic()
+        mscomm.barrier()
+        times = cell.measure(warmup, iterations, self._op)
+        mscomm.barrier()  # now all bytes of this round have arrived, so _traffic() counts them all
+        self._moved += self._traffic() - before
+        self._calls += warmup + iterations
+        return [us * self._factor for us in times]
+
+    def moved_per_call(self) -> float:
+        """Return the most bytes that a host has sent, or has received, per call. Only rank 0 knows the calls of MPI."""
+        return int(mscomm.all_reduce(np.array([self._moved.max()]), "max")[0]) / self._calls
+
+    def _traffic(self) -> Any:
+        """Return how many bytes this host has received and sent through its interface so far, headers included."""
+        for line in Path("/proc/self/net/dev").read_text().splitlines():
+            name, _, numbers = line.partition(":")
+            if name.strip() == self._layout.interface:
+                return np.array([int(numbers.split()[column]) for column in (0, 8)])
+        raise RuntimeError(f"this host has no interface {self._layout.interface}")
 
 
-def _round(job: Job, name: str, call: Callable[[], object], buffers: Buffers, plan: Plan) -> list[float]:
-    """Make the calls of a round. Return the time of each call in us, averaged over the ranks that take part."""
-    buffers.fill_for_repetition()
-    for _ in range(plan.warmup):
-        call()
-    mscomm.barrier()
-    mine = times_ns(call, iterations_of(plan, job.case.size(buffers.count)))
-    spent = mscomm.all_gather(mine[np.newaxis])
-    taking_part = spent[:: job.local_ranks] if name == WIRE else spent
-    return [float(ns) / 1e3 for ns in np.mean(taking_part, axis=0)]
+class _MeteredCell:
+    def __init__(self, inner: Cell, meter: Metered) -> None:
+        self._inner, self._meter = inner, meter
+        self.wrong, self.close = inner.wrong, inner.close
 
-
-def _wrong(call: Callable[[], object], buffers: Buffers) -> int:
-    """Make one call. Return the number of wrong elements in the results of all ranks."""
-    buffers.fill()
-    mscomm.barrier()
-    call()
-    return int(mscomm.all_reduce(np.array([buffers.wrong()]))[0])
+    def measure(self, warmup: int, iterations: int, op: str = "avg") -> list[float]:
+        """Let the meter measure. It chooses `op` itself."""
+        return self._meter.measured(self._inner, warmup, iterations)
 
 
 if __name__ == "__main__":

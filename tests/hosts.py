@@ -3,7 +3,8 @@
     with Hosts(2, tmp_path) as hosts:
         hosts[0].start(["python", "train.py"]).wait()
 
-As a program, this file makes N hosts and runs a command on all of them at once. {host} stands for the host's number:
+As a program, this file makes N hosts and runs a command on all of them at once. {host} stands for the host's number,
+and {agent} for a program that replaces ssh (see Hosts.agent):
 
     sudo python tests/hosts.py 2 --rate 1gbit -- mscomm run --nnodes 2 --node-rank {host} --master-addr host-0 ...
 
@@ -23,6 +24,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -224,8 +226,9 @@ def run_on_each(hosts: Hosts, words: Sequence[str]) -> list[int]:
     the exit codes.
     """
     processes = []
+    agent = str(hosts.agent()) if "{agent}" in words else ""
     for number, host in enumerate(hosts):
-        command = host.command([word.replace("{host}", str(number)) for word in words])
+        command = host.command([word.replace("{host}", str(number)).replace("{agent}", agent) for word in words])
         env = {**os.environ, "MSCOMM_HOST_ID": host.name}
         processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, env=env))
     return [process.wait() for process in processes]
@@ -240,7 +243,7 @@ def main() -> None:
     # SIGTERM raises KeyboardInterrupt, so that the hosts are removed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with Hosts(given.count, Path(), rate=given.rate) as hosts:
+        with tempfile.TemporaryDirectory() as folder, Hosts(given.count, Path(folder), rate=given.rate) as hosts:
             codes = run_on_each(hosts, given.command)
     except pytest.skip.Exception as error:
         sys.exit(f"no hosts: {error}")

@@ -7,14 +7,17 @@ import json
 import re
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from benches import each_moving, installed, measure, rows_of
+from ranks import ranks
 from rotated import rotated
 from sessions import clean_environment, run
 
-from mscomm.bench import peers, table
+from mscomm.bench import contenders, peers, table
 
 
 def test_a_peer_that_is_not_there_is_an_error_that_says_what_to_install(
@@ -133,6 +136,18 @@ def test_what_a_peer_cannot_do_is_told_before_anything_is_measured(peer: str, wo
     assert done.returncode == 1
     assert re.search(rf"mscomm bench: {peer}.* has no {what}|mscomm bench: {peer}: MPI has no {what}", done.stderr)
     assert rows_of(done.stdout) == [] and "Traceback" not in done.stderr
+
+
+SLEEPS_S = 0.05
+
+
+@ranks(2)
+def test_the_time_of_a_call_is_that_of_the_slowest_rank_if_asked(rank: int) -> None:
+    """Rank 0 returns at once, so the mean of both ranks is about half of what rank 1 sleeps."""
+    case = table.Case(table.COLLECTIVES["broadcast"], np.dtype(np.float32), "sum", 0, 2, rank)
+    call = functools.partial(time.sleep, SLEEPS_S * rank)
+    cell = contenders.Local("sleeper", "", case, np.empty, lambda case, buffers: call).cell(1, True)
+    assert min(cell.measure(0, 3, "max")) >= SLEEPS_S * 1e6
 
 
 EVERY_ROW = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -212,25 +213,111 @@ def test_compare_measures_and_reports(tmp_path: Path) -> None:
     ]
 
 
+# -- hosts.py
+
+BETWEEN = {"mscomm": 10.0, "openmpi": 16.0, "mpich": 17.0, "torch-gloo": 50.0, "bare": 9.0, "wire": 4.0}
+
+
+def between_hosts(folder: Path, collective: str = "all_reduce", moved: float = 1.25, **us: float) -> None:
+    """Write a file like those that hosts.py writes, for two hosts of one rank on an unshaped link."""
+    import hosts_report
+
+    rows = []
+    for size in hosts_report.SIZES:
+        results = {name: samples(one) for name, one in (BETWEEN | us).items()}
+        for modes in results.values():
+            modes["in_place"]["moved_bytes"] = moved * size
+        rows.append({"size": size, "least_bytes": size, "results": results})
+    environment = {"cpus": 2, "cpu": "one", "kernel": "6", "began": "now", "congestion_control": "cubic"}
+    environment |= {"mscomm": "1", "python": "3", "numpy": "2", "contenders": {name: f"{name} 1" for name in results}}
+    plan = {"link": "unshaped", "layout": "2x1", "collective": collective, "variables": {}}
+    document = {"plan": plan, "environment": environment, "rows": rows, "carried": {"arena": [0, 0], "mesh": [7, 7]}}
+    (folder / f"unshaped-2x1-{collective}.json").write_text(json.dumps(document))
+
+
+def hosts_reported(folder: Path) -> str:
+    import hosts_report
+
+    return "\n".join(hosts_report.report(hosts_report.read_all(folder))) + "\n"
+
+
+@with_scripts
+def test_hosts_reports_times_and_the_cells_that_miss_goals(tmp_path: Path) -> None:
+    between_hosts(tmp_path)
+    between_hosts(tmp_path, "broadcast", openmpi=9.0, bare=5.0)
+    text = hosts_reported(tmp_path)
+    gloo = "5.00 (5.00 to 5.00)"
+    assert (
+        f"| 4 KiB | 10.0 | 9.0 openmpi | 50.0 torch-gloo | 5.0 | 4.0 | **0.90 (0.90 to 0.90)** | {gloo}"
+        " | 2.00 (2.00 to 2.00) | 40.0% (40.0% to 40.0%) | 1.25 | 1.25 |\n" in text
+    )
+    head = "unshaped, 2 hosts, 1 rank each, 1 MiB to 16 MiB: bare's time / mscomm's"
+    figures = f"mean {(0.9 * 0.5) ** 0.5:.2f}; smallest 0.50 (goal 0.87); 6 of 10 cells missing"
+    cells = "".join(f"  * broadcast, {size} MiB: bare 0.50 (0.50 to 0.50)\n" for size in (1, 16))
+    assert f"* MISSED: {head}: {figures}\n{cells}* " in text
+    assert "* not measured: 1gbit, 2 hosts, 1 rank each, 1 MiB to 16 MiB: wire's time / mscomm's\n" in text
+    assert "* went between hosts by another way than the wire: nothing\n" in text
+
+
+@with_scripts
+def test_hosts_calls_a_goal_met_only_if_all_cells_were_measured_and_their_mean_is_high(tmp_path: Path) -> None:
+    import hosts_report
+
+    verdict = r"^\* (\w[\w ]*): unshaped, 2 hosts, 1 rank each, 8 B to 16 MiB: MPI's time / mscomm's: (.*)$"
+    for collective in hosts_report.MOVING:
+        between_hosts(tmp_path, collective)
+    assert re.findall(verdict, hosts_reported(tmp_path), re.M) == [
+        ("met", "mean 1.60 (goal 1.2); smallest 1.60 (goal 0.95)")
+    ]
+    (tmp_path / "unshaped-2x1-gather.json").unlink()
+    ((first, words),) = re.findall(verdict, hosts_reported(tmp_path), re.M)
+    assert first == "not measured" and words.endswith("; 5 of 40 cells missing")
+    for collective in hosts_report.MOVING:
+        between_hosts(tmp_path, collective, openmpi=11.0)
+    ((first, words),) = re.findall(verdict, hosts_reported(tmp_path), re.M)
+    assert (first, words) == ("MISSED", "mean 1.10 (goal 1.2); smallest 1.10 (goal 0.95)")
+
+
+@with_scripts
+def test_hosts_reports_the_latency_and_bytes_that_went_another_way(tmp_path: Path) -> None:
+    between_hosts(tmp_path, "latency", moved=0.5)
+    text = hosts_reported(tmp_path)
+    assert "| mpich | 17.0 | 18.7 | 1.70 (1.70 to 1.70) | 33 |\n" in text  # samples() has calls of 0.9, 1 and 1.1 times
+    assert "latency, unshaped, 2 hosts, 1 rank each, 8 B: mpich moved 0.50 of what it must" in text
+
+
+def test_hosts_needs_a_compiler_for_bare_before_anything_is_measured(tmp_path: Path) -> None:
+    env = {**clean_environment(), "CXX": str(tmp_path / "none")}
+    done = run([sys.executable, Path(BENCH, "hosts.py"), "--contenders", "bare", tmp_path / "results"], 60, env)
+    assert done.returncode == 1 and "Set CXX to a C++20 compiler, or leave bare out of --contenders" in done.stderr
+
+
 @pytest.mark.long
 def test_hosts_measures_and_reports(tmp_path: Path) -> None:
     """Run bench/hosts.py as a process. The test cannot import it, because tests/hosts.py has the same module name."""
+    contenders = ["torch-gloo", "bare", "wire"]
+    mpis = []
+    for name in ("openmpi", "mpich"):
+        with contextlib.suppress(pytest.skip.Exception):
+            mpis += installed(name)
+            contenders.append(name)
     installed("torch-gloo")
     if os.getuid() != 0 or shutil.which("tc") is None:
         pytest.skip("shaped links need root and iproute2")
     words = ["--links", "1gbit", "--layouts", "2x1", "--sizes", "8,64K", "--iters", "1", "--rounds", "5"]
-    command = [sys.executable, Path(BENCH, "hosts.py"), *words, tmp_path]
+    command = [sys.executable, Path(BENCH, "hosts.py"), *words, "--contenders", ",".join(contenders), *mpis, tmp_path]
     env = {**clean_environment(), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    done = run(command, 240, env)
+    done = run(command, 480, env)
     assert done.returncode == 0, done.stderr
     assert "* wrong elements: none\n* went between hosts by another way than the wire: nothing\n" in done.stdout
-    assert "### 1gbit, 2 hosts, 1 rank each\n\nBegan " in done.stdout
-    assert re.search(r"^Of mscomm's calls 0 bytes went by shared memory, [1-9]\d* by links\.$", done.stdout, re.M)
-    assert re.findall(r"^\| (\d+ \w+) ", done.stdout, re.M) == ["8 B", "64 KiB"]
-    missing = "* not measured: 1gbit, 2 hosts, 1 rank each: of the wire (goal 97.0%); missing: 16 MiB\n"
-    assert missing in done.stdout and "* not measured: unshaped, 4x1" in done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1gbit-2x1.json", "report.md"]
-    (row, _) = json.loads((tmp_path / "1gbit-2x1.json").read_text())["rows"]
+    assert "### all_to_all, 1gbit, 2 hosts, 1 rank each\n\nBegan " in done.stdout
+    calls = re.findall(r"^Of mscomm's calls 0 bytes went by shared memory, [1-9]\d* by links\.$", done.stdout, re.M)
+    assert len(calls) == 9
+    assert re.findall(r"^\| (\d+ \w+) ", done.stdout, re.M) == ["8 B", "64 KiB"] * 8
+    assert re.search(r"^\| mscomm-bfloat16 \| .* \| 5 \|$", done.stdout, re.M)
+    assert len(list(tmp_path.glob("1gbit-2x1-*.json"))) == 9 and (tmp_path / "report.md").exists()
+    (row, _) = json.loads((tmp_path / "1gbit-2x1-all_reduce.json").read_text())["rows"]
+    assert set(row["results"]) == {"mscomm", *contenders}
     assert all(len(modes["in_place"]["rounds_us"]) == 5 for modes in row["results"].values())
 
 

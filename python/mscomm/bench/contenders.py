@@ -22,8 +22,11 @@ from mscomm.job import resolve
 class Cell(Protocol):
     """Measures one contender at one size."""
 
-    def measure(self, warmup: int, iterations: int) -> list[float]:
-        """Make untimed calls, then timed calls. Return microseconds for each timed call, averaged over the ranks."""
+    def measure(self, warmup: int, iterations: int, op: str = "avg") -> list[float]:
+        """Make untimed calls, then timed calls. Return microseconds for each timed call.
+
+        op: how to combine the times of the ranks, "avg" or "max".
+        """
 
     def wrong(self) -> int:
         """Make one call. Return the number of wrong elements in the results of all ranks."""
@@ -91,9 +94,9 @@ class _LocalCell:
     def __init__(self, buffers: Buffers, call: Callable[[], object], has_result: bool) -> None:
         self._buffers, self._call, self._has_result = buffers, call, has_result
 
-    def measure(self, warmup: int, iterations: int) -> list[float]:
+    def measure(self, warmup: int, iterations: int, op: str = "avg") -> list[float]:
         self._buffers.fill_for_repetition()
-        return times_us(self._call, warmup, iterations, "avg")
+        return times_us(self._call, warmup, iterations, op)
 
     def wrong(self) -> int:
         self._buffers.fill()

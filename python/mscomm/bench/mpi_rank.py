@@ -96,16 +96,17 @@ class Rank:
         self._cells[number] = buffers, bind(self._case, buffers)
         return {}
 
-    def measure(self, number: int, warmup: int, iterations: int) -> dict[str, Any]:
+    def measure(self, number: int, warmup: int, iterations: int, op: str) -> dict[str, Any]:
         buffers, call = self._cells[number]
         buffers.fill_for_repetition()
         for _ in range(warmup):
             call()
         self._comm.Barrier()
         mine = table.times_ns(call, iterations)
-        total = np.empty_like(mine)
-        self._comm.Allreduce(mine, total, MPI.SUM)
-        return {"us": [float(ns) / 1e3 / self._case.ranks for ns in total]} if self._case.rank == 0 else {}
+        combined = np.empty_like(mine)
+        self._comm.Allreduce(mine, combined, MPI.MAX if op == "max" else MPI.SUM)
+        combined /= 1e3 * (1 if op == "max" else self._case.ranks)
+        return {"us": combined.tolist()} if self._case.rank == 0 else {}
 
     def wrong(self, number: int) -> dict[str, Any]:
         buffers, call = self._cells[number]

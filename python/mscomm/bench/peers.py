@@ -384,8 +384,8 @@ class _MpiCell:
     def __init__(self, mpi: Mpi, number: int) -> None:
         self._mpi, self._number = mpi, number
 
-    def measure(self, warmup: int, iterations: int) -> list[float]:
-        answers = self._mpi.ask(do="measure", number=self._number, warmup=warmup, iterations=iterations)
+    def measure(self, warmup: int, iterations: int, op: str = "avg") -> list[float]:
+        answers = self._mpi.ask(do="measure", number=self._number, warmup=warmup, iterations=iterations, op=op)
         return answers[0]["us"] if answers else []
 
     def wrong(self) -> int:
