@@ -74,19 +74,6 @@ extern "C" void* mmap(void* address, size_t bytes, int protection, int flags, in
   return real(address, bytes, protection, flags, fd, offset);
 }
 
-// OpenSSL, which encrypts the links between hosts, calls read and write.
-extern "C" ssize_t read(int fd, void* data, size_t bytes) {
-  static const auto real = next(&read, "read");
-  reach("read");
-  return real(fd, data, bytes);
-}
-
-extern "C" ssize_t write(int fd, const void* data, size_t bytes) {
-  static const auto real = next(&write, "write");
-  reach("write");
-  return real(fd, data, bytes);
-}
-
 extern "C" ssize_t recv(int fd, void* data, size_t bytes, int flags) {
   static const auto real = next(&recv, "recv");
   reach("recv");
@@ -97,6 +84,12 @@ extern "C" ssize_t send(int fd, const void* data, size_t bytes, int flags) {
   static const auto real = next(&send, "send");
   reach("send");
   return real(fd, data, bytes, flags);
+}
+
+extern "C" ssize_t sendmsg(int fd, const msghdr* message, int flags) {
+  static const auto real = next(&sendmsg, "sendmsg");
+  reach("sendmsg");
+  return real(fd, message, flags);
 }
 
 extern "C" int sched_yield() noexcept {

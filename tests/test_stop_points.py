@@ -30,7 +30,7 @@ SPOILT = 77  # what these ranks write into their arrays when their calls have en
 # Calls that wait yield, and read the clock, as often as they wait, so for these functions there is no last k.
 POINTS: dict[str, Sequence[int]] = {
     **dict.fromkeys(("process_vm_readv", "syscall", "mmap"), range(1, 41)),
-    **dict.fromkeys(("recv", "send", "read", "write", "sched_yield", "clock_gettime"), (1, 2, 3, 5, 8, 13, 21)),
+    **dict.fromkeys(("recv", "send", "sendmsg", "sched_yield", "clock_gettime"), (1, 2, 3, 5, 8, 13, 21)),
 }
 BYTES = {"tiny": 768, "staged": 192 << 10, "long": 3 << 20}  # of x; a multiple of 12
 
@@ -89,7 +89,7 @@ def test_a_rank_that_is_stopped_in_shared_memory(rank, group, library, point, ca
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("size", ["tiny", "long"])
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("point", ["recv", "send"])
+@pytest.mark.parametrize("point", ["recv", "sendmsg"])
 @pytest.mark.long
 @ranks("n", env={"LD_PRELOAD": "{library}", "MSCOMM_ALGO": "direct"})
 def test_a_rank_that_is_stopped_over_the_mesh(rank, group, library, point, call, size):
@@ -99,11 +99,22 @@ def test_a_rank_that_is_stopped_over_the_mesh(rank, group, library, point, call,
 @pytest.mark.usefixtures("judge_decides")
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("point", ["read", "write"])
+@pytest.mark.parametrize("point", ["recv", "send"])
 @pytest.mark.long
 @ranks("n", env={"LD_PRELOAD": "{library}", "MSCOMM_HOST_ID": "{rank}"})
 def test_a_rank_that_is_stopped_over_encrypted_links(rank, group, library, point, call):
     _stopped_everywhere(rank, library, point, call, BYTES["staged"], np.empty)
+
+
+@pytest.mark.usefixtures("judge_decides")
+@pytest.mark.parametrize(("n", "host"), [(3, list("aab")), (4, list("aabb"))])
+@pytest.mark.parametrize("size", ["staged", "long"])
+@pytest.mark.parametrize("call", ["all_reduce", "all_gather", "broadcast", "reduce_scatter"])
+@pytest.mark.parametrize("point", ["recv", "send", "syscall", "clock_gettime"])
+@pytest.mark.long
+@ranks("n", env={"LD_PRELOAD": "{library}", "MSCOMM_HOST_ID": "{host}"})
+def test_a_rank_that_is_stopped_on_two_levels(rank, group, library, point, call, size, host, n):
+    _stopped_everywhere(rank, library, point, call, BYTES[size], mscomm.empty)
 
 
 @pytest.mark.usefixtures("judge_decides")
@@ -125,9 +136,9 @@ def test_a_rank_that_is_stopped_while_it_waits(rank, group, library, point, call
         ("process_vm_readv", {}),
         ("syscall", {}),
         ("clock_gettime", {}),
-        ("send", {"MSCOMM_ALGO": "direct"}),
+        ("sendmsg", {"MSCOMM_ALGO": "direct"}),
         ("recv", {"MSCOMM_ALGO": "direct"}),
-        ("write", {"MSCOMM_HOST_ID": "{rank}"}),
+        ("send", {"MSCOMM_HOST_ID": "{rank}"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

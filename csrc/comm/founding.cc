@@ -32,7 +32,7 @@ std::unique_ptr<HostBackend> carriers_of(Founding& founding, const Peers& peers,
       if (links[peer].get() >= 0)
         all.push_back(&streams[peer].emplace(links[peer].release(), peers.names.at(ranks[peer]), secrets[peer]));
     shake_hands(all, Deadline(handshake_s));
-    mesh = std::make_unique<Mesh>(ranks, layout.rank, founding.epoch, std::move(streams), std::move(recorded));
+    mesh = std::make_unique<Mesh>(ranks, layout.rank, founding.epoch, founding.spin, std::move(streams), std::move(recorded));
   }
   std::unique_ptr<Arena> arena;
   if (layout.arena) {

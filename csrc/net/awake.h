@@ -19,8 +19,9 @@ inline constexpr std::chrono::microseconds longest_awake{100};
 inline constexpr std::chrono::microseconds as_long_as_a_sleep{5};
 inline constexpr std::chrono::nanoseconds two_switches{
     1500};  // a yield that takes less time than two context switches was futile
-// This many polls take about a microsecond. In a small call, most peers arrive within that time.
-inline constexpr int polls_a_turn = 64;
+// This many polls of memory take about a microsecond. In a small call, most peers arrive within that time. A poll of sockets is a
+// system call, so a turn has few of them.
+inline constexpr int polls_a_turn = 64, socket_polls_a_turn = 4;
 
 inline void pause_briefly() {
 #if defined(__x86_64__)
@@ -33,10 +34,10 @@ inline void pause_briefly() {
 // Polls `changed` until it returns true, and then returns true. Returns false when it is time to sleep, or when `stopped` returns
 // true. `stopped` is called after each turn of polls. spin: whether the host has a CPU for each rank.
 template <typename Changed, typename Stopped>
-bool awaits(bool spin, const Changed& changed, const Stopped& stopped) {
+bool awaits(bool spin, const Changed& changed, const Stopped& stopped, int a_turn = polls_a_turn) {
   // Between turns this rank yields its CPU to other ranks. It does so even if there is a CPU for each rank, because the kernel
   // may have put two ranks on one CPU.
-  const int polls = spin ? polls_a_turn : 1;
+  const int polls = spin ? a_turn : 1;
   std::optional<Clock::time_point> start;
   Clock::duration in_vain{};  // the total time of the latest consecutive futile yields
   while (true) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <poll.h>
+#include <sys/uio.h>
 
 #include <array>
 #include <atomic>
@@ -60,6 +61,8 @@ class Stream {
   // So the next send() must begin with the same bytes.
   size_t send(const void* data, size_t bytes);
   size_t receive(void* data, size_t bytes);
+  // Sends several parts in a row, as send() does. If they are short, or the link is not encrypted, this is one system call.
+  size_t send(std::span<const iovec> parts);
   // send_more() and receive_more() send or receive the rest of a value, as far as possible without waiting. `done` is the number
   // of bytes of the value that have been moved by all calls so far. Both functions return whether this call has moved any bytes.
   template <typename T>
@@ -103,6 +106,7 @@ class Stream {
   friend class Poll;
   friend void deliver_all(std::vector<std::optional<Stream>> streams, double timeout_s);
   friend void shake_hands(std::span<Stream* const> streams, const Deadline& deadline);
+  size_t send_together(std::span<const iovec> parts);
   void deliver(const Deadline& deadline);
   int fd() const { return fd_.get(); }
   size_t receive_plain(void* data, size_t bytes);
@@ -129,11 +133,12 @@ class Poll {
   size_t add(const Stream& stream, bool receives, bool sends);
   // Adds a descriptor of another kind, such as an eventfd, which this thread wants to read. Returns the number of the entry.
   size_t add(int fd);
-  // How to wait before the thread sleeps, if all streams have Rings. spin: whether the host has a CPU for each rank. stop: ends
-  // this part of the wait when it becomes true.
+  // How to wait before the thread sleeps. spin: whether the host has a CPU for each rank. stopped: ends this part of the wait
+  // when it returns true. entries: how many entries are looked at, beginning with the first, because a look at many takes long.
   struct Awake {
     bool spin;
-    const std::atomic<bool>& stop;
+    std::function<bool()> stopped;
+    size_t entries = SIZE_MAX;
   };
   // Waits for at most about `ms` milliseconds. Returns how many entries are ready: bytes can move, or the link has ended. Returns
   // 0 when the time has passed, and -1 if a signal ended the wait.

@@ -461,7 +461,7 @@ bool Mailbox::turn(Lock& lock, bool awake, int sleep_ms) {
   lock.unlock();
   int ready = 0;
   try {
-    ready = links.wait(sleep_ms, awake ? std::optional(Poll::Awake{spin_, woken_}) : std::nullopt);
+    ready = links.wait(sleep_ms, awake ? std::optional(Poll::Awake{spin_, [this] { return woken_.load(); }}) : std::nullopt);
   } catch (...) {
     lock.lock();
     driving_ = false;

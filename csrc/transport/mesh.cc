@@ -13,10 +13,23 @@ constexpr size_t turn_bytes = 128 << 10;
 // Data for other peers may be waiting for the end of a peer's turn. In that case, this rank checks at this interval whether the
 // peer has stopped reading.
 constexpr int look_at_wire_ms = 5;
+// A header and a piece of at most this many bytes are received together, and the piece is then copied to its place. This takes
+// less time than a second system call.
+constexpr size_t together_bytes = 16 << 10;
+// How often a rank that makes short calls reads the headers of peers from which it needs no data. These headers arrive only if
+// the ranks have made different calls.
+constexpr double look_at_all_s = 5e-3;
 }  // namespace
 
-Mesh::Mesh(std::vector<int> ranks, int rank, uint32_t epoch, std::vector<std::optional<Stream>> links, Recorded recorded)
-    : ranks_(std::move(ranks)), rank_(rank), epoch_(epoch), links_(links.size()), recorded_(std::move(recorded)) {
+Mesh::Mesh(std::vector<int> ranks, int rank, uint32_t epoch, bool spin, std::vector<std::optional<Stream>> links,
+           Recorded recorded)
+    : ranks_(std::move(ranks)),
+      rank_(rank),
+      epoch_(epoch),
+      spin_(spin),
+      links_(links.size()),
+      recorded_(std::move(recorded)),
+      arrivals_(sizeof(Header) + together_bytes) {
   for (size_t peer = 0; peer < links.size(); peer++)
     if (links[peer]) links_[peer].stream.emplace(std::move(*links[peer]));
 }
@@ -27,18 +40,20 @@ void Mesh::begin(const Signature& mine, std::span<const uint64_t> sends, std::sp
   expects_.assign(expects.begin(), expects.end());
   looked_ = Clock::now();
   others_ = Others::none;
-  for (Link& link : links_) link.greeted = link.announced = link.due = link.receiving = false;
-  last_look();
+  for (int peer = 0; peer < size(); peer++) {
+    Link& link = links_[peer];
+    link.greeted = link.announced = link.due = link.receiving = false;
+    link.receive_left = 0;
+    use_early(peer);
+  }
+  if (std::chrono::duration<double>(looked_ - looked_at_all_).count() > look_at_all_s) last_look();
 }
 
 void Mesh::last_look() {
-  for (int peer = 0; peer < size(); peer++) {
-    Link& link = links_[peer];
-    if (!link.stream) continue;
-    if (link.inbox_got == sizeof(Header)) compare_inbox(peer);
-    while (!link.due && receive_some(peer)) {
+  looked_at_all_ = Clock::now();
+  for (int peer = 0; peer < size(); peer++)
+    while (links_[peer].stream && !links_[peer].due && receive_some(peer)) {
     }
-  }
 }
 
 void Mesh::progress() {
@@ -74,18 +89,18 @@ int Mesh::next() {
 
 void Mesh::exchange(std::span<const Piece> out, std::span<const Piece> in, const Wait& wait) {
   send(out);
-  transfer(in, wait, true);
+  transfer(in, wait, UINT64_MAX);
 }
 
-// Returns when all pieces of `in` have been received and, if `sends_all`, everything has been sent.
-void Mesh::transfer(std::span<const Piece> in, const Wait& wait, bool sends_all) {
+void Mesh::transfer(std::span<const Piece> in, const Wait& wait, uint64_t turn) {
   for (const Piece& piece : in) {
     Link& link = links_[piece.peer];
     link.receiving = true;
     link.receive_at = piece.data;
     link.receive_left = piece.bytes;
+    use_early(piece.peer);
   }
-  while (!all_received() || (sends_all && !all_sent())) {
+  while (!all_received() || !sent_up_to(turn)) {
     // Call look() regularly even while bytes move. Call look() before move_some(), so that look() cannot throw after this
     // transfer has completed.
     if (seconds_since(looked_) > longest_sleep_ms * 1e-3 || wait.watch.broken()) look(wait);
@@ -106,27 +121,35 @@ void Mesh::greet(int peer, bool payload) {
   link.announced |= payload;
 }
 
+bool Mesh::sent_up_to(uint64_t turn) const {
+  if (turn == UINT64_MAX) return all_sent();
+  return std::ranges::all_of(links_, [turn](const Link& link) { return link.queue.empty() || link.queue.front().turn > turn; });
+}
+
 bool Mesh::all_sent() const { return std::ranges::all_of(links_, &Link::sent); }
 
 bool Mesh::all_received() const { return std::ranges::all_of(links_, &Link::received); }
 
 bool Mesh::move_some() {
-  bool moved = false;
-  // Receive before looking at a send error: a peer that died mid-call often leaves its last bytes for us to read.
+  moved_ = false;
+  send_in_turn();
+  const int holder = next();
   for (int peer = 0; peer < size(); peer++) {
     Link& link = links_[peer];
-    if (!link.stream || link.received()) continue;
-    moved |= receive_some(peer);
-    if (link.ended && !link.received()) throw lost(peer, *link.ended);
+    const bool goes = others_ == Others::go && peer != holder && !link.queue.empty();
+    if (goes || !link.outbox.empty()) send_some(peer, goes);
   }
-  for (int peer = 0; peer < size(); peer++)
-    if (!links_[peer].outbox.empty()) moved |= send_some(peer);
-  moved |= send_in_turn() > 0;
-  const int holder = next();
-  if (others_ == Others::go)
-    for (int peer = 0; peer < size(); peer++)
-      if (peer != holder && !links_[peer].queue.empty()) moved |= send_some(peer);
-  return moved;
+  for (int peer = 0; peer < size(); peer++) {
+    Link& link = links_[peer];
+    if (link.stream && !link.received()) {
+      moved_ |= receive_some(peer);
+      if (link.ended && !link.received()) throw lost(peer, *link.ended);
+    }
+    // A peer that died mid-call often leaves its last bytes for us to read. So a link that takes no bytes is a failure only when
+    // it has no bytes to read.
+    if (link.unsent && !(link.stream && !link.received() && moved_)) throw lost(peer, *link.unsent);
+  }
+  return moved_;
 }
 
 // Sends queued pieces in the order of their turns, and sets others_. Returns how many bytes it sent.
@@ -135,10 +158,10 @@ size_t Mesh::send_in_turn() {
   others_ = Others::none;
   for (int peer = next(); peer >= 0 && bytes < at_once_bytes; peer = next()) {
     Link& link = links_[peer];
-    const size_t whole = link.queue.front().piece.bytes, gone = link.outbox.empty() ? send_piece(link) : 0;
+    const size_t pieces = link.queue.size(), gone = send_some(peer, true);
     bytes += gone;
     if (gone > 0) turn_moved_ = Clock::now();
-    if (gone == whole) continue;
+    if (link.queue.size() < pieces) continue;
     const auto waits = [&](const Link& other) { return &other != &link && !other.queue.empty(); };
     if (std::ranges::any_of(links_, waits)) {
       const bool stalls = seconds_since(turn_moved_) > longest_sleep_ms * 1e-3;
@@ -149,33 +172,45 @@ size_t Mesh::send_in_turn() {
   return bytes;
 }
 
-bool Mesh::send_some(int peer) {
+size_t Mesh::send_some(int peer, bool with_piece) {
   Link& link = links_[peer];
-  if (link.outbox.empty()) return send_piece(link) > 0;
+  if (link.unsent) return 0;
+  std::array<iovec, 4> parts;
+  size_t count = 0, headers = 0;
+  for (const Header& header : link.outbox) {
+    if (count == parts.size() - 1) break;
+    const size_t sent = count == 0 ? link.outbox_sent : 0;
+    parts[count++] = {reinterpret_cast<char*>(const_cast<Header*>(&header)) + sent, sizeof header - sent};
+    headers += sizeof header - sent;
+  }
+  const bool piece = (with_piece || link.together) && count == link.outbox.size() && !link.queue.empty();
+  if (piece) parts[count++] = {link.queue.front().piece.data, link.queue.front().piece.bytes};
   try {
-    const bool moved = link.stream->send_more(link.outbox.front(), link.outbox_sent);
-    if (link.outbox_sent == sizeof(Header)) link.outbox.pop_front(), link.outbox_sent = 0;
-    return moved;
+    const size_t moved = link.stream->send({parts.data(), count});
+    moved_ |= moved > 0;
+    link.together = piece && moved < headers;
+    for (size_t left = std::min(moved, headers); left > 0;) {
+      const size_t now = std::min(left, sizeof(Header) - link.outbox_sent);
+      link.outbox_sent += now;
+      left -= now;
+      if (link.outbox_sent == sizeof(Header)) link.outbox.pop_front(), link.outbox_sent = 0;
+    }
+    if (!piece || moved < headers) return 0;
+    Piece& first = link.queue.front().piece;
+    first.data += moved - headers;
+    first.bytes -= moved - headers;
+    if (first.bytes == 0) link.queue.pop_front();
+    return moved - headers;
   } catch (const Stream::Broken& broken) {
     // If this rank has not announced data, the failure does not matter yet: the peer may have sent everything that we are waiting
     // for and then exited, and its data can still be read.
-    if (link.announced) throw lost(peer, broken);
-    link.outbox.clear();
-    link.outbox_sent = 0;
-    return false;
-  }
-}
-
-size_t Mesh::send_piece(Link& link) {
-  Piece& first = link.queue.front().piece;
-  try {
-    const size_t moved = link.stream->send(first.data, first.bytes);
-    first.data += moved;
-    first.bytes -= moved;
-    if (first.bytes == 0) link.queue.pop_front();
-    return moved;
-  } catch (const Stream::Broken& broken) {
-    throw lost(first.peer, broken);
+    if (link.announced || !link.queue.empty()) {
+      link.unsent = broken;
+    } else {
+      link.outbox.clear();
+      link.outbox_sent = 0;
+    }
+    return 0;
   }
 }
 
@@ -189,16 +224,48 @@ bool Mesh::receive_some(int peer) {
       link.receive_left -= moved;
       return moved > 0;
     }
-    return link.stream->receive_more(link.inbox, link.inbox_got) && (link.inbox_got < sizeof(Header) || compare_inbox(peer));
+    const size_t before = link.unused().size(), piece = link.receiving ? link.receive_left : 0;
+    copy(arrivals_.data(), link.unused().data(), before);
+    // If the peer has sent several short messages, they arrive together.
+    const size_t room = (piece > 0 && piece <= together_bytes ? arrivals_.size() : sizeof(Header)) - before;
+    const size_t moved = link.stream->receive(arrivals_.data() + before, room);
+    if (moved == 0) return false;
+    const std::span<const char> all{arrivals_.data(), before + moved}, rest = all.subspan(use(peer, all));
+    link.early.assign(rest.begin(), rest.end());
+    link.early_used = 0;
+    return true;
   } catch (const Stream::Broken& broken) {
     link.ended = broken;
     return false;
   }
 }
 
-bool Mesh::compare_inbox(int peer) {
+void Mesh::use_early(int peer) {
   Link& link = links_[peer];
-  const Header& header = link.inbox;
+  if (!link.early.empty()) link.early_used += use(peer, link.unused());
+}
+
+size_t Mesh::use(int peer, std::span<const char> bytes) {
+  Link& link = links_[peer];
+  const size_t all = bytes.size();
+  while (!link.due && bytes.size() >= sizeof(Header)) {
+    Header header;
+    copy(&header, bytes.data(), sizeof header);
+    if (!compare(peer, header)) break;
+    bytes = bytes.subspan(sizeof header);
+  }
+  if (link.due && link.receiving) {
+    const size_t moved = std::min(bytes.size(), link.receive_left);
+    copy(link.receive_at, bytes.data(), moved);
+    link.receive_at += moved;
+    link.receive_left -= moved;
+    bytes = bytes.subspan(moved);
+  }
+  return all - bytes.size();
+}
+
+bool Mesh::compare(int peer, const Header& header) {
+  Link& link = links_[peer];
   if (header.magic != frame_magic || header.wire != wire_version || header.epoch != epoch_ || header.payload > 1 ||
       header.source != static_cast<uint32_t>(peer) || !header.signature.valid())
     throw Error("Error", link.stream->peer() + " sent an invalid header (wire " + std::to_string(header.wire) + ", epoch " +
@@ -218,7 +285,6 @@ bool Mesh::compare_inbox(int peer) {
     const auto ours = recorded_(theirs.number);
     if (header.payload || (ours && *ours != theirs)) throw Differs{{{rank_, ours.value_or(mine_)}, {peer, theirs}}};
   }
-  link.inbox_got = 0;
   return true;
 }
 
@@ -237,23 +303,32 @@ void Mesh::look(const Wait& wait) {
 void Mesh::poll_links(const Wait& wait) {
   Poll links;
   std::vector<int> peers;  // the peer of each entry
-  for (int peer = 0; peer < size(); peer++) {
-    const Link& link = links_[peer];
-    if (!link.stream) continue;
-    const bool sends = !link.outbox.empty() || (!link.queue.empty() && (others_ == Others::go || peer == next()));
-    if (!link.listens() && !sends) continue;
-    links.add(*link.stream, link.listens(), sends);
-    peers.push_back(peer);
+  size_t needed = 0;
+  // First the links for which this rank waits. The others have something to read only if the ranks have made different calls.
+  for (const bool first : {true, false}) {
+    for (int peer = 0; peer < size(); peer++) {
+      const Link& link = links_[peer];
+      if (!link.stream) continue;
+      const bool sends = !link.outbox.empty() || (!link.queue.empty() && (others_ == Others::go || peer == next()));
+      if ((!link.listens() && !sends) || (sends || !link.received()) != first) continue;
+      links.add(*link.stream, link.listens(), sends);
+      peers.push_back(peer);
+    }
+    if (first) needed = peers.size();
   }
   const bool looks_at_wire = others_ == Others::wait;
-  const int ready = links.wait(looks_at_wire ? look_at_wire_ms : longest_sleep_ms);
+  const int ready = links.wait(looks_at_wire ? look_at_wire_ms : longest_sleep_ms,
+                               Poll::Awake{spin_, [&wait] { return wait.watch.broken(); }, needed});
   if (ready == 0 && looks_at_wire) return;
   // If wait() has timed out, send the header of the current call to each peer whose data is missing. Do not send the header
   // earlier, because a peer may have sent its data and exited. If we sent anything to such a peer, our kernel would discard the
   // peer's data that we have not read yet.
   for (int peer = 0; peer < size(); peer++)
     if (const Link& link = links_[peer]; ready == 0 && link.stream && !link.greeted && !link.received()) greet(peer, false);
-  if (ready <= 0) look(wait);
+  if (ready <= 0) {
+    last_look();
+    look(wait);
+  }
   for (size_t i = 0; ready > 0 && i < peers.size(); i++)
     if (links.readable(i)) receive_some(peers[i]);
 }

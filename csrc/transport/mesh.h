@@ -29,15 +29,17 @@ struct Piece {
 class Mesh {
  public:
   // ranks: the job rank of each rank of the group, for error messages. links: the links to the other ranks, indexed by rank in
-  // the group. recorded: returns this rank's own call with the given number, if it is still recorded.
+  // the group. spin: whether the host has a CPU for each rank. recorded: returns this rank's own call with the given number, if
+  // it is still recorded.
   using Recorded = std::function<std::optional<Signature>(uint64_t number)>;
-  Mesh(std::vector<int> ranks, int rank, uint32_t epoch, std::vector<std::optional<Stream>> links, Recorded recorded);
+  Mesh(std::vector<int> ranks, int rank, uint32_t epoch, bool spin, std::vector<std::optional<Stream>> links, Recorded recorded);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(links_.size()); }
 
-  // Starts a call. Compares `mine` with the headers that peers have already sent. Does not wait. sends, expects: empty, or how
-  // many elements this rank sends to each rank and expects from each rank. The peers check these numbers, too.
+  // Starts a call. Everything that was queued in earlier calls must have been sent. Does not wait. Now and then, reads and
+  // compares the headers of peers from which this rank needs no data. sends, expects: empty, or how many elements this rank sends
+  // to each rank and expects from each rank. The peers check these numbers, too.
   void begin(const Signature& mine, std::span<const uint64_t> sends = {}, std::span<const uint64_t> expects = {});
   // Queues the pieces. Later calls to receive(), exchange() and progress() send them. The peers take turns, so that only one link
   // at a time uses the wire. In a peer's turn, this rank sends a part of that peer's piece. If that peer is not reading, the wire
@@ -46,11 +48,14 @@ class Mesh {
   void send(std::span<const Piece> out);
   // Receives all pieces, in any order. `in` has at most one piece from each peer. If no data arrives for a while, receive() sends
   // the header of the current call to each peer whose piece is missing.
-  void receive(std::span<const Piece> in, const Wait& wait) { transfer(in, wait, false); }
+  void receive(std::span<const Piece> in, const Wait& wait) { transfer(in, wait, 0); }
   // Sends and receives at the same time. Returns when all pieces of `in` have been received, and all pieces of `out` and all
   // earlier queued pieces have been sent.
   void exchange(std::span<const Piece> out, std::span<const Piece> in, const Wait& wait);
-  // Compares this rank's own calls with the headers that peers have sent since begin(). Does not wait.
+  // Returns a number for all pieces that have been queued so far, and waits until these pieces have been sent.
+  uint64_t queued() const { return last_turn_; }
+  void wait_until_sent(uint64_t queued, const Wait& wait) { transfer({}, wait, queued); }
+  // Compares this rank's own calls with the headers that peers have sent. Does not wait.
   void last_look();
   // Sends as much of the queued data as possible without waiting.
   void progress();
@@ -76,35 +81,46 @@ class Mesh {
     std::optional<Stream> stream;
     // Set when reading has found the end of the link. The end is a failure only if we are still waiting for data from this peer.
     std::optional<Stream::Broken> ended;
+    std::optional<Stream::Broken> unsent;  // set when sending has found the end of the link after data was announced
 
     bool greeted = false;    // whether we have told the peer which call we are in
     bool announced = false;  // whether we have also told the peer that data follows
     std::deque<Header> outbox;
-    size_t outbox_sent = 0;    // bytes of outbox.front() that were sent
+    size_t outbox_sent = 0;  // bytes of outbox.front() that were sent
+    // Whether the headers were offered together with the first piece, and not all accepted. An encrypted link then takes only the
+    // same bytes.
+    bool together = false;
     std::deque<Queued> queue;  // pieces to send after the outbox; a part of the first one may have been sent already
 
-    Header inbox;
-    size_t inbox_got = 0;  // bytes of inbox that were received
-    bool due = false;      // whether the peer's header for the current call agrees with ours and announces data
+    // Bytes that were received too early: a part of a header, or headers and data of later calls.
+    std::vector<char> early;
+    size_t early_used = 0;  // how many of these bytes have been used
+    bool due = false;       // whether the peer's header for the current call agrees with ours and announces data
     bool receiving = false;
     char* receive_at = nullptr;
     size_t receive_left = 0;
 
     bool sent() const { return outbox.empty() && queue.empty(); }
     bool received() const { return !receiving || (due && receive_left == 0); }
-    bool listens() const { return stream && !ended && inbox_got < sizeof(Header) && (!due || receive_left > 0); }
+    bool listens() const { return stream && !ended && (due ? receive_left > 0 : unused().size() < sizeof(Header)); }
+    std::span<const char> unused() const { return std::span(early).subspan(early_used); }
   };
 
-  void transfer(std::span<const Piece> in, const Wait& wait, bool sends_all);
+  // Returns when all pieces of `in` have been received, and all pieces up to the given turn have been sent.
+  void transfer(std::span<const Piece> in, const Wait& wait, uint64_t turn);
+  bool sent_up_to(uint64_t turn) const;
   void greet(int peer, bool payload);
   // Returns the peer whose turn it is, or -1 if no piece is queued.
   int next();
-  bool send_some(int peer);
-  size_t send_piece(Link& link);
+  // Sends as much as possible of the headers for the peer and, if with_piece, of the first piece. Returns how many bytes of the
+  // piece it sent.
+  size_t send_some(int peer, bool with_piece);
   bool receive_some(int peer);
-  // Compares our own calls with the complete header in the inbox of the link to `peer`. Returns false if the peer is in a later
-  // call. The header then stays in the inbox until this rank begins that call.
-  bool compare_inbox(int peer);
+  // Compares headers, and copies the data of the current call to its place. Returns how many of the received bytes it has used.
+  size_t use(int peer, std::span<const char> bytes);
+  void use_early(int peer);
+  // Compares our own calls with a header from the peer. Returns false if the peer is in a later call.
+  bool compare(int peer, const Header& header);
   bool move_some();
   size_t send_in_turn();
   void poll_links(const Wait& wait);
@@ -115,6 +131,7 @@ class Mesh {
   std::vector<int> ranks_;
   int rank_;
   uint32_t epoch_;
+  bool spin_;
   std::vector<Link> links_;
   Recorded recorded_;
   Signature mine_;
@@ -122,6 +139,9 @@ class Mesh {
   // When look() was last called, or when the current call began if that was later. A call may have many short exchanges, so this
   // time is kept from one exchange to the next.
   Clock::time_point looked_;
+  Clock::time_point looked_at_all_;  // when last_look() was last called
+  bool moved_ = false;               // whether bytes have moved in the current pass of move_some()
+  std::vector<char> arrivals_;       // where a header and a short piece arrive together
   // The queue of turns. Each entry holds a peer and the number of one of its turns. next() skips entries whose pieces were sent
   // before their turns came.
   std::deque<std::pair<int, uint64_t>> turns_;

@@ -121,7 +121,7 @@ void garbage_is_refused() {
     CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
     std::vector<std::optional<Stream>> links(2);
     links[1].emplace(ends[0], "rank 1");
-    Mesh mesh({0, 1}, 0, 0, std::move(links), [](uint64_t) { return std::nullopt; });
+    Mesh mesh({0, 1}, 0, 0, false, std::move(links), [](uint64_t) { return std::nullopt; });
 
     Signature mine;
     mine.number = 5;
@@ -171,7 +171,7 @@ void deadline_ends_a_call_while_bytes_flow() {
   {
     std::vector<std::optional<Stream>> links(2);
     links[1].emplace(ends[0], "rank 1");
-    Mesh mesh({0, 1}, 0, 0, std::move(links), [](uint64_t) { return std::nullopt; });
+    Mesh mesh({0, 1}, 0, 0, false, std::move(links), [](uint64_t) { return std::nullopt; });
     mesh.begin(header.signature);
     char data[64];
     const Piece piece{1, data, sizeof data};
@@ -202,7 +202,7 @@ void nobody_waits_behind_a_peer_that_takes_nothing() {
   std::vector<std::optional<Stream>> links(3);
   links[1].emplace(first[0], "rank 1");
   links[2].emplace(second[0], "rank 2");
-  Mesh mesh({0, 1, 2}, 0, 0, std::move(links), [](uint64_t) { return std::nullopt; });
+  Mesh mesh({0, 1, 2}, 0, 0, false, std::move(links), [](uint64_t) { return std::nullopt; });
   Signature call;
   call.number = 1;
   mesh.begin(call);
@@ -248,7 +248,7 @@ void nobody_waits_behind_a_slow_reader() {
   std::vector<std::optional<Stream>> links(3);
   links[1].emplace(slow[0], "rank 1");
   links[2].emplace(fast[0], "rank 2");
-  Mesh mesh({0, 1, 2}, 0, 0, std::move(links), [](uint64_t) { return std::nullopt; });
+  Mesh mesh({0, 1, 2}, 0, 0, false, std::move(links), [](uint64_t) { return std::nullopt; });
   Signature call;
   call.number = 1;
   mesh.begin(call);
@@ -269,7 +269,7 @@ void leaving_waits_for_no_reader() {
   CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
   std::vector<std::optional<Stream>> links(2);
   links[1].emplace(ends[0], "rank 1");
-  Mesh mesh({0, 1}, 0, 0, std::move(links), [](uint64_t) { return std::nullopt; });
+  Mesh mesh({0, 1}, 0, 0, false, std::move(links), [](uint64_t) { return std::nullopt; });
   Signature call;
   call.number = 1;
   mesh.begin(call);

@@ -135,7 +135,8 @@ void exchange(Stream& stream, size_t end, uint64_t bytes, size_t most, const std
 }
 
 void both_ends_sleep_and_wake_each_other() {
-  const std::atomic<bool> never{false}, at_once{true};
+  const auto never = [] { return false; };
+  const auto at_once = [] { return true; };
   const std::optional<Poll::Awake> waits[]{std::nullopt, Poll::Awake{true, never}, Poll::Awake{false, at_once}};
   for (const auto& awake : waits)
     for (const size_t most : {64u, 3000u, 300'000u}) {

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <numeric>
 #include <random>
@@ -428,7 +429,7 @@ void a_mesh_is_encrypted() {
       links[b][a].emplace(ends[1], "rank " + std::to_string(a), secret(true));
     }
   const auto run = [&](int rank) {
-    Mesh mesh({0, 1, 2}, rank, 0, std::move(links[static_cast<size_t>(rank)]), [](uint64_t) { return std::nullopt; });
+    Mesh mesh({0, 1, 2}, rank, 0, false, std::move(links[static_cast<size_t>(rank)]), [](uint64_t) { return std::nullopt; });
     Patient watch;
     for (uint64_t number = 1; number <= 3; number++) {
       Signature call;
@@ -452,6 +453,66 @@ void a_mesh_is_encrypted() {
   std::vector<std::thread> ranks;
   for (int rank = 0; rank < static_cast<int>(size); rank++) ranks.emplace_back(run, rank);
   for (std::thread& rank : ranks) rank.join();
+}
+
+// A rank that only sends waits for nobody, so headers and pieces of several calls arrive together, and in parts.
+void calls_of_all_sizes_follow_one_another(bool encrypted) {
+  const Ends ends = tiny_pair();
+  const auto run = [&](int rank) {
+    std::vector<std::optional<Stream>> links(2);
+    links[1 - rank].emplace(ends[rank], "the other rank", encrypted ? std::optional(secret(rank == 0)) : std::nullopt);
+    Mesh mesh({0, 1}, rank, 0, rank == 0, std::move(links), [](uint64_t) { return std::nullopt; });
+    Patient watch;
+    const Wait wait{watch, Deadline(120)};
+    std::mt19937 both(3), own(rank);  // both ranks draw the same numbers from `both`
+    const std::vector<size_t> sizes{0, 1, 100, 3000, 3928, 3929, 5000, 16 << 10, (16 << 10) + 1, 50'000};
+    std::deque<Bytes> kept;  // what may still be queued
+    int sender = 0;          // 2: both ranks send
+    for (uint64_t number = 1; number <= 600; number++) {
+      if (both() % 16 == 0) sender = static_cast<int>(both() % 3);
+      Signature call;
+      call.number = number;
+      mesh.begin(call);
+      for (size_t exchanges = 1 + both() % 3; exchanges > 0; exchanges--) {
+        const size_t bytes = sizes[both() % sizes.size()];
+        const auto seed = static_cast<unsigned>(3 * number + exchanges);
+        if (sender != 1 - rank) {
+          const Piece out{1 - rank, kept.emplace_back(random_bytes(bytes, seed)).data(), bytes};
+          mesh.send({&out, 1});
+        }
+        if (own() % 4 == 0) mesh.progress();
+        if (sender == rank) continue;
+        Bytes got(bytes);
+        const Piece in{1 - rank, got.data(), bytes};
+        mesh.receive({&in, 1}, wait);
+        if (!CHECK(got == random_bytes(bytes, seed))) return;
+      }
+      if (own() % 8 == 0) mesh.last_look();
+      mesh.exchange({}, {}, wait);
+    }
+    mesh.close(60);
+  };
+  std::thread other(run, 1);
+  run(0);
+  other.join();
+}
+
+// A link that has taken nothing takes the same bytes again, also if more bytes follow now.
+void parts_may_grow() {
+  auto [a, b] = streams(tiny_pair());
+  Bytes first(168, 'a'), second(168, 'b'), third(8000, 'c'), got(4096);
+  const std::vector<iovec> parts{{first.data(), 168}, {second.data(), 168}, {third.data(), third.size()}};
+  const Deadline deadline(60);
+  std::array<Stream*, 2> both{&a, &b};
+  shake_hands(both, deadline);
+  while (a.send(std::span(parts).first(2)) > 0) {
+  }
+  size_t sent = 0;
+  while (sent == 0 && CHECK(!deadline.passed())) {
+    b.receive(got.data(), got.size());
+    sent = a.send(parts);
+  }
+  CHECK(sent >= 336);
 }
 
 void messages_are_encrypted() {
@@ -497,5 +558,7 @@ SUITE(tls) {
   shake_hands_completes_handshakes();
   a_forked_child_leaves_the_link_alone();
   a_mesh_is_encrypted();
+  for (const bool encrypted : {false, true}) calls_of_all_sizes_follow_one_another(encrypted);
+  parts_may_grow();
   messages_are_encrypted();
 }

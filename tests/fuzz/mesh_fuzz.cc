@@ -55,7 +55,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   std::vector<std::optional<Stream>> links(2);
   links[1].emplace(peer.link());
   const auto recorded = [](uint64_t number) { return number == first_call - 1 ? std::optional(call(number)) : std::nullopt; };
-  Mesh mesh({0, 1}, 0, epoch, std::move(links), recorded);
+  Mesh mesh({0, 1}, 0, epoch, false, std::move(links), recorded);
   const bool sends = input.up_to(1);
   for (int early = input.up_to(7); early > 0; early--) speak(peer, input);
   fuzz::TalkingWatch watch(input, [&] { speak(peer, input); });
