@@ -279,8 +279,8 @@ std::vector<std::string> as_strings(const Names& names) {
   return {names.begin(), names.end()};
 }
 
-// Returns whether a Python object has its C++ object. pybind11's own function crashes if the object has no layout yet: when the first
-// object of a Python subclass is made, pybind11 allocates memory between the two steps, and a collection may run there.
+// Returns whether a Python object has its C++ object. pybind11's own function crashes if the object has no layout yet: when the
+// first object of a Python subclass is made, pybind11 allocates memory between the two steps, and a collection may run there.
 bool has_cpp_object(PyObject* self) {
   const auto* const instance = reinterpret_cast<py::detail::instance*>(self);
   return (instance->simple_layout || instance->nonsimple.status) && py::detail::is_holder_constructed(self);

@@ -143,6 +143,7 @@ FULL = {
     "test_two_jobs.py": "two jobs at one port that mix",
     "test_vision.py": "an operation on images that gives other pixels than MindSpore's",
     "test_waiting.py": "a wait that burns CPU time, or that takes a late rank for a lost one",
+    "test_wire.py": "bytes or system calls between hosts that a collective does not need",
 }
 
 # These need an NVIDIA GPU: `make test-gpu` runs them.

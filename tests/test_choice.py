@@ -25,7 +25,8 @@ def test_the_carrier_follows_from_the_hosts():
     assert chosen("all_reduce", [0, 0, 1, 1]) == chosen("all_reduce", [0, 1, 1]) == chosen("all_reduce", [0, 1, 0])
     assert chosen("all_reduce", [0, 1, 0]) == ["hierarchical"]
     assert chosen("all_reduce", [0, 1, 2]) == ["bruck", "direct"]
-    assert chosen("all_gather", [0, 0, 1]) == ["bruck", "ring", "direct"]
+    assert chosen("all_gather", [0, 0, 1]) == ["hierarchical"]
+    assert chosen("all_to_all", [0, 0, 1]) == ["direct"]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ def test_the_carrier_follows_from_the_hosts():
         ([0, 0], 1, "direct", [0, 1], False, True),
         ([0, 0], 1, "hierarchical", [0, 1], True, True),
         ([0, 1, 0], 2, "", [0, 2], True, True),
-        ([0, 1, 0], 2, "direct", [0, 2], False, True),
+        ([0, 1, 0], 2, "direct", [0, 2], True, True),  # for the other collectives
         ([0, 1, 0], 1, "", [1], False, True),
         ([0, 1, 2], 2, "", [2], False, True),
     ],

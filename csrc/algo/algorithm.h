@@ -34,6 +34,10 @@ struct Ranks {
   }
 };
 
+// Algorithms with both carriers divide a staging chunk among all ranks of the group (see two_levels.h). Larger groups do not use
+// them.
+inline constexpr int most_on_two_levels = 8192;
+
 enum class Carrier { arena, mesh, both };
 inline constexpr std::array<std::string_view, 3> carriers{"arena", "mesh", "both"};
 inline std::string_view name(Carrier carrier) { return carriers[static_cast<size_t>(carrier)]; }

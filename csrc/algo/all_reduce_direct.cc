@@ -12,7 +12,7 @@ namespace mscomm {
 void all_reduce_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
   Mesh& mesh = *ranks.mesh;
   const int n = mesh.size(), me = mesh.rank();
-  if (n * call.bytes() <= one_latency_bytes) return reduce_in_one_latency(call, ranks, wait);
+  if (in_one_latency(n, call.bytes())) return reduce_in_one_latency(call, ranks, wait);
 
   const Blocks parts = Blocks::parts(call.bytes(), n);
   char* mine = call.result() + parts.begin(me);

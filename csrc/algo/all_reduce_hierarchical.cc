@@ -1,5 +1,5 @@
-// All-reduce over several hosts, some of which have several ranks. On each host, every rank that owns a slice of the message
-// reduces this slice in the arena. Then the owners of the same slice on different hosts reduce it over the mesh, as
+// All-reduce, and reduce, over several hosts, some of which have several ranks. On each host, every rank that owns a slice of the
+// message reduces this slice in the arena. Then the owners of the same slice on different hosts reduce it over the mesh, as
 // all_reduce_direct does. Finally, each owner shares the result with the other ranks on its host. If there are H hosts, each
 // host sends 2 (H-1)/H times the size of the message, however many ranks it has. With 16-bit floats, a host sends 1.5 times as
 // much, because partial sums are sent as float32.
@@ -12,8 +12,7 @@
 #include <array>
 
 #include "algo/mesh_steps.h"
-#include "base/reduce.h"
-#include "transport/arena.h"
+#include "algo/two_levels.h"
 
 namespace mscomm {
 
@@ -27,50 +26,23 @@ constexpr size_t step_bytes = chunk_bytes / 2;
 // k+2. A host sends its partial sums of chunk k+3 after it has received our result of chunk k. So the buffer with this result is
 // free when those sums have arrived, in step k+4, and four buffers of each kind are enough.
 constexpr size_t buffers = 4;
-// A message of at most this many bytes is not cut into slices: one rank on each host sends all of it.
-constexpr size_t least_slice_bytes = 4 << 10;
-
-// A rank uses this Watch while it waits in the arena for ranks on its own host. During the wait, look() continues to send data to
-// other hosts, and reads the headers that have arrived from them.
-class AtHome final : public Watch {
- public:
-  AtHome(const Wait& wait, const Layout& layout, Mesh& mesh) : wait_(wait), layout_(layout), mesh_(mesh) {}
-  void look(const Deadline& deadline, const Missing& missing) override {
-    mesh_.last_look();
-    mesh_.progress();
-    // last_look() and progress() are fast. The look() of the call's own watch is slower and may need the GIL, so it is called
-    // less often.
-    if (!broken() && seconds_since(looked_) < longest_sleep_ms * 1e-3) return;
-    looked_ = Clock::now();
-    wait_.watch.look(deadline, {[&] { return renumbered(missing(), layout_.at_home()); }, missing.by_memory});
-  }
-  bool broken() const override { return wait_.watch.broken(); }
-
- private:
-  const Wait& wait_;
-  const Layout& layout_;
-  Mesh& mesh_;
-  Clock::time_point looked_;
-};
+// In one latency, no results arrive that would free a buffer. So such a message has one step.
+static_assert(most_in_one_latency <= step_bytes);
 
 class Hierarchy {
  public:
   Hierarchy(const Call& call, const Ranks& ranks, const Wait& wait)
       : call_(call),
         layout_(ranks.layout),
-        arena_(ranks.arena),
         mesh_(*ranks.mesh),
         wait_(wait),
+        home_(call, ranks, wait),
         slices_(static_cast<int>(std::clamp<size_t>(pieces(call.bytes(), least_slice_bytes), 1, layout_.fewest))),
-        at_home_(wait, layout_, mesh_),
         row_(reduction(call.signature.dtype, call.signature.op)),
-        // The partial results of an average are sums. Only the final sum is divided by the number of ranks.
-        sum_(call.signature.op == Op::avg ? reduction(call.signature.dtype, Op::sum) : row_),
-        first_(arena_ ? arena_->steps() : 0) {
-    wait_.deadline.start();  // meet_here() copies the deadline, and all copies must have the same start
+        sum_(row_of_partials(call.signature)) {
     // The largest slice is slice 0 of chunk 0, and its largest share is share 0. So buffers of these sizes are large enough for
     // all slices and shares.
-    const size_t slice = elements(this->slice(0, 0)), share = in_one_latency() ? slice : share_of(slice, 0).count;
+    const size_t slice = elements(this->slice(0, 0)), share = in_one_latency() || rooted() ? slice : share_of(slice, 0).count;
     const auto room = [](size_t count, size_t bytes) { return (count * bytes + 63) / 64 * 64; };
     const size_t partial = room(slice, row_.accumulator_bytes), result = room(slice, row_.element_bytes),
                  coming = room(share, row_.accumulator_bytes);
@@ -85,9 +57,10 @@ class Hierarchy {
     for (size_t k = 0; k < steps + 3; k++) {
       if (k < steps) stage(k);
       if (k >= 3) publish(k - 3, k);
-      if (arena_ && (k < steps || k >= 3)) meet_here(k);
+      if (k < steps || k >= 3) home_.round();
+      if (k == 0) xs_ = home_.xs(call_.bytes()), outs_ = home_.outs(call_.bytes());
       if (k < steps) add_up(k);
-      if (k < steps && arena_) arena_->confirm_reads();  // before other hosts get the sums
+      if (k < steps) home_.confirm_reads();  // before other hosts get the sums
       if (k >= 3) take(k - 3, k);
       // Every rank receives the partial sums of chunk k before the results of chunk k - 1. Data arrives over a link in the order
       // in which it was sent, so every rank must also send in this order.
@@ -96,7 +69,7 @@ class Hierarchy {
       if (k >= 2 && k - 2 < steps) collect(k - 2);
       mesh_.progress();
     }
-    if (arena_) arena_->steps() += steps + 3;
+    home_.end(steps + 3);
     mesh_.exchange({}, {}, wait_);
   }
 
@@ -116,9 +89,14 @@ class Hierarchy {
   // into shares at multiples of 64 bytes.
   bool shares_are_full() const { return step_bytes / 64 / slices_ >= hosts(); }
   size_t elements(Range range) const { return range.bytes() / row_.element_bytes; }
+  bool rooted() const { return call_.signature.root >= 0; }
+  bool has_root(size_t host) const { return std::ranges::count(layout_.hosts[host], call_.signature.root) > 0; }
+  // Returns whether `host` merges partial sums.
+  bool merges(size_t host) const { return !rooted() || has_root(host); }
+  bool gets_result(int place) const { return !rooted() || home_.ranks()[place] == call_.signature.root; }
   // Returns whether the message is so small that every host receives the partial sums of all other hosts and merges them itself.
   // No host then sends a result.
-  bool in_one_latency() const { return hosts() * call_.bytes() <= one_latency_bytes; }
+  bool in_one_latency() const { return !rooted() && mscomm::in_one_latency(hosts(), call_.bytes()); }
   // A range of elements.
   struct Span {
     size_t begin, count;
@@ -126,6 +104,7 @@ class Hierarchy {
   // Returns the elements that `host` merges in this rank's slice of chunk k.
   Span share(size_t k, size_t host) const {
     const size_t all = elements(slice(k, layout_.place));
+    if (rooted()) return {0, merges(host) ? all : 0};
     return in_one_latency() ? Span{0, all} : share_of(all, host);
   }
   Span share_of(size_t all, size_t host) const {
@@ -139,63 +118,41 @@ class Hierarchy {
     std::vector<Piece> pieces;
     for (const size_t host : layout_.others) {
       const Span now = share(k, host);
-      if (even_empty || now.count > 0) pieces.push_back({owner(host), begin + now.begin * bytes, now.count * bytes});
+      if ((even_empty && merges(host)) || now.count > 0)
+        pieces.push_back({owner(host), begin + now.begin * bytes, now.count * bytes});
     }
     return pieces;
   }
-  char* staged(int place, size_t step) const { return arena_->chunk(place, first_ + step); }
-  bool out_in_heap(int place) const { return arena_->posted(place).out_offset != not_in_heap; }
-  int at_hand() const { return static_cast<int>(layout_.at_home().size()); }
 
   // Copies chunk k of x into staging, unless x is in this rank's heap. Skips this rank's own slice, which no other rank reads.
-  // Also posts the call if k is 0.
   void stage(size_t k) {
-    if (!arena_) return;
-    if (k == 0) arena_->post(call_);
-    if (arena_->x_in_heap(layout_.place)) return;
+    if (!home_.stages_x()) return;
     const Range whole = chunk(k), own = slice(k, layout_.place);
-    copy_but(staged(layout_.place, k), call_.in() + whole.begin, whole.bytes(), {own.begin - whole.begin, own.end - whole.begin});
-  }
-  void meet_here(size_t k) {
-    arena_->round({at_home_, wait_.deadline, mesh_.all_sent() ? longest_sleep_ms : 1});
-    if (k > 0 || arena_->agreed()) return;
-    Differs differs;
-    for (int place = 0; place < at_hand(); place++)
-      differs.calls.emplace_back(layout_.at_home()[place], arena_->posted(place).signature);
-    throw differs;
+    copy_but(home_.staged(layout_.place, k), call_.in() + whole.begin, whole.bytes(),
+             {own.begin - whole.begin, own.end - whole.begin});
   }
   void add_up(size_t k) {
     if (!owns()) return;
     const Range own = slice(k, layout_.place);
     std::vector<const void*> in;
-    for (int place = 0; place < at_hand(); place++) {
+    for (int place = 0; place < home_.size(); place++) {
       if (place == layout_.place) in.push_back(call_.in() + own.begin);
-      else if (arena_->x_in_heap(place))
-        in.push_back(arena_->at(place, arena_->posted(place).x_offset, call_.bytes()) + own.begin);
-      else in.push_back(staged(place, k) + (own.begin - chunk(k).begin));
+      else if (xs_[place]) in.push_back(xs_[place] + own.begin);
+      else in.push_back(home_.staged(place, k) + (own.begin - chunk(k).begin));
     }
-    char* const to = partial_[k % buffers];
-    if (row_.accumulator_bytes == row_.element_bytes) return sum_.reduce(in.data(), at_hand(), 1, to, elements(own));
-    constexpr size_t block = 1024;  // in elements; small enough to stay in the cache while all inputs are added to it
-    for (size_t at = 0; at < elements(own); at += block) {
-      const size_t now = std::min(block, elements(own) - at);
-      for (size_t i = 0; i < in.size(); i++) {
-        const char* from = static_cast<const char*>(in[i]) + at * row_.element_bytes;
-        if (i == 0) row_.widen(from, to + at * row_.accumulator_bytes, now);
-        else row_.fold(to + at * row_.accumulator_bytes, from, now);
-      }
-    }
+    mscomm::add_up(sum_, in, partial_[k % buffers], elements(own));
   }
   void send_partial(size_t k) {
     if (!owns()) return;
     // The pieces of chunk 0 are sent even if they are empty, because the header before them says which call this rank is in.
     mesh_.send(shares(k, partial_[k % buffers], row_.accumulator_bytes, k == 0));
+    queued_[k % buffers] = mesh_.queued();
   }
   // This rank owns one slice of chunk k, and each host merges one share of that slice. merge() adds up the partial sums of all
   // hosts for this host's share, and sends the result to the other hosts. If in_one_latency(), every host merges the whole slice,
   // and no result is sent.
   void merge(size_t k) {
-    if (!owns()) return;
+    if (!owns() || !merges(layout_.here)) return;
     const Span mine = share(k, layout_.here);
     char* const result = result_[k % buffers];
     std::vector<Piece> in, out;
@@ -209,7 +166,7 @@ class Hierarchy {
     const auto of = [&](size_t host) { return host == layout_.here && !in_one_latency() ? own : coming_[host]; };
     for (size_t host = 1; host < hosts(); host++) row_.merge(of(0), of(host), mine.count);
     row_.finish(of(0), layout_.size, result + mine.begin * row_.element_bytes, mine.count);
-    if (in_one_latency()) return;
+    if (in_one_latency() || rooted()) return;
 
     for (const size_t host : layout_.others)
       if (mine.count > 0) out.push_back({owner(host), result + mine.begin * row_.element_bytes, mine.count * row_.element_bytes});
@@ -218,6 +175,7 @@ class Hierarchy {
   // Receives the results that the other hosts have merged for this rank's slice of chunk k.
   void collect(size_t k) {
     if (!owns() || in_one_latency()) return;
+    if (rooted()) return mesh_.wait_until_sent(queued_[k % buffers], wait_);
     const std::vector<Piece> in = shares(k, result_[k % buffers], row_.element_bytes, false);
     // A host sends its result of chunk k after it has received our partial sums of chunk k. So when all these results have
     // arrived, the buffer with our sums is free. But a host with an empty share sends no result. If there may be such hosts, wait
@@ -229,39 +187,38 @@ class Hierarchy {
   // publish() puts the result into staging. After the round of step `step`, these ranks call take(), which copies it from
   // staging to out.
   void publish(size_t k, size_t step) {
-    if (!owns()) return;
+    if (!owns() || !merges(layout_.here)) return;
     const Range own = slice(k, layout_.place);
-    copy(call_.result() + own.begin, result_[k % buffers], own.bytes());
-    bool staged_for_some = false;
-    for (int place = 0; place < at_hand(); place++) {
-      if (place == layout_.place) continue;
-      if (!out_in_heap(place)) staged_for_some = true;
-      else
-        copy(arena_->at(place, arena_->posted(place).out_offset, call_.bytes()) + own.begin, result_[k % buffers], own.bytes());
+    bool staged = false;
+    for (int place = 0; place < home_.size(); place++) {
+      if (!gets_result(place)) continue;
+      char* const out = place == layout_.place ? call_.result() : outs_[place];
+      if (out) copy(out + own.begin, result_[k % buffers], own.bytes());
+      staged |= !out;
     }
-    if (staged_for_some) copy(staged(layout_.place, step) + step_bytes, result_[k % buffers], own.bytes());
+    if (staged) copy(home_.staged(layout_.place, step) + step_bytes, result_[k % buffers], own.bytes());
   }
   void take(size_t k, size_t step) {
-    if (!arena_ || out_in_heap(layout_.place)) return;
-    for (int i = 1; i < at_hand(); i++) {
-      const int place = (layout_.place + i) % at_hand();
+    if (!gets_result(layout_.place) || outs_[layout_.place]) return;
+    for (int i = 1; i < home_.size(); i++) {
+      const int place = (layout_.place + i) % home_.size();
       const Range theirs = slice(k, place);
-      copy(call_.result() + theirs.begin, staged(place, step) + step_bytes, theirs.bytes());
+      copy(call_.result() + theirs.begin, home_.staged(place, step) + step_bytes, theirs.bytes());
     }
   }
 
   const Call& call_;
   const Layout& layout_;
-  Arena* const arena_;  // this host's arena, or nullptr if this rank is alone on its host
   Mesh& mesh_;
   const Wait& wait_;
+  Home home_;
   // The number of slices of a chunk. On every host, slice i belongs to the rank at place i.
   const int slices_;
-  AtHome at_home_;
   const Reduction &row_, &sum_;
-  const uint64_t first_;
+  std::vector<char*> xs_, outs_;  // for each place on this host, the array of the rank there, or nullptr if it is staged
   std::array<char*, buffers> partial_, result_;
-  std::vector<char*> coming_;  // for each host, a buffer for the partial sums that arrive from it
+  std::array<uint64_t, buffers> queued_{};  // for each buffer of partial sums, what has been sent when it is free
+  std::vector<char*> coming_;               // for each host, a buffer for the partial sums that arrive from it
 };
 
 }  // namespace

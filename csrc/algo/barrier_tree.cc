@@ -4,17 +4,7 @@
 namespace mscomm {
 
 void barrier_tree(const Call&, const Ranks& ranks, const Wait& wait) {
-  Mesh& mesh = *ranks.mesh;
-  const Tree tree(mesh.rank(), mesh.size(), 0);
-  std::vector<Piece> children;
-  for (int child : tree.children) children.push_back({child, nullptr, 0});
-  mesh.exchange({}, children, wait);
-  if (tree.parent >= 0) {
-    const Piece parent{tree.parent, nullptr, 0};
-    mesh.exchange({&parent, 1}, {}, wait);
-    mesh.exchange({}, {&parent, 1}, wait);
-  }
-  mesh.exchange(children, {}, wait);
+  meet_in_tree(*ranks.mesh, Tree(ranks.mesh->rank(), ranks.mesh->size(), 0), wait);
 }
 
 }  // namespace mscomm

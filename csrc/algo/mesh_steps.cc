@@ -1,6 +1,7 @@
 #include "algo/mesh_steps.h"
 
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 #include "algo/order.h"
@@ -16,6 +17,23 @@ Tree::Tree(int rank, int size, int root) {
   if (relative > 0) parent = absolute(relative & (relative - 1));
 }
 
+bool chain_is_better(size_t n, size_t bytes) {
+  const size_t times = std::bit_width(n - 1);
+  return n > 2 && bytes * (times - 1) >= (n - 2) * window_bytes;
+}
+
+void meet_in_tree(Mesh& mesh, const Tree& tree, const Wait& wait) {
+  std::vector<Piece> children;
+  for (int child : tree.children) children.push_back({child, nullptr, 0});
+  mesh.exchange({}, children, wait);
+  if (tree.parent >= 0) {
+    const Piece parent{tree.parent, nullptr, 0};
+    mesh.exchange({&parent, 1}, {}, wait);
+    mesh.exchange({}, {&parent, 1}, wait);
+  }
+  mesh.exchange(children, {}, wait);
+}
+
 void relay(const Call& call, Mesh& mesh, int parent, const std::vector<int>& children, const Wait& wait) {
   const size_t bytes = call.bytes();
   if (parent < 0) copy(call.out, call.x, bytes);
@@ -25,12 +43,14 @@ void relay(const Call& call, Mesh& mesh, int parent, const std::vector<int>& chi
     char* at = call.result() + window.begin;
     if (parent >= 0) {
       const Piece in{parent, at, window.bytes()};
-      mesh.exchange({}, {&in, 1}, wait);
+      mesh.receive({&in, 1}, wait);
     }
     down.clear();
     for (int child : children) down.push_back({child, at, window.bytes()});
-    mesh.exchange(down, {}, wait);
+    mesh.send(down);
+    mesh.progress();
   }
+  mesh.exchange({}, {}, wait);
 }
 
 void send_blocks(const Call& call, Mesh& mesh, const Blocks& blocks, size_t piece_bytes, size_t k) {

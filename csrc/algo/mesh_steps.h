@@ -16,9 +16,13 @@ namespace mscomm {
 // reduction, a rank first receives one window from each peer, and then reduces these windows together. Windows are small, so that
 // all of them are still in the cache when they are reduced. A larger window would also need more scratch memory.
 inline constexpr size_t window_bytes = 128 << 10;
-// If the size of a message times the number of ranks (or hosts) that exchange it is at most this many bytes, every rank sends its
-// whole message to all others at once. Sending the additional bytes takes less time than a second network latency.
-inline constexpr size_t one_latency_bytes = 8 << 10;
+// Returns whether n ranks (or hosts) that reduce a message should exchange all of it at once, instead of first its parts and then
+// the results. If so, the call takes one network latency less, but each rank sends (n-1) (n-2) / n times the size of the message
+// more. Sending one_latency_bytes takes about as long as a latency.
+inline constexpr size_t one_latency_bytes = 16 << 10, most_in_one_latency = 32 << 10;
+inline bool in_one_latency(size_t n, size_t bytes) {
+  return bytes <= most_in_one_latency && (n - 1) * (n - 2) * bytes <= n * one_latency_bytes;
+}
 // Bruck's algorithm is for messages whose total size over all ranks is at most this many bytes.
 inline constexpr size_t bruck_bytes = 256 << 10;
 // Returns the number of windows in a message. It is at least 1, because the first window carries the header even if the message
@@ -31,6 +35,14 @@ struct Tree {
   int parent = -1;            // -1 if this rank is the root
   std::vector<int> children;  // nearest rank first
 };
+
+// Returns whether a broadcast along a chain of n ranks (or hosts) takes less time than a broadcast down a tree. In a tree, the
+// root sends the message log2(n) times. In a chain, the root sends it only once, but each window passes n-2 ranks before it
+// reaches the last rank.
+bool chain_is_better(size_t n, size_t bytes);
+
+// Sends empty messages up the tree to its root, and then down again.
+void meet_in_tree(Mesh& mesh, const Tree& tree, const Wait& wait);
 
 // Broadcasts the root's message, window by window, down the tree that `parent` and `children` describe. While a rank forwards one
 // window, the next one is already being sent to it. parent: -1 if this rank is the root.

@@ -10,10 +10,11 @@ namespace mscomm {
 
 using Run = void(const Call&, const Ranks&, const Wait&);
 Run all_reduce_arena, all_reduce_hierarchical, all_reduce_bruck, all_reduce_ring, all_reduce_direct;
-Run reduce_scatter_arena, reduce_scatter_direct, reduce_scatter_ring, reduce_direct;
-Run moves_arena, moves_direct, all_gather_bruck, all_gather_ring, broadcast_tree, broadcast_ring;
+Run reduce_scatter_arena, reduce_scatter_hierarchical, reduce_scatter_direct, reduce_scatter_ring, reduce_direct;
+Run moves_arena, moves_direct, all_gather_hierarchical, all_gather_bruck, all_gather_ring;
+Run broadcast_hierarchical, broadcast_tree, broadcast_ring;
 Run scan_arena, scan_chain;
-Run barrier_arena, barrier_tree;
+Run barrier_arena, barrier_hierarchical, barrier_tree;
 
 namespace {
 
@@ -34,13 +35,14 @@ bool in_a_long_ring(const Layout& layout, size_t x_bytes) {
   return std::ssize(layout.hosts) == layout.size && layout.size > many_ranks && x_bytes >= 1 << 20;
 }
 
-// Returns whether a broadcast along a chain takes less time than a broadcast down a tree. In a tree of n ranks, the root sends
-// the message log2(n) times. In a chain, the root sends it only once, but each window passes n-2 ranks before it reaches the last
-// rank.
-bool in_a_long_chain(const Layout& layout, size_t bytes) {
-  const size_t n = layout.size, times = std::bit_width(n - 1);
-  return n > 2 && bytes * (times - 1) >= (n - 2) * window_bytes;
-}
+// In a broadcast by `hierarchical`, all ranks of a host meet. In a tree, the root returns when the kernel has the message, and no
+// rank waits for those below it. So a tree is better if the message is so short that sending it more than once costs little.
+bool worth_meeting(const Layout&, size_t bytes) { return bytes > 8 << 10; }
+
+// If every rank sends its whole message to the root at once, only the root waits.
+bool takes_two_latencies(const Layout& layout, size_t bytes) { return !in_one_latency(layout.size, bytes); }
+
+bool in_a_long_chain(const Layout& layout, size_t bytes) { return chain_is_better(layout.size, bytes); }
 
 // The rows of each collective are in order of preference. mscomm takes the first row whose carrier the group has and whose `fits`
 // accepts the size. Layout::allows says for which hosts a row may be taken.
@@ -51,16 +53,20 @@ constexpr Algorithm table[] = {
     {"direct", Collective::all_reduce, Carrier::mesh, all_reduce_direct},
     {"ring", Collective::all_reduce, Carrier::mesh, all_reduce_ring},
     {"arena", Collective::all_gather, Carrier::arena, moves_arena},
+    {"hierarchical", Collective::all_gather, Carrier::both, all_gather_hierarchical},
     {"bruck", Collective::all_gather, Carrier::mesh, all_gather_bruck, many_short},
     {"ring", Collective::all_gather, Carrier::mesh, all_gather_ring, in_a_long_ring},
     {"direct", Collective::all_gather, Carrier::mesh, moves_direct},
     {"arena", Collective::reduce_scatter, Carrier::arena, reduce_scatter_arena},
+    {"hierarchical", Collective::reduce_scatter, Carrier::both, reduce_scatter_hierarchical},
     {"direct", Collective::reduce_scatter, Carrier::mesh, reduce_scatter_direct},
     {"ring", Collective::reduce_scatter, Carrier::mesh, reduce_scatter_ring},
     {"arena", Collective::broadcast, Carrier::arena, moves_arena},
+    {"hierarchical", Collective::broadcast, Carrier::both, broadcast_hierarchical, worth_meeting},
     {"ring", Collective::broadcast, Carrier::mesh, broadcast_ring, in_a_long_chain},
     {"tree", Collective::broadcast, Carrier::mesh, broadcast_tree},
-    {"arena", Collective::reduce, Carrier::arena, all_reduce_arena},  // all_reduce_arena also implements reduce
+    {"arena", Collective::reduce, Carrier::arena, all_reduce_arena},  // this function and the next also implement reduce
+    {"hierarchical", Collective::reduce, Carrier::both, all_reduce_hierarchical, takes_two_latencies},
     {"direct", Collective::reduce, Carrier::mesh, reduce_direct},
     {"arena", Collective::gather, Carrier::arena, moves_arena},
     {"direct", Collective::gather, Carrier::mesh, moves_direct},
@@ -69,6 +75,7 @@ constexpr Algorithm table[] = {
     {"arena", Collective::all_to_all, Carrier::arena, moves_arena},
     {"direct", Collective::all_to_all, Carrier::mesh, moves_direct},
     {"arena", Collective::barrier, Carrier::arena, barrier_arena},
+    {"hierarchical", Collective::barrier, Carrier::both, barrier_hierarchical},
     {"tree", Collective::barrier, Carrier::mesh, barrier_tree},
     {"arena", Collective::scan, Carrier::arena, scan_arena},
     {"chain", Collective::scan, Carrier::mesh, scan_chain},
@@ -144,7 +151,7 @@ Layout::Layout(const std::vector<int>& host, int rank, const Forced& forced)
 
 bool Layout::allows(Carrier carrier) const {
   if (carrier == Carrier::arena) return hosts.size() == 1;
-  return carrier == Carrier::mesh || (hosts.size() > 1 && std::ssize(hosts) < size);
+  return carrier == Carrier::mesh || (hosts.size() > 1 && std::ssize(hosts) < size && size <= most_on_two_levels);
 }
 
 }  // namespace mscomm

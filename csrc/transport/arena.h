@@ -48,6 +48,11 @@ class Arena {
   void post(const Call& call, Pulled pulled = Pulled::nothing);
   // Returns whether all ranks posted the same signature. Call this after the first round.
   bool agreed() const;
+  // Returns whether the given rank has arrived at the first round, with another signature. Call this before the first round.
+  bool has_arrived_with_another(int rank) const {
+    const Control::Line& line = control_.slot(rank).lines[first_round_ & 1];
+    return line.arrived.load() >= first_round_ && line.fingerprint != first_line(rank_).fingerprint;
+  }
   // Makes the call's arrays inaccessible to the other ranks. Call this when the group is broken. If withdraw() fails for an
   // array, it throws, and later calls of this rank offer no arrays.
   void withdraw(const Call& call);

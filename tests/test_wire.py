@@ -1,0 +1,102 @@
+"""How many bytes and system calls the collectives cost between hosts: not more than docs/design/0005-hosts.md says.
+
+The hosts are names (MSCOMM_HOST_ID), so their ranks are linked by TCP. A preloaded library counts the calls of send,
+sendmsg and recv on TCP sockets. The hub and the launcher use them, too, but only a little.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import ranks
+from sessions import shared_library
+
+import mscomm
+
+LAYOUTS = {"2x4": [4, 4], "4x4": [4] * 4, "6+1+1": [6, 1, 1]}
+COUNT = 1 << 17  # float32 elements of a part
+
+
+def hosts_of(layout: str) -> list[str]:
+    return [f"h{host}" for host, ranks in enumerate(LAYOUTS[layout]) for _ in range(ranks)]
+
+
+# The bytes between hosts, divided by the bytes of a part (see docs/design/0005-hosts.md), for n ranks on H hosts.
+LEAST: dict[str, Callable[[int, int], int]] = {
+    "all_reduce": lambda n, hosts: 2 * (hosts - 1) * n,
+    "reduce": lambda n, hosts: (hosts - 1) * n,
+    "broadcast": lambda n, hosts: (hosts - 1) * n,
+    "all_gather": lambda n, hosts: (hosts - 1) * n,
+    "reduce_scatter": lambda n, hosts: (hosts - 1) * n,
+}
+
+
+def called(what: str, n: int) -> Any:
+    whole = np.ones(n * COUNT, np.float32)
+    if what == "all_gather":
+        return mscomm.all_gather(whole[:COUNT])
+    return getattr(mscomm, what)(whole, **({"root": n - 1} if what in ("reduce", "broadcast") else {}))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    made = tmp_path_factory.mktemp("wire") / "wire.so"
+    return str(shared_library(Path(__file__).with_name("wire.cc"), made, "-O1"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "n", "host"),
+    [
+        pytest.param(name, sum(LAYOUTS[name]), hosts_of(name), id=name, marks=[pytest.mark.long] * (name == "4x4"))
+        for name in LAYOUTS
+    ],
+)
+@ranks("n", env={"LD_PRELOAD": "{library}", "MSCOMM_HOST_ID": "{host}"})
+def test_each_byte_moves_to_a_host_only_once(rank, group, library, layout, n, host):
+    sent = ctypes.CDLL(library).wire_sent_bytes
+    hosts = len(LAYOUTS[layout])
+    for what, least in LEAST.items():
+        mscomm.barrier()
+        before = sent()
+        called(what, n)
+        own = sent() - before
+        total = int(mscomm.all_reduce(np.array(own)))
+        must = least(n, hosts) * COUNT * 4
+        assert must <= total <= 1.05 * must, (what, total / must)
+        by_host = Counter[str]()
+        for place, bytes_ in zip(host, mscomm.all_gather(np.array([own])), strict=True):
+            by_host[place] += int(bytes_[0]) if np.ndim(bytes_) else int(bytes_)
+        if len(set(LAYOUTS[layout])) == 1 and what not in ("reduce", "broadcast"):
+            assert max(by_host.values()) <= 1.1 * must / hosts, (what, by_host)
+
+
+@pytest.mark.parametrize(("n", "host"), [(2, ["a", "b"])])
+@ranks("n", env={"LD_PRELOAD": "{library}", "MSCOMM_HOST_ID": "{host}"})
+def test_a_short_message_is_one_system_call(rank, group, library, n, host):
+    sends = ctypes.CDLL(library).wire_sends
+    for count in (1, 1000):
+        x = np.ones(count, np.float32)
+        mscomm.all_reduce(x)
+        before = sends()
+        for _ in range(100):
+            mscomm.all_reduce(x)
+        assert 100 <= sends() - before <= 105
+
+
+@pytest.mark.parametrize(("n", "host"), [(16, [str(rank) for rank in range(16)])])
+@ranks("n", env={"LD_PRELOAD": "{library}", "MSCOMM_HOST_ID": "{host}"})
+def test_a_leaf_of_a_tree_reads_only_from_its_parent(rank, group, library, n, host):
+    receives = ctypes.CDLL(library).wire_receives
+    x = np.ones(4, np.float32)
+    mscomm.barrier()
+    before, calls = receives(), 200
+    for _ in range(calls):
+        mscomm.broadcast(x, 0)
+    assert rank % 2 == 0 or (receives() - before) / calls <= 4
+    mscomm.barrier()
