@@ -71,7 +71,7 @@ def test_each_byte_moves_to_a_host_only_once(rank, group, library, layout, n, ho
         assert must <= total <= 1.05 * must, (what, total / must)
         by_host = Counter[str]()
         for place, bytes_ in zip(host, mscomm.all_gather(np.array([own])), strict=True):
-            by_host[place] += int(bytes_[0]) if np.ndim(bytes_) else int(bytes_)
+            by_host[place] += int(bytes_)
         if len(set(LAYOUTS[layout])) == 1 and what not in ("reduce", "broadcast"):
             assert max(by_host.values()) <= 1.1 * must / hosts, (what, by_host)
 

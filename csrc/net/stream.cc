@@ -37,6 +37,7 @@ int option(int fd, int level, int name) {
   socklen_t length = sizeof value;
   return getsockopt(fd, level, name, &value, &length) == 0 ? value : 0;
 }
+
 // The beginning of the kernel's struct tcp_info (include/uapi/linux/tcp.h), which is longer than that of the C library.
 struct LongTcpInfo {
   tcp_info begin;
