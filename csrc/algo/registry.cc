@@ -1,6 +1,5 @@
 // The table of algorithms, and the choice among them.
 #include <algorithm>
-#include <bit>
 
 #include "algo/algorithm.h"
 #include "algo/mesh_steps.h"
