@@ -68,6 +68,7 @@ FULL = {
     "test_bench_command.py": "an option of mscomm bench that has no effect, and wrong output",
     "test_bench_peers.py": "a peer of mscomm bench that is not found, or is measured wrongly",
     "test_bench_scripts.py": "a script in bench/ that no longer runs",
+    "test_binding.py": "a rank that is bound to other cores than --bind-to says, and threads outside of them",
     "test_bits.py": "a reduction that has other bits in another way of calling it, or over several hosts",
     "test_calls.py": "an array or an argument that a call describes wrongly to the core",
     "test_checkpoint.py": "a checkpoint that is incomplete, damaged or lost, and ranks that resume at different steps",

@@ -16,10 +16,12 @@ from pathlib import Path
 import pytest
 from patched_run import patched_run
 from sessions import invoke
+from test_binding import cores
 from test_run import alive, appears, ends
 
 from mscomm.cli import remote, run
 from mscomm.cluster.protection import Protection
+from mscomm.launching.binding import bound
 
 TWO = "127.0.0.1:2,127.0.0.2:2"
 GATHER = """
@@ -117,13 +119,16 @@ def test_the_ranks_of_a_list_of_hosts_are_one_job(start, tmp_path):
     assert sorted(out.splitlines()) == [f"[{rank}] {ranks} {tmp_path} direct" for rank in range(3)]
 
 
-def test_a_hostfile_a_program_and_its_variables(start, tmp_path):
-    (tmp_path / "hosts").write_text("# two hosts\nlocalhost slots=1  # this one\n\n127.0.0.2:1\n")
-    program = [sys.executable, "-c", "import os; print(*map(os.environ.get, ('MSCOMM_RANK', 'ONE', 'TWO')))"]
-    process = start("--hostfile", "hosts", "--env", "ONE=1", "-x", "TWO", "--", *program, TWO="2")
+def test_a_hostfile_a_program_its_variables_and_its_cpus(start, tmp_path):
+    there = min(2, cores())
+    (tmp_path / "hosts").write_text(f"# two hosts\nlocalhost slots=1  # this one\n\n127.0.0.2:{there}\n")
+    shown = "print(*map(os.environ.get, ('MSCOMM_RANK', 'ONE', 'TWO')), *sorted(os.sched_getaffinity(0)))"
+    options = ["--env", "ONE=1", "-x", "TWO", "--bind-to", "core", "--", sys.executable, "-c", f"import os; {shown}"]
+    process = start("--hostfile", "hosts", *options, TWO="2")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert sorted(out.splitlines()) == ["[0] 0 1 2", "[1] 1 1 2"]
+    cpus = [" ".join(map(str, sorted(one))) for one in (*bound("core", 1), *bound("core", there))]
+    assert sorted(out.splitlines()) == [f"[{rank}] {rank} 1 2 {one}" for rank, one in enumerate(cpus)]
 
 
 def test_the_key_is_on_no_command_line_and_in_no_environment(start, tmp_path):

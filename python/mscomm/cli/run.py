@@ -21,6 +21,7 @@ from mscomm.cluster.cpus import usable_cpus
 from mscomm.cluster.deadline import join_timeout_s
 from mscomm.cluster.protection import OF_SCHEDULER, of_command
 from mscomm.environment import misspelt, read
+from mscomm.launching.binding import POLICIES, Cpus, bound
 
 if TYPE_CHECKING:
     from mscomm.cli.remote import Share
@@ -137,6 +138,12 @@ def _option(*names: str, **more: Any) -> Callable[[_F], _F]:
     metavar="RANK",
     help="The rank that gets the stdin of this command, for breakpoint().",
 )
+@_option(
+    "--bind_to",
+    type=click.Choice(POLICIES),
+    default="none",
+    help="core: give each rank CPU cores of its own; numa: keep each rank on a NUMA node (none).",
+)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as with python -m.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -160,6 +167,7 @@ def command(
     variables: tuple[str, ...],
     standalone: bool,
     stdin_rank: int | None,
+    bind_to: str,
     module: bool,
     script: str,
     args: tuple[str, ...],
@@ -211,7 +219,7 @@ def command(
         from mscomm.cli.remote import Hosts, handed_over
 
         task = {"script": script, "args": args, "module": module, "max_restarts": max_restarts}
-        task |= {"grace": grace, "limit": float("inf") if timeout is None else timeout}
+        task |= {"grace": grace, "limit": float("inf") if timeout is None else timeout, "bind_to": bind_to}
         task |= {"cwd": _folder_elsewhere(), "env": handed_over(os.environ, named)}
         task |= {"log_dir": str(log_dir.absolute()) if log_dir else ""}
         part = Hosts(shares, own, master_port, protection, topo_timeout_s, max_restarts > 0, task)
@@ -221,6 +229,7 @@ def command(
         options = [*["--permit-plain"] * permit_plain, *(["--max-restarts", str(max_restarts)] if max_restarts else [])]
         options += [] if grace == GRACE_S else ["--grace", f"{grace:g}"]
         options += [] if timeout is None else ["--timeout", f"{timeout:g}"]
+        options += [] if bind_to == "none" else ["--bind-to", bind_to]
         # The values may be secret, and this line may be in a log.
         options += [word for name in named for word in ("--env", f"{name}=VALUE")]
         others = _for_the_others(nodes, local, [*options, *["-m"] * module, script, *args])
@@ -235,6 +244,7 @@ def command(
     stdin_rank = None if stdin_rank is None else stdin_rank - part.first
     try:
         line, env = prepare(script, args, module, local, log_dir)
+        cpus = cpus_of_ranks(bind_to, local)
     except click.ClickException as error:
         if isinstance(part, OtherNode):
             error.show()
@@ -243,7 +253,7 @@ def command(
         raise
     try:
         timeout_s = float("inf") if timeout is None else timeout
-        job = Launch(line, local, env, part, log_dir, max_restarts, stdin_rank, timeout_s=timeout_s, grace_s=grace)
+        job = Launch(line, local, env, part, log_dir, max_restarts, stdin_rank, (), timeout_s, grace, cpus)
         status = job.run()
     except (Error, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
@@ -314,6 +324,14 @@ def prepare(
         except OSError as error:
             raise click.ClickException(f"--log_dir {log_dir}: {error.strerror}") from error
     return line, environment(local, log_dir)
+
+
+def cpus_of_ranks(policy: str, ranks: int) -> list[Cpus]:
+    """Return the CPUs of each rank of this host (see binding.py). Raise ClickException if there are too few."""
+    try:
+        return bound(policy, ranks)
+    except ValueError as error:
+        raise click.ClickException(f"--bind-to {error}") from error
 
 
 def _open_standard_streams() -> None:

@@ -45,13 +45,14 @@ def _run(task: Mapping[str, Any]) -> int:
         try:
             os.chdir(task["cwd"])
             line, env = run.prepare(task["script"], tuple(task["args"]), task["module"], len(ranks), log_dir)
+            cpus = run.cpus_of_ranks(task["bind_to"], len(ranks))
         except (click.ClickException, OSError):
             # Tell node 0 about the error: open() connects to node 0, and the end of the `with` block sends the error.
             with ExitStack() as stack:
                 part.open(stack, lambda text: None, lambda text: None)
                 raise
         limits = {"timeout_s": task["limit"], "grace_s": task["grace"]}
-        return Launch(line, len(ranks), env, part, log_dir, task["max_restarts"], **limits).run()
+        return Launch(line, len(ranks), env, part, log_dir, task["max_restarts"], cpus=cpus, **limits).run()
     except (Error, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
 

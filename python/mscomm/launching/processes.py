@@ -28,6 +28,7 @@ from mscomm.cluster.links import raise_descriptor_limit, require_same_user, send
 from mscomm.errors import BackendUnavailable, Error
 from mscomm.interpreter import child_environment, python_executable
 from mscomm.launching import ending
+from mscomm.launching.binding import Cpus
 from mscomm.launching.breakpoints import HOOK
 from mscomm.launching.ending import End
 from mscomm.launching.output import Log, Stream, Streams
@@ -66,6 +67,7 @@ class Launch:
     max_restarts: the maximum number of restarts, in total for all ranks. stdin_rank: the local rank that inherits our
     stdin. call_fds: for each local rank, a descriptor that the rank inherits, and whose number is appended to the
     rank's command. timeout_s: the time after which the ranks are terminated. grace_s: the time from SIGTERM to SIGKILL.
+    cpus: for each local rank, the CPUs that it may use (binding.py); empty if the ranks are not bound.
     """
 
     program: ClassVar[str] = "mscomm run"  # the beginning of each line that the launcher prints
@@ -82,6 +84,7 @@ class Launch:
     call_fds: Sequence[int] = ()
     timeout_s: float = float("inf")
     grace_s: float = GRACE_S
+    cpus: Sequence[Cpus] = ()
 
     def __post_init__(self) -> None:
         self._logs: dict[str, Log] = {}  # the log for each file name
@@ -272,7 +275,7 @@ class Launch:
             stdin = None if local_rank == self.stdin_rank else subprocess.DEVNULL
             inherits = [inherited.fileno(), *self.call_fds[local_rank : local_rank + 1]]
             variables = {**self._environment(local_rank), **variables, ENTRANCE: self._entrance}
-            process = self._execute(inherits, stdin, variables)
+            process = self._execute(local_rank, inherits, stdin, variables)
         self._tell_watcher(process.pid)
         self._started_at[local_rank] = time.monotonic()
         assert process.stdout and process.stderr
@@ -282,13 +285,18 @@ class Launch:
         self._streams.add(Stream(process.stderr, rank, self._stderr, log, held, prompts))
         return process
 
-    def _execute(self, inherits: Sequence[int], stdin: int | None, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _execute(
+        self, local_rank: int, inherits: Sequence[int], stdin: int | None, env: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
         launcher = os.getpid()
+        cpus = self.cpus[local_rank] if self.cpus else None
 
-        def end_with_launcher() -> None:
+        def prepare() -> None:
             _prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
             if os.getppid() != launcher:  # the launcher ended before prctl took effect
                 os.kill(os.getpid(), signal.SIGKILL)
+            if cpus:
+                os.sched_setaffinity(0, cpus)
 
         try:
             return subprocess.Popen(
@@ -300,10 +308,11 @@ class Launch:
                 bufsize=0,
                 pass_fds=inherits,
                 start_new_session=True,  # a process group of its own, which can be killed as a whole
-                preexec_fn=end_with_launcher,  # safe: it takes no lock that another thread could hold
+                preexec_fn=prepare,  # safe: it takes no lock that another thread could hold
             )
-        except OSError as error:
-            raise Error(f"cannot start {' '.join(self.command)}: {error.strerror}") from error
+        except (OSError, subprocess.SubprocessError) as error:  # SubprocessError: an exception in prepare()
+            why = error.strerror if isinstance(error, OSError) else f"cannot bind it to the CPUs {sorted(cpus or ())}"
+            raise Error(f"cannot start {' '.join(self.command)}: {why}") from error
 
     def _environment(self, local_rank: int) -> dict[str, str]:
         """Return the environment of the rank, without the variables that come from part.entrance()."""
