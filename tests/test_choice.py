@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +16,8 @@ from ranks import ranks
 
 import mscomm
 from mscomm import _core
+from mscomm.cluster import assemble, prices
+from mscomm.cluster.prices import Prices
 from mscomm.job import resolve
 
 NONE = [""] * len(_core.collectives)
@@ -24,9 +31,11 @@ def test_the_carrier_follows_from_the_hosts():
     assert chosen("all_reduce", [0, 0, 0]) == ["arena"]
     assert chosen("all_reduce", [0, 0, 1, 1]) == chosen("all_reduce", [0, 1, 1]) == chosen("all_reduce", [0, 1, 0])
     assert chosen("all_reduce", [0, 1, 0]) == ["hierarchical"]
-    assert chosen("all_reduce", [0, 1, 2]) == ["bruck", "direct"]
+    assert chosen("all_reduce", [0, 1, 2]) == ["direct", "bruck"]
     assert chosen("all_gather", [0, 0, 1]) == ["hierarchical"]
-    assert chosen("all_to_all", [0, 0, 1]) == ["direct"]
+    assert chosen("all_to_all", [0, 0, 1]) == ["hierarchical"]
+    assert chosen("gather", [0, 0, 1]) == chosen("scatter", [0, 0, 1]) == ["hierarchical", "direct"]
+    assert chosen("scan", [0, 0, 1]) == ["chain"]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +65,7 @@ def test_the_arena_cannot_be_forced_on_several_hosts():
 
 def test_what_is_forced_is_not_asked_about_its_size():
     forced = ["tree" if what == "broadcast" else "" for what in _core.collectives]
-    assert chosen("broadcast", [0, 1, 2]) == ["ring", "tree"]
+    assert chosen("broadcast", [0, 1, 2]) == ["tree", "ring"]
     assert chosen("broadcast", [0, 1, 2], forced) == ["tree"]
 
 
@@ -66,12 +75,20 @@ def sizes_chosen(what: str, ranks: int, sizes: Iterable[int]) -> list[str]:
     return [layout.chosen(list(_core.collectives).index(what), size) for size in sizes]
 
 
-LONG = (8, (256 << 10) - 1, 256 << 10, (1 << 20) + 1)
+def test_a_long_gather_or_scatter_over_hosts_uses_shared_memory():
+    layout = _core.Layout(hosts=[0, 0, 1, 1], rank=0, forced=NONE)
+    for what, sizes in {"gather": ((128 << 10) - 1, 128 << 10), "scatter": ((512 << 10) - 1, 512 << 10)}.items():
+        found = [layout.chosen(list(_core.collectives).index(what), size) for size in sizes]
+        assert found == ["direct", "hierarchical"], what
+
+
+LONG = (8, 128 << 10, 256 << 10, (1 << 20) + 1)
 
 
 def test_a_long_broadcast_over_links_goes_along_a_chain():
-    """Check that the faster algorithm is chosen. A chain (the algorithm `ring`) takes as long as one message plus n-2
-    windows of 128 KiB. A tree takes as long as log2(n) messages.
+    """Check that the faster algorithm is chosen. A chain (the algorithm `ring`) takes as long as one message, n-2
+    windows of 128 KiB and n-1 latencies. A tree takes as long as log2(n) messages, log2(n)-1 windows and log2(n)
+    latencies.
     """
     assert sizes_chosen("broadcast", 2, LONG) == ["tree"] * 4
     assert sizes_chosen("broadcast", 4, LONG) == ["tree", "tree", "ring", "ring"]
@@ -88,14 +105,102 @@ def test_ranks_on_hosts_of_their_own_take_the_chosen_algorithm(rank: int, group:
 
 
 def test_many_hosts_choose_what_takes_few_messages_or_a_ring():
-    """With more than 32 hosts, `direct` takes longer for short messages than `bruck`, because each rank sends n-1
-    messages instead of log2(n). Long messages of all_gather go around a ring. Reductions do not use a ring, because the
-    bits of their results would change.
+    """With many hosts, `direct` takes longer for short messages than `bruck`, because each rank sends n-1 messages
+    instead of log2(n). Long messages of all_gather go around a ring. Reductions do not use a ring, because the bits of
+    their results would change.
     """
-    sizes = (8, 7 << 10, 8 << 10, 1 << 20, 34 << 20)
-    assert sizes_chosen("all_reduce", 34, sizes) == ["bruck", "bruck", "direct", "direct", "direct"]
-    assert sizes_chosen("all_gather", 34, sizes) == ["bruck", "bruck", "direct", "ring", "ring"]
-    assert sizes_chosen("reduce_scatter", 34, sizes) == ["direct"] * 5
+    sizes = (8, 1 << 10, 8 << 10, 1 << 20, 34 << 20)
+    assert sizes_chosen("all_reduce", 64, sizes) == ["bruck", "bruck", "direct", "direct", "direct"]
+    assert sizes_chosen("all_gather", 64, sizes) == ["bruck", "bruck", "bruck", "ring", "ring"]
+    assert sizes_chosen("reduce_scatter", 64, sizes) == ["direct"] * 5
+    assert sizes_chosen("all_gather", 8, sizes) == ["direct", "direct", "direct", "ring", "ring"]
+
+
+def test_the_choice_follows_the_prices():
+    """Check that a call takes few steps if latencies cost much, and few messages if messages cost much."""
+    hosts, all_gather = list(range(8)), list(_core.collectives).index("all_gather")
+
+    def by(bytes: int = 1 << 10, **changed: float) -> str:
+        prices = Prices(*_core.Layout(hosts=hosts, rank=0, forced=NONE).prices)._replace(**changed)
+        return _core.Layout(hosts=hosts, rank=0, forced=NONE, prices=prices).chosen(all_gather, bytes)
+
+    assert by() == by(latency_us=100.0) == "direct"
+    assert by(message_us=50.0) == "bruck"
+    free = {"message_us": 50.0, "crowded_byte_ns": 0.0, "copied_byte_ns": 0.0}
+    assert by(2 << 20, **free) == "bruck"
+    assert by((2 << 20) + 1, **free) == "direct"  # bruck would need more than 16 MiB of scratch memory
+    assert by(crowded_byte_ns=1000.0, copied_byte_ns=1000.0) == "ring"
+    with pytest.raises(ValueError, match="a price is not a number of 0 or more"):
+        by(latency_us=-1.0)
+
+
+MEASURED = Prices(latency_us=1.0, message_us=50.0, byte_ns=1.0, crowded_byte_ns=0.0, copied_byte_ns=0.1)
+
+
+@ranks(4, env={"MSCOMM_HOST_ID": "{rank}"}, init=None)
+def test_all_ranks_choose_by_the_file_of_rank_0(rank: int):
+    """Rank 1 has another file, rank 2 has none, and rank 3 cannot read its file."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({"prices": MEASURED._replace(message_us=50.0 - 49.0 * rank)._asdict()}, file, allow_nan=False)
+        file.flush()
+        os.environ["MSCOMM_TUNED"] = [file.name, file.name, "", "/no/such/file"][rank]
+        mscomm.init()
+    layout = resolve(None).core.layout
+    assert Prices(*layout.prices) == MEASURED
+    assert layout.chosen(list(_core.collectives).index("all_gather"), 8) == "bruck"
+    assert mscomm.all_gather(np.array([rank])).tolist() == [0, 1, 2, 3]
+    assert layout_of_pair(rank) == MEASURED
+
+
+def layout_of_pair(rank: int) -> Prices:
+    group = mscomm.create_group("pair", [rank // 2 * 2, rank // 2 * 2 + 1])
+    return Prices(*resolve(group).core.layout.prices)
+
+
+@ranks(2, env={"MSCOMM_TUNED": "/no/such/file"}, init=None)
+def test_a_file_that_rank_0_cannot_read_is_an_error_on_every_rank(rank: int):
+    with pytest.raises(ValueError, match=r"^rank 0: MSCOMM_TUNED='/no/such/file': No such file or directory$"):
+        mscomm.init()
+
+
+def test_a_job_of_one_rank_refuses_a_file_that_it_cannot_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MSCOMM_TUNED", "/no/such/file")
+    with pytest.raises(ValueError, match="MSCOMM_TUNED='/no/such/file': No such file or directory"):
+        assemble.alone(assemble.Asked("cpu", None, "", prices.read(os.environ)))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "there are no prices in it; `mscomm bench tune --json FILE` writes"),
+        ("[1]", "there are no prices in it"),
+        ('{"rows": []}', "there are no prices in it"),
+        ('{"prices": {"latency_us": 1}}', "there are no prices in it"),
+        (json.dumps({"prices": MEASURED._asdict() | {"byte_ns": 10**400}}), "there are no prices in it"),
+        (json.dumps({"prices": MEASURED._asdict() | {"byte_ns": -1}}), "a price is not a number of 0 or more"),
+        (json.dumps({"prices": MEASURED._asdict() | {"byte_ns": math.inf}}), "a price is not a number of 0 or more"),
+        ("[" * 100_000, "there are no prices in it"),
+    ],
+)
+def test_a_file_without_prices_is_refused(text: str, said: str, tmp_path: Path):
+    path = tmp_path / "tuned.json"
+    path.write_text(text)
+    assert said in str(prices.read({"MSCOMM_TUNED": str(path)}))
+
+
+def test_prices_without_effect_are_known():
+    measured, others = list(MEASURED), [1.0] * 5
+    facts = [{"prices": measured}, {"prices": None}, {"prices": "cannot be read"}, {"prices": others}, {}]
+    assert prices.agreed(facts) == measured and prices.without_effect(facts) == [3]
+    assert prices.agreed([{"prices": None}, *facts]) is None
+    assert prices.without_effect([{"prices": None}, *facts]) == [1, 3, 4]
+
+
+def test_a_rank_0_that_comes_back_without_its_file_does_not_end_the_job():
+    facts = [{"prices": "MSCOMM_TUNED='x': No such file or directory"}, {"prices": list(MEASURED)}]
+    with pytest.raises(ValueError, match=r"^rank 0: MSCOMM_TUNED"):
+        prices.agreed(facts)
+    assert prices.agreed(facts, epoch=1) is None
 
 
 @pytest.mark.long

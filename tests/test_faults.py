@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -463,35 +463,62 @@ def test_a_signal_handler_cannot_call_into_the_call_that_it_interrupts(rank, gro
     assert refused == [True] * (rank == 0)
 
 
+# For each job of the test below: the algorithm, the ranks that are late, the calls, and the notice.
+LONG_WAITS: dict[str, tuple[str, list[int], Callable[[], object], str]] = {
+    "arena": (
+        "",
+        [2],
+        lambda: mscomm.all_reduce(np.ones(1 << 18, np.float32)),
+        r"all_reduce #2 \(1 MiB\).* for rank 2",
+    ),
+    # Over the mesh, ranks 0 and 1 stop reading from each other while they wait. 16 MiB do not fit into the buffers of
+    # their link, so they also wait for each other. The lines must name only rank 2.
+    "mesh": (
+        "direct",
+        [2],
+        lambda: mscomm.all_reduce(np.ones(1 << 22, np.float32)),
+        r"all_reduce #2 \(16 MiB\).* for rank 2",
+    ),
+    # In these calls, one rank waits alone, or the waiting ranks are ahead.
+    "to the root": ("", [1], lambda: mscomm.gather(np.ones(3), root=2), r"gather #2 \(24 B\).* for rank 1"),
+    "from the root": ("", [0, 1], lambda: mscomm.broadcast(np.ones(3), root=0), r"broadcast #2 \(24 B\).* for rank 0"),
+    "room": (
+        "",
+        [2],
+        lambda: [mscomm.broadcast(np.ones(3)) for _ in range(20)],
+        r"broadcast #17 \(24 B\).* for rank 2",
+    ),
+}
+
+
 @ranks(3, env={"MSCOMM_ALGO": "{algo}"})
-def _waits_long(rank, group, algo, count):
+def _waits_long(rank, group, algo, name):
     mscomm.barrier()
     everybody_is_here()
-    if rank == 2:
+    _, late, call, _ = LONG_WAITS[name]
+    if rank in late:
         time.sleep(11.5)
-    mscomm.all_reduce(np.ones(count, np.float32))
+    call()
 
 
+@pytest.mark.long
 def test_a_long_wait_says_once_whom_it_waits_for(tmp_path: Path) -> None:
-    """Ranks 0 and 1 wait for rank 2, in two jobs at the same time. Over the mesh, they stop reading from each other
-    while they wait. 16 MiB do not fit into the buffers of their link, so they also wait for each other. The lines must
-    name only rank 2.
-    """
+    """The jobs run at the same time."""
 
-    def lines(algo: str, count: int) -> list[str]:
-        folder = tmp_path / f"job {algo}"
+    def lines(name: str) -> list[str]:
+        folder = tmp_path / name
         folder.mkdir()
-        _waits_long(tmp_path=folder, algo=algo, count=count)
+        _waits_long(tmp_path=folder, algo=LONG_WAITS[name][0], name=name)
         logs = "".join((folder / f"rank_{rank}.log").read_text() for rank in range(3))
         return [line for line in logs.splitlines() if "has waited" in line]
 
-    interpreter.of(__file__, 0, common())  # otherwise both threads could start interpreters for this file
+    interpreter.of(__file__, 0, common())  # otherwise the threads could start interpreters for this file
     with ThreadPoolExecutor() as pool:
-        over_arena, over_mesh = pool.map(lines, ["", "direct"], [1 << 18, 1 << 22])
-    assert len(over_arena) == 1 and 1 <= len(over_mesh) <= 2, (over_arena, over_mesh)
-    for size, line in [("1", over_arena[0]), *(("16", line) for line in over_mesh)]:
-        words = rf"all_reduce #2 \({size} MiB\) has waited 10 s for rank 2 \(pid \d+ on host [^,]*\)$"
-        assert re.search(words, line), line
+        found = dict(zip(LONG_WAITS, pool.map(lines, LONG_WAITS), strict=True))
+    for name, (_, _, _, words) in LONG_WAITS.items():
+        assert 1 <= len(found[name]) <= (2 if name == "mesh" else 1), found
+        for line in found[name]:
+            assert re.search(words.replace(".*", " has waited 10 s") + r" \(pid \d+ on host [^,]*\)$", line), line
 
 
 @pytest.mark.usefixtures("judge_decides")
@@ -875,7 +902,7 @@ def test_a_link_that_breaks_is_noticed_on_both_sides(tmp_path: Path) -> None:
         print(f"rank {rank} raised {saw['at'] - cut:.1f} s after the cable was out: {saw['text']}")
 
 
-@pytest.mark.parametrize("how", ["call", "message", "group"])
+@pytest.mark.parametrize("how", rotated(["call", "message", "group"], few=1))
 def test_two_hosts_that_lose_each_other_are_found_out_by_themselves(tmp_path: Path, how: str) -> None:
     """The hub is on a third host, which both hosts can still reach. The ranks must notice the broken link while they
     are in a call (a rank has sent data that the peer does not acknowledge), in recv (a rank has sent nothing and only

@@ -1,4 +1,4 @@
-"""all_reduce on several hosts with several ranks each: shared memory inside a host, links between hosts."""
+"""Calls on several hosts with several ranks each: shared memory inside a host, links between hosts."""
 
 from __future__ import annotations
 
@@ -76,3 +76,19 @@ def test_two_calls_that_meet_in_shared_memory_are_both_quoted(rank: int, group: 
     text = str(caught.value)
     assert "rank 0 called all_reduce #2 (float64[1000], sum)" in text, text
     assert re.search(r"rank 1 called (all_reduce #3 \(float64\[1000\], sum\)|broadcast #2 )", text), text
+
+
+@pytest.mark.parametrize("hosts", [TWO])
+@ranks(4, env={"MSCOMM_HOST_ID": "{hosts}"})
+def test_ranks_and_roots_are_named_by_their_numbers_in_the_group(rank: int, group: Any, hosts: list[str]):
+    """Ranks 2 and 3 share memory, in which they have the numbers 0 and 1."""
+    x = np.ones(1 << 16)
+    with pytest.raises(mscomm.Mismatch) as caught:
+        if rank < 2:
+            until_told("it was raised")
+        mscomm.gather(x, root=3 if rank == 3 else 2)
+        mscomm.barrier()
+    tell("it was raised")
+    text = str(caught.value.__cause__ or caught.value)  # what this rank has seen itself
+    for other in (2, 3):
+        assert f"rank {other} called gather #1 (float64[65536], root {other})" in text, text

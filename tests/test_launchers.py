@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rotated import rotated
 from sessions import clean_environment, shared_library
 from test_run import appears, ends
 
@@ -226,8 +227,17 @@ def test_one_worker_too_many_is_told_so_and_the_others_go_on(start: Start, tmp_p
     assert finished(scheduler)[0] == 0
 
 
-@pytest.mark.parametrize(("workers", "line"), [(2, "all 2 workers are ready"), (1, "joined, 1 of 2")])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("number", "workers", "line"),
+    rotated(
+        [
+            (number, *case)
+            for number in (signal.SIGTERM, signal.SIGINT)
+            for case in ((2, "all 2 workers are ready"), (1, "joined, 1 of 2"))
+        ],
+        few=2,
+    ),
+)
 def test_workers_learn_which_signal_has_ended_their_scheduler(
     start: Start, tmp_path: Path, number: signal.Signals, workers: int, line: str
 ) -> None:
@@ -593,7 +603,7 @@ sys.stdout.write(f"{rank} ended well\\n")
 """
 
 
-@pytest.mark.parametrize("launcher", ["openmpi", "variables of torchrun"])
+@pytest.mark.parametrize("launcher", rotated(["openmpi", "variables of torchrun"], few=1))
 def test_a_child_of_a_rank_is_told_at_once_that_it_is_none(
     launcher: str, request: pytest.FixtureRequest, tmp_path: Path, port: int
 ) -> None:

@@ -86,6 +86,9 @@ def differ(group: mscomm.Group, dice: random.Random) -> None:
         # in the call that differs.
         assert (mscomm.all_reduce(np.ones(3), group=group) == size).all()
         perform(calls[rank], group)
+        # A rank that only sends may leave the call that differs before its peer can see this. When the first barrier
+        # has ended, all ranks have sent their headers. At the beginning of the second one, they read them.
+        mscomm.barrier(group=group)
         mscomm.barrier(group=group)
     text = str(caught.value)
     assert words(first) in text and words(second) in text, (calls, text)
@@ -115,6 +118,20 @@ def test_mismatched_calls_raise_on_every_rank(size: int, algo: str, pairs: int) 
         dice = random.Random(f"{os.environ[SEED]} {algo} {size} {pair}")
         differ(mscomm.create_group(f"pair {pair}", list(range(size))), dice)
     mscomm.barrier()
+
+
+# Only the first rank of each host takes part in the second level of a barrier.
+@ranks(4, env=lambda rank, **_: {"MSCOMM_HOST_ID": "aabb"[rank]})
+def test_different_calls_in_which_all_ranks_only_send_are_noticed(rank: int, group: None) -> None:
+    for turn in range(20):
+        one = mscomm.create_group(f"turn {turn}", [0, 1, 2, 3])
+        with pytest.raises(mscomm.Mismatch) as caught:
+            # A rank reads all headers when a group's first call begins, and then after 5 ms.
+            assert (mscomm.all_reduce(np.ones(3), group=one) == 4).all()
+            mscomm.gather(np.ones(3), 3 if rank == 1 else 1, group=one)
+            mscomm.barrier(group=one)  # when it has ended, all ranks have sent their headers
+            mscomm.barrier(group=one)
+        assert "rank 1 called gather #2 (float64[3], root 3)" in str(caught.value)
 
 
 @pytest.mark.parametrize("algo", ["arena", "direct"])
@@ -163,6 +180,7 @@ def rows(rank: int, group: mscomm.Group) -> None:
 
 def scattered(rank: int, group: mscomm.Group) -> None:
     mscomm.scatter(np.ones(4, np.float32 if rank else np.float64), group=group)
+    mscomm.barrier(group=group)  # the root may already have returned
 
 
 @ranks(2)

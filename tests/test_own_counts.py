@@ -13,8 +13,16 @@ from rotated import rotated
 import mscomm
 from mscomm.job import resolve
 
-ALGORITHMS = ["arena", "direct"]
+ALGORITHMS = ["arena", "direct", "hierarchical"]
 CARRIERS = pytest.mark.parametrize("algorithm", ALGORITHMS)
+
+
+def forced(rank: int, algorithm: str, **_: object) -> dict[str, str]:
+    """Return the variables that force the algorithm. `hierarchical` uses arena and mesh, so it needs two hosts."""
+    hosts = {"MSCOMM_HOST_ID": "aabb"[rank]} if algorithm == "hierarchical" else {}
+    return {"MSCOMM_ALGO": f"all_to_all={algorithm}", **hosts}
+
+
 # The largest number of rows from one rank to another. A row has 8 bytes, so x is empty, tiny, or in several chunks.
 MOST_ROWS = [0, 3, 400, 30_000, 300_000]
 
@@ -36,7 +44,7 @@ def expected(counts: np.ndarray[Any, Any], rank: int) -> np.ndarray[Any, Any]:
 
 
 @CARRIERS
-@ranks(4, env={"MSCOMM_ALGO": "all_to_all={algorithm}"})
+@ranks(4, env=forced)
 def test_every_rank_gets_the_rows_that_it_expects(rank, group, algorithm):
     for most in MOST_ROWS:
         for kind in range(6):  # memory of the arrays: private, shared, or shared on odd ranks only; in place or not
@@ -53,7 +61,7 @@ def test_every_rank_gets_the_rows_that_it_expects(rank, group, algorithm):
 
 
 @CARRIERS
-@ranks(3, env={"MSCOMM_ALGO": "all_to_all={algorithm}"})
+@ranks(3, env=forced)
 def test_the_call_takes_one_number_and_may_run_beside_the_caller(rank, group, algorithm):
     counts = table(50, 3, symmetric=False)
     sent, received = counts[rank].tolist(), counts[:, rank].tolist()
@@ -71,9 +79,11 @@ def test_the_call_takes_one_number_and_may_run_beside_the_caller(rank, group, al
 
 @pytest.mark.parametrize(
     ("algorithm", "rows"),
-    rotated(itertools.product(ALGORITHMS, [2, 5000]), few=0, always=[("arena", 2), ("direct", 5000)]),
+    rotated(
+        itertools.product(ALGORITHMS, [2, 5000]), few=0, always=[("arena", 2), ("direct", 5000), ("hierarchical", 5000)]
+    ),
 )
-@ranks(3, env={"MSCOMM_ALGO": "all_to_all={algorithm}"})
+@ranks(3, env=forced)
 def test_counts_that_do_not_fit_fail_on_every_rank(rank, group, algorithm, rows):
     sent = [rows] * 3
     if rank == 0:
@@ -90,10 +100,10 @@ def test_counts_that_do_not_fit_fail_on_every_rank(rank, group, algorithm, rows)
     rotated(
         itertools.product(ALGORITHMS, ["row", "dtype", "head", "even"]),
         few=1,
-        always=[("arena", "row"), ("direct", "dtype"), ("arena", "head"), ("direct", "even")],
+        always=[("arena", "row"), ("direct", "dtype"), ("arena", "head"), ("direct", "even"), ("hierarchical", "even")],
     ),
 )
-@ranks(3, env={"MSCOMM_ALGO": "all_to_all={algorithm}"})
+@ranks(3, env=forced)
 def test_calls_that_differ_fail_on_every_rank(rank, group, algorithm, what):
     odd = rank == 1
     x = np.zeros((6, 3 if odd and what == "row" else 2), np.float64 if odd and what == "dtype" else np.float32)

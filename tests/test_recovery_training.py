@@ -330,7 +330,7 @@ def test_without_recovery_a_lost_rank_raises_peerlost(tmp_path):
 
 
 def test_what_recovery_needs(tmp_path):
-    done = train(tmp_path, FILES=tmp_path, KEEP=1, ranks=2)
+    done = train(tmp_path, FILES=tmp_path, KEEP=1, ranks=2, restarts=1)
     assert done.returncode == 1 and "ends" not in done.stdout
     assert "ValueError: Model.train: rank 0 of the group: keep_checkpoint_max is 1; recovery needs 2" in done.stderr
     done = train(tmp_path, RECOVERY=True, ranks=1, restarts=0)

@@ -118,14 +118,14 @@ class _AtRandom:
 
 
 @pytest.mark.usefixtures("judge_decides")
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", rotated.rotated(FUNCTIONS, few=2, always=["all_reduce", "async"]))
 @ranks(2)
 def test_a_call_that_is_interrupted_breaks_the_group_on_all_ranks_or_on_none(rank, group, function):
     _at_each_point(function)
 
 
 @pytest.mark.usefixtures("judge_decides")
-@pytest.mark.parametrize("function", ["all_reduce", "all_reduce_many", "async all_gather_v"])
+@pytest.mark.parametrize("function", rotated.rotated(["all_reduce", "all_reduce_many", "async all_gather_v"], few=1))
 @ranks(2, env={"MSCOMM_RECORD": "{record}"})
 def test_a_recorded_call_does_so_too(rank, group, function, record):
     _at_each_point(function)

@@ -66,7 +66,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.skipif(not may_read_each_other(), reason="this process may not read the memory of another one")
 @pytest.mark.usefixtures("judge_decides")
-@pytest.mark.parametrize("call", ["all_reduce", "all_gather"])
+@pytest.mark.parametrize("call", ["all_reduce", pytest.param("all_gather", marks=pytest.mark.long)])
 @ranks(2, env={"LD_PRELOAD": "{library}"})
 def test_a_rank_that_is_stopped_before_it_reads_from_the_other(rank, group, library, call):
     stops = _stopped_everywhere(rank, library, "process_vm_readv", call, BYTES["long"], np.empty)

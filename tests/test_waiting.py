@@ -33,10 +33,7 @@ def cpu_s(pid):
 
 @pytest.mark.parametrize(
     ("algo", "host"),
-    [
-        pytest.param(*way, id=name, marks=[pytest.mark.long] if name in ("ring", "bruck") else [])
-        for name, way in WAYS.items()
-    ],
+    [pytest.param(*way, id=name, marks=[] if name == "arena" else [pytest.mark.long]) for name, way in WAYS.items()],
 )
 @ranks(8, env={"MSCOMM_ALGO": "{algo}", "MSCOMM_HOST_ID": "{host}"})
 def test_seven_ranks_wait_for_the_eighth(rank, group, algo, host):

@@ -27,21 +27,25 @@ def hosts_of(layout: str) -> list[str]:
     return [f"h{host}" for host, ranks in enumerate(LAYOUTS[layout]) for _ in range(ranks)]
 
 
-# The bytes between hosts, divided by the bytes of a part (see docs/design/0005-hosts.md), for n ranks on H hosts.
-LEAST: dict[str, Callable[[int, int], int]] = {
-    "all_reduce": lambda n, hosts: 2 * (hosts - 1) * n,
-    "reduce": lambda n, hosts: (hosts - 1) * n,
-    "broadcast": lambda n, hosts: (hosts - 1) * n,
-    "all_gather": lambda n, hosts: (hosts - 1) * n,
-    "reduce_scatter": lambda n, hosts: (hosts - 1) * n,
+# The bytes between hosts, divided by the bytes of a part (see docs/design/0005-hosts.md), for hosts with these numbers
+# of ranks. The root is the last rank.
+LEAST: dict[str, Callable[[list[int]], int]] = {
+    "all_reduce": lambda hosts: 2 * (len(hosts) - 1) * sum(hosts),
+    "reduce": lambda hosts: (len(hosts) - 1) * sum(hosts),
+    "broadcast": lambda hosts: (len(hosts) - 1) * sum(hosts),
+    "all_gather": lambda hosts: (len(hosts) - 1) * sum(hosts),
+    "reduce_scatter": lambda hosts: (len(hosts) - 1) * sum(hosts),
+    "all_to_all": lambda hosts: sum(here * (sum(hosts) - here) for here in hosts),
+    "gather": lambda hosts: sum(hosts[:-1]),
+    "scatter": lambda hosts: sum(hosts[:-1]),
 }
+ROOTED = ("reduce", "broadcast", "gather", "scatter")
 
 
 def called(what: str, n: int) -> Any:
     whole = np.ones(n * COUNT, np.float32)
-    if what == "all_gather":
-        return mscomm.all_gather(whole[:COUNT])
-    return getattr(mscomm, what)(whole, **({"root": n - 1} if what in ("reduce", "broadcast") else {}))
+    x = whole[:COUNT] if what in ("all_gather", "gather") else whole
+    return getattr(mscomm, what)(x, **({"root": n - 1} if what in ROOTED else {}))
 
 
 @pytest.fixture(scope="module")
@@ -53,27 +57,27 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("layout", "n", "host"),
     [
-        pytest.param(name, sum(LAYOUTS[name]), hosts_of(name), id=name, marks=[pytest.mark.long] * (name == "4x4"))
+        pytest.param(name, sum(LAYOUTS[name]), hosts_of(name), id=name, marks=[pytest.mark.long] * (name != "2x4"))
         for name in LAYOUTS
     ],
 )
 @ranks("n", env={"LD_PRELOAD": "{library}", "MSCOMM_HOST_ID": "{host}"})
 def test_each_byte_moves_to_a_host_only_once(rank, group, library, layout, n, host):
-    sent = ctypes.CDLL(library).wire_sent_bytes
-    hosts = len(LAYOUTS[layout])
+    wire, hosts = ctypes.CDLL(library), LAYOUTS[layout]
     for what, least in LEAST.items():
         mscomm.barrier()
-        before = sent()
+        before = wire.wire_sent_bytes(), wire.wire_sent_bytes_on_a_host()
         called(what, n)
-        own = sent() - before
-        total = int(mscomm.all_reduce(np.array(own)))
-        must = least(n, hosts) * COUNT * 4
+        own, near = wire.wire_sent_bytes() - before[0], wire.wire_sent_bytes_on_a_host() - before[1]
+        total, in_all_near = map(int, mscomm.all_reduce(np.array([own, near])))
+        must = least(hosts) * COUNT * 4
         assert must <= total <= 1.05 * must, (what, total / must)
+        assert in_all_near < COUNT, (what, in_all_near)  # the ranks of a host move the data in shared memory
         by_host = Counter[str]()
         for place, bytes_ in zip(host, mscomm.all_gather(np.array([own])), strict=True):
             by_host[place] += int(bytes_)
-        if len(set(LAYOUTS[layout])) == 1 and what not in ("reduce", "broadcast"):
-            assert max(by_host.values()) <= 1.1 * must / hosts, (what, by_host)
+        if len(set(hosts)) == 1 and what not in ROOTED:
+            assert max(by_host.values()) <= 1.1 * must / len(hosts), (what, by_host)
 
 
 @pytest.mark.parametrize(("n", "host"), [(2, ["a", "b"])])
@@ -89,6 +93,19 @@ def test_a_short_message_is_one_system_call(rank, group, library, n, host):
         assert 100 <= sends() - before <= 105
 
 
+@pytest.mark.parametrize(("n", "host"), [(8, hosts_of("2x4"))])
+@ranks("n", env={"LD_PRELOAD": "{library}", "MSCOMM_HOST_ID": "{host}"})
+def test_a_short_all_to_all_is_one_message_to_each_host(rank, group, library, n, host):
+    sends = ctypes.CDLL(library).wire_sends
+    x = np.ones(n, np.float32)
+    mscomm.all_to_all(x)
+    before = sends()
+    for _ in range(100):
+        mscomm.all_to_all(x)
+    assert 100 <= sends() - before <= 105
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(("n", "host"), [(16, [str(rank) for rank in range(16)])])
 @ranks("n", env={"LD_PRELOAD": "{library}", "MSCOMM_HOST_ID": "{host}"})
 def test_a_leaf_of_a_tree_reads_only_from_its_parent(rank, group, library, n, host):

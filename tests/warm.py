@@ -129,11 +129,13 @@ def launcher(words: list[str], cwd: str, folder: str) -> None:
     mscomm.cli.main(words)
 
 
-def _execute(self: processes.Launch, inherits: Sequence[int], stdin: int | None, env: Mapping[str, str]) -> _Rank:
+def _execute(
+    self: processes.Launch, local_rank: int, inherits: Sequence[int], stdin: int | None, env: Mapping[str, str]
+) -> _Rank:
     """Replaces Launch._execute: fork instead of starting Python. Return when the child has a process group of its own,
     and no handlers of the launcher's.
     """
-    assert stdin == subprocess.DEVNULL, "ranks that are forked have no stdin"
+    assert stdin == subprocess.DEVNULL and not self.cpus, "ranks that are forked have no stdin, and are not bound"
     (out, out_of_rank), (err, err_of_rank), (ready, ready_in_rank) = os.pipe(), os.pipe(), os.pipe()
     launcher = os.getpid()
     pid = os.fork()

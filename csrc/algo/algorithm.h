@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "algo/cost.h"
 #include "base/call.h"
 #include "net/wait.h"
 
@@ -49,6 +50,8 @@ struct Algorithm {
   void (*run)(const Call& call, const Ranks& ranks, const Wait& wait);
   // Returns whether this algorithm should run a call whose message has `bytes` bytes. nullptr if the algorithm accepts any size.
   bool (*fits)(const Layout& layout, size_t bytes) = nullptr;
+  // What a call with a message of `bytes` bytes costs. nullptr if the choice does not depend on it.
+  Cost (*cost)(const Layout& layout, double bytes) = nullptr;
 };
 
 std::span<const Algorithm> algorithms();
@@ -57,16 +60,17 @@ std::span<const Algorithm> algorithms();
 using Forced = std::array<std::string, collectives.size()>;
 
 // Says on which host each rank of a group runs, and which algorithms and carriers the group therefore uses. A group's layout is
-// decided once, when the group is founded. `rows` depends only on `host` and `forced`, which are the same on all ranks, so all
-// ranks choose the same algorithms.
+// decided once, when the group is founded. The choice depends only on `host`, `forced` and `prices`, which are the same on all
+// ranks, so all ranks choose the same algorithms.
 struct Layout {
   // host: for each rank, the number of its host. Hosts are numbered in the order of their lowest ranks. Throws
   // Error("ValueError") if a name in `forced` is unknown. Also throws it if an algorithm for the arena is forced although there
-  // are several hosts or an algorithm that uses the mesh is forced for another collective.
-  Layout(const std::vector<int>& host, int rank, const Forced& forced = {});
+  // are several hosts or an algorithm that uses the mesh is forced for another collective, and if a price is not valid.
+  Layout(const std::vector<int>& host, int rank, const Forced& forced = {}, const Prices& prices = {});
 
   int rank;  // this rank
   int size;
+  Prices prices;
   std::vector<std::vector<int>> hosts;  // the ranks of each host, lowest first
   // For each collective, the rows of the table that it may use, in the order of the table.
   std::array<std::vector<const Algorithm*>, collectives.size()> rows;
@@ -82,12 +86,15 @@ struct Layout {
   // Returns whether mscomm chooses algorithms with this carrier for these hosts. MSCOMM_ALGO can force an algorithm for both
   // carriers even if allows() returns false.
   bool allows(Carrier carrier) const;
-  // Returns the algorithm that runs this collective for a message of `bytes` bytes: the first row whose `fits` accepts the
-  // size, or the last row if no earlier row does. Never calls the `fits` of the last row.
+  // Returns the algorithm that runs this collective for a message of `bytes` bytes: the first row that fits the size and has no
+  // cost, or else the row with the least cost.
   const Algorithm& chosen(Collective what, size_t bytes) const {
     const auto& all = rows[static_cast<size_t>(what)];
-    return **std::find_if(all.begin(), all.end() - 1, [&](const Algorithm* row) { return row->fits(*this, bytes); });
+    return all.size() == 1 ? *all[0] : cheapest(all, bytes);
   }
+
+ private:
+  const Algorithm& cheapest(const std::vector<const Algorithm*>& all, size_t bytes) const;
 };
 
 }  // namespace mscomm

@@ -4,6 +4,8 @@
 
 namespace mscomm {
 
+Cost all_gather_bruck_cost(const Layout& layout, double bytes) { return gather_bruck_cost(layout.size, bytes); }
+
 void all_gather_bruck(const Call& call, const Ranks& ranks, const Wait& wait) {
   const int n = ranks.mesh->size(), me = ranks.mesh->rank();
   const Blocks blocks = Blocks::of(call, n);

@@ -8,10 +8,21 @@
 
 namespace mscomm {
 
+// The size of a window for n ranks, so that the windows of all ranks fit into the cache. A message that is worth this algorithm
+// usually fits into one window.
+static size_t window_of(int n) { return std::max<size_t>(64, (256u << 10) / n / 64 * 64); }
+
+Cost all_reduce_bruck_cost(const Layout& layout, double bytes) {
+  Cost cost = gather_bruck_cost(layout.size, bytes);
+  const auto times = static_cast<double>(windows(static_cast<size_t>(bytes), window_of(layout.size)));
+  cost.latencies *= times;
+  cost.messages *= times;
+  return cost;
+}
+
 void all_reduce_bruck(const Call& call, const Ranks& ranks, const Wait& wait) {
   const int n = ranks.mesh->size(), me = ranks.mesh->rank();
-  // A message usually fits into one window. MSCOMM_ALGO can force this algorithm for longer messages.
-  const size_t window = std::max<size_t>(64, bruck_bytes / n / 64 * 64);
+  const size_t window = window_of(n);
   char* const rotated = ranks.scratch_of(n * std::min(window, call.bytes()));
   std::vector<const void*> inputs(n);
   for (size_t k = 0; k < windows(call.bytes(), window); k++) {

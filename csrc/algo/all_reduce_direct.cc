@@ -9,6 +9,19 @@
 
 namespace mscomm {
 
+Cost all_reduce_direct_cost(const Layout& layout, double bytes) {
+  const int n = layout.size;
+  const double others = n - 1, part = bytes / n;
+  if (in_one_latency(n, static_cast<size_t>(bytes)))
+    return {
+        .latencies = 1, .messages = others, .bytes = others * bytes, .crowded = crowded(n, others * bytes), .copied = n * bytes};
+  return {.latencies = 2,
+          .messages = 2 * others,
+          .bytes = 2 * others * part,
+          .crowded = crowded(n, 2 * others * part),
+          .copied = bytes};
+}
+
 void all_reduce_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
   Mesh& mesh = *ranks.mesh;
   const int n = mesh.size(), me = mesh.rank();

@@ -13,9 +13,37 @@ void meet(Arena& arena, const Wait& wait) {
 }
 
 void meet_with(const void* x, size_t x_bytes, size_t largest_bytes, const Call& call, Arena& arena, const Wait& wait) {
-  arena.post(call);
+  arena.post(call, wait);
   if (x) copy(arena.tiny(arena.rank(), largest_bytes), x, x_bytes);
   meet(arena, wait);
+}
+
+// Every mismatch is noticed. Let the calls of two ranks in the same round differ.
+// - A rank that waits for all ranks compares all calls with its own.
+// - Otherwise, if neither of the two waits, the one that arrives later sees the call of the other.
+// - So if nobody notices anything, all ranks that do not wait make the same call. A rank that waits for its root compares the
+//   root's call with its own. If the root waits, too, it is not the root of its own call, and the two calls differ. Otherwise,
+//   the root is one of the ranks that do not wait, and makes their call.
+void meet_one_way(const void* x, size_t x_bytes, size_t largest_bytes, const Call& call, Arena& arena, const Wait& wait) {
+  const int me = arena.rank(), root = call.signature.root;
+  const bool from_root = call.signature.what == Collective::broadcast || call.signature.what == Collective::scatter;
+  arena.post_one_way(call, wait);
+  if (x) copy(arena.tiny(me, largest_bytes), x, x_bytes);
+  arena.arrive(from_root && me == root);
+  int first = 0, end = arena.size();  // the ranks to compare with
+  if (from_root && me != root) {
+    arena.wait_for(root, wait);
+    first = root, end = root + 1;
+  } else if (!from_root && me == root) {
+    arena.wait_for_all_alone(wait);
+  }
+  bool differs = false;
+  for (int rank = first; rank < end; rank++) differs |= arena.has_arrived_with_another(rank);
+  if (!differs) return;
+  Differs differs_from;
+  for (int rank = 0; rank < arena.size(); rank++)
+    if (arena.has_arrived(rank)) differs_from.calls.emplace_back(rank, arena.posted(rank).signature);
+  throw differs_from;
 }
 
 Staging::Staging(Arena& arena, const void* x, Blocks blocks)
@@ -29,7 +57,7 @@ Staging::Staging(Arena& arena, const void* x, Blocks blocks)
 }
 
 void Staging::enter(const Call& call, Pulled pulled, const Wait& wait) {
-  arena_.post(call, pulled);
+  arena_.post(call, wait, pulled);
   if (!(arena_.pulls() && arena_.posted(arena_.rank()).x_address != 0)) put(0);
   meet(arena_, wait);
 }

@@ -16,6 +16,9 @@ void meet(Arena& arena, const Wait& wait);
 // Posts the call together with a tiny message, and runs the first round. x: the message, or nullptr if this rank sends nothing.
 // largest_bytes: the size of the largest message of any rank.
 void meet_with(const void* x, size_t x_bytes, size_t largest_bytes, const Call& call, Arena& arena, const Wait& wait);
+// Like meet_with(), for a call with a root and messages of at most one_way_bytes. This rank waits only for the ranks whose data
+// it needs. largest_bytes must be at most one_way_bytes, and the call must have no other round.
+void meet_one_way(const void* x, size_t x_bytes, size_t largest_bytes, const Call& call, Arena& arena, const Wait& wait);
 
 // Moves x through staging if x is in foreign memory. Each step uses one staging chunk. The chunk of step k holds piece k of each
 // block of x, side by side.

@@ -4,7 +4,7 @@
 namespace mscomm {
 
 void barrier_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
-  ranks.arena->post(call);
+  ranks.arena->post(call, wait);
   meet(*ranks.arena, wait);
 }
 

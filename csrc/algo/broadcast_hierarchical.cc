@@ -28,7 +28,9 @@ void broadcast_hierarchical(const Call& call, const Ranks& ranks, const Wait& wa
   const bool owns = mine < slices;
 
   Tree tree(static_cast<int>(layout.here), hosts, first);
-  if (chain_is_better(hosts, call.bytes())) {
+  // The costs are those of whole messages without an arena, so this choice is an approximation.
+  const auto bytes = static_cast<double>(call.bytes());
+  if (layout.prices.us(chain_cost(hosts, bytes)) < layout.prices.us(tree_cost(hosts, bytes))) {
     tree.parent = from_here ? -1 : static_cast<int>(layout.here + hosts - 1) % hosts;
     tree.children = {static_cast<int>(layout.here + 1) % hosts};
     if (tree.children[0] == first) tree.children.clear();

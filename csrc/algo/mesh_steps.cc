@@ -1,7 +1,6 @@
 #include "algo/mesh_steps.h"
 
 #include <algorithm>
-#include <bit>
 #include <utility>
 
 #include "algo/order.h"
@@ -14,12 +13,23 @@ Tree::Tree(int rank, int size, int root) {
   const auto absolute = [&](int r) { return (r + root) % size; };
   int reach = 1;  // the distance to the next child, which is less than the lowest set bit of `relative`
   for (; relative + reach < size && (relative & reach) == 0; reach *= 2) children.push_back(absolute(relative + reach));
+  std::ranges::reverse(children);
   if (relative > 0) parent = absolute(relative & (relative - 1));
 }
 
-bool chain_is_better(size_t n, size_t bytes) {
-  const size_t times = std::bit_width(n - 1);
-  return n > 2 && bytes * (times - 1) >= (n - 2) * window_bytes;
+// As window_bytes.
+static constexpr double window = window_bytes;
+
+Cost tree_cost(int n, double bytes) {
+  const double steps = doublings(n);
+  // The root sends a long message to all children in turns, so the last window has a long way, too.
+  const double last_window = n > 2 && bytes > window ? window : 0;
+  return {.latencies = steps, .messages = steps, .bytes = steps * bytes + (steps - 1) * last_window};
+}
+
+Cost chain_cost(int n, double bytes) {
+  const double steps = n - 1, before_last = std::max(0, n - 2);
+  return {.latencies = steps, .messages = steps, .bytes = bytes + before_last * std::min(bytes, window)};
 }
 
 void meet_in_tree(Mesh& mesh, const Tree& tree, const Wait& wait) {
@@ -38,8 +48,10 @@ void relay(const Call& call, Mesh& mesh, int parent, const std::vector<int>& chi
   const size_t bytes = call.bytes();
   if (parent < 0) copy(call.out, call.x, bytes);
   std::vector<Piece> down;
-  for (size_t k = 0; k < windows(bytes, window_bytes); k++) {
-    const Range window = piece(bytes, window_bytes, k);
+  // Only a rank that receives and sends divides the message, so that it does both at the same time.
+  const size_t each = parent >= 0 && !children.empty() ? window_bytes : std::max<size_t>(1, bytes);
+  for (size_t k = 0; k < windows(bytes, each); k++) {
+    const Range window = piece(bytes, each, k);
     char* at = call.result() + window.begin;
     if (parent >= 0) {
       const Piece in{parent, at, window.bytes()};
@@ -129,6 +141,12 @@ void reduce_ring(const Call& call, const Ranks& ranks, const Blocks& blocks, cha
     }
     row.finish(held, n, to + (slice(me).begin - blocks.begin(me)), elements(slice(me)));
   }
+}
+
+Cost gather_bruck_cost(int n, double block_bytes) {
+  const double steps = doublings(n);
+  // The own block is copied first, and the blocks of all ranks are copied or reduced at the end.
+  return {.latencies = steps, .messages = steps, .bytes = (n - 1) * block_bytes, .copied = (n + 1) * block_bytes};
 }
 
 void gather_bruck(Mesh& mesh, const Blocks& blocks, char* rotated, const Wait& wait) {

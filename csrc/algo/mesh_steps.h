@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <vector>
 
@@ -23,8 +24,8 @@ inline constexpr size_t one_latency_bytes = 16 << 10, most_in_one_latency = 32 <
 inline bool in_one_latency(size_t n, size_t bytes) {
   return bytes <= most_in_one_latency && (n - 1) * (n - 2) * bytes <= n * one_latency_bytes;
 }
-// Bruck's algorithm is for messages whose total size over all ranks is at most this many bytes.
-inline constexpr size_t bruck_bytes = 256 << 10;
+// Returns the number of steps in which the messages of n ranks double until a rank has all of them.
+inline int doublings(int n) { return std::bit_width(static_cast<unsigned>(n - 1)); }
 // Returns the number of windows in a message. It is at least 1, because the first window carries the header even if the message
 // is empty.
 inline size_t windows(size_t bytes, size_t each_bytes) { return std::max<size_t>(1, pieces(bytes, each_bytes)); }
@@ -33,13 +34,13 @@ inline size_t windows(size_t bytes, size_t each_bytes) { return std::max<size_t>
 struct Tree {
   Tree(int rank, int size, int root);
   int parent = -1;            // -1 if this rank is the root
-  std::vector<int> children;  // nearest rank first
+  std::vector<int> children;  // the one with the most ranks below it first, because its data has the longest way
 };
 
-// Returns whether a broadcast along a chain of n ranks (or hosts) takes less time than a broadcast down a tree. In a tree, the
-// root sends the message log2(n) times. In a chain, the root sends it only once, but each window passes n-2 ranks before it
-// reaches the last rank.
-bool chain_is_better(size_t n, size_t bytes);
+// What a broadcast to n ranks (or hosts) costs. In a tree, the root sends the message log2(n) times. In a chain, the root sends
+// it only once, but each window passes n-2 ranks before it reaches the last rank.
+Cost tree_cost(int n, double bytes);
+Cost chain_cost(int n, double bytes);
 
 // Sends empty messages up the tree to its root, and then down again.
 void meet_in_tree(Mesh& mesh, const Tree& tree, const Wait& wait);
@@ -62,8 +63,12 @@ void reduce_ring(const Call& call, const Ranks& ranks, const Blocks& blocks, cha
 // together with blocks that it has received. rotated: on entry, holds this rank's own block; on return, holds the blocks of this
 // rank, of the following ranks up to n-1, and then of ranks 0, 1 and so on.
 void gather_bruck(Mesh& mesh, const Blocks& blocks, char* rotated, const Wait& wait);
+Cost gather_bruck_cost(int n, double block_bytes);
 // Gathers all blocks of out on all ranks around a ring in n-1 steps. At first, rank r has block r. In the first step, every rank
 // sends its own block to its right neighbour. In each later step, it sends the block that it received in the previous step.
 void gather_ring(const Call& call, Mesh& mesh, const Blocks& blocks, const Wait& wait);
+
+// Returns how many of these bytes arrive from several ranks at once, if n-1 ranks send them to the same rank.
+inline double crowded(int n, double bytes) { return n > 2 ? bytes : 0; }
 
 }  // namespace mscomm

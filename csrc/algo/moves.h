@@ -3,10 +3,13 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
+#include <span>
 #include <vector>
 
 #include "algo/blocks.h"
 #include "base/call.h"
+#include "net/wait.h"
 
 namespace mscomm {
 
@@ -63,5 +66,14 @@ class Moves {
   // Used instead of parts_ in an uneven all_to_all: the blocks of each source's x, and the blocks of each destination's out.
   std::vector<Blocks> sent_, got_;
 };
+
+// Moves the data between this rank and the given peers over the mesh. x: what source_array() has returned. in_turn: whether to
+// send a long message to one peer after the other, in this order. meanwhile: is called once, while the first data is on its way.
+void move_over_mesh(const Call& call, const Moves& moves, const char* x, std::span<const int> peers, bool in_turn,
+                    const Ranks& ranks, const Wait& wait, const std::function<void()>& meanwhile);
+
+// Algorithms that are parts of others.
+void moves_arena(const Call& call, const Ranks& ranks, const Wait& wait);
+void moves_hierarchical(const Call& call, const Ranks& ranks, const Wait& wait);
 
 }  // namespace mscomm

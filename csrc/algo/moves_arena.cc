@@ -194,7 +194,7 @@ void move_by_own_counts(const Call& call, const Ranks& ranks, const Wait& wait) 
   copy(shown, call.counts.data(), row_bytes);
   copy(shown + row_bytes, call.recv_counts.data(), row_bytes);
   if (call.x_bytes <= limit - 2 * row_bytes) copy(shown + 2 * row_bytes, call.x, call.x_bytes);
-  arena.post(as_posted(call), worth_pulling(call, false, call.x_bytes, n) ? Pulled::x : Pulled::nothing);
+  arena.post(as_posted(call), wait, worth_pulling(call, false, call.x_bytes, n) ? Pulled::x : Pulled::nothing);
   meet(arena, wait);
   arena.steps()++;
 
@@ -228,7 +228,9 @@ void moves_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   const size_t largest_x = moves.largest_x();
   if (largest_x > tiny_bytes) return move_large(call, ranks, moves, false, wait);
   // A tiny x is copied before out is written, so a call in place needs no copy of its own.
-  meet_with(moves.sends(me) ? call.x : nullptr, moves.blocks_of(me).total(), largest_x, as_posted(call), arena, wait);
+  const bool one_way = moves.root() >= 0 && largest_x <= one_way_bytes;
+  (one_way ? meet_one_way : meet_with)(moves.sends(me) ? call.x : nullptr, moves.blocks_of(me).total(), largest_x,
+                                       as_posted(call), arena, wait);
   take(call, moves, n, me, [&](int source) { return arena.tiny(source, largest_x); });
 }
 

@@ -4,6 +4,11 @@
 
 namespace mscomm {
 
+Cost reduce_scatter_direct_cost(const Layout& layout, double bytes) {
+  const double others = layout.size - 1, sent = others * bytes / layout.size;
+  return {.latencies = 1, .messages = others, .bytes = sent, .crowded = crowded(layout.size, sent), .copied = bytes};
+}
+
 void reduce_scatter_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
   Mesh& mesh = *ranks.mesh;
   const int me = mesh.rank();

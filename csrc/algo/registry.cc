@@ -1,5 +1,7 @@
 // The table of algorithms, and the choice among them.
 #include <algorithm>
+#include <array>
+#include <cmath>
 
 #include "algo/algorithm.h"
 #include "algo/mesh_steps.h"
@@ -10,68 +12,76 @@ namespace mscomm {
 using Run = void(const Call&, const Ranks&, const Wait&);
 Run all_reduce_arena, all_reduce_hierarchical, all_reduce_bruck, all_reduce_ring, all_reduce_direct;
 Run reduce_scatter_arena, reduce_scatter_hierarchical, reduce_scatter_direct, reduce_scatter_ring, reduce_direct;
-Run moves_arena, moves_direct, all_gather_hierarchical, all_gather_bruck, all_gather_ring;
+Run moves_arena, moves_hierarchical, moves_direct, all_to_all_hierarchical, all_gather_hierarchical, all_gather_bruck,
+    all_gather_ring;
 Run broadcast_hierarchical, broadcast_tree, broadcast_ring;
 Run scan_arena, scan_chain;
 Run barrier_arena, barrier_hierarchical, barrier_tree;
 
+using CostOf = Cost(const Layout&, double bytes);
+CostOf all_reduce_direct_cost, all_reduce_bruck_cost;
+CostOf all_gather_direct_cost, all_gather_bruck_cost, all_gather_ring_cost;
+CostOf reduce_scatter_direct_cost;
+
 namespace {
 
-// In a direct algorithm, a rank exchanges one message with every other rank. We assume that this takes 5 us of CPU time per peer,
-// and that a network latency is 30 us. Then log2(n) latencies take less time than n-1 messages if there are more than about this
-// many ranks. These are assumptions, not measurements: see docs/performance.md.
-constexpr int many_ranks = 32;
+// The rings for all_reduce and reduce_scatter are used only if MSCOMM_ALGO names them, because their results would not be bitwise
+// equal to those of direct.
+bool only_if_named(const Layout&, size_t) { return false; }
 
-// Returns whether bruck takes less time than direct. `bytes` is the size of each rank's message. For longer messages, the time
-// on the wire dominates, and in an all_reduce, direct sends fewer bytes.
-bool many_short(const Layout& layout, size_t bytes) { return layout.size > many_ranks && layout.size * bytes <= bruck_bytes; }
-
-// Returns whether a ring is better than direct. In direct, n-1 ranks send to the same rank at the same time, so switches may drop
-// packets. x_bytes is the number of bytes that a rank sends in each step of the ring. A ring is better only if sending these
-// bytes takes longer than the latency of a step. The rings for all_reduce and reduce_scatter are used only if MSCOMM_ALGO names
-// them, because their results would not be bitwise equal to those of direct.
-bool in_a_long_ring(const Layout& layout, size_t x_bytes) {
-  return std::ssize(layout.hosts) == layout.size && layout.size > many_ranks && x_bytes >= 1 << 20;
-}
+// With two ranks, bruck is direct with more copies.
+bool more_than_two(const Layout& layout, size_t) { return layout.size > 2; }
+// The blocks of an all_gather by bruck are in scratch memory first.
+bool fits_in_scratch(const Layout& layout, size_t bytes) { return layout.size > 2 && layout.size * bytes <= 16u << 20; }
 
 // In a broadcast by `hierarchical`, all ranks of a host meet. In a tree, the root returns when the kernel has the message, and no
 // rank waits for those below it. So a tree is better if the message is so short that sending it more than once costs little.
 bool worth_meeting(const Layout&, size_t bytes) { return bytes > 8 << 10; }
 
+// In a gather or scatter by `hierarchical`, the ranks of the root's host wait for each other. So only long messages take less
+// time.
+constexpr size_t long_at_root_bytes = 512 << 10;
+bool long_scatter(const Layout&, size_t bytes) { return bytes >= long_at_root_bytes; }
+bool long_gather(const Layout& layout, size_t bytes) { return layout.size * bytes >= long_at_root_bytes; }
+
 // If every rank sends its whole message to the root at once, only the root waits.
 bool takes_two_latencies(const Layout& layout, size_t bytes) { return !in_one_latency(layout.size, bytes); }
 
-bool in_a_long_chain(const Layout& layout, size_t bytes) { return chain_is_better(layout.size, bytes); }
+Cost along_tree(const Layout& layout, double bytes) { return tree_cost(layout.size, bytes); }
+Cost along_chain(const Layout& layout, double bytes) { return chain_cost(layout.size, bytes); }
 
-// The rows of each collective are in order of preference. mscomm takes the first row whose carrier the group has and whose `fits`
-// accepts the size. Layout::allows says for which hosts a row may be taken.
+// The rows of each collective are in order of preference; of rows with a cost, only if their times are equal. Layout::allows says
+// for which hosts a row may be taken, and Layout::chosen which of these rows runs a call.
 constexpr Algorithm table[] = {
     {"arena", Collective::all_reduce, Carrier::arena, all_reduce_arena},
     {"hierarchical", Collective::all_reduce, Carrier::both, all_reduce_hierarchical},
-    {"bruck", Collective::all_reduce, Carrier::mesh, all_reduce_bruck, many_short},
-    {"direct", Collective::all_reduce, Carrier::mesh, all_reduce_direct},
-    {"ring", Collective::all_reduce, Carrier::mesh, all_reduce_ring},
+    {"direct", Collective::all_reduce, Carrier::mesh, all_reduce_direct, nullptr, all_reduce_direct_cost},
+    {"bruck", Collective::all_reduce, Carrier::mesh, all_reduce_bruck, more_than_two, all_reduce_bruck_cost},
+    {"ring", Collective::all_reduce, Carrier::mesh, all_reduce_ring, only_if_named},
     {"arena", Collective::all_gather, Carrier::arena, moves_arena},
     {"hierarchical", Collective::all_gather, Carrier::both, all_gather_hierarchical},
-    {"bruck", Collective::all_gather, Carrier::mesh, all_gather_bruck, many_short},
-    {"ring", Collective::all_gather, Carrier::mesh, all_gather_ring, in_a_long_ring},
-    {"direct", Collective::all_gather, Carrier::mesh, moves_direct},
+    {"direct", Collective::all_gather, Carrier::mesh, moves_direct, nullptr, all_gather_direct_cost},
+    {"bruck", Collective::all_gather, Carrier::mesh, all_gather_bruck, fits_in_scratch, all_gather_bruck_cost},
+    {"ring", Collective::all_gather, Carrier::mesh, all_gather_ring, nullptr, all_gather_ring_cost},
     {"arena", Collective::reduce_scatter, Carrier::arena, reduce_scatter_arena},
     {"hierarchical", Collective::reduce_scatter, Carrier::both, reduce_scatter_hierarchical},
-    {"direct", Collective::reduce_scatter, Carrier::mesh, reduce_scatter_direct},
-    {"ring", Collective::reduce_scatter, Carrier::mesh, reduce_scatter_ring},
+    {"direct", Collective::reduce_scatter, Carrier::mesh, reduce_scatter_direct, nullptr, reduce_scatter_direct_cost},
+    {"ring", Collective::reduce_scatter, Carrier::mesh, reduce_scatter_ring, only_if_named},
     {"arena", Collective::broadcast, Carrier::arena, moves_arena},
     {"hierarchical", Collective::broadcast, Carrier::both, broadcast_hierarchical, worth_meeting},
-    {"ring", Collective::broadcast, Carrier::mesh, broadcast_ring, in_a_long_chain},
-    {"tree", Collective::broadcast, Carrier::mesh, broadcast_tree},
+    {"tree", Collective::broadcast, Carrier::mesh, broadcast_tree, nullptr, along_tree},
+    {"ring", Collective::broadcast, Carrier::mesh, broadcast_ring, nullptr, along_chain},
     {"arena", Collective::reduce, Carrier::arena, all_reduce_arena},  // this function and the next also implement reduce
     {"hierarchical", Collective::reduce, Carrier::both, all_reduce_hierarchical, takes_two_latencies},
     {"direct", Collective::reduce, Carrier::mesh, reduce_direct},
     {"arena", Collective::gather, Carrier::arena, moves_arena},
+    {"hierarchical", Collective::gather, Carrier::both, moves_hierarchical, long_gather},
     {"direct", Collective::gather, Carrier::mesh, moves_direct},
     {"arena", Collective::scatter, Carrier::arena, moves_arena},
+    {"hierarchical", Collective::scatter, Carrier::both, moves_hierarchical, long_scatter},
     {"direct", Collective::scatter, Carrier::mesh, moves_direct},
     {"arena", Collective::all_to_all, Carrier::arena, moves_arena},
+    {"hierarchical", Collective::all_to_all, Carrier::both, all_to_all_hierarchical},
     {"direct", Collective::all_to_all, Carrier::mesh, moves_direct},
     {"arena", Collective::barrier, Carrier::arena, barrier_arena},
     {"hierarchical", Collective::barrier, Carrier::both, barrier_hierarchical},
@@ -119,18 +129,27 @@ std::vector<const Algorithm*> rows_of(Collective what, const Layout& layout, con
   std::vector<const Algorithm*> rows;
   for (const Algorithm& row : table) {
     if (row.what != what || (row.carrier != Carrier::arena) != by_mesh || !layout.allows(row.carrier)) continue;
+    if (row.fits == only_if_named) continue;
     rows.push_back(&row);
-    if (!row.fits) return rows;
+    if (!row.fits && !row.cost) break;
   }
-  throw Error("Error", "no algorithm for " + std::string(name(what)));
+  if (std::ranges::all_of(rows, [](const Algorithm* row) { return row->fits != nullptr; }))
+    throw Error("Error", "no algorithm for every size of " + std::string(name(what)));
+  return rows;
 }
 
 }  // namespace
 
 std::span<const Algorithm> algorithms() { return table; }
 
-Layout::Layout(const std::vector<int>& host, int rank, const Forced& forced)
-    : rank(rank), size(static_cast<int>(host.size())), here(host.at(rank)) {
+bool Prices::valid() const {
+  const auto is_price = [](double price) { return std::isfinite(price) && price >= 0; };
+  return std::ranges::all_of(std::array{latency_us, message_us, byte_ns, crowded_byte_ns, copied_byte_ns}, is_price);
+}
+
+Layout::Layout(const std::vector<int>& host, int rank, const Forced& forced, const Prices& prices)
+    : rank(rank), size(static_cast<int>(host.size())), prices(prices), here(host.at(rank)) {
+  if (!prices.valid()) throw Error("ValueError", "a price is not a number of 0 or more");
   for (int one = 0; one < size; one++) {
     if (static_cast<size_t>(host[one]) == hosts.size()) hosts.emplace_back();
     if (one == rank) place = static_cast<int>(hosts.at(here).size());
@@ -151,6 +170,18 @@ Layout::Layout(const std::vector<int>& host, int rank, const Forced& forced)
 bool Layout::allows(Carrier carrier) const {
   if (carrier == Carrier::arena) return hosts.size() == 1;
   return carrier == Carrier::mesh || (hosts.size() > 1 && std::ssize(hosts) < size && size <= most_on_two_levels);
+}
+
+const Algorithm& Layout::cheapest(const std::vector<const Algorithm*>& all, size_t bytes) const {
+  const Algorithm* best = nullptr;
+  double least = 0;
+  for (const Algorithm* row : all) {
+    if (row->fits && !row->fits(*this, bytes)) continue;
+    if (!row->cost) return *row;
+    const double us = prices.us(row->cost(*this, static_cast<double>(bytes)));
+    if (!best || us < least) best = row, least = us;
+  }
+  return *best;
 }
 
 }  // namespace mscomm

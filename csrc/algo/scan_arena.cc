@@ -69,7 +69,7 @@ void scan_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
     copy_but(call.result() + whole.begin, staged(me, k), whole.bytes(), part(whole.bytes(), n, me));
   };
 
-  arena.post(call);
+  arena.post(call, wait);
   put(0);
   meet(arena, wait);
   bool any_staged = false;  // the same on all ranks, because it depends only on the posts

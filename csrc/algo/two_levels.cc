@@ -29,7 +29,7 @@ void AtHome::look(const Deadline& deadline, const Missing& missing) {
   // often.
   if (!broken() && seconds_since(looked_) < longest_sleep_ms * 1e-3) return;
   looked_ = Clock::now();
-  wait_.watch.look(deadline, {[&] { return renumbered(missing(), layout_.at_home()); }, missing.by_memory});
+  wait_.watch.look(deadline, {[&] { return renumbered(missing(), layout_.at_home()); }, missing.by_memory, missing.speaks});
 }
 
 void Away::look(const Deadline& deadline, const Missing& missing) {
@@ -51,7 +51,7 @@ Home::Home(const Call& call, const Ranks& ranks, const Wait& wait)
     throw Error("ValueError",
                 "MSCOMM_ALGO: hierarchical is for groups of at most " + std::to_string(most_on_two_levels) + " ranks");
   wait_.deadline.start();  // round() copies the deadline, and all copies must have the same start
-  if (arena_) arena_->post(call_);
+  if (arena_) arena_->post(call_, wait_);
 }
 
 void Home::round() {

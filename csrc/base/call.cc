@@ -1,10 +1,9 @@
 #include "base/call.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdio>
 
+#include "base/levels.h"
 #include "base/reduce.h"
 
 namespace mscomm {
@@ -28,6 +27,21 @@ Size sum(const std::vector<uint64_t>& counts, size_t first, size_t number, size_
   for (size_t i = 0; i < number; i++)
     if (__builtin_add_overflow(total, counts[first + i * stride], &total)) return std::nullopt;
   return total;
+}
+
+// Stores to aligned addresses. On a Zen 3, memcpy in pieces of 1.5 KiB takes three times as long for slow addresses.
+[[gnu::always_inline]] inline void copy_loop(char* to, const char* from, size_t bytes) {
+  constexpr size_t width = 32, at_once = 4;
+  using Vector [[gnu::vector_size(width), gnu::aligned(1), gnu::may_alias]] = char;
+  const size_t head = width - reinterpret_cast<uintptr_t>(to) % width;
+  *reinterpret_cast<Vector*>(to) = *reinterpret_cast<const Vector*>(from);
+  to += head, from += head, bytes -= head;
+  for (; bytes >= at_once * width; to += at_once * width, from += at_once * width, bytes -= at_once * width) {
+    Vector values[at_once];
+    for (size_t i = 0; i < at_once; i++) values[i] = reinterpret_cast<const Vector*>(from)[i];
+    for (size_t i = 0; i < at_once; i++) reinterpret_cast<Vector*>(to)[i] = values[i];
+  }
+  std::memcpy(to, from, bytes);
 }
 
 // Returns how many elements of x rank `me` reads, and how many elements of out it writes. If the collective has a root, these
@@ -191,14 +205,12 @@ bool slow_movsb = (__builtin_cpu_init(), __builtin_cpu_is("amdfam19h"));
 bool slow_movsb = false;
 #endif
 
-void copy_in_pieces(void* to, const void* from, size_t bytes) {
-  static const auto second_level = static_cast<size_t>(std::max(0L, sysconf(_SC_LEVEL2_CACHE_SIZE)));
-  constexpr size_t piece = 1536;
-  auto* begin = static_cast<char*>(to);
-  const auto* source = static_cast<const char*>(from);
-  if (bytes < second_level)
-    for (; bytes > piece; begin += piece, source += piece, bytes -= piece) std::memcpy(begin, source, piece);
-  std::memcpy(begin, source, bytes);
+void copy_by_vectors(void* to, const void* from, size_t bytes) {
+  auto* const begin = static_cast<char*>(to);
+  const auto* const source = static_cast<const char*>(from);
+  static const bool wide = levels() > 1;
+  if (wide) Avx2::run<copy_loop>(begin, source, bytes);
+  else Baseline::run<copy_loop>(begin, source, bytes);
 }
 
 std::string in_units(uint64_t bytes) {

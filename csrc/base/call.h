@@ -100,18 +100,19 @@ Error counts_differ(const Signature& call, int source, uint64_t sent, int destin
 
 // Whether this CPU is an AMD Zen 3 or Zen 4. On these, `rep movsb` takes up to 14 times as long if `to` is 1 to 31 bytes above
 // `from`, modulo the page size (glibc bug 30994). The kernel uses it in all copies, and memcpy uses it in copies that are longer
-// than 2 KiB and shorter than the L2 cache. Tests change this value.
+// than 2 KiB and shorter than the L2 cache. A long array of NumPy begins 16 bytes above a page, and staging begins at a page.
+// Tests change this value.
 extern bool slow_movsb;
 // Returns whether `rep movsb` is slow for these addresses.
 inline bool copies_slowly(uintptr_t to, uintptr_t from) { return slow_movsb && (to - from) % 4096 - 1 < 31; }
-// Copies without `rep movsb`: calls memcpy for short pieces, or only once if the copy is at least as long as the L2 cache.
-void copy_in_pieces(void* to, const void* from, size_t bytes);
+// Copies without `rep movsb`. bytes: at least 128.
+void copy_by_vectors(void* to, const void* from, size_t bytes);
 
 // Copies `bytes` bytes. Does nothing if `bytes` is 0, or if `to` and `from` are the same.
 inline void copy(void* to, const void* from, size_t bytes) {
   if (bytes == 0 || to == from) return;
   if (bytes > 2048 && copies_slowly(reinterpret_cast<uintptr_t>(to), reinterpret_cast<uintptr_t>(from)))
-    return copy_in_pieces(to, from, bytes);
+    return copy_by_vectors(to, from, bytes);
   std::memcpy(to, from, bytes);
 }
 

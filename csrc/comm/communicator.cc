@@ -664,7 +664,7 @@ void Communicator::look_at_group(const Deadline& deadline, const Missing& missin
   look_for_the_dead(ranks, missing);
   const double waited_s = seconds_since(deadline.start());
   // A call that is waiting for its turn has no missing ranks and prints no notice. The running call prints the notice.
-  if (!ranks.empty() && waited_s >= next_notice_s_) say_waiting(waited_s, ranks, missing.by_memory);
+  if (!ranks.empty() && waited_s >= next_notice_s_) say_waiting(waited_s, ranks, missing);
 }
 
 void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missing& missing) const {
@@ -682,15 +682,9 @@ void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missin
   }
 }
 
-void Communicator::say_waiting(double waited_s, const std::vector<int>& missing, bool by_memory) {
+void Communicator::say_waiting(double waited_s, const std::vector<int>& ranks, const Missing& missing) {
   next_notice_s_ = waited_s >= second_notice_s ? waited_s + notice_every_s : second_notice_s;
-  // In shared memory, all waiting ranks are waiting for the same ranks, so only the lowest waiting rank on the host prints the
-  // notice.
-  const auto is_missing = [&](int rank) { return std::ranges::find(missing, rank) != missing.end(); };
-  int speaker = 0;
-  while (is_missing(speaker) || host_of(speaker) != host_of(rank_)) speaker++;
-  if (!by_memory || speaker == rank_)
-    say(in_group() + current() + " has waited " + seconds_text(waited_s) + " for " + named(missing));
+  if (missing.speaks()) say(in_group() + current() + " has waited " + seconds_text(waited_s) + " for " + named(ranks));
 }
 
 Error Communicator::differing(const Differs& differs) const {

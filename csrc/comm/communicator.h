@@ -294,7 +294,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   std::vector<int> in_job(const std::vector<int>& ranks) const { return renumbered(ranks, ranks_); }
   std::string named(const std::vector<int>& ranks) const;
   void look_for_the_dead(const std::vector<int>& ranks, const Missing& missing) const;
-  void say_waiting(double waited_s, const std::vector<int>& missing, bool by_memory);
+  void say_waiting(double waited_s, const std::vector<int>& ranks, const Missing& missing);
 
   static void in_child();
 

@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <string_view>
 #include <utility>
 
 #include "base/error.h"
@@ -48,17 +49,22 @@ static_assert(offsetof(LongTcpInfo, min_rtt_us) == 148);
 
 // Limits what the kernel holds for a near host: unacknowledged bytes, and a few more. If this host is so near that the kernel's
 // own limit (megabytes) is far above what the wire holds, the bytes wait in the receiver's memory, and have left the caches when
-// they are read. Between network namespaces, a call of 1 MiB then takes 2 to 4 times as long. 4 KiB per us are 33 Gbit/s, which
-// is more than a single connection carries. For a host that is further away, the kernel's limit stays. (setsockopt could not
-// exceed net.core.wmem_max, which is 208 KiB by default.)
+// they are read. Between network namespaces, a call of 1 MiB then takes 2 to 4 times as long with the congestion control BBR. 4
+// KiB per us are 33 Gbit/s, which is more than a single connection carries. For a host that is further away, the kernel's limit
+// stays. (setsockopt could not exceed net.core.wmem_max, which is 208 KiB by default.) The least limit was measured: with BBR,
+// 96 KiB are already as slow as no limit; with cubic, 64 KiB are slower than 128 KiB for data that flows in one direction.
 void limit_send_buffer(int fd) {
-  constexpr size_t bytes_per_us = 4 << 10, least = 64 << 10, most = 208 << 10;
+  constexpr size_t bytes_per_us = 4 << 10, most = 208 << 10;
   int locked = 0;  // whether somebody has already set the size of the buffer
   socklen_t length = sizeof locked;
   if (getsockopt(fd, SOL_SOCKET, so_buf_lock, &locked, &length) == 0 && (locked & sndbuf_is_locked)) return;
   LongTcpInfo info{};
   length = sizeof info;
   if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) < 0 || length < sizeof info) return;
+  char control[16] = {};  // the name of the congestion control
+  length = sizeof control - 1;
+  if (getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, control, &length) < 0) return;
+  const size_t least = std::string_view(control).starts_with("bbr") ? 64 << 10 : 128 << 10;
   const int bytes = static_cast<int>(std::max(info.min_rtt_us * bytes_per_us, least));
   if (info.min_rtt_us * bytes_per_us < most) setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes);
 }

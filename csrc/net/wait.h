@@ -20,6 +20,8 @@ struct Missing {
   // Whether the rank is waiting in shared memory. There, nothing more can come from a peer whose process has exited. Over a link,
   // data from such a peer may still arrive.
   bool by_memory = false;
+  // Returns whether this rank prints notices about a long wait. If several ranks wait for the same ranks, only one of them does.
+  std::function<bool()> speaks = [] { return true; };
   std::vector<int> operator()() const { return ranks(); }
 };
 

@@ -20,7 +20,7 @@ Arena::Arena(std::vector<int> ranks, int rank, std::shared_ptr<Heaps> heaps, uin
       pulls_(control_, rank, ranks_) {
   try {
     populate(&control_.slot(rank), sizeof(Control::Slot));
-    populate(control_.staging(rank), 2 * tiny_bytes);
+    populate(control_.staging(rank), Control::tiny_buffers_bytes);
     pulls_.introduce();
   } catch (...) {
     // Count this Arena as destroyed, because its destructor does not run if the constructor throws.
@@ -49,13 +49,24 @@ void Arena::abandon(Heap& heap, uint64_t control, int size) {
   release(heap, control, size);
 }
 
-void Arena::post(const Call& call, Pulled pulled) {
-  parity_ ^= 1;
-  Post& post = control_.slot(rank_).post[parity_];
+Post& Arena::begin(const Wait& wait) {
+  gate_.make_room(wait);
+  calls_++;
+  first_round_ = gate_.last_round() + 1;
+  return control_.slot(rank_).posts[calls_ % window_rounds];
+}
+
+void Arena::post(const Call& call, const Wait& wait, Pulled pulled) {
+  Post& post = begin(wait);
+  meetings_++;
   post = {call.signature, offered(call.x, call.x_bytes), offered(call.out, call.out_bytes)};
   if (pulled != Pulled::nothing) pulls_.offer(call, pulled, post);
-  first_round_ = gate_.last_round() + 1;
-  first_line(rank_).fingerprint = call.signature.fingerprint();
+  sign(call);
+}
+
+void Arena::post_one_way(const Call& call, const Wait& wait) {
+  begin(wait) = {.signature = call.signature};
+  sign(call);
 }
 
 void Arena::give_up() const {

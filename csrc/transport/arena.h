@@ -44,24 +44,31 @@ class Arena {
 
   // Enters the state ENTERED of docs/design/0001-call.md: tells the other ranks about this call, and offers them x and out if
   // these arrays are in the heap and larger than unoffered_bytes(). The first round of the call must follow. pulled: the arrays
-  // that peers may read directly from this process.
-  void post(const Call& call, Pulled pulled = Pulled::nothing);
+  // that peers may read directly from this process. Waits if this rank is too far ahead of the slowest rank.
+  void post(const Call& call, const Wait& wait, Pulled pulled = Pulled::nothing);
+  // Does the same for a call whose only round is one-way, and offers nothing.
+  void post_one_way(const Call& call, const Wait& wait);
   // Returns whether all ranks posted the same signature. Call this after the first round.
   bool agreed() const;
-  // Returns whether the given rank has arrived at the first round, with another signature. Call this before the first round.
+  // Returns whether the given rank has arrived at the first round of the current call.
+  bool has_arrived(int rank) const { return first_line(rank).arrived.load() >= first_round_; }
+  // Returns whether the given rank has arrived at the first round of the current call, with another signature.
   bool has_arrived_with_another(int rank) const {
-    const Control::Line& line = control_.slot(rank).lines[first_round_ & 1];
-    return line.arrived.load() >= first_round_ && line.fingerprint != first_line(rank_).fingerprint;
+    return has_arrived(rank) && first_line(rank).fingerprint != first_line(rank_).fingerprint;
   }
   // Makes the call's arrays inaccessible to the other ranks. Call this when the group is broken. If withdraw() fails for an
   // array, it throws, and later calls of this rank offer no arrays.
   void withdraw(const Call& call);
   // Returns what the given rank posted for the current call. The result is valid from the end of the first round until this
   // rank's next call.
-  const Post& posted(int rank) const { return control_.slot(rank).post[parity_]; }
+  const Post& posted(int rank) const { return control_.slot(rank).posts[calls_ % window_rounds]; }
 
   // Arrives at the next round, and returns when all ranks have arrived.
   void round(const Wait& wait) { gate_.round(wait); }
+  // The round of a one-way call, see meet_one_way() in arena_steps.h and the functions of Gate.
+  void arrive(bool awaited_alone) { gate_.arrive(awaited_alone); }
+  void wait_for_all_alone(const Wait& wait) { gate_.wait_for_all_alone(wait); }
+  void wait_for(int rank, const Wait& wait) { gate_.wait_for(rank, wait); }
   // Tells the peers that this rank gives up its calls, and wakes all ranks that are sleeping in this arena, so that they call
   // Wait::look(). Call this before the program can change the arrays of a call that has not completed.
   void give_up() const;
@@ -82,11 +89,16 @@ class Arena {
   // the call's rounds, usually the first. All ranks may read the message between this round and the next. bytes: the size of
   // the largest message of any rank, at most tiny_bytes.
   char* tiny(int rank, size_t bytes) const {
-    return bytes <= inline_bytes ? first_line(rank).data : control_.staging(rank) + parity_ * tiny_bytes;
+    if (bytes <= inline_bytes) return first_line(rank).data;
+    char* const buffers = control_.staging(rank);
+    if (bytes <= one_way_bytes) return buffers + calls_ % window_rounds * one_way_bytes;
+    return buffers + window_rounds * one_way_bytes + meetings_ % 2 * tiny_bytes;
   }
   // Returns the given rank's staging chunk for a step. Steps are counted from the creation of the group. Steps s and s + chunks
   // use the same memory.
-  char* chunk(int rank, uint64_t step) const { return control_.staging(rank) + 2 * tiny_bytes + (step % chunks) * chunk_bytes; }
+  char* chunk(int rank, uint64_t step) const {
+    return control_.staging(rank) + Control::tiny_buffers_bytes + (step % chunks) * chunk_bytes;
+  }
   // Returns the number of steps so far. After a call that used n chunks of each rank, every rank must add n to this number.
   uint64_t& steps() { return steps_; }
 
@@ -110,7 +122,12 @@ class Arena {
   uint64_t partings() const { return gate_.partings(); }
 
  private:
-  Control::Line& first_line(int rank) const { return control_.slot(rank).lines[first_round_ & 1]; }
+  Control::Line& first_line(int rank) const { return control_.slot(rank).line(first_round_); }
+  // Begins a call, and returns this rank's post for it.
+  Post& begin(const Wait& wait);
+  // Writes the fingerprint. Call this as late as possible: peers may already poll the line, and then a write moves it to this CPU
+  // and back once more.
+  void sign(const Call& call) { first_line(rank_).fingerprint = call.signature.fingerprint(); }
   uint64_t offered(const void* memory, size_t bytes) const;
 
   const std::vector<int> ranks_;
@@ -122,7 +139,7 @@ class Arena {
   Pulls pulls_;
   uint64_t first_round_ = 0;  // the first round of the current call
   uint64_t steps_ = 0;
-  unsigned parity_ = 0;
+  uint64_t calls_ = 0, meetings_ = 0;  // the numbers of all calls so far, and of those in which all ranks have met
   // The process id of this rank. A forked child inherits the Arena, but is not a rank, so ~Arena() does nothing in the child.
   const int owner_ = getpid();
 };

@@ -34,7 +34,7 @@ bool leave(int cpu) {
 // If two ranks are waiting on the same CPU, the kernel takes milliseconds to separate them, and even longer if they yield to each
 // other (see docs/performance.md). So the rank with the higher number moves.
 void Parting::waits_awake(uint64_t round) {
-  constexpr uint64_t cpu_bits = 16, recent_rounds = 2;
+  constexpr uint64_t cpu_bits = 16, recent_rounds = window_rounds;
   const int cpu = sched_getcpu();
   if (cpu < 0 || cpu >= CPU_SETSIZE) return;
   control_.slot(rank_).place.store(round << cpu_bits | static_cast<uint64_t>(cpu), std::memory_order_relaxed);

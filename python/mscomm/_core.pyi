@@ -422,11 +422,15 @@ def usual_all_reduce(options: type, sum: Any, profiler: ModuleType, /) -> Callab
 class Layout:
     """Says on which host each rank of a group runs, and which algorithms and carriers the group therefore uses."""
 
-    def __init__(self, *, hosts: Sequence[int], rank: int, forced: Sequence[str]) -> None:
+    def __init__(
+        self, *, hosts: Sequence[int], rank: int, forced: Sequence[str], prices: Sequence[float] | None = None
+    ) -> None:
         """hosts: for each rank, the number of its host. Hosts are numbered in the order in which they first occur.
-        rank: this rank. forced: for each collective, the name of the only algorithm that it may use, or "".
+        rank: this rank. forced: for each collective, the name of the only algorithm that it may use, or "". prices: the
+        fields of mscomm.cluster.prices.Prices. None means the default prices.
 
-        Raise ValueError if a forced algorithm does not exist, or cannot be used on these hosts.
+        Raise ValueError if a forced algorithm does not exist, or cannot be used on these hosts, or if a price is not a
+        number of 0 or more.
         """
 
     @property
@@ -444,13 +448,18 @@ class Layout:
     def allows(self, carrier: Literal["arena", "mesh", "both"], /) -> bool:
         """Return whether ranks on these hosts can use an algorithm with this carrier."""
 
+    @property
+    def prices(self) -> list[float]: ...
     def rows(self, what: int, /) -> list[str]:
-        """Return the algorithms that a collective may use. A call runs the first of these algorithms that accepts the
-        size of the message, or the last of them if none does.
-        """
+        """Return the algorithms that a collective may use."""
 
     def chosen(self, what: int, bytes: int, /) -> str:
         """Return the algorithm that a collective runs for a message of this many bytes."""
+
+    def cost(self, what: int, algorithm: str, bytes: int, /) -> list[float] | None:
+        """Return what a call with this algorithm costs for a message of this many bytes: how often each kind of work
+        happens, in the order of the prices. None if the algorithm has no competitor that it must be compared with.
+        """
 
 @final
 class CallNumbers:

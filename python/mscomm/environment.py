@@ -143,6 +143,12 @@ VARIABLES = (
         default="",
     ),
     Variable(
+        "MSCOMM_TUNED",
+        "A file that `mscomm bench tune --json FILE` has written. It says what a message costs on this network. Only"
+        " rank 0 needs it: all ranks choose their algorithms between hosts by rank 0's file.",
+        ("cluster.prices",),
+    ),
+    Variable(
         "MSCOMM_NCCL_LIBRARY",
         "The NCCL library file. If it is set, mscomm tries no other file. Needed if NCCL is neither in site-packages"
         " nor found by the loader.",

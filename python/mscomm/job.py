@@ -23,7 +23,7 @@ from mscomm.accelerators import CPU, NAMES
 from mscomm.arguments import checked_rank
 from mscomm.bootstrap import again, ms_cluster
 from mscomm.bootstrap.invitation import Invitation, Launcher
-from mscomm.cluster import assemble, links, plan
+from mscomm.cluster import assemble, links, plan, prices
 from mscomm.cluster.deadline import Deadline, join_timeout_s, seconds_of
 from mscomm.cluster.frames import Frames
 from mscomm.cluster.hello import UNKNOWN_RANK, package_version
@@ -65,11 +65,10 @@ class Job:
     ...     total = mscomm.all_reduce(x, group=job.world)
     """
 
-    def __init__(self, epoch: assemble.Epoch, asked: assemble.Asked, algo: str, limits: Limits, name: str = "") -> None:
+    def __init__(self, epoch: assemble.Epoch, asked: assemble.Asked, limits: Limits, name: str = "") -> None:
         self.name = name
         self.epoch = epoch
         self.asked = asked
-        self.algo = algo
         self.timeout_s, self.join_timeout_s = limits
         self.launcher = "none"
         self.local_rank = 0
@@ -259,7 +258,7 @@ class Job:
             if self.epoch.heap is not None:
                 self.epoch.heap.retire()
             with links.unix_listener(128) as memory:
-                facts = assemble.facts(self.asked, self.size, self.algo, memory, self.name)
+                facts = assemble.facts(self.asked, self.size, memory, self.name)
                 welcome = self.member.rejoin(facts, deadline)
                 try:
                     self._begin_epoch(self.member, welcome, memory, deadline)
@@ -387,13 +386,13 @@ def join(
     >>> with mscomm.join() as job:
     ...     mscomm.all_reduce(x, group=job.world)
     """
-    asked = assemble.Asked(_backend(backend_name), _device(device))
+    algo = environment.read("MSCOMM_ALGO", os.environ)
+    forced = assemble.forced_algorithms(algo)
+    asked = assemble.Asked(_backend(backend_name), _device(device), algo, prices.read(os.environ))
     limits = Limits(
         environment.read("MSCOMM_TIMEOUT", os.environ) if timeout is None else seconds_of(timeout, "init"),
         join_timeout_s(os.environ) if join_timeout is None else seconds_of(join_timeout, "init", "join_timeout"),
     )
-    algo = environment.read("MSCOMM_ALGO", os.environ)
-    forced = assemble.forced_algorithms(algo)
     deadline = Deadline(limits.join_s)
     exits.watch(leave_all, _tell_others)
     exits.end_with_mpi_launcher()
@@ -407,7 +406,7 @@ def join(
         _tell_launcher(launcher)
     if launcher is None:
         _tell_rank(0)
-        job = Job(assemble.alone(asked), asked, algo, limits, name)
+        job = Job(assemble.alone(asked), asked, limits, name)
         job.found(job.world, deadline)
     else:
         invitation = launcher.accept(os.environ, deadline, protection())
@@ -415,7 +414,7 @@ def join(
         # The launcher's local rank is not valid if MSCOMM_HOST_ID defines the hosts.
         local_rank = None if environment.read("MSCOMM_HOST_ID", os.environ) else invitation.seat.local_rank
         asked = asked._replace(device=device, local_rank=local_rank)
-        job = _join(invitation, asked, algo, forced, limits, name, deadline, launcher)
+        job = _join(invitation, asked, forced, limits, name, deadline, launcher)
     _joined.append(job)
     again.joined(launcher)
     if len(_joined) == 1:
@@ -456,7 +455,6 @@ def _tell_variables_without_effect(launcher: Launcher | None) -> None:
 def _join(
     invitation: Invitation,
     asked: assemble.Asked,
-    algo: str,
     forced: list[str],
     limits: Limits,
     name: str,
@@ -481,13 +479,13 @@ def _join(
         failing.callback(member.close)
         memory = failing.enter_context(links.unix_listener(128))
         try:
-            facts = assemble.facts(asked, invitation.seat.size, algo, memory, name)
+            facts = assemble.facts(asked, invitation.seat.size, memory, name)
         except BaseException as error:
             member.give_up(error)
             raise
         welcome = member.join(facts, deadline)
         _tell_rank(welcome.rank)
-        job = Job(assemble.Epoch(member, welcome, forced), asked, algo, limits, name)
+        job = Job(assemble.Epoch(member, welcome, forced), asked, limits, name)
         # All ranks have come. So all of them count this join, even if it fails from here on.
         again.remember(launcher, invitation, job.epoch, os.environ)
         try:

@@ -1,6 +1,10 @@
 // Tests the mesh and its algorithms. Also tests that a rank refuses invalid data from a peer. The ranks are threads connected by
 // socket pairs.
+#include <linux/tcp.h>
+
 #include <atomic>
+#include <barrier>
+#include <cmath>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -22,8 +26,9 @@ std::vector<Memory> memories(const std::string& algorithm) {
 
 void every_collective_by(const std::string& algorithm) {
   for (int size : sizes_of_groups()) {
-    // Only the hierarchical algorithm has ranks that share memory. So with the others, a race is between the threads of one rank.
-    if (test::only_races && algorithm != "hierarchical" && size != 3) continue;
+    // A race is between the threads of one rank or, with the hierarchical algorithm, also between the ranks of one host. For
+    // these, hosts_are_added_in_order() has more layouts.
+    if (test::only_races && size != 3) continue;
     // Only the last size is larger than a window. With 3 ranks, each part of an all_reduce of this size spans several windows,
     // which is more than the sockets can buffer.
     std::vector<size_t> sizes{0, 1, 7, 1000, (size == 3 ? 12 : 2) * window_bytes / 4 + 5};
@@ -39,14 +44,17 @@ void every_collective_by(const std::string& algorithm) {
 // Numbers are added in rank order within a host. Then the hosts' sums are added in the order of the hosts' lowest ranks, even if
 // the ranks alternate between hosts.
 void hosts_are_added_in_order(const std::string& algorithm) {
-  for (const std::vector<int>& hosts : {std::vector{0, 1, 0, 1, 2}, std::vector{0, 1, 0, 1}, std::vector{0, 0, 1, 1, 1}}) {
-    // The message of two chunks still needs several steps.
-    if (test::only_races && (algorithm != "hierarchical" || hosts.size() == 4)) continue;
+  for (const std::vector<int>& hosts :
+       {std::vector{0, 1, 0, 1, 2}, std::vector{0, 1, 0, 1}, std::vector{0, 0, 1, 1, 1}, std::vector{0, 0, 0, 0, 1, 2}}) {
+    // One layout with alternating hosts, and one with consecutive ranks, which takes other branches. The message of two chunks
+    // still needs several steps.
+    if (test::only_races && (algorithm != "hierarchical" || hosts.size() == 4 || hosts[2] == 1)) continue;
     const ThreadJob job(static_cast<int>(hosts.size()), hosts);
     const ThreadGroup world(job, job.all(), algorithm, false);
     std::vector<size_t> sizes{7, 1000, 5000};
-    if (algorithm == "hierarchical") sizes.push_back(chunk_bytes);  // needs several steps
-    if (test::only_races) sizes = {7, chunk_bytes / 2};
+    // Several steps. One of the layouts, with hosts of different sizes, is enough.
+    if (algorithm == "hierarchical" && hosts.size() == 5 && hosts[4] == 2) sizes.push_back(chunk_bytes / 2 + 5);
+    if (test::only_races) sizes = {7, hosts.size() == 5 ? chunk_bytes / 2 : 5000};
     const Inputs inputs(world.layout(), Dtype::float32, 2 * sizes.back() + 100);
     world.run([&](const ThreadRank& me) { every_case(me, algorithm, inputs, sizes, memories(algorithm)); });
   }
@@ -109,6 +117,93 @@ struct NeverBroken final : Watch {
   }
   bool broken() const override { return false; }
 };
+
+// The messages that a rank sends in a call, and the bytes that it receives, without headers. In the calls below, each rank
+// receives as much as it sends.
+struct Sent {
+  uint64_t messages;
+  double bytes;
+};
+
+// Runs a call with an x of `bytes` bytes on n ranks, each on a host of its own. Returns what the rank that sends most has sent.
+Sent most_sent(const Algorithm& row, int n, size_t bytes) {
+  const auto size = static_cast<size_t>(n);
+  std::vector<std::vector<std::optional<Stream>>> links(size);
+  for (auto& row_of_links : links) row_of_links.resize(size);
+  std::vector<std::vector<int>> sockets(size);
+  for (size_t a = 0; a < size; a++)
+    for (size_t b = a + 1; b < size; b++) {
+      const auto ends = tcp_pair();
+      links[a][b].emplace(ends[0], "peer"), links[b][a].emplace(ends[1], "peer");
+      sockets[a].push_back(ends[0]), sockets[b].push_back(ends[1]);
+    }
+  std::vector<int> hosts, names;
+  for (int rank = 0; rank < n; rank++) hosts.push_back(rank), names.push_back(rank);
+  std::vector<Sent> sent(size);
+  std::barrier all_returned(n);
+  std::vector<std::thread> threads;
+  for (size_t rank = 0; rank < size; rank++)
+    threads.emplace_back([&, rank] {
+      const int me = static_cast<int>(rank);
+      const Layout layout(hosts, me);
+      Mesh mesh(names, me, 0, false, std::move(links[rank]), [](uint64_t) { return std::nullopt; });
+      const size_t count = row.what == Collective::reduce_scatter ? bytes / size : bytes;
+      std::vector<uint8_t> x(bytes), out(row.what == Collective::all_gather ? size * bytes : count);
+      Call call = make_call(row.what, Dtype::uint8, -1, x.data(), bytes, out.data(), out.size(), bytes);
+      call.signature.number = 1;
+      std::vector<char> scratch;
+      NeverBroken watch;
+      mesh.begin(call.signature);
+      row.run(call, {layout, nullptr, &mesh, scratch}, {watch, Deadline(60)});
+      sent[rank].messages = mesh.queued();
+      all_returned.arrive_and_wait();
+      for (const int socket : sockets[rank]) {
+        tcp_info info{};
+        socklen_t length = sizeof info;
+        CHECK(getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &length) == 0);
+        if (info.tcpi_bytes_received > 0) sent[rank].bytes += static_cast<double>(info.tcpi_bytes_received - sizeof(Header));
+      }
+      all_returned.arrive_and_wait();  // the end of a link counts as a byte
+      mesh.close(60);
+    });
+  for (std::thread& thread : threads) thread.join();
+  Sent most{};
+  for (const Sent& one : sent) most = {std::max(most.messages, one.messages), std::max(most.bytes, one.bytes)};
+  return most;
+}
+
+// The model of an algorithm is right about its messages and bytes. A message of more than a window counts as several turns, so
+// messages are counted only in short calls. (In a chain, Cost::messages counts those of all ranks.)
+void costs_are_what_is_sent() {
+  for (const Algorithm& row : algorithms())
+    for (const int n : {2, 3, 5, 8}) {
+      if (!row.cost || row.what == Collective::broadcast) continue;
+      for (const size_t each : {64, 4096, 100'032}) {
+        const size_t bytes = static_cast<size_t>(n) * each;
+        const Cost cost = row.cost(Layout(std::vector<int>(static_cast<size_t>(n)), 0), static_cast<double>(bytes));
+        const Sent sent = most_sent(row, n, bytes);
+        if (each <= 4096) CHECK(static_cast<double>(sent.messages) == cost.messages);
+        CHECK(std::abs(sent.bytes - cost.bytes) <= 1e-9 * cost.bytes);
+      }
+    }
+}
+
+// Prices decide the choice, and prices that make no sense are refused.
+void prices_decide() {
+  const std::vector<int> hosts{0, 1, 2, 3};
+  const auto chosen = [&](const Prices& prices) { return Layout(hosts, 0, {}, prices).chosen(Collective::all_reduce, 8).name; };
+  CHECK(chosen({}) == "direct");
+  CHECK(chosen({.latency_us = 1, .message_us = 20}) == "bruck");
+  for (const double wrong : {-1.0, std::nan(""), HUGE_VAL}) {
+    std::string kind;
+    try {
+      chosen({.byte_ns = wrong});
+    } catch (const Error& error) {
+      kind = error.kind;
+    }
+    CHECK(kind == "ValueError");
+  }
+}
 
 // A peer sends a header with one changed byte. Whichever byte it is, the call ends with Error or Differs. The header never
 // crashes the rank and is never mistaken for data.
@@ -300,6 +395,8 @@ SUITE(mesh) {
   on_threads(5, "ring", false, ring_is_close);
   on_threads(3, "direct", false, last_look_leaves_running_calls_alone);
   on_threads(2, "tree", false, crossed_roots);
+  costs_are_what_is_sent();
+  prices_decide();
   garbage_is_refused();
   deadline_ends_a_call_while_bytes_flow();
   nobody_waits_behind_a_peer_that_takes_nothing();

@@ -128,13 +128,19 @@ def mscomm_call(case: Case, buffers: Buffers, group: Group | None = None) -> Cal
     return lambda: function(x, **arguments)
 
 
-def ourselves(case: Case, shared: bool, name: str = "mscomm", group: Group | None = None) -> Contender:
+def ourselves(
+    case: Case,
+    shared: bool,
+    name: str = "mscomm",
+    group: Group | None = None,
+    bind: Callable[..., Callable[[], object]] = mscomm_call,
+) -> Contender:
     """Return mscomm as a contender. If `shared`, arrays come from mscomm.empty; otherwise they are ordinary arrays.
 
-    group: the group to make the calls on. It must contain all ranks. None means the world.
+    group: the group to make the calls on. It must contain all ranks. None means the world. bind: a function that
+    returns the call to measure.
     """
     chosen = assemble.chosen(resolve(group).core.layout).get(case.row.name, "not known")
     memory = "arrays of mscomm.empty" if shared else "private arrays"
     about = f"mscomm {mscomm.__version__}, {memory}, algorithm {chosen}"
-    bind = functools.partial(mscomm_call, group=group)
-    return Local(name, about, case, mscomm.empty if shared else np.empty, bind)
+    return Local(name, about, case, mscomm.empty if shared else np.empty, functools.partial(bind, group=group))

@@ -20,6 +20,7 @@ import mscomm
 from mscomm import environment as variables
 from mscomm.bench.plan import BUCKETS, TUNE, Plan
 from mscomm.bench.table import COLLECTIVES, Case, moves_data
+from mscomm.cluster.prices import Prices
 
 SCHEMA = "mscomm-bench/1"
 _MODES = ("out_of_place", "in_place")
@@ -192,6 +193,7 @@ def tune_head(plan: Plan, env: dict[str, Any]) -> None:
     _head(plan, env)
     _how(plan)
     memory = "arrays of mscomm.empty" if plan.shared else "private arrays"
+    say("# a call with a root is measured together with a barrier behind it")
     say(f"# every algorithm for this layout, {memory}, {plan.dtype}; {plan.rounds} rounds, in turn; best: the fastest")
 
 
@@ -211,17 +213,51 @@ def tune_row(row: dict[str, Any]) -> None:
     )
 
 
-def tune_choices(choices: dict[str, list[tuple[str, int]]], faster: list[tuple[str, int, str, str, float]]) -> None:
+def tune_choices(
+    choices: dict[str, list[tuple[str, int]]],
+    faster: list[tuple[str, int, str, str, float]],
+    regrets: list[tuple[float, str, int]],
+) -> None:
     """Print which algorithms init() chooses for these ranks, and for which sizes another algorithm was faster."""
     say("#")
     say("# What init chooses for these ranks and hosts")
-    for what, rows in choices.items():
-        (first, _), *others = rows
-        say(f"#   {what:<16}{first}" + "".join(f", {name} from {size} B" for name, size in others))
+    _choices(choices)
     for what, size, chosen, best, share in faster:
         say(f"# {what}, {size} B: {best} took {share:.2f} of the time of {chosen}")
     if not faster:
-        say("# No other algorithm was faster by 10% or more in every round")
+        say("# No other algorithm that init may choose was faster by 10% or more in every round")
+    _regret(regrets)
+
+
+def tune_prices(
+    prices: Prices,
+    errors: list[float],
+    choices: dict[str, list[tuple[str, int]]],
+    regrets: list[tuple[float, str, int]],
+) -> None:
+    """Print the fitted prices, and what init() chooses with them. errors: modelled times divided by measured times."""
+    say("#")
+    say("# Prices that fit these times")
+    for name, price in prices._asdict().items():
+        what, _, unit = name.rpartition("_")
+        say(f"#   {what.replace('_', ' '):<16}{price:.4g} {unit}")
+    off = statistics.median(abs(error - 1) for error in errors)
+    say(f"# The modelled times differ by {off:.0%} from the measured ones, in the median")
+    say("# What init chooses with these prices, if MSCOMM_TUNED names the file of --json")
+    _choices(choices)
+    _regret(regrets)
+
+
+def _choices(choices: dict[str, list[tuple[str, int]]]) -> None:
+    for what, rows in choices.items():
+        (first, _), *others = rows
+        say(f"#   {what:<16}{first}" + "".join(f", {name} from {size} B" for name, size in others))
+
+
+def _regret(regrets: list[tuple[float, str, int]]) -> None:
+    mean = statistics.geometric_mean(one for one, _, _ in regrets)
+    worst, what, size = regrets[0]
+    say(f"# Regret, chosen/best  : {mean:.3f} in the geometric mean, at most {worst:.2f} ({what}, {size} B)")
 
 
 # -- what is printed and written at the end ----------------------------------------------------------------------------

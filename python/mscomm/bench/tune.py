@@ -1,7 +1,9 @@
 """`mscomm bench tune`: measures each collective with each of its algorithms, and shows which algorithm init() chooses.
 
-The choice depends only on the ranks, the hosts and the size of the message, so that all ranks make the same choice
-without communication. This command shows how good the choice is on these hosts. MSCOMM_ALGO can force another choice.
+The choice depends only on the ranks, the hosts, the size of the message and the prices of rank 0, so that all ranks
+make the same choice without communication. This command shows how good the choice is on these hosts. It also fits the
+prices to the measured times, and shows how good the choice would be with them. MSCOMM_TUNED gives these prices to a
+job, and MSCOMM_ALGO forces another choice.
 """
 
 from __future__ import annotations
@@ -10,19 +12,30 @@ import bisect
 import contextlib
 import functools
 import itertools
+import math
 import statistics
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
 
 import mscomm
 from mscomm import _core, job, subgroups
 from mscomm.bench import report
-from mscomm.bench.contenders import ourselves
+from mscomm.bench.contenders import mscomm_call, ourselves
 from mscomm.bench.measuring import of_size, rehearse, telling
 from mscomm.bench.peers import Unfit
 from mscomm.bench.plan import ROUNDS_WITH_PEERS, Plan, dtype_of
-from mscomm.bench.table import COLLECTIVES, Case
+from mscomm.bench.table import COLLECTIVES, Buffers, Case
+from mscomm.cluster.assemble import OWN_ORDER
+from mscomm.cluster.prices import Prices
 from mscomm.group import Group
 
+# The collectives to whose times the prices are fitted. In these, no rank can return before it has heard from all
+# others. So a call takes as long in a loop of calls as it does alone.
+_FITTED = ("all_reduce", "all_gather", "reduce_scatter")
+_US = np.array([1, 1, 1e-3, 1e-3, 1e-3])  # the unit of each price in microseconds
+_FITS = 100  # after this many steps of fit(), the factors hardly change
 _FASTER = 0.9  # report an algorithm as faster if each round takes less than this share of the chosen algorithm's time
 
 
@@ -59,14 +72,32 @@ def measure(plan: Plan, rank: int, ranks: int) -> dict[str, Any]:
             rows = _of_collective(plan._replace(collective=what, peers=tuple(names)), case, variants, layout)
             result["rows"] += rows
             choices[what] = choice(layout, what, [row["message"] for row in rows])
-    if rank == 0:
-        report.tune_choices(choices, faster(result["rows"]))
+    if rank > 0:
+        return result
+    report.tune_choices(choices, faster(result["rows"]), regrets(result["rows"]))
+    # With two ranks, each algorithm has as many latencies as messages, so their prices could not be told apart.
+    one_each = ranks > 2 and len(set(world.hosts)) == ranks
+    prices = fit(samples(layout, result["rows"])) if one_each else None
+    if not prices:
+        report.say("# No prices: they need at least 3 ranks, each on a host of its own")
+    else:
+        result["prices"] = prices._asdict()
+        tuned = _core.Layout(hosts=world.hosts, rank=0, forced=world.epoch.forced, prices=prices)
+        sizes = {what: [row["message"] for row in result["rows"] if row["collective"] == what] for what in known}
+        errors = [prices.us(one.cost) / one.us for one in samples(layout, result["rows"])]
+        report.tune_prices(
+            prices,
+            errors,
+            {what: choice(tuned, what, sizes[what]) for what in known},
+            regrets([row | {"chosen": _chosen(tuned, row)} for row in result["rows"]]),
+        )
     return result
 
 
 def _of_collective(plan: Plan, case: Case, variants: dict[str, Group], layout: _core.Layout) -> list[dict[str, Any]]:
     what, names = plan.collective, plan.peers
-    ways = [ourselves(case, plan.shared, name, variants[name]) for name in names]
+    bind = _until_all_return if case.row.rooted else mscomm_call
+    ways = [ourselves(case, plan.shared, name, variants[name], bind) for name in names]
     counts = plan.counts(case)
     for way in ways:
         with telling(case.rank):
@@ -79,12 +110,90 @@ def _of_collective(plan: Plan, case: Case, variants: dict[str, Group], layout: _
         # The choice depends on the size of x. If only the result has parts, x has the size of one part.
         message = size if case.row.x_in_parts else count * case.dtype.itemsize
         row = {"collective": what, "size": size, "message": message, "results": of_size(plan, case, ways, count)}
-        row["chosen"] = layout.chosen(_core.collectives.index(what), message)
-        row["best"] = min(names, key=lambda name: _cell(row, name)["us"])
+        row["chosen"] = _chosen(layout, row)
+        same_bits = [name for name in names if (what, name) not in OWN_ORDER]
+        row["best"] = min(same_bits, key=lambda name: _cell(row, name)["us"])
         rows.append(row)
         if case.rank == 0:
             report.tune_row(row)
     return rows
+
+
+def _chosen(layout: _core.Layout, row: dict[str, Any]) -> str:
+    return layout.chosen(_core.collectives.index(row["collective"]), row["message"])
+
+
+class Sample(NamedTuple):
+    """The cost of a call and its measured time. row: samples with the same number were measured in turn."""
+
+    cost: list[float]
+    us: float
+    row: int = 0
+
+
+def samples(layout: _core.Layout, rows: list[dict[str, Any]]) -> Iterator[Sample]:
+    """Yield a sample for each algorithm and size to which prices are fitted."""
+    for number, row in enumerate(rows):
+        what = row["collective"]
+        for name in row["results"] if what in _FITTED else ():
+            cost = layout.cost(_core.collectives.index(what), name, row["message"])
+            if cost is not None and (what, name) not in OWN_ORDER:
+                yield Sample(cost, _cell(row, name)["us"], number)
+
+
+def fit(measured: Iterable[Sample]) -> Prices | None:
+    """Return the prices that explain the measured times best. None if nothing was measured.
+
+    The prices have the least sum of squares of relative errors. Two things make the choice by these prices better. The
+    algorithms of a row were measured in turn, so a machine that was slower for some seconds made all of them slower. So
+    each row has a factor for its times; the median of all factors is 1. And the longer an algorithm takes than the best
+    of its row, the less its error counts, because it will not be chosen.
+    """
+    found = list(measured)
+    if not found:
+        return None
+    _, rows = np.unique([one.row for one in found], return_inverse=True)
+    us = np.array([one.us for one in found])
+    costs = np.array([one.cost for one in found]) * _US
+    best = np.full(rows.max() + 1, math.inf)
+    np.minimum.at(best, rows, us)
+    weights = best[rows] / us
+    factors = np.ones(len(best))
+    for _ in range(_FITS):
+        prices = _least_squares(costs * (weights / (us * factors[rows]))[:, None], weights)
+        logs = weights * np.log(np.maximum(costs @ prices, 1e-9) / us)
+        factors = np.exp(np.bincount(rows, logs) / np.bincount(rows, weights))
+        factors /= np.median(factors)
+    return Prices(*(float(price) for price in prices))
+
+
+def _least_squares(table: Any, right: Any) -> Any:
+    """Return the prices, none of them negative, with which table @ prices is nearest to `right`.
+
+    There are only five prices. So this function tries which of them are 0, and takes the best of the solutions without
+    negative prices.
+    """
+    best, least = np.zeros(table.shape[1]), math.inf
+    for used in itertools.product([False, True], repeat=len(best)):
+        found = np.zeros(len(best))
+        found[list(used)] = np.linalg.lstsq(table[:, used], right, rcond=None)[0]
+        error = float(((table @ found - right) ** 2).sum())
+        if (found >= 0).all() and error < least:
+            best, least = found, error
+    return best
+
+
+def _until_all_return(case: Case, buffers: Buffers, group: Group | None = None) -> Callable[[], object]:
+    """Return a function that makes a call with a root, and then a barrier. In a loop of calls with a root, some ranks
+    run ahead of the others, so the time of a call would not show when the last rank has its result.
+    """
+    call = mscomm_call(case, buffers, group)
+
+    def both() -> None:
+        call()
+        mscomm.barrier()  # of the world, so that it is the same for all algorithms
+
+    return both
 
 
 def choice(layout: _core.Layout, what: str, sizes: list[int]) -> list[tuple[str, int]]:
@@ -96,7 +205,9 @@ def choice(layout: _core.Layout, what: str, sizes: list[int]) -> list[tuple[str,
 
     chosen = functools.partial(layout.chosen, _core.collectives.index(what))
     found = [(chosen(0), 0)]
-    for small, large in itertools.pairwise([0, *sizes]):
+    # Between two sizes, the choice may change and change back, so look at some sizes in between, too.
+    between = [small + (large - small) * k // 16 for small, large in itertools.pairwise([0, *sizes]) for k in range(16)]
+    for small, large in itertools.pairwise([*between, *sizes[-1:]]):
         while chosen(large) != found[-1][0]:
             within = range(small, large + 1)
             small = within[bisect.bisect_left(within, True, key=lambda size: chosen(size) != found[-1][0])]
@@ -116,6 +227,14 @@ def faster(rows: list[dict[str, Any]]) -> list[tuple[str, int, str, str, float]]
         if max(shares) < _FASTER:
             found.append((row["collective"], row["size"], row["chosen"], row["best"], statistics.median(shares)))
     return found
+
+
+def regrets(rows: list[dict[str, Any]]) -> list[tuple[float, str, int]]:
+    """Return for each row its regret, the time of the chosen algorithm divided by that of the best, and its collective
+    and size. The largest regret is the first.
+    """
+    times = [(row, _cell(row, row["chosen"])["us"], _cell(row, row["best"])["us"]) for row in rows]
+    return sorted(((ours / best, row["collective"], row["size"]) for row, ours, best in times), reverse=True)
 
 
 def _cell(row: dict[str, Any], name: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from mscomm import _core, accelerators, environment, log
 from mscomm.accelerators import Accelerator
-from mscomm.cluster import interfaces, links, plan
+from mscomm.cluster import interfaces, links, plan, prices
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.cpus import can_spin, cpu_quota, cpus_of
 from mscomm.cluster.deadline import Deadline
@@ -26,6 +26,8 @@ from mscomm.cluster.hello import DATA, HUB, MEMORY, MESSAGES, Identity, grouped,
 from mscomm.cluster.member import Member, Welcome
 from mscomm.errors import Aborted, Error, PeerLost, on_failure
 
+# The algorithms that add floats in an order of their own. mscomm uses them only if MSCOMM_ALGO names them.
+OWN_ORDER = (("all_reduce", "ring"), ("reduce_scatter", "ring"))
 _HUGE_PAGE = 2 << 20
 _LARGEST_POWER = 40  # all calls with at least 2**40 bytes use the same algorithm
 _ADDRESS_SPACE = 1 << 46  # bytes of address space for all heaps in a process; a process has 2^47 bytes in total
@@ -35,14 +37,23 @@ _ADDRESS_SPACE = 1 << 46  # bytes of address space for all heaps in a process; a
 
 
 class Asked(NamedTuple):
-    """The backend that the user requested on this rank: its name or "auto", and a device or None."""
+    """What the user requested on this rank.
+
+    backend: its name or "auto". device: its number, or None. algo: the text of MSCOMM_ALGO. prices: see prices.read.
+    """
 
     backend: str
     device: int | None
+    algo: str
+    prices: list[float] | str | None
     local_rank: int | None = None  # this rank's number on its host; None if the launcher does not provide it
 
+    def accelerators(self) -> dict[str, Any]:
+        """Return the facts about this rank's accelerators."""
+        return accelerators.facts(self.backend, self.device, self.local_rank, os.environ)
 
-def facts(asked: Asked, size: int, algo: str, memory: socket.socket, name: str) -> dict[str, Any]:
+
+def facts(asked: Asked, size: int, memory: socket.socket, name: str) -> dict[str, Any]:
     """Return the facts that this rank tells the other ranks about itself.
 
     memory: the socket on which this rank listens for the other ranks of its host. name: the name of the job.
@@ -52,14 +63,15 @@ def facts(asked: Asked, size: int, algo: str, memory: socket.socket, name: str) 
         "backend": asked.backend,
         "job": name,
         "size": size,
-        "algo": algo,
+        "algo": asked.algo,
+        "prices": asked.prices,
         "host": host_id(),
         "hostname": socket.gethostname(),
         "pid": os.getpid(),
         "cpus": sorted(os.sched_getaffinity(0)),
         "quota": cpu_quota(),
         "memory": memory.getsockname(),
-        **accelerators.facts(*asked, os.environ),
+        **asked.accelerators(),
     }
 
 
@@ -164,6 +176,7 @@ class Epoch:
         # the ranks on this rank's host, including this rank
         self.neighbours = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
         self.forced = forced
+        self.prices: list[float] | None = None  # see prices.agreed
         self.heap: _core.Heap | None = None
         self.accelerator: Accelerator | None = None  # None if the job's backend is the CPU core
 
@@ -211,7 +224,7 @@ class Epoch:
         """
         hosts = plan.hosts([self.facts[rank] for rank in ranks])
         me = ranks.index(self.rank)
-        layout = _core.Layout(hosts=hosts, rank=me, forced=forced)
+        layout = _core.Layout(hosts=hosts, rank=me, forced=forced, prices=self.prices)
         at_home = [ranks[place] for place in layout.at_home]
         what = "init" if name == "world" else f"create_group({name!r})"
         device = (*self.accelerator.opened, self.accelerator.device) if self.accelerator else None
@@ -381,6 +394,7 @@ def share(
     """
     plan.agree(welcome.facts)
     epoch = Epoch(member, welcome, forced)
+    epoch.prices = prices.agreed(welcome.facts, welcome.epoch)
     epoch.choose(asked)
     rank, neighbours = epoch.rank, epoch.neighbours
     with contextlib.ExitStack() as closing:
@@ -399,6 +413,8 @@ def share(
             _warn_of_threads([epoch.facts[peer] for peer in neighbours])
         if rank == 0 and any(forced):
             _warn_of_forced(forced)
+        if rank == 0:
+            _tell_prices(epoch)
         if rank == 0 and not epoch.tls and max(epoch.hosts) > 0 and any(fact["link"] for fact in epoch.facts):
             log.warn("the links between hosts are not encrypted, as enable_ssl=False or --permit-plain permits")
         pidfds = _pidfds(epoch)
@@ -438,9 +454,23 @@ def _warn_of_threads(here: Sequence[dict[str, Any]]) -> None:
         )
 
 
+def _tell_prices(epoch: Epoch) -> None:
+    mine = epoch.facts[0].get("prices")
+    if others := prices.without_effect(epoch.facts):
+        log.warn(f"all ranks use the prices of rank 0; MSCOMM_TUNED has no effect on {plan.named(others)}")
+    if isinstance(mine, str):
+        log.warn(f"{mine}. All ranks use the default prices")
+    if epoch.prices is None:
+        return
+    if max(epoch.hosts) == 0:
+        log.warn("MSCOMM_TUNED has no effect on one host")
+    named = zip(prices.Prices._fields, epoch.prices, strict=True)
+    log.info("prices of MSCOMM_TUNED: " + ", ".join(f"{name} {price:.4g}" for name, price in named))
+
+
 def _warn_of_forced(forced: list[str]) -> None:
     items = [f"{what}={name}" for what, name in zip(_core.collectives, forced, strict=True) if name]
-    ring = {"all_reduce=ring", "reduce_scatter=ring"} & set(items)
+    ring = {f"{what}={name}" for what, name in OWN_ORDER} & set(items)
     own_order = "; ring adds floats in an order of its own" if ring else ""
     log.warn(f"MSCOMM_ALGO forces {', '.join(items)}{own_order}")
 
@@ -448,7 +478,8 @@ def _warn_of_forced(forced: list[str]) -> None:
 def alone(asked: Asked) -> Epoch:
     """Return the epoch of a job of one rank."""
     here = {"host": "", "hostname": socket.gethostname(), "pid": os.getpid(), "cpus": [0], "quota": 1.0}
-    facts: list[dict[str, Any]] = [here | accelerators.facts(*asked, os.environ)]
+    facts: list[dict[str, Any]] = [here | {"prices": asked.prices} | asked.accelerators()]
+    prices.agreed(facts)
     welcome = Welcome(rank=0, size=1, run=b"", epoch=0, tls="", restarts=False, key=b"", facts=facts)
     epoch = Epoch(None, welcome, [""] * len(_core.collectives))
     epoch.peers = _core.Peers(rank=0, names=epoch.names, hosts=[0], pidfds=[-1], heap=None, heap_fds=[])

@@ -12,6 +12,9 @@ from typing import NamedTuple
 from mscomm.errors import CollectiveTimeout, Error, PeerLost
 
 CALLS_WITHIN_S = 1.0  # after a mismatch: how long the ranks may take to say which call they made
+# After a mismatch, some ranks may not have made the call yet. They are asked again after this time, and then after
+# intervals that double, so that a large job gets few questions.
+ASKED_AGAIN_S = 0.03
 BELIEVED_AFTER_S = 0.2  # how long the judge waits for a report from the rank that a symptom names
 ANSWERS_WITHIN_S = 0.3  # how long the ranks may take to answer "where are you"
 REASON_WITHIN_S = 0.5  # how long the launcher may take to say how a process ended
@@ -84,6 +87,8 @@ class Judge:
         self._symptoms: list[_Symptom] = []
         self._question: _Question | None = None
         self._progress: dict[int, Progress] = {}
+        # After a mismatch: when to ask again, and how long to wait after that.
+        self._ask_again, self._ask_again_s = 0.0, ASKED_AGAIN_S
         # At most one entry: the number of the call that compare() asked about last, and when it asked.
         self._asked_at: dict[int, float] = {}
         self._calls: dict[int, dict[int, str]] = {}  # for a few call numbers, the call that each rank made
@@ -164,6 +169,7 @@ class Judge:
             unknown = set(self._members()) - self._calls.get(number, {}).keys()
             self._question = _Question(error, number, now + CALLS_WITHIN_S, unknown)
             self.ask = number
+            self._ask_again, self._ask_again_s = now + ASKED_AGAIN_S, 2 * ASKED_AGAIN_S
 
     def here(self, rank: int, progress: Progress, now: float) -> None:
         """A rank says where it is. Only its first answer counts. A report of an error also counts as an answer."""
@@ -210,7 +216,7 @@ class Judge:
         if self.verdict:
             return None
         if self._question:
-            return self._question.until
+            return min(self._question.until, self._ask_again) if self._difference() else self._question.until
         if self._gone:
             return min(until for _, until in self._gone.values())
         return self._symptoms[0].until if self._symptoms else None
@@ -222,6 +228,9 @@ class Judge:
         if self._question:
             if not self._question.unanswered or now >= self._question.until:
                 self.verdict = self._explained(self._question)
+            elif self._difference() and now >= self._ask_again:
+                self.ask = self._question.number
+                self._ask_again, self._ask_again_s = now + self._ask_again_s, 2 * self._ask_again_s
             return
         for rank, (how, until) in self._gone.items():
             if rank in self._ends or until <= now:
