@@ -142,6 +142,7 @@ FULL = {
     "test_train.py": "Model.train and its callbacks with other losses, weights or files than on one process",
     "test_tutorials.py": "a script of the tutorials that needs more changes than its imports",
     "test_two_jobs.py": "two jobs at one port that mix",
+    "test_undisturbed.py": "a lock that a signal handler's exception loses, and a function that it ends",
     "test_vision.py": "an operation on images that gives other pixels than MindSpore's",
     "test_waiting.py": "a wait that burns CPU time, or that takes a late rank for a lost one",
     "test_wire.py": "bytes or system calls between hosts that a collective does not need",

@@ -538,7 +538,7 @@ def when_the_main_thread_meets(number: int) -> None:
     def functions() -> list[str]:
         return [frame.name for frame in traceback.extract_stack(sys._current_frames()[main])]
 
-    while functions()[-2:] != ["_await", "wait"]:
+    while functions()[-2:] != ["_await", "wait_for"]:
         time.sleep(0.002)
     os.kill(os.getpid(), number)
 

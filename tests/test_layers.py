@@ -21,7 +21,18 @@ CORE_SEES = {layer: set(CORE_LAYERS[: place + 1]) for place, layer in enumerate(
 
 # The modules and folders of the package, from the lowest layer up. `mscomm` is the package's own __init__.
 PYTHON_LAYERS = (
-    *("_core", "version", "errors", "environment", "interpreter", "tracebacks", "log", "writing", "dtype"),
+    *(
+        "_core",
+        "version",
+        "errors",
+        "environment",
+        "interpreter",
+        "tracebacks",
+        "undisturbed",
+        "log",
+        "writing",
+        "dtype",
+    ),
     *("arrays", "registry", "packing", "accelerators", "cluster", "bootstrap", "notices", "context", "exits"),
     *("launching", "completing", "works", "group", "arguments", "job", "subgroups", "collectives", "messages"),
     *("objects", "communication", "tensor", "ops", "dataset", "common", "parallel", "train", "nn", "mscomm", "torch"),

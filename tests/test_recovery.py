@@ -348,7 +348,7 @@ def test_a_verdict_that_some_ranks_know_reaches_all(tmp_path):
         (first, _), (_, there) = cluster.joined()
         cluster.end()
         eventually(lambda: first._away)
-        with first._news:  # the verdict had been sent to rank 0 alone when the hub ended
+        with first._news.lock:  # the verdict had been sent to rank 0 alone when the hub ended
             first._verdicts[world_id(0)] = errors.Aborted("of the former hub", [0])
         cluster.start()
         eventually(lambda: there.aborts)

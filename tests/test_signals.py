@@ -13,6 +13,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -46,6 +47,22 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+def _by_message(name: str) -> mscomm.Group:
+    group = mscomm.create_group(name, [0, 1])
+    peer = 1 - mscomm.get_rank()
+    sending = mscomm.send(X, peer, group=group, async_op=True)
+    mscomm.recv(np.empty(4), peer, group=group)
+    sending.wait()
+    return group
+
+
+MAKE: dict[str, Callable[[str], mscomm.Group]] = {
+    "create_group": lambda name: mscomm.create_group(name, [0, 1]),
+    "split": lambda name: mscomm.split(0),
+    "first message": _by_message,
+}
+
+
 class _Stop(Exception):
     pass
 
@@ -64,6 +81,7 @@ class _AtPoint:
         self._left = point
         self._code = code
         self._before: dict[FrameType, str] = {}
+        self.where = ""  # where it has stopped the code
 
     def __enter__(self) -> _AtPoint:
         sys.settrace(self._trace)
@@ -89,6 +107,7 @@ class _AtPoint:
             if before.startswith(("CALL", "RESUME", "JUMP_BACKWARD")) and now != "SWAP":
                 self._left -= 1
                 if self._left == 0:
+                    self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
                     raise _Stop
         return self._trace
 
@@ -96,15 +115,17 @@ class _AtPoint:
 class _AtRandom:
     """Raises _Stop in a signal handler at a random time, if the call has not ended before."""
 
-    def __init__(self, draw: random.Random) -> None:
+    def __init__(self, draw: random.Random, longest_s: float = LONGEST_S) -> None:
         self.reached = False
+        self.where = "at random"
         self._draw = draw
+        self._longest_s = longest_s
         self._armed = False
         signal.signal(signal.SIGALRM, self._handle)
 
     def __enter__(self) -> None:
         self._armed = True
-        signal.setitimer(signal.ITIMER_REAL, self._draw.uniform(1e-6, LONGEST_S))
+        signal.setitimer(signal.ITIMER_REAL, self._draw.uniform(1e-6, self._longest_s))
 
     def __exit__(self, *_: object) -> None:
         self._armed = False
@@ -194,6 +215,26 @@ def test_a_handler_may_interrupt_the_end_of_a_call_that_fails_after_its_head(ran
     assert point > 1
 
 
+@pytest.mark.parametrize(
+    ("function", "hosts"), rotated.rotated(itertools.product(MAKE, [1, 2]), few=0, always=[("create_group", 1)])
+)
+@ranks(2, env=lambda rank, hosts, **_: {"MSCOMM_HOST_ID": str(rank % hosts)}, timeout_s=290)
+def test_a_group_that_could_not_be_made_or_destroyed_can_be_made_again(rank, group, function, hosts):
+    for point in itertools.count(1):
+        if not _make_and_destroy(function, f"{point}", _AtPoint(point)):
+            break
+    assert point > 1
+
+
+@pytest.mark.parametrize("function", MAKE)
+@pytest.mark.long
+@ranks(2, timeout_s=290)
+def test_it_can_be_made_again_after_a_signal_at_a_random_time(rank, group, function):
+    draw = random.Random(f"{rotated.seed()} {function}")
+    for turn in range(300):
+        _make_and_destroy(function, f"{turn}", _AtRandom(draw, 4e-3))
+
+
 @pytest.fixture
 def record(tmp_path: Path) -> str:
     return str(tmp_path)
@@ -218,6 +259,36 @@ def test_a_handler_cannot_call_between_the_two_calls_of_a_head(rank, group):
         core.run(barrier, 60.0, numbers)
     assert refused
     mscomm.barrier()
+
+
+def _make_and_destroy(function: str, name: str, stop: Any) -> bool:
+    """Make a group on both ranks, use it and destroy it. Stop rank 0. Return whether rank 0 has reached the stop.
+
+    A rank whose attempt fails makes the group again.
+    """
+    world = mscomm.job.default()
+    there = set(world.groups)
+
+    def context() -> Any:
+        return stop if mscomm.get_rank() == 0 and not stop.reached else contextlib.nullcontext()
+
+    everybody_is_here()
+    seen, used, began = [], False, time.monotonic()
+    while not used:
+        try:
+            with context():
+                made = MAKE[function](name)
+            mscomm.all_reduce(X, group=made, timeout=60)
+            used = True
+            with context():
+                mscomm.destroy_group(made)
+        except (_Stop, mscomm.Error) as error:
+            seen.append(f"{type(error).__name__} {error}")
+        for left in set(world.groups) - there:  # create_group() or destroy_group() had nearly ended
+            mscomm.destroy_group(left)
+        assert len(seen) < 5 and time.monotonic() - began < 20, (stop.where, seen)
+    (reached,) = mscomm.broadcast(np.array([stop.reached]), timeout=60)
+    return bool(reached)
 
 
 def _at_each_point(function: str) -> None:

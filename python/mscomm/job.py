@@ -142,6 +142,11 @@ class Job:
         turn = self.creations.get(key, 0) + 1
         id = plan.group_id(self.epoch.number, group.name, group.ranks, turn)
 
+        # If a signal handler has interrupted an earlier attempt, this rank may not know that all ranks had come.
+        while self.member and self.member.has_met_unnoticed(id, group.name, deadline):
+            turn += 1
+            id = plan.group_id(self.epoch.number, group.name, group.ranks, turn)
+
         met = False
 
         def all_came() -> None:
@@ -150,6 +155,10 @@ class Job:
 
         try:
             founded = self.epoch.found(id, group.name, group.ranks, deadline, all_came, forced or self.epoch.forced)
+            group.enter(self.epoch, id, founded)
+            group.job, group.job_name = self, self.name
+            self.groups[group.name] = group
+            self.others.pop(group.name, None)
         except Error as symptom:
             # If a rank of the group did not come, found() fails on every rank, so no report is needed.
             if self.member is None or not met:
@@ -158,10 +167,12 @@ class Job:
             if cause is symptom:
                 raise
             raise cause from symptom
-        group.enter(self.epoch, id, founded)
-        group.job, group.job_name = self, self.name
-        self.groups[group.name] = group
-        self.others.pop(group.name, None)
+        except BaseException as error:
+            # This rank could not set up its part. Tell the other ranks, so that they do not wait for this rank.
+            if self.member and self.member.has_met(id):
+                text = f"rank {self.rank}: group {group.name}: {type(error).__name__}: {error}"
+                self.member.report(Aborted(text, [self.rank]), id)
+            raise
 
     def named(self, group: Group | str | None) -> Group:
         """Return the group with this name; None stands for the world. Raise RuntimeError if this rank is not in it."""

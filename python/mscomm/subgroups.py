@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from mscomm.arguments import checked_int, checked_rank
 from mscomm.cluster import assemble
@@ -31,7 +32,8 @@ def create_group(group: str, rank_ids: list[int], *, timeout: Timeout = None, jo
     Raise TypeError if group is not a str or rank_ids is not a list of ints. Raise ValueError if the list is empty,
     contains an invalid rank or contains a rank twice, or if a group of other ranks already has this name. Raise
     Mismatch if the ranks passed different lists, PeerLost if one of them is lost, and CollectiveTimeout if they have
-    not all called create_group within the job's join_timeout (see init).
+    not all called create_group within the job's join_timeout (see init). If a signal handler's exception ends
+    create_group on one rank, the other ranks raise Aborted, at the latest in their first call on the group.
 
     >>> pair = mscomm.create_group("pair", [0, 1])
     >>> if pair:                                                           # ranks 0 and 1
@@ -60,8 +62,7 @@ def create_group(group: str, rank_ids: list[int], *, timeout: Timeout = None, jo
         job.others[group] = NonMember(group, ranks, job)
         return job.others[group]
     made = Group(group, ranks, timeout_s)
-    job.found(made, job.deadline())
-    job.makings.append(Making(made, lambda deadline: job.found(made, deadline)))
+    _make(job, made, lambda deadline: job.found(made, deadline))
     return made
 
 
@@ -92,12 +93,18 @@ def split(color: int | None, key: int = 0, *, group: Group | str | None = None, 
     key = _in_64_bits("key", key)
 
     def found(deadline: Deadline) -> None:
-        turn = job.splits[parent.name] = job.splits.get(parent.name, 0) + 1
+        turn = job.splits.get(parent.name, 0) + 1
         facts = {"color": color, "key": key}
         said = [facts]
         if job.member:
-            meeting = f"{job.epoch.number}:split {turn}:{parent.id}"
-            said = job.member.meet(meeting, f"split of group {parent.name}", parent.ranks, facts, deadline).facts
+            name = f"split of group {parent.name}"
+            # If a signal handler has interrupted an earlier attempt, this rank may not know that all ranks had come.
+            while job.member.has_met_unnoticed(meeting := _meeting(job, parent, turn), name, deadline):
+                turn += 1
+            said = job.member.meet(meeting, name, parent.ranks, facts, deadline, counts=True).facts
+        job.splits[parent.name] = turn
+        if job.member:
+            job.member.counted(meeting)
         before, made.name = made.name, f"{parent.name}.{turn}.{color}"
         if color is None:
             return
@@ -109,9 +116,25 @@ def split(color: int | None, key: int = 0, *, group: Group | str | None = None, 
         job.found(made, deadline)
 
     made = Group("", [], timeout_s) if color is not None else NonMember("", None, job)
-    found(job.deadline())
-    job.makings.append(Making(made, found))
+    _make(job, made, found)
     return made
+
+
+def _make(job: Job, made: Group, make: Callable[[Deadline], object]) -> None:
+    """Make the group, and let rejoin() make it again."""
+    making = Making(made, make)
+    try:
+        job.makings.append(making)
+        make(job.deadline())
+    except BaseException:
+        if job.groups.get(made.name) is not made:
+            job.makings.remove(making)
+        raise
+
+
+def _meeting(job: Job, parent: Group, turn: int) -> str:
+    """Return the key of the meeting of split() in this group. turn: 1 for the first meeting, 2 for the next, ..."""
+    return f"{job.epoch.number}:split {turn}:{parent.id}"
 
 
 def shrink(group: Group | str | None, name: str) -> Group:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
-import operator
 import os
 import queue
 import threading
@@ -16,14 +14,11 @@ from typing import Any
 from mscomm import _core, completing
 from mscomm.cluster.deadline import Deadline, seconds_of
 from mscomm.errors import on_failure
+from mscomm.undisturbed import wake, wake_all
 
 Timeout = float | timedelta | None
 Work = _core.Work
 Group = Any  # a mscomm.group.Group, which this module is below
-
-# _all(map(_wake, waiters)) wakes all waiters in one call of C code, which no signal handler can interrupt.
-_wake = operator.methodcaller("put", None)
-_all = collections.deque[None](maxlen=0).extend
 
 
 class Following:
@@ -113,9 +108,9 @@ class Following:
             call, self._make = self._then()
             part = self._start(call)
             with self._lock:
-                waiters = map(_wake, self._waiters)
+                waiters = map(wake, self._waiters)
                 self._part, self._step = part, self._finish
-                _all(waiters)
+                wake_all(waiters)
         except BaseException as error:
             if self._part is head:
                 return functools.partial(self._break, error)
@@ -155,9 +150,9 @@ class Following:
         self._then = self._make = None  # releases the arrays
         self._group.following.discard(self)
         with self._lock:
-            waiters = map(_wake, self._waiters)
+            waiters = map(wake, self._waiters)
             self._over = True
-            _all(waiters)
+            wake_all(waiters)
         completing.call_after(None, self._call_after_steps)
         self._ended = True
 

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import TextIO
 
+from mscomm.undisturbed import Condition
+
 _FULL_BYTES = 1 << 20  # an output with this many unwritten bytes counts as full
 _PIECE_BYTES = 16 << 10
 _ERASE = b"\x1b[K"  # tells a terminal to clear the rest of the line
@@ -32,7 +34,7 @@ class Output:
         self.why = ""  # why the latest of them could not be written
         self._closed = False
         # Protects the unwritten bytes. The writing thread and flush() wait on it until these bytes change.
-        self._news = threading.Condition()
+        self._news = Condition()
         self._unwritten = bytearray()
         self.broken = False  # whether nobody reads this output any more
         self._thread = threading.Thread(target=self._serve, name="mscomm-output", daemon=True)
@@ -55,21 +57,23 @@ class Output:
         self._queue_bytes(line + _ERASE + b"\r")
 
     def _queue_bytes(self, data: bytes) -> None:
-        with self._news:
+        with self._news.lock:
             if not self.broken:
                 self._unwritten += data
                 self._news.notify_all()
 
     def flush(self, stalled_s: float) -> int:
         """Wait until all is written, or nothing was written for `stalled_s` seconds. Return how many bytes are left."""
-        with self._news:
-            while self._unwritten and self._news.wait(stalled_s):
-                continue
-            return len(self._unwritten)
+        while self._unwritten and self._changes(len(self._unwritten), stalled_s):
+            continue
+        return len(self._unwritten)
+
+    def _changes(self, unwritten: int, within_s: float) -> bool:
+        return self._news.wait_for(lambda: len(self._unwritten) != unwritten, within_s)
 
     def close(self, within_s: float) -> bool:
         """Let the thread end when it has written everything. Return whether it has ended within `within_s` seconds."""
-        with self._news:
+        with self._news.lock:
             self._closed = True
             self._news.notify_all()
         self._thread.join(within_s)
@@ -81,8 +85,8 @@ class Output:
 
     def _serve(self) -> None:
         while not self.broken:
-            with self._news:
-                self._news.wait_for(lambda: self._unwritten or self._closed)
+            self._news.wait_for(lambda: bool(self._unwritten) or self._closed, float("inf"))
+            with self._news.lock:
                 piece = bytes(self._unwritten[:_PIECE_BYTES])
                 if not piece:
                     return
@@ -98,7 +102,7 @@ class Output:
                 else:
                     written, failed = len(piece), not self.why
                     self.dropped, self.why = self.dropped + written, error.strerror or str(error)
-            with self._news:
+            with self._news.lock:
                 was_full = self.full
                 del self._unwritten[:written]
                 self._news.notify_all()
@@ -146,7 +150,7 @@ class LogLines(TextOutput):
 
     def add(self, text: str) -> None:
         """Queue a line, and return at once. Any thread may call this."""
-        with self._news:
+        with self._news.lock:
             if self.full:
                 self._dropped += 1
             else:
@@ -157,7 +161,7 @@ class LogLines(TextOutput):
         self.write(f"{self._head}{text}\n".encode("utf-8", "backslashreplace"))
 
     def _tell_dropped(self) -> None:
-        with self._news:
+        with self._news.lock:
             dropped, self._dropped = self._dropped, 0
             if dropped:
                 self._queue(f"{dropped} lines are missing here, because nobody read this output")

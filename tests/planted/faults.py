@@ -510,7 +510,7 @@ FAULTS = [
     Fault(
         "nobody-wakes-the-drain",
         "python/mscomm/works.py",
-        "            self._over = True\n            _all(waiters)\n",
+        "            self._over = True\n            wake_all(waiters)\n",
         "            self._over = True\n",
         "test",
         ("test_completing.py",),

@@ -280,13 +280,8 @@ class Epoch:
                     self.heap.abandon_control(control, len(at_home))
                 else:
                     self.heap.release_control(control, 0)
-            if self.member and len(ranks) > 1:
-                # This rank could not set up its part. Tell the other ranks, so that they do not wait for this rank.
-                if met and not isinstance(error, Error):
-                    text = f"rank {self.rank}: group {name}: {type(error).__name__}: {error}"
-                    self.member.report(Aborted(text, [self.rank]), group)
-                elif not came:
-                    self.member.refuse(group, what, ranks, error)
+            if self.member and len(ranks) > 1 and not came:
+                self.member.refuse(group, what, ranks, error)
             raise
         if log.enabled(log.INFO):
             self._tell_founded(name, group, ranks, layout, spin)
@@ -327,22 +322,31 @@ class Epoch:
         both are on the same host.
         """
         assert self.member
-        member = self.member
         streams: list[ByteStream | None] = [None] * len(ranks)
         me = ranks.index(self.rank)
+        check = functools.partial(self.member.check, group)
         with on_failure(_close, streams):
             for place in range(me):
-                streams[place] = self.call(group, ranks[place], told[ranks[place]]["data"], DATA, deadline)
+                streams[place] = self.call(group, ranks[place], told[ranks[place]]["data"], DATA, deadline, check)
             mine = self.identity(group)
-            came = links.accept_all(
-                listening, ranks[me + 1 :], self.key, DATA, mine, deadline, check=lambda: member.check(group)
-            )
+            came = links.accept_all(listening, ranks[me + 1 :], self.key, DATA, mine, deadline, check=check)
             for rank, stream in came.items():
                 streams[ranks.index(rank)] = stream
         return streams
 
-    def call(self, group: str, rank: int, addresses: list[Any], purpose: int, deadline: Deadline) -> ByteStream:
-        """Connect to `rank`, at the first address in the list that this rank can use, for a link of the group."""
+    def call(
+        self,
+        group: str,
+        rank: int,
+        addresses: list[Any],
+        purpose: int,
+        deadline: Deadline,
+        check: Callable[[], None] | None = None,
+    ) -> ByteStream:
+        """Connect to `rank`, at the first address in the list that this rank can use, for a link of the group.
+
+        check: see links.greet().
+        """
         at_home = self.hosts[rank] == self.hosts[self.rank]
         valid = [one for one in addresses if links.is_address(one)]
         address = next((one for one in valid if isinstance(one, (str, bytes)) == at_home), None)
@@ -356,7 +360,7 @@ class Epoch:
             address = interfaces.dial_address(host, self.member.address()), port
             where = f" at {interfaces.endpoint(*address)}"
         with _reaching(rank, where):
-            return links.open_link(address, self.key, purpose, self.identity(group, rank), deadline)
+            return links.open_link(address, self.key, purpose, self.identity(group, rank), deadline, check=check)
 
     def secret(self, stream: ByteStream | None, connects: bool) -> tuple[bytes, bool] | None:
         """Return the key of a link's TLS and whether this rank begins its handshake; None for a link without TLS.
@@ -497,10 +501,10 @@ def _exchange_memory(
     """
     first, *others = epoch.neighbours
     world = plan.world_id(epoch.number)
+    assert epoch.member
+    check = functools.partial(epoch.member.check, world)
     if epoch.rank == first:
-        assert epoch.member
         heap_fds = [heap_fd]
-        check = functools.partial(epoch.member.check, world)
         came = links.accept_all([listener], others, epoch.key, MEMORY, epoch.identity(world), deadline, check=check)
         for stream in came.values():
             closing.callback(stream.close)
@@ -514,7 +518,7 @@ def _exchange_memory(
         return heap_fds
     with _reaching(first), contextlib.ExitStack() as closing_link:
         mine = epoch.identity(world, first)
-        stream = links.open_link(epoch.facts[first]["memory"], epoch.key, MEMORY, mine, deadline)
+        stream = links.open_link(epoch.facts[first]["memory"], epoch.key, MEMORY, mine, deadline, check=check)
         closing_link.callback(stream.close)
         links.send_fds(stream.sock, [heap_fd], deadline)
         heap_fds = links.recv_fds(stream.sock, len(epoch.neighbours), deadline)

@@ -541,7 +541,7 @@ class Hub:
             if met:
                 self._groups.found(key, ranks)
             elif self._groups.get(key):
-                self._half_founded(key, ranks)
+                self._half_founded(key, ranks, link)
                 return
         self._answer(answers)
 
@@ -910,16 +910,19 @@ class Hub:
         if not group.startswith(f"{self._epoch}:") or link.number not in ranks or len(group) > _KEY_CHARACTERS:
             return
         if self._meetings.present(group):
-            self._half_founded(group, ranks)
+            self._half_founded(group, ranks, link)
         self._groups.known(group, ranks)
 
-    def _half_founded(self, key: str, ranks: Collection[int]) -> None:
+    def _half_founded(self, key: str, ranks: Collection[int], link: Link) -> None:
         """Fail a group that some ranks have founded, while others still wait in its meeting.
 
-        The former hub ended before its answer had reached these ranks. This hub cannot repeat the answer, because it
-        does not know the facts of the ranks that have met.
+        Usually, a former hub ended before its answer had reached these ranks. This hub cannot repeat the answer,
+        because it does not know the facts of the ranks that have met.
         """
-        why = PeerLost(f"the scheduler was started again while the ranks created group {group_name(key)}")
+        name = group_name(key)
+        why: Error = PeerLost(f"the scheduler was started again while the ranks created group {name}")
+        if not (self._recovery and self._recovery.found):
+            why = Aborted(f"{link} creates group {name}, which its ranks have created already", [link.number])
         self._groups.known(key, ranks).set_verdict(why)
         self._answer(self._meetings.end(key, why))
 

@@ -203,10 +203,12 @@ def greet(
     mine: Identity,
     deadline: Deadline,
     protection: Protection | None = None,
+    check: Callable[[], None] | None = None,
 ) -> ByteStream:
     """Run the connecting side of the hello. Return the stream, with its `secret` and `run`.
 
-    protection: for a link to the hub, how the user wants the link to be protected. Errors name the address. Raise Busy
+    protection: for a link to the hub, how the user wants the link to be protected. check: a function that is called at
+    least every 100 ms; if it raises an error, the wait ends with this error. Errors name the address. Raise Busy
     if the other end says that this process should try again, and AuthenticationError if it has another key, or a
     certificate that does not fit. The caller must close the socket on an error.
     """
@@ -224,7 +226,7 @@ def greet(
     try:
         stream.send_all(hello.feed(b""), deadline)
         while not hello.done:
-            stream.await_bytes(deadline)
+            _await_bytes(stream, deadline, check)
             received = stream.receive(hello.needs)
             if received == b"":
                 raise ConnectionResetError("it closed the connection")
@@ -238,6 +240,9 @@ def greet(
             stream.complete(deadline)
         if purpose not in OF_THE_HUB:
             _limit_silence(sock, False)
+    except _Checked as carrier:
+        assert carrier.__cause__
+        raise carrier.__cause__ from None
     except NotMscomm as error:
         raise NotMscomm(f"{where} is not an {expected}: {error}") from error
     except Busy as error:
@@ -270,16 +275,17 @@ def open_link(
     mine: Identity,
     deadline: Deadline,
     protection: Protection | None = None,
+    check: Callable[[], None] | None = None,
 ) -> ByteStream:
     """Connect to the address, and run the hello. If the other end is too busy, try again until the deadline.
 
-    Raise what connect() and greet() raise.
+    check: see greet(). Raise what connect() and greet() raise.
     """
     cut_until = deadline.within(CUT_S)
     while True:
         sock = connect(address, deadline)
         try:
-            return greet(sock, key, purpose, mine, deadline, protection)
+            return greet(sock, key, purpose, mine, deadline, protection, check)
         except (Busy, Cut) as error:
             sock.close()
             if (cut_until if isinstance(error, Cut) else deadline).passed:
@@ -288,6 +294,24 @@ def open_link(
         except BaseException:
             sock.close()
             raise
+
+
+class _Checked(Exception):
+    """Carries the error that `check` has raised past the handlers for errors of the link."""
+
+
+def _await_bytes(stream: ByteStream, deadline: Deadline, check: Callable[[], None] | None) -> None:
+    while check:
+        try:
+            check()
+        except Error as error:
+            raise _Checked from error
+        try:
+            return stream.await_bytes(deadline.within(0.1))
+        except TimeoutError as error:
+            if error.errno == errno.ETIMEDOUT or deadline.passed:
+                raise
+    stream.await_bytes(deadline)
 
 
 def _stream(sock: socket.socket, credentials: Credentials | None, server_side: bool) -> ByteStream:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import os
 import select
@@ -32,6 +33,7 @@ from mscomm.cluster.links import node_timeout_s
 from mscomm.cluster.plan import world_id
 from mscomm.cluster.returning import RETURN_S
 from mscomm.errors import Aborted, BackendUnavailable, CollectiveTimeout, Error, PeerLost, of_fields
+from mscomm.undisturbed import Apart, Condition
 
 SETTLE_S = 2.0  # how long a rank that reported a failure waits for the verdict
 LEAVE_S = 2.0
@@ -120,7 +122,8 @@ class Member:
         self._own_address = ""  # the address from which this rank has connected to the hub; "" on the hub's host
         # This condition protects what the reading thread learns. Other threads wait on it for changes. A thread that
         # holds it must not call a communicator.
-        self._news = threading.Condition()
+        self._news = Condition()
+        self._apart = Apart()  # sends the frames of the main thread
         self._communicators: dict[str, _core.Group] = {}
         self._dialled: dict[str, Callable[[int, Any], None]] = {}
         self._early: dict[str, list[tuple[int, Any]]] = {}  # requests to connect, for groups that are not attached yet
@@ -134,6 +137,8 @@ class Member:
         self._missing: dict[str, Missing] = {}  # for the key of each wait, the hub's latest answer
         self._attending: dict[str, str] = {}  # the names of the meetings in which this rank waits, by key
         self._given_up: set[str] = set()  # the keys of meetings that this rank has left before the hub's answer
+        # For each meeting whose caller counts it: whether all ranks have met. counted() removes it.
+        self._counted: dict[str, bool] = {}
         self._refused: str | None = None  # the key of the latest meeting that the hub refused
         self._failure: Error | None = None  # a failure of the whole link: the hub has refused us or is gone
         self._verdicts: dict[str, Error] = {}  # by group; "" stands for all groups of this epoch, even later ones
@@ -176,7 +181,7 @@ class Member:
     def give_up(self, error: BaseException) -> None:
         """Tell the hub why this rank ends before join()."""
         with contextlib.suppress(OSError):  # the hub may be gone
-            self.frames.send({"t": "give up", "why": _words(error)}, Deadline(SETTLE_S))
+            self._send(self.frames, {"t": "give up", "why": _words(error)}, Deadline(SETTLE_S))
 
     def _known(self) -> dict[str, Any]:
         host = socket.gethostname()
@@ -209,7 +214,7 @@ class Member:
             with contextlib.suppress(Error):  # the link may have ended
                 self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             raise
-        with self._news:
+        with self._news.lock:
             refused = self._met.pop(key, None)
         if isinstance(refused, Error):
             raise refused
@@ -233,21 +238,26 @@ class Member:
         deadline: Deadline,
         *,
         founds: bool = False,
+        counts: bool = False,
         survivors: bool = False,
     ) -> Met:
         """Wait until all these ranks have sent the same key. Return the ranks that met, and their facts.
 
         name: the name of the meeting in messages. founds: whether the meeting founds a group; key is then the group's
-        id. survivors: whether to wait only for ranks that are not lost.
+        id. counts: whether the caller counts its meetings, and calls counted() when the ranks have met. Meetings that
+        found a group are always counted, and attach() is enough. survivors: whether to wait only for ranks that are not
+        lost.
 
         Raise Mismatch if the ranks give different lists of ranks, PeerLost if a rank is lost, and Aborted if a rank
         gives up. Raise CollectiveTimeout at the deadline.
         """
         words = {"key": key, "name": name, "ranks": list(ranks), "facts": dict(facts)}
-        with self._news:
+        with self._news.lock:
             self._unanswered.pop(_REFUSED + key, None)
             if founds:
                 self._closed[key] = []
+            if founds or counts:
+                self._counted[key] = False
         if key in self._given_up:
             self._outwait(key, name, deadline)
         self._attending[key] = name
@@ -271,16 +281,17 @@ class Member:
             self.refuse(key, name, ranks, error)
             raise
         finally:
-            with self._news:
+            with self._news.lock:
                 self._attending.pop(key, None)
                 self._unanswered.pop(key, None)
                 met = self._met.pop(key, None)
         assert met is not None
-        with self._news:
+        with self._news.lock:
             if founds and isinstance(met, Met):
                 self._ranks[key] = list(ranks)
         if isinstance(met, Error):
             self._refused = key
+            self.counted(key)
             raise met
         return met
 
@@ -289,11 +300,27 @@ class Member:
 
         A late answer to an earlier attempt must not count for the next one. The hub answers in the order of our frames.
         """
-        with self._news:
+        with self._news.lock:
             self._missing.pop(key, None)
         self._say({"t": "waits", "key": key}, deadline)
         self._await(lambda: key in self._missing, deadline, name)
         self._given_up.discard(key)
+
+    def has_met(self, key: str) -> bool:
+        """Return whether all ranks have met with this key, although counted() was not called."""
+        with self._news.lock:
+            return self._counted.get(key, False) or key in self._communicators
+
+    def has_met_unnoticed(self, key: str, name: str, deadline: Deadline) -> bool:
+        """Like has_met(). If a signal handler has interrupted meet(), first wait for the hub's answer."""
+        if key in self._given_up:
+            self._outwait(key, name, deadline)
+        return self.has_met(key)
+
+    def counted(self, key: str) -> None:
+        """The caller has counted the meeting with this key, so that the next one has another key."""
+        with self._news.lock:
+            self._counted.pop(key, None)
 
     def was_refused(self, key: str) -> bool:
         """Return whether meet() raised an error for this key because the hub refused the meeting.
@@ -312,7 +339,7 @@ class Member:
 
     def check(self, group: str) -> None:
         """Raise the failure of the group, if there is one. Call this during the set-up of a group, before attach()."""
-        with self._news:
+        with self._news.lock:
             failure = self._verdict(group) or self._failure
         if failure:
             raise failure.again()
@@ -322,13 +349,14 @@ class Member:
 
         dialled(rank, address) is called when `rank` asks this rank to connect to the address; it must return at once.
         """
-        with self._news:
+        with self._news.lock:
             self._told.discard(group)  # an earlier attempt to set up the group may have failed and been reported
             self._communicators[group] = communicator
             self._dialled[group] = dialled
             early = self._early.pop(group, [])
             failure = self._failure or self._verdict(group)
             departed = [*self._departed, *self._closed.pop(group, [])]
+            self._counted.pop(group, None)
         for rank in departed:
             communicator.left(rank)
         if failure:
@@ -338,7 +366,7 @@ class Member:
 
     def detach(self, group: str) -> None:
         """End this rank's membership in the group, and tell the hub."""
-        with self._news:
+        with self._news.lock:
             communicator = self._communicators.pop(group, None)
             for table in (self._dialled, self._early, self._verdicts, self._ranks):
                 table.pop(group, None)
@@ -348,7 +376,7 @@ class Member:
         if communicator is not None and not self._forked and is_there and not self._leaving:
             words = {"group": group, "number": communicator.where()[0]}
             with contextlib.suppress(OSError):  # the reading thread sees the end of the link too
-                self.frames.send({"t": "close", **words}, Deadline(SETTLE_S))
+                self._send(self.frames, {"t": "close", **words}, Deadline(SETTLE_S))
 
     def dial(self, group: str, rank: int, address: Any, deadline: Deadline) -> None:
         """Ask a rank of the group to connect to the address. Call connected() when it has done so."""
@@ -356,7 +384,7 @@ class Member:
 
     def connected(self, group: str, rank: int) -> None:
         """The rank has connected, or will not, so that a new hub need not ask it again."""
-        with self._news:
+        with self._news.lock:
             self._unanswered.pop(f"{_DIALLED}{rank} {group}", None)
 
     def address(self) -> str:
@@ -377,15 +405,15 @@ class Member:
         deadline = Deadline(SETTLE_S)
         if self._verdict(group) is None:
             self._tell(group, symptom, number, deadline)
-        with self._news:
-            self._news.wait_for(lambda: self._settled(group) or self._away, deadline.left())
-            if not self._settled(group) and not self._away and self._stream.unacknowledged():
-                # If the hub's host is down, the link will report this soon. That report explains more than our symptom.
-                self._news.wait_for(lambda: self._settled(group) or self._away, node_timeout_s() + 1)
-            limit = Deadline(join_timeout_s(os.environ)) if self._away else deadline
-            while self._away and not self._settled(group) and not limit.passed:
-                self._news.wait_for(lambda: self._settled(group) or not self._away, limit.left())
-                self._news.wait_for(lambda: self._settled(group) or self._away, RETURN_S + SETTLE_S)
+        self._news.wait_for(lambda: self._settled(group) or self._away, deadline.left())
+        if not self._settled(group) and not self._away and self._stream.unacknowledged():
+            # If the hub's host is down, the link will report this soon. That report explains more than our symptom.
+            self._news.wait_for(lambda: self._settled(group) or self._away, node_timeout_s() + 1)
+        limit = Deadline(join_timeout_s(os.environ)) if self._away else deadline
+        while self._away and not self._settled(group) and not limit.passed:
+            self._news.wait_for(lambda: self._settled(group) or not self._away, limit.left())
+            self._news.wait_for(lambda: self._settled(group) or self._away, RETURN_S + SETTLE_S)
+        with self._news.lock:
             verdict = self._verdict(group)
             if verdict is None and isinstance(symptom, (PeerLost, CollectiveTimeout)):
                 verdict = self._failure  # the peer may be lost for the same reason as the hub
@@ -402,7 +430,7 @@ class Member:
         Return when the report has been sent. group: "" stands for all groups of the job.
         """
         if not group:  # on this rank, the failure counts at once, before the hub's verdict
-            with self._news:
+            with self._news.lock:
                 self._verdicts.setdefault("", failure)
         self._tell(group, failure, -1, Deadline(SETTLE_S))
 
@@ -410,14 +438,14 @@ class Member:
         if self._forked or self._ended is not None:
             return
         self._told.add(group)
-        with self._news:
+        with self._news.lock:
             communicator = self._communicators.get(group)
         call = communicator.called(number)[:_CALL_CHARACTERS] if communicator else ""
         words = {**failure.again(str(failure)[:16000]).fields(), "number": number, "call": call}
         try:
             self._post(_FAILED + group, {"t": "failed", "group": group, **words}, deadline)
         except OSError as error:  # the reading thread sees the end of the link too, and tells the communicators
-            with self._news:
+            with self._news.lock:
                 self._ended = self._ended or str(error)
 
     # -- leaving the job
@@ -427,11 +455,11 @@ class Member:
         if self._forked:
             return
         deadline = Deadline(LEAVE_S)
-        with self._news:
+        with self._news.lock:
             groups = list(self._communicators.items())[-_NUMBERS:]
         numbers = {group: communicator.where()[0] for group, communicator in groups}
         bye = {"t": "bye", "number": number, "numbers": numbers}
-        with self._news:
+        with self._news.lock:
             self._leaving = True
             self._unanswered[_BYE] = bye
         try:
@@ -440,8 +468,7 @@ class Member:
                 self._stream.close_for_writing()
                 # Wait for the hub to close first. If we closed with unread data in our socket, the kernel could reset
                 # the connection, and the bye could be lost.
-                with self._news:
-                    self._news.wait_for(lambda: self._ended is not None, deadline.left())
+                self._news.wait_for(lambda: self._ended is not None, deadline.left())
         except OSError as error:
             self._end(f"it was lost at the end: {error}")
         finally:
@@ -450,17 +477,16 @@ class Member:
     def _bid_farewell(self, frame: Frame, deadline: Deadline) -> None:
         """Send the bye. If the hub may be started again, wait until it has confirmed the bye, also while it is away."""
         if self.dial_again is None:
-            self.frames.send(frame, deadline)
+            self._send(self.frames, frame, deadline)
             return
         self._ask(_BYE, frame, deadline)
 
         def over() -> bool:
             return _BYE not in self._unanswered or self._ended is not None
 
-        with self._news:
-            self._news.wait_for(lambda: over() or self._away, deadline.left())
-            if not over() and self._away:
-                self._news.wait_for(over, node_timeout_s())
+        self._news.wait_for(lambda: over() or self._away, deadline.left())
+        if not over() and self._away:
+            self._news.wait_for(over, node_timeout_s())
         if not over():
             log.warn(f"{self.hub} did not confirm that this rank has left the job")
 
@@ -471,6 +497,7 @@ class Member:
             self._stream.shut_down()  # wakes the reading thread, which must not poll a closed socket
         if self._reader.is_alive() and self._reader is not threading.current_thread():
             self._reader.join(1.0)
+        self._apart.end()
         self.frames.close()
         fd, self.news_fd = self.news_fd, -1
         if fd >= 0:
@@ -521,7 +548,7 @@ class Member:
             return False
         run = self._welcome.run if self._welcome else UNKNOWN_RUN
         deadline = Deadline(join_timeout_s(os.environ))
-        with self._news:
+        with self._news.lock:
             self._away = True
             self._news.notify_all()
         log.warn(f"{self.hub} is gone: {why}; this rank goes on, and waits for it up to {deadline.seconds:g} s")
@@ -546,7 +573,7 @@ class Member:
             except OSError:  # this link has ended, too; TimeoutError is an OSError
                 pass
             stream.close()
-        with self._news:
+        with self._news.lock:
             self._away = False
         return False
 
@@ -557,7 +584,7 @@ class Member:
         """
         limit = Deadline(SETTLE_S)
         if self._welcome:
-            with self._news:
+            with self._news.lock:
                 groups, verdicts = dict(self._ranks), dict(self._verdicts)
             proof = security.proof(self._token, frames.stream.secret)
             me = {"rank": self._welcome.rank, "epoch": self._welcome.epoch, "proof": proof, "facts": self._known()}
@@ -568,7 +595,7 @@ class Member:
                 frames.send({"t": "saw", "group": group, **verdict.fields()}, limit)
         said: dict[str, Frame] = {}
         while True:
-            with self._news:
+            with self._news.lock:
                 rest = {key: frame for key, frame in self._unanswered.items() if said.get(key) is not frame}
                 if not rest:
                     self.frames, self._stream, self._away = frames, frames.stream, False
@@ -585,7 +612,7 @@ class Member:
             os.eventfd_read(self.news_fd)
         except BlockingIOError:
             return
-        with self._news:
+        with self._news.lock:
             communicators = list(self._communicators.items())
         for group, communicator in communicators:
             for notice in communicator.notices():
@@ -604,7 +631,7 @@ class Member:
             self._fail(Error(frame["why"]))
         elif kind == "verdict":
             verdict = of_fields(frame)
-            with self._news:
+            with self._news.lock:
                 group = frame["group"]
                 self._verdicts.setdefault(group, verdict)
                 for key in [key for key in self._unanswered if key.startswith(_FAILED)]:
@@ -616,7 +643,7 @@ class Member:
             for one in named:
                 one.abort(verdict)
         elif kind == "where":
-            with self._news:
+            with self._news.lock:
                 communicator = self._communicators.get(frame["group"])
             number, inside, text = communicator.where() if communicator else (0, False, "is not in the group now")
             text += "".join(f" and waits in {name}" for name in tuple(self._attending.values()))
@@ -626,7 +653,7 @@ class Member:
             self.frames.send({"t": "here", "group": frame["group"], **place, **called}, Deadline(SETTLE_S))
         elif kind == "left":
             group, ranks = frame["group"], frame["ranks"]  # group "": the ranks have left the job
-            with self._news:
+            with self._news.lock:
                 (self._closed.get(group, []) if group else self._departed).extend(ranks)
                 communicators = [one for name, one in self._communicators.items() if group in ("", name)]
             for one in communicators:
@@ -634,7 +661,7 @@ class Member:
                     one.left(rank)
         elif kind == "dial":
             request = frame["group"], frame["from"], repr(frame["address"])
-            with self._news:
+            with self._news.lock:
                 if request in self._requests:
                     return  # the sender has repeated it to a new hub
                 self._requests.add(request)
@@ -644,7 +671,7 @@ class Member:
             if dialled:
                 dialled(frame["from"], frame["address"])
         else:
-            with self._news:
+            with self._news.lock:
                 self._learn(frame)
                 self._news.notify_all()
 
@@ -665,6 +692,7 @@ class Member:
             self._welcome = Welcome(key=key, facts=self._facts, **{name: frame[name] for name in names})
             self._departed.clear()
             self._closed.clear()
+            self._counted.clear()
             self._verdicts.pop("", None)
         elif kind == "go":
             self._go = frame["epoch"]
@@ -673,6 +701,8 @@ class Member:
             self._unanswered.pop(_BYE, None)
         elif kind in ("met", "unmet"):
             key = frame["key"]
+            if kind == "met" and key in self._counted:
+                self._counted[key] = True
             if key in self._attending or key == f"{_REJOIN}{self._rejoins}":  # otherwise, the answer is too late
                 self._met[key] = Met(frame["ranks"], frame["facts"]) if kind == "met" else of_fields(frame)
             self._unanswered.pop(key, None)
@@ -690,7 +720,7 @@ class Member:
 
         lost: the ranks whose host is silent.
         """
-        with self._news:
+        with self._news.lock:
             self._ended = self._ended or why
             unexpected = not self._leaving
             self._hub_is_lost = self._hub_is_lost or unexpected
@@ -702,7 +732,7 @@ class Member:
             self._fail(Aborted(f"{self.hub} is gone: {why}; start the job again and look at its output"))
 
     def _fail(self, failure: Error) -> None:
-        with self._news:
+        with self._news.lock:
             if self._failure is not None:
                 return
             self._failure = failure
@@ -713,18 +743,22 @@ class Member:
 
     # -- sending frames and waiting
 
+    def _send(self, frames: Frames, frame: Frame, deadline: Deadline) -> None:
+        """Send the frame once, even if a signal handler raises an exception. Raise what Frames.send() raises."""
+        self._apart.call(functools.partial(frames.send, frame, deadline), deadline.rest())
+
     def _post(self, key: str, frame: Frame, deadline: Deadline) -> None:
         """Send a frame, and keep it until the hub has answered it: if a new hub takes over, it must hear the frame too.
 
         Raise OSError if the link has ended, and no new hub can take over. The answer removes `key` from _unanswered.
         """
-        with self._news:
+        with self._news.lock:
             self._unanswered[key] = frame
             if self._away:
                 return  # the reading thread sends it
             frames = self.frames
         try:
-            frames.send(frame, deadline)
+            self._send(frames, frame, deadline)
         except TimeoutError:
             raise
         except OSError:
@@ -740,19 +774,19 @@ class Member:
 
         def changed(frames: Frames) -> bool:
             """Wait until the reading thread has seen the end of this link. Return whether there will be another."""
-            with self._news:
-                self._news.wait_for(lambda: self._away or self.frames is not frames or self._ended, SETTLE_S)
+            self._news.wait_for(lambda: self._away or self.frames is not frames or self._ended is not None, SETTLE_S)
+            with self._news.lock:
                 return self._away or self.frames is not frames
 
         def send() -> None:
             while True:
-                with self._news:
-                    self._news.wait_for(lambda: not self._away or self._failure, deadline.left())
+                self._news.wait_for(lambda: not self._away or self._failure is not None, deadline.left())
+                with self._news.lock:
                     if self._away:
                         raise TimeoutError
                     frames = self.frames
                 try:
-                    frames.send(frame, deadline)
+                    self._send(frames, frame, deadline)
                     return
                 except TimeoutError:
                     raise
@@ -794,9 +828,9 @@ class Member:
         notices_s = itertools.chain((first, second), itertools.count(every, every))
         notice = began + next(notices_s)
         while True:
-            with self._news:
-                while not over() and not deadline.passed and not (key and time.monotonic() > notice):
-                    self._news.wait(min(deadline.left(), notice - time.monotonic()) if key else deadline.left())
+            until_notice_s = notice - time.monotonic() if key else float("inf")
+            self._news.wait_for(over, min(deadline.rest(), until_notice_s))
+            with self._news.lock:
                 failure = verdict() or self._failure  # the verdict explains more than "the hub is gone"
                 if met():
                     return
@@ -806,7 +840,7 @@ class Member:
             # At the deadline of a meeting or of rejoin(), the caller asks the hub instead.
             if not deadline.passed or key in (JOIN, READY):
                 missing = self._ask_for_missing(key, over) if key else missing
-            with self._news:
+            with self._news.lock:
                 if over():
                     continue
             if deadline.passed:
@@ -828,12 +862,12 @@ class Member:
 
     def _ask_for_missing(self, key: str, over: Callable[[], bool]) -> Missing:
         """Ask the hub which ranks this rank is waiting for. over(): whether the wait has ended in the meantime."""
-        with self._news:
+        with self._news.lock:
             self._missing.pop(key, None)
         with contextlib.suppress(Error):  # if the hub is gone, the caller notices that
             self._say({"t": "waits", "key": key}, Deadline(SETTLE_S))
-        with self._news:
-            self._news.wait_for(lambda: key in self._missing or over(), SETTLE_S)
+        self._news.wait_for(lambda: key in self._missing or over(), SETTLE_S)
+        with self._news.lock:
             return self._missing.pop(key, None) or Missing()
 
     def _me(self) -> str:
