@@ -57,7 +57,7 @@ HOSTS = ROOT / "tests/hosts.py"
 MPICH_PREFIX = ROOT / ".venv-mpich"  # `make test` installs it
 CONTENDERS = ("openmpi", "mpich", *GLOO, BARE, WIRE)
 INTERFACE = "net0"
-PASSED_ON = ("MSCOMM_ALGO",)  # environment variables that are passed on to the ranks
+PASSED_ON = ("MSCOMM_ALGO", "MSCOMM_TUNED")  # environment variables that are passed on to the ranks
 COLLECTIVE_S = 900.0  # how long a job may take for each collective
 LAST_LINES = 30
 

@@ -85,6 +85,10 @@ def draw(prices: Prices, documents: list[dict[str, Any]], path: Path) -> None:
 @click.option("--plot", type=click.Path(path_type=Path), help="The picture to write.")
 def main(files: tuple[Path, ...], plot: Path | None) -> None:
     documents = sorted((json.loads(file.read_text()) for file in files), key=lambda one: one["environment"]["ranks"])
+    if "prices" not in documents[-1]:
+        raise click.ClickException(
+            f"the file with the most ranks ({documents[-1]['environment']['ranks']}) has no prices"
+        )
     prices = Prices(**documents[-1]["prices"])
     print("Prices: " + ", ".join(f"{name} {price:.3g}" for name, price in prices._asdict().items()))
     hosts = [document["environment"]["ranks"] for document in documents]

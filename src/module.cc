@@ -338,7 +338,8 @@ PYBIND11_MODULE(_core, module) {
   module.def("algorithms", [] {
     std::vector<py::tuple> rows;
     for (const Algorithm& row : algorithms())
-      rows.push_back(py::make_tuple(std::string(name(row.what)), std::string(row.name), std::string(name(row.carrier))));
+      rows.push_back(
+          py::make_tuple(std::string(name(row.what)), std::string(row.name), std::string(name(row.carrier)), row.own_order));
     return rows;
   });
   module.attr("functions") = as_strings(functions);

@@ -2,8 +2,8 @@
 
 The rows are the functions of mscomm._core, except OTHERS; a test checks that none is missing. The expected result of a
 reduction is a left-to-right fold of the ranks' arrays in the accumulator type (float32 for float16 and bfloat16),
-rounded once. With several hosts, the arrays of each host are folded first, and then the results of the hosts. A scan
-ignores the hosts.
+rounded once. With several hosts, the arrays of each host are folded first, and then the results of the hosts in pairs
+(csrc/algo/order.h describes the tree). A scan ignores the hosts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ IDENTITY: dict[str, Callable[[np.dtype[Any]], Any]] = {
 
 
 def algorithms_of(collective: str) -> list[str]:
-    return [name for what, name, _ in _core.algorithms() if what == collective]
+    return [name for what, name, *_ in _core.algorithms() if what == collective]
 
 
 # --- reductions -----------------------------------------------------------------------------------------------------
@@ -87,7 +87,12 @@ def folded(op: str, inputs: list[Array], hosts: list[int] | None = None) -> Arra
     with np.errstate(all="ignore"):
         wide = [x.astype(accumulator) for x in inputs]
         by_host = [[x for x, host in zip(wide, hosts, strict=True) if host == h] for h in sorted(set(hosts))]
-        total = functools.reduce(FOLD[op], [functools.reduce(FOLD[op], host) for host in by_host])
+        leaves = [functools.reduce(FOLD[op], host) for host in by_host]
+        pairs = len(leaves) - (1 << len(leaves).bit_length() - 1)
+        leaves[: 2 * pairs] = [FOLD[op](*leaves[2 * i : 2 * i + 2]) for i in range(pairs)]
+        while len(leaves) > 1:
+            leaves = [FOLD[op](*leaves[i : i + 2]) for i in range(0, len(leaves), 2)]
+        (total,) = leaves
         if op == "avg":
             parts = np.ascontiguousarray(total).view(real(accumulator))
             total = (parts / real(accumulator).type(len(inputs))).view(accumulator).reshape(total.shape)

@@ -56,7 +56,7 @@ from mscomm.cluster import hub, security
 ENDS_WITHIN_S = 240  # ends a hang; an idle machine runs a job in a few seconds
 FAULTS = ("kill", "stop", "raise", "exit", "os-exit", "interrupt", "mismatch", "slow", "timeout", "uneven", "damage")
 FAULTS += ("hub", "descriptors", "memory", "mpirun", "parted")
-TRANSPORTS = ("", "all_reduce=arena", "direct", "ring", "bruck")
+TRANSPORTS = ("", "all_reduce=arena", "direct", "ring", "bruck", "doubling", "halving")
 SIZES = (1, 7, 1000, 5000, 100_000)
 SHORTAGES = ("descriptors", "memory")  # faults that happen at an iteration, and leave the victim short of something
 ITERATIONS = 25  # the number of iterations of a job that does not fail

@@ -19,7 +19,7 @@ from benches import measure, rows_of
 from sessions import clean_environment, invoke, run
 
 from mscomm import _core
-from mscomm.bench import buckets, plan, plot, report, table, tune
+from mscomm.bench import buckets, fitting, plan, plot, report, table, tune
 from mscomm.cli import bench
 from mscomm.cluster import prices
 
@@ -214,7 +214,8 @@ def test_tune_measures_every_algorithm_and_says_what_is_chosen(tmp_path: Path) -
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "t.json").read_text())["rows"]
     known = tune.algorithms(layout([0, 0]))
-    assert known["all_reduce"] == ["arena", "direct", "bruck", "ring"] and "hierarchical" not in str(known)
+    assert known["all_reduce"] == ["arena", "direct", "doubling", "halving", "bruck", "ring"]
+    assert "hierarchical" not in str(known)
     for what, names in known.items():
         mine = [row for row in rows if row["collective"] == what]
         assert [row["size"] for row in mine] == ([0] if what == "barrier" else [8, 65536])
@@ -251,20 +252,20 @@ def test_tune_writes_prices_that_a_job_can_use(tmp_path: Path) -> None:
 def test_tune_finds_the_prices_that_explain_the_times() -> None:
     four, true = layout([0, 1, 2, 3]), prices.Prices(20.0, 4.0, 0.5, 0.1, 0.05)
     found = [
-        tune.Sample(cost, true.us(cost), row)
+        fitting.Sample(cost, true.us(cost), row)
         for row, (what, size) in enumerate(itertools.product(["all_reduce", "all_gather"], [8, 4096, 1 << 16, 1 << 20]))
-        for kind, name, _ in _core.algorithms()
+        for kind, name, *_ in _core.algorithms()
         if kind == what and (cost := four.cost(_core.collectives.index(what), name, size)) is not None
     ]
     assert len(found) == 20
-    assert list(tune.fit(found) or ()) == pytest.approx(list(true), rel=1e-6)
+    assert list(fitting.fit(found) or ()) == pytest.approx(list(true), rel=1e-6)
     # Two rows were measured while the machine was slower.
     slow = [one._replace(us=one.us * (2 if one.row in (1, 6) else 1)) for one in found]
-    assert list(tune.fit(slow) or ()) == pytest.approx(list(true), rel=0.01)
+    assert list(fitting.fit(slow) or ()) == pytest.approx(list(true), rel=0.01)
     # A price that would be negative is 0 instead: here, longer messages took less time.
-    free = tune.fit(one._replace(us=100 - one.cost[2] / 1e6) for one in found)
+    free = fitting.fit(one._replace(us=100 - one.cost[2] / 1e6) for one in found)
     assert free is not None and min(free) == 0
-    assert tune.fit([]) is None
+    assert fitting.fit([]) is None
 
 
 def layout(hosts: list[int]) -> _core.Layout:
@@ -279,8 +280,15 @@ def test_tune_wants_the_choice_free_and_an_operation_that_all_can() -> None:
 
 
 def test_tune_knows_the_algorithms_of_a_layout() -> None:
-    assert tune.algorithms(layout([0, 1, 2]))["all_reduce"] == ["direct", "bruck", "ring"]
-    assert tune.algorithms(layout([0, 0, 1]))["all_reduce"] == ["hierarchical", "direct", "bruck", "ring"]
+    assert tune.algorithms(layout([0, 1, 2]))["all_reduce"] == ["direct", "doubling", "halving", "bruck", "ring"]
+    assert tune.algorithms(layout([0, 0, 1]))["all_reduce"] == [
+        "hierarchical",
+        "direct",
+        "doubling",
+        "halving",
+        "bruck",
+        "ring",
+    ]
 
 
 def test_tune_finds_where_the_choice_changes_and_who_is_faster() -> None:

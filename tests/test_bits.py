@@ -22,7 +22,7 @@ from mscomm import _core, collectives
 CANONICAL = [name for name in algorithms_of("all_reduce") if name not in OWN_ORDER]
 FLOATS = [dtype for dtype in REDUCED if dtype.kind not in "biu"]
 # The host of each rank. test_conformance.py compares the bits of each algorithm with the fold of one host.
-LAYOUTS = [[0, 0, 1, 1], [0, 1, 0, 1, 1]]
+LAYOUTS = [[0, 0, 1, 1], [0, 1, 0, 1, 1], [0, 1, 2, 3, 4], [0, 1, 2, 3, 3, 0]]
 SIZES = [1, 7, 1029, 70_001]
 
 
@@ -142,7 +142,7 @@ def write_checksums(rank: int, group: Any, n: int, algorithm: str, hosts: list[i
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)], ids=["few", "whole"])
 @pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
 def test_all_reduce_has_the_bits_of_the_host_layout_by_every_algorithm(tmp_path, hosts, whole):
-    for what, algorithm, carrier in _core.algorithms():
+    for what, algorithm, carrier, _ in _core.algorithms():
         if what == "all_reduce" and algorithm not in OWN_ORDER and carrier != "arena":
             write_checksums(
                 tmp_path=tmp_path, n=len(hosts), algorithm=algorithm, hosts=hosts, folder=str(tmp_path), whole=whole

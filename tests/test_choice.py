@@ -31,7 +31,7 @@ def test_the_carrier_follows_from_the_hosts():
     assert chosen("all_reduce", [0, 0, 0]) == ["arena"]
     assert chosen("all_reduce", [0, 0, 1, 1]) == chosen("all_reduce", [0, 1, 1]) == chosen("all_reduce", [0, 1, 0])
     assert chosen("all_reduce", [0, 1, 0]) == ["hierarchical"]
-    assert chosen("all_reduce", [0, 1, 2]) == ["direct", "bruck"]
+    assert chosen("all_reduce", [0, 1, 2]) == ["direct", "doubling", "halving", "bruck"]
     assert chosen("all_gather", [0, 0, 1]) == ["hierarchical"]
     assert chosen("all_to_all", [0, 0, 1]) == ["hierarchical"]
     assert chosen("gather", [0, 0, 1]) == chosen("scatter", [0, 0, 1]) == ["hierarchical", "direct"]
@@ -105,12 +105,12 @@ def test_ranks_on_hosts_of_their_own_take_the_chosen_algorithm(rank: int, group:
 
 
 def test_many_hosts_choose_what_takes_few_messages_or_a_ring():
-    """With many hosts, `direct` takes longer for short messages than `bruck`, because each rank sends n-1 messages
-    instead of log2(n). Long messages of all_gather go around a ring. Reductions do not use a ring, because the bits of
-    their results would change.
+    """With many hosts, `direct` is slower for short messages than `bruck` and `doubling`, because each rank sends n-1
+    messages instead of log2(n). Long messages of all_gather go around a ring. Reductions do not use a ring, because the
+    bits of their results would change. For all_reduce, `halving` has few messages and few bytes.
     """
     sizes = (8, 1 << 10, 8 << 10, 1 << 20, 34 << 20)
-    assert sizes_chosen("all_reduce", 64, sizes) == ["bruck", "bruck", "direct", "direct", "direct"]
+    assert sizes_chosen("all_reduce", 64, sizes) == ["doubling", "doubling", "doubling", "halving", "direct"]
     assert sizes_chosen("all_gather", 64, sizes) == ["bruck", "bruck", "bruck", "ring", "ring"]
     assert sizes_chosen("reduce_scatter", 64, sizes) == ["direct"] * 5
     assert sizes_chosen("all_gather", 8, sizes) == ["direct", "direct", "direct", "ring", "ring"]

@@ -467,7 +467,7 @@ def conformance_by_links(rank: int, group: None, n: int, algorithm: str, choice:
     print(f"rank {rank}: {carried['mesh'] >> 20} MiB over links")
 
 
-LINKED = sorted({name for what, name, by in _core.algorithms() if by != "arena" and what != "barrier"})
+LINKED = sorted({name for what, name, by, _ in _core.algorithms() if by != "arena" and what != "barrier"})
 
 
 # tests/test_conformance.py tests all cases over unix sockets. Here, `make test` only checks that TCP changes nothing.

@@ -25,7 +25,7 @@ def marked(rank: int) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("algorithm", ["arena", "direct", "ring", "bruck"])
+@pytest.mark.parametrize("algorithm", ["arena", "direct", "doubling", "halving", "ring", "bruck"])
 @ranks(2, env={"MSCOMM_ALGO": "{algorithm}"}, timeout_s=1000)
 def test_all_reduce_of_more_than_two_gib(rank, group, algorithm):
     x = mscomm.all_reduce_(marked(rank))

@@ -52,6 +52,9 @@ struct Algorithm {
   bool (*fits)(const Layout& layout, size_t bytes) = nullptr;
   // What a call with a message of `bytes` bytes costs. nullptr if the choice does not depend on it.
   Cost (*cost)(const Layout& layout, double bytes) = nullptr;
+  // Whether it adds in an order of its own, so that its bits differ from those of the other algorithms. Such an algorithm runs
+  // only if MSCOMM_ALGO names it.
+  bool own_order = false;
 };
 
 std::span<const Algorithm> algorithms();

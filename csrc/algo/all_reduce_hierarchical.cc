@@ -12,6 +12,7 @@
 #include <array>
 
 #include "algo/mesh_steps.h"
+#include "algo/order.h"
 #include "algo/two_levels.h"
 
 namespace mscomm {
@@ -159,12 +160,12 @@ class Hierarchy {
     for (const size_t host : layout_.others)
       if (k == 0 || mine.count > 0) in.push_back({owner(host), coming_[host], mine.count * row_.accumulator_bytes});
     mesh_.receive(in, wait_);
-    // Merge in host order, into the memory that holds the sums of host 0. If in_one_latency(), use a copy of our own partial
-    // sums, because the sums themselves may still be queued for other hosts.
+    // Merge into the memory that holds the sums of host 0. If in_one_latency(), use a copy of our own partial sums, because the
+    // sums themselves may still be queued for other hosts.
     char* const own = partial_[k % buffers] + mine.begin * row_.accumulator_bytes;
     if (in_one_latency()) copy(coming_[layout_.here], own, mine.count * row_.accumulator_bytes);
     const auto of = [&](size_t host) { return host == layout_.here && !in_one_latency() ? own : coming_[host]; };
-    for (size_t host = 1; host < hosts(); host++) row_.merge(of(0), of(host), mine.count);
+    merge_in_order(row_, hosts(), of, mine.count);
     row_.finish(of(0), layout_.size, result + mine.begin * row_.element_bytes, mine.count);
     if (in_one_latency() || rooted()) return;
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 
+#include "algo/order.h"
 #include "algo/two_levels.h"
 
 namespace mscomm {
@@ -82,7 +83,7 @@ void reduce_scatter_hierarchical(const Call& call, const Ranks& ranks, const Wai
     for (const size_t host : layout.others) in.push_back({senders[host], coming(host), elements(now) * row.accumulator_bytes});
     mesh.receive(in, wait);
     const auto of = [&](size_t host) { return host == layout.here ? partial(k, receivers.size()) : coming(host); };
-    for (size_t host = 1; host < layout.hosts.size(); host++) row.merge(of(0), of(host), elements(now));
+    merge_in_order(row, layout.hosts.size(), of, elements(now));
     row.finish(of(0), n, call.result() + now.begin, elements(now));
   };
 

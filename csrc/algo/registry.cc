@@ -10,7 +10,8 @@
 namespace mscomm {
 
 using Run = void(const Call&, const Ranks&, const Wait&);
-Run all_reduce_arena, all_reduce_hierarchical, all_reduce_bruck, all_reduce_ring, all_reduce_direct;
+Run all_reduce_arena, all_reduce_hierarchical, all_reduce_direct, all_reduce_doubling, all_reduce_halving, all_reduce_bruck,
+    all_reduce_ring;
 Run reduce_scatter_arena, reduce_scatter_hierarchical, reduce_scatter_direct, reduce_scatter_ring, reduce_direct;
 Run moves_arena, moves_hierarchical, moves_direct, all_to_all_hierarchical, all_gather_hierarchical, all_gather_bruck,
     all_gather_ring;
@@ -19,17 +20,13 @@ Run scan_arena, scan_chain;
 Run barrier_arena, barrier_hierarchical, barrier_tree;
 
 using CostOf = Cost(const Layout&, double bytes);
-CostOf all_reduce_direct_cost, all_reduce_bruck_cost;
+CostOf all_reduce_direct_cost, all_reduce_doubling_cost, all_reduce_halving_cost, all_reduce_bruck_cost;
 CostOf all_gather_direct_cost, all_gather_bruck_cost, all_gather_ring_cost;
 CostOf reduce_scatter_direct_cost;
 
 namespace {
 
-// The rings for all_reduce and reduce_scatter are used only if MSCOMM_ALGO names them, because their results would not be bitwise
-// equal to those of direct.
-bool only_if_named(const Layout&, size_t) { return false; }
-
-// With two ranks, bruck is direct with more copies.
+// With two ranks, these algorithms are direct with more copies.
 bool more_than_two(const Layout& layout, size_t) { return layout.size > 2; }
 // The blocks of an all_gather by bruck are in scratch memory first.
 bool fits_in_scratch(const Layout& layout, size_t bytes) { return layout.size > 2 && layout.size * bytes <= 16u << 20; }
@@ -47,6 +44,8 @@ bool long_gather(const Layout& layout, size_t bytes) { return layout.size * byte
 // If every rank sends its whole message to the root at once, only the root waits.
 bool takes_two_latencies(const Layout& layout, size_t bytes) { return !in_one_latency(layout.size, bytes); }
 
+constexpr bool own_order = true;
+
 Cost along_tree(const Layout& layout, double bytes) { return tree_cost(layout.size, bytes); }
 Cost along_chain(const Layout& layout, double bytes) { return chain_cost(layout.size, bytes); }
 
@@ -56,8 +55,10 @@ constexpr Algorithm table[] = {
     {"arena", Collective::all_reduce, Carrier::arena, all_reduce_arena},
     {"hierarchical", Collective::all_reduce, Carrier::both, all_reduce_hierarchical},
     {"direct", Collective::all_reduce, Carrier::mesh, all_reduce_direct, nullptr, all_reduce_direct_cost},
+    {"doubling", Collective::all_reduce, Carrier::mesh, all_reduce_doubling, more_than_two, all_reduce_doubling_cost},
+    {"halving", Collective::all_reduce, Carrier::mesh, all_reduce_halving, more_than_two, all_reduce_halving_cost},
     {"bruck", Collective::all_reduce, Carrier::mesh, all_reduce_bruck, more_than_two, all_reduce_bruck_cost},
-    {"ring", Collective::all_reduce, Carrier::mesh, all_reduce_ring, only_if_named},
+    {"ring", Collective::all_reduce, Carrier::mesh, all_reduce_ring, nullptr, nullptr, own_order},
     {"arena", Collective::all_gather, Carrier::arena, moves_arena},
     {"hierarchical", Collective::all_gather, Carrier::both, all_gather_hierarchical},
     {"direct", Collective::all_gather, Carrier::mesh, moves_direct, nullptr, all_gather_direct_cost},
@@ -66,7 +67,7 @@ constexpr Algorithm table[] = {
     {"arena", Collective::reduce_scatter, Carrier::arena, reduce_scatter_arena},
     {"hierarchical", Collective::reduce_scatter, Carrier::both, reduce_scatter_hierarchical},
     {"direct", Collective::reduce_scatter, Carrier::mesh, reduce_scatter_direct, nullptr, reduce_scatter_direct_cost},
-    {"ring", Collective::reduce_scatter, Carrier::mesh, reduce_scatter_ring, only_if_named},
+    {"ring", Collective::reduce_scatter, Carrier::mesh, reduce_scatter_ring, nullptr, nullptr, own_order},
     {"arena", Collective::broadcast, Carrier::arena, moves_arena},
     {"hierarchical", Collective::broadcast, Carrier::both, broadcast_hierarchical, worth_meeting},
     {"tree", Collective::broadcast, Carrier::mesh, broadcast_tree, nullptr, along_tree},
@@ -128,8 +129,7 @@ std::vector<const Algorithm*> rows_of(Collective what, const Layout& layout, con
   if (!forced.empty()) return {find(what, forced)};
   std::vector<const Algorithm*> rows;
   for (const Algorithm& row : table) {
-    if (row.what != what || (row.carrier != Carrier::arena) != by_mesh || !layout.allows(row.carrier)) continue;
-    if (row.fits == only_if_named) continue;
+    if (row.what != what || row.own_order || (row.carrier != Carrier::arena) != by_mesh || !layout.allows(row.carrier)) continue;
     rows.push_back(&row);
     if (!row.fits && !row.cost) break;
   }

@@ -61,8 +61,11 @@ def unpack_object(
     part may occur several times.
     """
 
-def algorithms() -> list[tuple[str, str, Literal["arena", "mesh", "both"]]]:
-    """Return all algorithms, in order of preference, as (collective, name, carrier)."""
+def algorithms() -> list[tuple[str, str, Literal["arena", "mesh", "both"], bool]]:
+    """Return all algorithms, in order of preference, as (collective, name, carrier, own_order).
+
+    own_order: whether the algorithm adds floats in an order of its own. It then runs only if MSCOMM_ALGO names it.
+    """
 
 def make_heap(bytes: int, own_tmpfs: bool, /) -> tuple[Heap, int]:
     """Create a heap. Return the heap and its descriptor. The peers need the descriptor to map the heap. The caller must

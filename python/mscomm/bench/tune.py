@@ -12,37 +12,32 @@ import bisect
 import contextlib
 import functools
 import itertools
-import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
-
-import numpy as np
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import mscomm
 from mscomm import _core, job, subgroups
 from mscomm.bench import report
 from mscomm.bench.contenders import mscomm_call, ourselves
+from mscomm.bench.fitting import Sample, fit
 from mscomm.bench.measuring import of_size, rehearse, telling
 from mscomm.bench.peers import Unfit
 from mscomm.bench.plan import ROUNDS_WITH_PEERS, Plan, dtype_of
 from mscomm.bench.table import COLLECTIVES, Buffers, Case
 from mscomm.cluster.assemble import OWN_ORDER
-from mscomm.cluster.prices import Prices
 from mscomm.group import Group
 
 # The collectives to whose times the prices are fitted. In these, no rank can return before it has heard from all
 # others. So a call takes as long in a loop of calls as it does alone.
 _FITTED = ("all_reduce", "all_gather", "reduce_scatter")
-_US = np.array([1, 1, 1e-3, 1e-3, 1e-3])  # the unit of each price in microseconds
-_FITS = 100  # after this many steps of fit(), the factors hardly change
 _FASTER = 0.9  # report an algorithm as faster if each round takes less than this share of the chosen algorithm's time
 
 
 def algorithms(layout: _core.Layout) -> dict[str, list[str]]:
     """Return the algorithms that each collective can use on these hosts. Omit collectives with only one algorithm."""
     names: dict[str, list[str]] = {}
-    for what, name, carrier in _core.algorithms():
+    for what, name, carrier, _ in _core.algorithms():
         if layout.allows(carrier):
             names.setdefault(what, []).append(name)
     return {what: found for what, found in names.items() if len(found) > 1}
@@ -123,14 +118,6 @@ def _chosen(layout: _core.Layout, row: dict[str, Any]) -> str:
     return layout.chosen(_core.collectives.index(row["collective"]), row["message"])
 
 
-class Sample(NamedTuple):
-    """The cost of a call and its measured time. row: samples with the same number were measured in turn."""
-
-    cost: list[float]
-    us: float
-    row: int = 0
-
-
 def samples(layout: _core.Layout, rows: list[dict[str, Any]]) -> Iterator[Sample]:
     """Yield a sample for each algorithm and size to which prices are fitted."""
     for number, row in enumerate(rows):
@@ -139,48 +126,6 @@ def samples(layout: _core.Layout, rows: list[dict[str, Any]]) -> Iterator[Sample
             cost = layout.cost(_core.collectives.index(what), name, row["message"])
             if cost is not None and (what, name) not in OWN_ORDER:
                 yield Sample(cost, _cell(row, name)["us"], number)
-
-
-def fit(measured: Iterable[Sample]) -> Prices | None:
-    """Return the prices that explain the measured times best. None if nothing was measured.
-
-    The prices have the least sum of squares of relative errors. Two things make the choice by these prices better. The
-    algorithms of a row were measured in turn, so a machine that was slower for some seconds made all of them slower. So
-    each row has a factor for its times; the median of all factors is 1. And the longer an algorithm takes than the best
-    of its row, the less its error counts, because it will not be chosen.
-    """
-    found = list(measured)
-    if not found:
-        return None
-    _, rows = np.unique([one.row for one in found], return_inverse=True)
-    us = np.array([one.us for one in found])
-    costs = np.array([one.cost for one in found]) * _US
-    best = np.full(rows.max() + 1, math.inf)
-    np.minimum.at(best, rows, us)
-    weights = best[rows] / us
-    factors = np.ones(len(best))
-    for _ in range(_FITS):
-        prices = _least_squares(costs * (weights / (us * factors[rows]))[:, None], weights)
-        logs = weights * np.log(np.maximum(costs @ prices, 1e-9) / us)
-        factors = np.exp(np.bincount(rows, logs) / np.bincount(rows, weights))
-        factors /= np.median(factors)
-    return Prices(*(float(price) for price in prices))
-
-
-def _least_squares(table: Any, right: Any) -> Any:
-    """Return the prices, none of them negative, with which table @ prices is nearest to `right`.
-
-    There are only five prices. So this function tries which of them are 0, and takes the best of the solutions without
-    negative prices.
-    """
-    best, least = np.zeros(table.shape[1]), math.inf
-    for used in itertools.product([False, True], repeat=len(best)):
-        found = np.zeros(len(best))
-        found[list(used)] = np.linalg.lstsq(table[:, used], right, rcond=None)[0]
-        error = float(((table @ found - right) ** 2).sum())
-        if (found >= 0).all() and error < least:
-            best, least = found, error
-    return best
 
 
 def _until_all_return(case: Case, buffers: Buffers, group: Group | None = None) -> Callable[[], object]:

@@ -27,7 +27,7 @@ from mscomm.cluster.member import Member, Welcome
 from mscomm.errors import Aborted, Error, PeerLost, on_failure
 
 # The algorithms that add floats in an order of their own. mscomm uses them only if MSCOMM_ALGO names them.
-OWN_ORDER = (("all_reduce", "ring"), ("reduce_scatter", "ring"))
+OWN_ORDER = {(what, name) for what, name, _, own_order in _core.algorithms() if own_order}
 _HUGE_PAGE = 2 << 20
 _LARGEST_POWER = 40  # all calls with at least 2**40 bytes use the same algorithm
 _ADDRESS_SPACE = 1 << 46  # bytes of address space for all heaps in a process; a process has 2^47 bytes in total
@@ -97,7 +97,7 @@ def forced_algorithms(algo: str) -> list[str]:
     algo: for example "all_reduce=ring,broadcast=tree", or just "ring" for every collective that has an algorithm of
     this name. Raise ValueError if an item does not name an algorithm.
     """
-    known = {(what, name) for what, name, _ in _core.algorithms()}
+    known = {(what, name) for what, name, *_ in _core.algorithms()}
     names = {name for _, name in known}
     forced = dict.fromkeys(_core.collectives, "")
     for item in filter(None, (part.strip() for part in algo.split(","))):
@@ -108,7 +108,7 @@ def forced_algorithms(algo: str) -> list[str]:
             forced[what] = name
         else:
             choices = "; ".join(
-                f"{collective}={'|'.join(row for kind, row, _ in _core.algorithms() if kind == collective)}"
+                f"{collective}={'|'.join(row for kind, row, *_ in _core.algorithms() if kind == collective)}"
                 for collective in forced
             )
             raise ValueError(
@@ -473,10 +473,9 @@ def _tell_prices(epoch: Epoch) -> None:
 
 
 def _warn_of_forced(forced: list[str]) -> None:
-    items = [f"{what}={name}" for what, name in zip(_core.collectives, forced, strict=True) if name]
-    ring = {f"{what}={name}" for what, name in OWN_ORDER} & set(items)
-    own_order = "; ring adds floats in an order of its own" if ring else ""
-    log.warn(f"MSCOMM_ALGO forces {', '.join(items)}{own_order}")
+    items = [(what, name) for what, name in zip(_core.collectives, forced, strict=True) if name]
+    own_order = "; ring adds floats in an order of its own" if OWN_ORDER & set(items) else ""
+    log.warn(f"MSCOMM_ALGO forces {', '.join(map('='.join, items))}{own_order}")
 
 
 def alone(asked: Asked) -> Epoch:
