@@ -82,18 +82,13 @@ class Group:
             self.member.attach(id, self.core, self._message_links.dialled)
 
     def leave(self) -> None:
-        """End this rank's use of the group.
-
-        If the group's control memory is in this rank's heap, it is freed when no rank of the group uses it any more.
-        """
+        """End this rank's use of the group."""
         self.core.close()
         self.ended()
         log.info(f"group {self.name} ({self.id}): ended on this rank, after {self.core.where()[0]} calls")
-        if self.member:
-            self.member.detach(self.id)
-        if self.control is not None and self.epoch.heap is not None:
-            self.epoch.heap.release_control(self.control, self._control_ranks)
-            self.control = None
+        founded = Founded(self.core, self.control, self._control_ranks)
+        self.control = None
+        self.epoch.drop(self.id, founded)
 
     def __bool__(self) -> bool:
         return True

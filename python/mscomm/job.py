@@ -143,7 +143,7 @@ class Job:
         id = plan.group_id(self.epoch.number, group.name, group.ranks, turn)
 
         # If a signal handler has interrupted an earlier attempt, this rank may not know that all ranks had come.
-        while self.member and self.member.has_met_unnoticed(id, group.name, deadline):
+        while group.name != "world" and self.member and self.member.hear_out(id, group.name, deadline):
             turn += 1
             id = plan.group_id(self.epoch.number, group.name, group.ranks, turn)
 
@@ -153,6 +153,7 @@ class Job:
             nonlocal met
             met, self.creations[key] = True, turn
 
+        founded = None
         try:
             founded = self.epoch.found(id, group.name, group.ranks, deadline, all_came, forced or self.epoch.forced)
             group.enter(self.epoch, id, founded)
@@ -168,11 +169,23 @@ class Job:
                 raise
             raise cause from symptom
         except BaseException as error:
+            if self.groups.get(group.name) is group:
+                del self.groups[group.name]
             # This rank could not set up its part. Tell the other ranks, so that they do not wait for this rank.
             if self.member and self.member.has_met(id):
                 text = f"rank {self.rank}: group {group.name}: {type(error).__name__}: {error}"
                 self.member.report(Aborted(text, [self.rank]), id)
+                self.creations[key] = turn
+            if founded is not None:
+                self.epoch.drop(id, founded)
             raise
+
+    def refuse(self, name: str, ranks: list[int], error: BaseException) -> None:
+        """Tell the other ranks of a group that this rank does not set up its part."""
+        turn = self.creations.get((name, *ranks), 0) + 1
+        id = plan.group_id(self.epoch.number, name, ranks, turn)
+        if self.member:
+            self.member.refuse(id, assemble.creation(name), ranks, error)
 
     def named(self, group: Group | str | None) -> Group:
         """Return the group with this name; None stands for the world. Raise RuntimeError if this rank is not in it."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mscomm.arguments import checked_int, checked_rank
 from mscomm.cluster import assemble
 from mscomm.cluster.deadline import Deadline, seconds_of
+from mscomm.errors import Error
 from mscomm.group import Group, NonMember, printable
 from mscomm.job import WORLD_NAMES, Job, Making, default, job_of, resolve, unforked
 from mscomm.works import Timeout
@@ -62,7 +64,7 @@ def create_group(group: str, rank_ids: list[int], *, timeout: Timeout = None, jo
         job.others[group] = NonMember(group, ranks, job)
         return job.others[group]
     made = Group(group, ranks, timeout_s)
-    _make(job, made, lambda deadline: job.found(made, deadline))
+    _carry_out(job, Making(made, lambda deadline: job.found(made, deadline)))
     return made
 
 
@@ -92,42 +94,65 @@ def split(color: int | None, key: int = 0, *, group: Group | str | None = None, 
     color = None if color is None else _in_64_bits("color", color)
     key = _in_64_bits("key", key)
 
+    name = f"split of group {parent.name}"
+
+    def group_of(said: Sequence[Mapping[str, Any]], turn: int) -> tuple[str, list[int]]:
+        """Return the name and the ranks of this rank's new group. said: what each rank of the parent has passed."""
+        mine = said[parent.rank]["color"]
+        alike = [(fact["key"], place) for place, fact in enumerate(said) if fact["color"] == mine]
+        return f"{parent.name}.{turn}.{mine}", [parent.ranks[place] for _, place in sorted(alike)]
+
+    def refuse(said: Sequence[Mapping[str, Any]], turn: int, error: BaseException) -> None:
+        """Tell the ranks of the new group that this rank does not come, because a signal handler has raised `error`."""
+        if said[parent.rank]["color"] is not None:
+            job.refuse(*group_of(said, turn), error)
+
     def found(deadline: Deadline) -> None:
         turn = job.splits.get(parent.name, 0) + 1
         facts = {"color": color, "key": key}
-        said = [facts]
-        if job.member:
-            name = f"split of group {parent.name}"
-            # If a signal handler has interrupted an earlier attempt, this rank may not know that all ranks had come.
-            while job.member.has_met_unnoticed(meeting := _meeting(job, parent, turn), name, deadline):
-                turn += 1
-            said = job.member.meet(meeting, name, parent.ranks, facts, deadline, counts=True).facts
-        job.splits[parent.name] = turn
-        if job.member:
-            job.member.counted(meeting)
-        before, made.name = made.name, f"{parent.name}.{turn}.{color}"
-        if color is None:
-            return
-        # In an earlier epoch, the group may have had another name. Remove the entry with that name.
-        job.groups.pop(before, None)
-        alike = [(fact["key"], place) for place, fact in enumerate(said) if fact["color"] == color]
-        ranks = [parent.ranks[place] for _, place in sorted(alike)]
-        made.ranks, made.size = ranks, len(ranks)
-        job.found(made, deadline)
+        said: Sequence[Mapping[str, Any]] | None = None if job.member else [facts]
+        meeting = _meeting(job, parent, turn)
+        # If a signal handler has interrupted an earlier attempt, this rank may not know that all ranks had come.
+        while job.member and (met := job.member.hear_out(meeting, name, deadline)):
+            refuse(met.facts, turn, RuntimeError(f"{name} was interrupted"))
+            turn += 1
+            meeting = _meeting(job, parent, turn)
+        try:
+            if said is None:
+                assert job.member
+                said = job.member.meet(meeting, name, parent.ranks, facts, deadline, records=True).facts
+            job.splits[parent.name] = turn
+            if job.member:
+                job.member.recorded(meeting)
+            before, (made.name, ranks) = made.name, group_of(said, turn)
+            if color is None:
+                return
+            # In an earlier epoch, the group may have had another name. Remove the entry with that name.
+            job.groups.pop(before, None)
+            made.ranks, made.size = ranks, len(ranks)
+            job.found(made, deadline)
+        except Error:
+            raise
+        except BaseException as error:
+            if said is None and job.member and (met := job.member.unrecorded(meeting)):
+                said = met.facts
+            if said is not None:
+                job.splits[parent.name] = turn
+                refuse(said, turn, error)
+            raise
 
     made = Group("", [], timeout_s) if color is not None else NonMember("", None, job)
-    _make(job, made, found)
+    _carry_out(job, Making(made, found))
     return made
 
 
-def _make(job: Job, made: Group, make: Callable[[Deadline], object]) -> None:
+def _carry_out(job: Job, making: Making) -> None:
     """Make the group, and let rejoin() make it again."""
-    making = Making(made, make)
     try:
         job.makings.append(making)
-        make(job.deadline())
+        making.make(job.deadline())
     except BaseException:
-        if job.groups.get(made.name) is not made:
+        if job.groups.get(making.group.name) is not making.group:
             job.makings.remove(making)
         raise
 
@@ -174,10 +199,11 @@ def destroy_group(group: Group | str) -> None:
     job = job_of(found)
     if found is job.world:
         raise ValueError("destroy_group: the group of all ranks ends with release()")
-    del job.groups[found.name]
-    job.makings = [making for making in job.makings if making.group is not found]
     found.drain()
     found.leave()
+    job.makings = [making for making in job.makings if making.group is not found]
+    if job.groups.get(found.name) is found:
+        del job.groups[found.name]
     found.job = None
 
 

@@ -36,6 +36,7 @@ class Output:
         # Protects the unwritten bytes. The writing thread and flush() wait on it until these bytes change.
         self._news = Condition()
         self._unwritten = bytearray()
+        self._writes = 0  # how many times some of them were written
         self.broken = False  # whether nobody reads this output any more
         self._thread = threading.Thread(target=self._serve, name="mscomm-output", daemon=True)
         self._thread.start()
@@ -64,12 +65,15 @@ class Output:
 
     def flush(self, stalled_s: float) -> int:
         """Wait until all is written, or nothing was written for `stalled_s` seconds. Return how many bytes are left."""
-        while self._unwritten and self._changes(len(self._unwritten), stalled_s):
+        while self._written_after(self._writes, stalled_s):
             continue
         return len(self._unwritten)
 
-    def _changes(self, unwritten: int, within_s: float) -> bool:
-        return self._news.wait_for(lambda: len(self._unwritten) != unwritten, within_s)
+    def _written_after(self, writes: int, within_s: float) -> bool:
+        """Wait for another write. Return False if nothing is left to write, or no write has ended within this time."""
+        self._news.wait_for(lambda: self._writes != writes or not self._unwritten, within_s)
+        with self._news.lock:
+            return self._writes != writes and bool(self._unwritten)
 
     def close(self, within_s: float) -> bool:
         """Let the thread end when it has written everything. Return whether it has ended within `within_s` seconds."""
@@ -105,6 +109,7 @@ class Output:
             with self._news.lock:
                 was_full = self.full
                 del self._unwritten[:written]
+                self._writes += 1
                 self._news.notify_all()
             if self.broken or failed or (was_full and not self.full):
                 self._wake()

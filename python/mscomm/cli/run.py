@@ -252,8 +252,18 @@ def command(
             sys.exit(error.exit_code)
         raise
     try:
-        timeout_s = float("inf") if timeout is None else timeout
-        job = Launch(line, local, env, part, log_dir, max_restarts, stdin_rank, (), timeout_s, grace, cpus)
+        job = Launch(
+            line,
+            local,
+            env,
+            part,
+            log_dir,
+            max_restarts,
+            stdin_rank,
+            timeout_s=float("inf") if timeout is None else timeout,
+            grace_s=grace,
+            cpus=cpus,
+        )
         status = job.run()
     except (Error, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error

@@ -143,6 +143,11 @@ def chosen(layout: _core.Layout) -> dict[str, str]:
     }
 
 
+def creation(name: str) -> str:
+    """Return how messages call the set-up of the group with this name."""
+    return "init" if name == "world" else f"create_group({name!r})"
+
+
 class Founded(NamedTuple):
     """A group's core, and the location of its control memory.
 
@@ -226,7 +231,7 @@ class Epoch:
         me = ranks.index(self.rank)
         layout = _core.Layout(hosts=hosts, rank=me, forced=forced, prices=self.prices)
         at_home = [ranks[place] for place in layout.at_home]
-        what = "init" if name == "world" else f"create_group({name!r})"
+        what = creation(name)
         device = (*self.accelerator.opened, self.accelerator.device) if self.accelerator else None
         control = None
         came = met = False
@@ -280,12 +285,24 @@ class Epoch:
                     self.heap.abandon_control(control, len(at_home))
                 else:
                     self.heap.release_control(control, 0)
-            if self.member and len(ranks) > 1 and not came:
+            known = came and isinstance(error, Error)
+            if self.member and len(ranks) > 1 and not known and not self.member.has_come(group):
                 self.member.refuse(group, what, ranks, error)
             raise
         if log.enabled(log.INFO):
             self._tell_founded(name, group, ranks, layout, spin)
         return Founded(core, control, len(at_home))
+
+    def drop(self, group: str, founded: Founded) -> None:
+        """End this rank's part of a group that found() has set up.
+
+        If the group's control memory is in this rank's heap, it is freed when no rank of the group uses it any more.
+        """
+        founded.core.close()
+        if self.member:
+            self.member.detach(group)
+        if founded.control is not None and self.heap is not None:
+            self.heap.release_control(founded.control, founded.control_ranks)
 
     def _tell_founded(self, name: str, id: str, ranks: list[int], layout: _core.Layout, spin: bool) -> None:
         log.info(f"group {name} ({id}): rank {layout.rank} of {len(ranks)}, ranks {plan.numbers(ranks)}")
@@ -561,6 +578,8 @@ def _reaching(peer: int, where: str = "") -> Iterator[None]:
     """
     try:
         yield
+    except links.Checked as carrier:
+        raise carrier.error from None
     except (OSError, Error) as error:
         if links.is_shortage(error):
             raise

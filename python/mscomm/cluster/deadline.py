@@ -40,13 +40,17 @@ class Deadline:
         return sooner if sooner.at < self.at else self
 
 
+class NothingHappened(TimeoutError):
+    """The deadline of wait() has passed."""
+
+
 def wait(sock: socket.socket | IO[bytes] | int, events: int, deadline: Deadline) -> None:
-    """Wait until the socket or pipe has one of the poll `events`, or an error. Raise TimeoutError at the deadline."""
+    """Wait until the socket or pipe has one of the poll events, or an error. Raise NothingHappened at the deadline."""
     poller = select.poll()
     poller.register(sock, events)
     while not poller.poll(deadline.left() * 1000):
         if deadline.passed:
-            raise TimeoutError(f"nothing happened on the socket for {deadline.seconds:g} s")
+            raise NothingHappened(f"nothing happened on the socket for {deadline.seconds:g} s")
 
 
 def seconds_of(timeout: Any, function: str, argument: str = "timeout", may_be_zero: bool = False) -> float:

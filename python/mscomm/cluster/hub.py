@@ -916,12 +916,14 @@ class Hub:
     def _half_founded(self, key: str, ranks: Collection[int], link: Link) -> None:
         """Fail a group that some ranks have founded, while others still wait in its meeting.
 
-        Usually, a former hub ended before its answer had reached these ranks. This hub cannot repeat the answer,
-        because it does not know the facts of the ranks that have met.
+        link: a rank that has founded it and has returned, or one that comes to the meeting. Usually, a former hub ended
+        before its answer had reached all ranks. This hub cannot repeat the answer, because it does not know the facts
+        of the ranks that have met.
         """
         name = group_name(key)
-        why: Error = PeerLost(f"the scheduler was started again while the ranks created group {name}")
-        if not (self._recovery and self._recovery.found):
+        if link.returned_in == self._epoch:
+            why: Error = PeerLost(f"the scheduler was started again while the ranks created group {name}")
+        else:
             why = Aborted(f"{link} creates group {name}, which its ranks have created already", [link.number])
         self._groups.known(key, ranks).set_verdict(why)
         self._answer(self._meetings.end(key, why))

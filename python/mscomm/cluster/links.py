@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from mscomm import environment
 from mscomm.cluster.bytestream import PERMITTED, ByteStream
-from mscomm.cluster.deadline import Deadline, wait
+from mscomm.cluster.deadline import Deadline, NothingHappened, wait
 from mscomm.cluster.hello import (
     HELLO_S,
     OF_THE_HUB,
@@ -208,9 +208,12 @@ def greet(
     """Run the connecting side of the hello. Return the stream, with its `secret` and `run`.
 
     protection: for a link to the hub, how the user wants the link to be protected. check: a function that is called at
-    least every 100 ms; if it raises an error, the wait ends with this error. Errors name the address. Raise Busy
-    if the other end says that this process should try again, and AuthenticationError if it has another key, or a
-    certificate that does not fit. The caller must close the socket on an error.
+    least every 100 ms while this process waits for the answer; if it raises an Error, the wait ends with a Checked that
+    holds this Error.
+
+    Errors name the address. Raise Busy if the other end says that this process should try again, and
+    AuthenticationError if it has another key, or a certificate that does not fit. The caller must close the socket on
+    an error.
     """
     # Only a hub on TCP must answer soon: it accepts at once, so a silent listener is not a hub. A hub on a unix socket
     # may still be starting, which can take a while on a busy host. A rank may be busy for long before it accepts.
@@ -240,9 +243,6 @@ def greet(
             stream.complete(deadline)
         if purpose not in OF_THE_HUB:
             _limit_silence(sock, False)
-    except _Checked as carrier:
-        assert carrier.__cause__
-        raise carrier.__cause__ from None
     except NotMscomm as error:
         raise NotMscomm(f"{where} is not an {expected}: {error}") from error
     except Busy as error:
@@ -296,22 +296,27 @@ def open_link(
             raise
 
 
-class _Checked(Exception):
+class Checked(Exception):
     """Carries the error that `check` has raised past the handlers for errors of the link."""
+
+    def __init__(self, error: Error) -> None:
+        self.error = error
 
 
 def _await_bytes(stream: ByteStream, deadline: Deadline, check: Callable[[], None] | None) -> None:
-    while check:
+    if check is None:
+        stream.await_bytes(deadline)
+        return
+    while True:
         try:
             check()
         except Error as error:
-            raise _Checked from error
+            raise Checked(error) from None
         try:
             return stream.await_bytes(deadline.within(0.1))
-        except TimeoutError as error:
-            if error.errno == errno.ETIMEDOUT or deadline.passed:
+        except NothingHappened:
+            if deadline.passed:
                 raise
-    stream.await_bytes(deadline)
 
 
 def _stream(sock: socket.socket, credentials: Credentials | None, server_side: bool) -> ByteStream:

@@ -33,7 +33,7 @@ from mscomm.cluster.links import node_timeout_s
 from mscomm.cluster.plan import world_id
 from mscomm.cluster.returning import RETURN_S
 from mscomm.errors import Aborted, BackendUnavailable, CollectiveTimeout, Error, PeerLost, of_fields
-from mscomm.undisturbed import Apart, Condition
+from mscomm.undisturbed import CallingThread, Condition
 
 SETTLE_S = 2.0  # how long a rank that reported a failure waits for the verdict
 LEAVE_S = 2.0
@@ -63,7 +63,7 @@ _FIELDS: Mapping[str, Mapping[str, type]] = {
     "bye": {},
 }
 # The keys of frames that a rank sends again to a scheduler that was started again. See Member._ask.
-_BYE, _FAILED, _REFUSED, _DIALLED, _REJOIN = "bye", "failed ", "refuse ", "dial ", "rejoin "
+_BYE, _FAILED, _REFUSED, _DIALLED, _REJOIN, _WAITS = "bye", "failed ", "refuse ", "dial ", "rejoin ", "waits "
 
 
 class Welcome(NamedTuple):
@@ -123,7 +123,7 @@ class Member:
         # This condition protects what the reading thread learns. Other threads wait on it for changes. A thread that
         # holds it must not call a communicator.
         self._news = Condition()
-        self._apart = Apart()  # sends the frames of the main thread
+        self._sender = CallingThread()  # sends the frames of the main thread
         self._communicators: dict[str, _core.Group] = {}
         self._dialled: dict[str, Callable[[int, Any], None]] = {}
         self._early: dict[str, list[tuple[int, Any]]] = {}  # requests to connect, for groups that are not attached yet
@@ -137,8 +137,8 @@ class Member:
         self._missing: dict[str, Missing] = {}  # for the key of each wait, the hub's latest answer
         self._attending: dict[str, str] = {}  # the names of the meetings in which this rank waits, by key
         self._given_up: set[str] = set()  # the keys of meetings that this rank has left before the hub's answer
-        # For each meeting whose caller counts it: whether all ranks have met. counted() removes it.
-        self._counted: dict[str, bool] = {}
+        # For each meeting that the caller has not recorded yet: its result, if the hub has told this rank.
+        self._unrecorded: dict[str, Met | None] = {}
         self._refused: str | None = None  # the key of the latest meeting that the hub refused
         self._failure: Error | None = None  # a failure of the whole link: the hub has refused us or is gone
         self._verdicts: dict[str, Error] = {}  # by group; "" stands for all groups of this epoch, even later ones
@@ -202,12 +202,13 @@ class Member:
             return key in self._met or (self._welcome is not None and self._welcome.epoch > now)
 
         try:
-            self._ask(key, {"t": "rejoin", "key": key, "facts": {**self._known(), **facts}}, deadline)
-            self._await(answered, deadline, "rejoin", key)
-        except CollectiveTimeout:
-            # Ask the hub which ranks are missing. It may answer instead that all ranks have arrived in the meantime.
-            self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
-            self._await_last(answered, deadline, "rejoin")
+            try:
+                self._ask(key, {"t": "rejoin", "key": key, "facts": {**self._known(), **facts}}, deadline)
+                self._await(answered, deadline, "rejoin", key)
+            except CollectiveTimeout:
+                # Ask the hub which ranks are missing. It may answer instead that all ranks have arrived meanwhile.
+                self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
+                self._await_last(answered, deadline, "rejoin")
         except Error:
             raise  # the link has ended
         except BaseException:  # raised by a signal handler: this rank stops waiting
@@ -238,42 +239,43 @@ class Member:
         deadline: Deadline,
         *,
         founds: bool = False,
-        counts: bool = False,
+        records: bool = False,
         survivors: bool = False,
     ) -> Met:
         """Wait until all these ranks have sent the same key. Return the ranks that met, and their facts.
 
         name: the name of the meeting in messages. founds: whether the meeting founds a group; key is then the group's
-        id. counts: whether the caller counts its meetings, and calls counted() when the ranks have met. Meetings that
-        found a group are always counted, and attach() is enough. survivors: whether to wait only for ranks that are not
-        lost.
+        id. records: whether the caller will call recorded() if the ranks have met. For a group, attach() does so.
+        survivors: whether to wait only for ranks that are not lost.
 
         Raise Mismatch if the ranks give different lists of ranks, PeerLost if a rank is lost, and Aborted if a rank
         gives up. Raise CollectiveTimeout at the deadline.
         """
-        words = {"key": key, "name": name, "ranks": list(ranks), "facts": dict(facts)}
-        with self._news.lock:
-            self._unanswered.pop(_REFUSED + key, None)
-            if founds:
-                self._closed[key] = []
-            if founds or counts:
-                self._counted[key] = False
-        if key in self._given_up:
-            self._outwait(key, name, deadline)
-        self._attending[key] = name
         try:
+            with self._news.lock:
+                self._unanswered.pop(_REFUSED + key, None)
+                self._met.pop(key, None)  # if a signal handler has interrupted an earlier attempt
+                if founds:
+                    self._closed[key] = []
+                if founds or records:
+                    self._unrecorded[key] = None
+            if key in self._given_up:
+                self._hear_out(key, name, deadline)
+            self._attending[key] = name
+            words = {"key": key, "name": name, "ranks": list(ranks), "facts": dict(facts)}
             options = {"founds": founds, "survivors": survivors, "alone": _is_alone()}
-            self._ask(key, {"t": "meet", **options, **words}, deadline)
-            self._await(lambda: key in self._met, deadline, name, key)
-        except CollectiveTimeout:
-            # Ask the hub which ranks are missing. It may answer instead that all ranks have arrived in the meantime.
             try:
-                self._say({"t": "unmeet", "key": key, "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
-                self._await_last(lambda: key in self._met, deadline, name)
-            except CollectiveTimeout as error:
-                self._given_up.add(key)
-                self.refuse(key, name, ranks, error)  # perhaps the hub will tell the others that all have met
-                raise
+                self._ask(key, {"t": "meet", **options, **words}, deadline)
+                self._await(lambda: key in self._met, deadline, name, key)
+            except CollectiveTimeout:
+                # Ask the hub which ranks are missing. It may answer instead that all ranks have arrived meanwhile.
+                try:
+                    self._say({"t": "unmeet", "key": key, "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
+                    self._await_last(lambda: key in self._met, deadline, name)
+                except CollectiveTimeout as error:
+                    self._given_up.add(key)
+                    self.refuse(key, name, ranks, error)  # perhaps the hub will tell the others that all have met
+                    raise
         except Error:
             raise  # the link has ended
         except BaseException as error:  # raised by a signal handler
@@ -291,36 +293,46 @@ class Member:
                 self._ranks[key] = list(ranks)
         if isinstance(met, Error):
             self._refused = key
-            self.counted(key)
+            self.recorded(key)
             raise met
         return met
 
-    def _outwait(self, key: str, name: str, deadline: Deadline) -> None:
-        """Wait until the hub has said everything about earlier meetings with this key.
+    def _hear_out(self, key: str, name: str, deadline: Deadline) -> None:
+        """Wait until the hub has said everything about earlier meetings with this key, which this rank has left.
 
         A late answer to an earlier attempt must not count for the next one. The hub answers in the order of our frames.
         """
         with self._news.lock:
             self._missing.pop(key, None)
-        self._say({"t": "waits", "key": key}, deadline)
+        self._ask(_WAITS + key, {"t": "waits", "key": key}, deadline)
         self._await(lambda: key in self._missing, deadline, name)
         self._given_up.discard(key)
 
-    def has_met(self, key: str) -> bool:
-        """Return whether all ranks have met with this key, although counted() was not called."""
-        with self._news.lock:
-            return self._counted.get(key, False) or key in self._communicators
-
-    def has_met_unnoticed(self, key: str, name: str, deadline: Deadline) -> bool:
-        """Like has_met(). If a signal handler has interrupted meet(), first wait for the hub's answer."""
+    def hear_out(self, key: str, name: str, deadline: Deadline) -> Met | None:
+        """Return what unrecorded() returns. If this rank has left meet(), first wait for the hub's answer."""
         if key in self._given_up:
-            self._outwait(key, name, deadline)
-        return self.has_met(key)
+            self._hear_out(key, name, deadline)
+        return self.unrecorded(key)
 
-    def counted(self, key: str) -> None:
-        """The caller has counted the meeting with this key, so that the next one has another key."""
+    def unrecorded(self, key: str) -> Met | None:
+        """Return the result of a meeting with this key that this rank has not recorded, or None if it knows of none."""
         with self._news.lock:
-            self._counted.pop(key, None)
+            return self._unrecorded.get(key)
+
+    def has_met(self, group: str) -> bool:
+        """Return whether all ranks of the group have met, as far as this rank has heard."""
+        with self._news.lock:
+            told = self._unrecorded.get(group) is not None or group in self._verdicts
+            return told or group in self._communicators
+
+    def has_come(self, group: str) -> bool:
+        """Return whether the other ranks may have been told that this rank has come, or that it will not come."""
+        return group in self._given_up or self._refused == group or self.has_met(group)
+
+    def recorded(self, key: str) -> None:
+        """The caller has recorded that the ranks have met, so that its next meeting has another key."""
+        with self._news.lock:
+            self._unrecorded.pop(key, None)
 
     def was_refused(self, key: str) -> bool:
         """Return whether meet() raised an error for this key because the hub refused the meeting.
@@ -356,7 +368,7 @@ class Member:
             early = self._early.pop(group, [])
             failure = self._failure or self._verdict(group)
             departed = [*self._departed, *self._closed.pop(group, [])]
-            self._counted.pop(group, None)
+            self._unrecorded.pop(group, None)
         for rank in departed:
             communicator.left(rank)
         if failure:
@@ -365,18 +377,20 @@ class Member:
             dialled(rank, address)
 
     def detach(self, group: str) -> None:
-        """End this rank's membership in the group, and tell the hub."""
-        with self._news.lock:
-            communicator = self._communicators.pop(group, None)
-            for table in (self._dialled, self._early, self._verdicts, self._ranks):
-                table.pop(group, None)
-            self._unanswered.pop(_FAILED + group, None)
-            self._told.discard(group)
+        """End this rank's membership in the group, and tell the hub. May be called again if it was interrupted."""
+        communicator = self._communicators.get(group)
         is_there = self._ended is None and not self._away
-        if communicator is not None and not self._forked and is_there and not self._leaving:
-            words = {"group": group, "number": communicator.where()[0]}
+        if (communicator is not None or self.has_met(group)) and not self._forked and is_there and not self._leaving:
+            words = {"group": group, "number": communicator.where()[0] if communicator else 0}
             with contextlib.suppress(OSError):  # the reading thread sees the end of the link too
                 self._send(self.frames, {"t": "close", **words}, Deadline(SETTLE_S))
+        with self._news.lock:
+            tables = (self._communicators, self._dialled, self._early, self._verdicts, self._ranks, self._closed)
+            for table in (*tables, self._unrecorded):
+                table.pop(group, None)
+            for key in (_FAILED, _REFUSED):
+                self._unanswered.pop(key + group, None)
+            self._told.discard(group)
 
     def dial(self, group: str, rank: int, address: Any, deadline: Deadline) -> None:
         """Ask a rank of the group to connect to the address. Call connected() when it has done so."""
@@ -406,7 +420,9 @@ class Member:
         if self._verdict(group) is None:
             self._tell(group, symptom, number, deadline)
         self._news.wait_for(lambda: self._settled(group) or self._away, deadline.left())
-        if not self._settled(group) and not self._away and self._stream.unacknowledged():
+        with self._news.lock:  # the reading thread closes the stream only after it has set _away
+            is_silent = not self._settled(group) and not self._away and self._stream.unacknowledged()
+        if is_silent:
             # If the hub's host is down, the link will report this soon. That report explains more than our symptom.
             self._news.wait_for(lambda: self._settled(group) or self._away, node_timeout_s() + 1)
         limit = Deadline(join_timeout_s(os.environ)) if self._away else deadline
@@ -497,7 +513,7 @@ class Member:
             self._stream.shut_down()  # wakes the reading thread, which must not poll a closed socket
         if self._reader.is_alive() and self._reader is not threading.current_thread():
             self._reader.join(1.0)
-        self._apart.end()
+        self._sender.end()
         self.frames.close()
         fd, self.news_fd = self.news_fd, -1
         if fd >= 0:
@@ -692,7 +708,8 @@ class Member:
             self._welcome = Welcome(key=key, facts=self._facts, **{name: frame[name] for name in names})
             self._departed.clear()
             self._closed.clear()
-            self._counted.clear()
+            self._unrecorded.clear()
+            self._given_up.clear()
             self._verdicts.pop("", None)
         elif kind == "go":
             self._go = frame["epoch"]
@@ -701,13 +718,15 @@ class Member:
             self._unanswered.pop(_BYE, None)
         elif kind in ("met", "unmet"):
             key = frame["key"]
-            if kind == "met" and key in self._counted:
-                self._counted[key] = True
+            answer = Met(frame["ranks"], frame["facts"]) if kind == "met" else of_fields(frame)
+            if isinstance(answer, Met) and key in self._unrecorded:
+                self._unrecorded[key] = answer
             if key in self._attending or key == f"{_REJOIN}{self._rejoins}":  # otherwise, the answer is too late
-                self._met[key] = Met(frame["ranks"], frame["facts"]) if kind == "met" else of_fields(frame)
+                self._met[key] = answer
             self._unanswered.pop(key, None)
         elif kind == "missing":
             words = frame["text"]  # "" if nobody is missing any more
+            self._unanswered.pop(_WAITS + frame["key"], None)
             self._missing[frame["key"]] = Missing(words, frame["ranks"], frame["tells"]) if words else Missing()
 
     def _beside_the_hub(self) -> list[int]:
@@ -745,7 +764,7 @@ class Member:
 
     def _send(self, frames: Frames, frame: Frame, deadline: Deadline) -> None:
         """Send the frame once, even if a signal handler raises an exception. Raise what Frames.send() raises."""
-        self._apart.call(functools.partial(frames.send, frame, deadline), deadline.rest())
+        self._sender.call(functools.partial(frames.send, frame, deadline), deadline.rest())
 
     def _post(self, key: str, frame: Frame, deadline: Deadline) -> None:
         """Send a frame, and keep it until the hub has answered it: if a new hub takes over, it must hear the frame too.
@@ -780,8 +799,10 @@ class Member:
 
         def send() -> None:
             while True:
-                self._news.wait_for(lambda: not self._away or self._failure is not None, deadline.left())
+                back = self._news.wait_for(lambda: not self._away or self._failure is not None, deadline.left())
                 with self._news.lock:
+                    if self._away and back and self._failure is None:  # it has ended again just now
+                        continue
                     if self._away:
                         raise TimeoutError
                     frames = self.frames

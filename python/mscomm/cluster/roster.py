@@ -23,7 +23,7 @@ class Link(Line):
         self.since = 0.0  # when the process joined, in time.monotonic() seconds
         self.left = False
         self.welcomed = False  # whether the process has taken part in an epoch
-        self.returned_in = 0  # the epoch of the process when it returned to a scheduler; 0 if it did not return
+        self.returned_in = -1  # the epoch of the process when it returned to a scheduler; -1 if it did not return
         self.waits = False  # whether the process waits for the next epoch, and no longer takes part in this one
         self.rejoin_key = ""  # the key of the latest rejoin() of the process; the answer must contain it
         self.node_id: str | None = None
