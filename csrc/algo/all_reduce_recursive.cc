@@ -50,7 +50,7 @@ class Recursive {
         continue;
       }
       gather();
-      halves ? halve() : twice();
+      halves ? halve() : double_up();
       share();
     }
   }
@@ -113,11 +113,10 @@ class Recursive {
   }
   void finish(Range range) {
     char* const out = call_.result() + now_.begin + range.begin;
-    if (leaves() == 1 && members_.size() == 1) return copy(out, call_.in() + now_.begin + range.begin, range.bytes());
     row_.finish(held_ + accumulator(range.begin), layout_.size, out, elements(range));
   }
 
-  void twice() {
+  void double_up() {
     const Range whole{0, now_.bytes()};
     for (int distance = 1; distance < leaves(); distance *= 2) combine(distance, whole, whole);
     finish(whole);

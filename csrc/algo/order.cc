@@ -57,11 +57,11 @@ void reduce_in_order(const Signature& signature, const Layout& layout, const voi
   if (hosts == 1 || (hosts <= 3 && static_cast<int>(hosts) == n)) return row.reduce(in, n, n, out, count);
   // A subtree of 2^k leaves needs k + 2 buffers. Together, they should fit into the first-level cache.
   const int leaves = leaves_of(hosts), buffers = std::bit_width(static_cast<unsigned>(leaves)) + 1;
-  alignas(64) char memory[64 << 10];
-  const size_t block = std::min<size_t>(1024, sizeof memory / buffers / most_accumulator_bytes / 64 * 64);
+  alignas(64) char memory[32 << 10];  // on the stack of the user's thread, which may be small
+  const size_t block = std::min<size_t>(1024, sizeof memory / buffers / row.accumulator_bytes / 64 * 64);
   for (size_t done = 0; done < count; done += block) {
     const size_t now = std::min(block, count - done);
-    const Block part(row, layout, in, done, now, memory, block * most_accumulator_bytes);
+    const Block part(row, layout, in, done, now, memory, block * row.accumulator_bytes);
     row.finish(part.tree(0, leaves, 0), n, static_cast<char*>(out) + done * row.element_bytes, now);
   }
 }

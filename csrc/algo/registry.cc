@@ -26,8 +26,12 @@ CostOf reduce_scatter_direct_cost;
 
 namespace {
 
-// With two ranks, these algorithms are direct with more copies.
+// With two ranks, these algorithms are direct with more copies. If a host has several ranks, one of them acts for all, which the
+// costs of doubling and halving leave out.
 bool more_than_two(const Layout& layout, size_t) { return layout.size > 2; }
+bool more_than_two_hosts_of_one(const Layout& layout, size_t) {
+  return layout.size > 2 && std::ssize(layout.hosts) == layout.size;
+}
 // The blocks of an all_gather by bruck are in scratch memory first.
 bool fits_in_scratch(const Layout& layout, size_t bytes) { return layout.size > 2 && layout.size * bytes <= 16u << 20; }
 
@@ -55,8 +59,9 @@ constexpr Algorithm table[] = {
     {"arena", Collective::all_reduce, Carrier::arena, all_reduce_arena},
     {"hierarchical", Collective::all_reduce, Carrier::both, all_reduce_hierarchical},
     {"direct", Collective::all_reduce, Carrier::mesh, all_reduce_direct, nullptr, all_reduce_direct_cost},
-    {"doubling", Collective::all_reduce, Carrier::mesh, all_reduce_doubling, more_than_two, all_reduce_doubling_cost},
-    {"halving", Collective::all_reduce, Carrier::mesh, all_reduce_halving, more_than_two, all_reduce_halving_cost},
+    {"doubling", Collective::all_reduce, Carrier::mesh, all_reduce_doubling, more_than_two_hosts_of_one,
+     all_reduce_doubling_cost},
+    {"halving", Collective::all_reduce, Carrier::mesh, all_reduce_halving, more_than_two_hosts_of_one, all_reduce_halving_cost},
     {"bruck", Collective::all_reduce, Carrier::mesh, all_reduce_bruck, more_than_two, all_reduce_bruck_cost},
     {"ring", Collective::all_reduce, Carrier::mesh, all_reduce_ring, nullptr, nullptr, own_order},
     {"arena", Collective::all_gather, Carrier::arena, moves_arena},

@@ -87,7 +87,7 @@ class Group:
         self.ended()
         log.info(f"group {self.name} ({self.id}): ended on this rank, after {self.core.where()[0]} calls")
         founded = Founded(self.core, self.control, self._control_ranks)
-        self.control = None
+        self.control = None  # it is released at most once, even if leave() is interrupted and called again
         self.epoch.drop(self.id, founded)
 
     def __bool__(self) -> bool:

@@ -142,19 +142,22 @@ class Job:
         turn = self.creations.get(key, 0) + 1
         id = plan.group_id(self.epoch.number, group.name, group.ranks, turn)
 
-        # If a signal handler has interrupted an earlier attempt, this rank may not know that all ranks had come.
-        while group.name != "world" and self.member and self.member.hear_out(id, group.name, deadline):
-            turn += 1
-            id = plan.group_id(self.epoch.number, group.name, group.ranks, turn)
-
-        met = False
+        before = self.groups.get(group.name)
+        met = begun = False
+        founded = None
 
         def all_came() -> None:
             nonlocal met
             met, self.creations[key] = True, turn
 
-        founded = None
         try:
+            # If a signal handler has interrupted an earlier attempt, this rank may not know that all ranks had come.
+            while group.name != "world" and self.member and self.member.hear_out(id, group.name, deadline):
+                self._not_set_up(id, group.name, "an earlier attempt was interrupted")
+                self.creations[key] = turn
+                turn += 1
+                id = plan.group_id(self.epoch.number, group.name, group.ranks, turn)
+            begun = True
             founded = self.epoch.found(id, group.name, group.ranks, deadline, all_came, forced or self.epoch.forced)
             group.enter(self.epoch, id, founded)
             group.job, group.job_name = self, self.name
@@ -169,16 +172,24 @@ class Job:
                 raise
             raise cause from symptom
         except BaseException as error:
-            if self.groups.get(group.name) is group:
+            if before is not group and self.groups.get(group.name) is group:
                 del self.groups[group.name]
-            # This rank could not set up its part. Tell the other ranks, so that they do not wait for this rank.
-            if self.member and self.member.has_met(id):
-                text = f"rank {self.rank}: group {group.name}: {type(error).__name__}: {error}"
-                self.member.report(Aborted(text, [self.rank]), id)
+            if self.member and not begun:
+                self.member.refuse(id, assemble.creation(group.name), group.ranks, error)
+            elif self.member and self.member.has_met(id):
+                self._not_set_up(id, group.name, f"{type(error).__name__}: {error}")
                 self.creations[key] = turn
+                if founded is None:
+                    self.member.detach(id)
             if founded is not None:
                 self.epoch.drop(id, founded)
+                group.control = None  # drop() has released it
             raise
+
+    def _not_set_up(self, id: str, name: str, why: str) -> None:
+        """All ranks of this group have met, but this rank does not set up its part. Tell the other ranks."""
+        assert self.member
+        self.member.report(Aborted(f"rank {self.rank}: group {name}: {why}", [self.rank]), id)
 
     def refuse(self, name: str, ranks: list[int], error: BaseException) -> None:
         """Tell the other ranks of a group that this rank does not set up its part."""

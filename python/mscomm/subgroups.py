@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from mscomm.arguments import checked_int, checked_rank
 from mscomm.cluster import assemble
 from mscomm.cluster.deadline import Deadline, seconds_of
+from mscomm.cluster.member import SETTLE_S, Met
 from mscomm.errors import Error
 from mscomm.group import Group, NonMember, printable
 from mscomm.job import WORLD_NAMES, Job, Making, default, job_of, resolve, unforked
@@ -108,16 +110,17 @@ def split(color: int | None, key: int = 0, *, group: Group | str | None = None, 
             job.refuse(*group_of(said, turn), error)
 
     def found(deadline: Deadline) -> None:
+        begun = False  # whether job.found() was called, which tells the other ranks by itself
         turn = job.splits.get(parent.name, 0) + 1
         facts = {"color": color, "key": key}
         said: Sequence[Mapping[str, Any]] | None = None if job.member else [facts]
         meeting = _meeting(job, parent, turn)
-        # If a signal handler has interrupted an earlier attempt, this rank may not know that all ranks had come.
-        while job.member and (met := job.member.hear_out(meeting, name, deadline)):
-            refuse(met.facts, turn, RuntimeError(f"{name} was interrupted"))
-            turn += 1
-            meeting = _meeting(job, parent, turn)
         try:
+            # If a signal handler has interrupted an earlier attempt, this rank may not know that all ranks had come.
+            while job.member and (met := job.member.hear_out(meeting, name, deadline)):
+                refuse(met.facts, turn, RuntimeError(f"{name} was interrupted"))
+                turn += 1
+                meeting = _meeting(job, parent, turn)
             if said is None:
                 assert job.member
                 said = job.member.meet(meeting, name, parent.ranks, facts, deadline, records=True).facts
@@ -130,15 +133,16 @@ def split(color: int | None, key: int = 0, *, group: Group | str | None = None, 
             # In an earlier epoch, the group may have had another name. Remove the entry with that name.
             job.groups.pop(before, None)
             made.ranks, made.size = ranks, len(ranks)
+            begun = True
             job.found(made, deadline)
         except Error:
             raise
         except BaseException as error:
-            if said is None and job.member and (met := job.member.unrecorded(meeting)):
+            if said is None and (met := _after_all(job, meeting, name)):
                 said = met.facts
-            if said is not None:
-                job.splits[parent.name] = turn
+            if said is not None and not begun:
                 refuse(said, turn, error)
+                job.splits[parent.name] = turn
             raise
 
     made = Group("", [], timeout_s) if color is not None else NonMember("", None, job)
@@ -155,6 +159,13 @@ def _carry_out(job: Job, making: Making) -> None:
         if job.groups.get(making.group.name) is not making.group:
             job.makings.remove(making)
         raise
+
+
+def _after_all(job: Job, meeting: str, name: str) -> Met | None:
+    """A signal handler has interrupted the meeting. Return its result if the ranks have met, or None."""
+    with contextlib.suppress(Error):
+        return job.member.hear_out(meeting, name, Deadline(SETTLE_S)) if job.member else None
+    return None
 
 
 def _meeting(job: Job, parent: Group, turn: int) -> str:
@@ -174,11 +185,23 @@ def shrink(group: Group | str | None, name: str) -> Group:
         raise ValueError(f"shrink: there is a group {name!r} already")
     deadline = job.deadline()
     ranks = parent.ranks
-    if job.member:
-        meeting = f"{job.epoch.number}:shrink to {name}:{parent.id}"
-        ranks = job.member.meet(meeting, f"shrink to {name!r}", ranks, {}, deadline, survivors=True).ranks
-    made = Group(name, ranks, parent.timeout_s)
-    job.found(made, deadline)
+    meeting, what = f"{job.epoch.number}:shrink to {name}:{parent.id}", f"shrink to {name!r}"
+    begun = False
+    try:
+        if job.member:
+            ranks = job.member.meet(meeting, what, ranks, {}, deadline, survivors=True, records=True).ranks
+        made = Group(name, ranks, parent.timeout_s)
+        begun = True
+        job.found(made, deadline)
+    except Error:
+        raise
+    except BaseException as error:
+        if not begun and (met := _after_all(job, meeting, what)):
+            job.refuse(name, met.ranks, error)
+        raise
+    finally:
+        if job.member:
+            job.member.recorded(meeting)
     return made
 
 
@@ -199,11 +222,11 @@ def destroy_group(group: Group | str) -> None:
     job = job_of(found)
     if found is job.world:
         raise ValueError("destroy_group: the group of all ranks ends with release()")
+    if job.groups.get(found.name) is found:  # not if a signal handler has interrupted an earlier call
+        del job.groups[found.name]
+    job.makings = [making for making in job.makings if making.group is not found]
     found.drain()
     found.leave()
-    job.makings = [making for making in job.makings if making.group is not found]
-    if job.groups.get(found.name) is found:
-        del job.groups[found.name]
     found.job = None
 
 

@@ -4,7 +4,7 @@ A signal handler may raise an exception between almost any two bytecodes of the 
 that is written in C. Python's own Condition may then keep its lock for ever, and code that sends may not know how much
 it has sent. So this module takes locks by `with lock`, which calls only functions in C. But CPython 3.14 may run the
 handler when `with` has taken the lock and has not begun the block (https://github.com/python/cpython/issues/148874).
-There, the lock can still be lost.
+There, the lock can still be lost. And a handler must not raise an exception that interrupts another handler in mscomm.
 """
 
 from __future__ import annotations

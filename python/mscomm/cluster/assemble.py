@@ -234,7 +234,8 @@ class Epoch:
         what = creation(name)
         device = (*self.accelerator.opened, self.accelerator.device) if self.accelerator else None
         control = None
-        came = met = False
+        came = False
+        core = None
         try:
             if layout.arena and self.rank == min(at_home):
                 assert self.heap
@@ -254,7 +255,6 @@ class Epoch:
                 if self.member and len(ranks) > 1:
                     came = True
                     told = dict(zip(*self.member.meet(group, what, ranks, offered, deadline, founds=True), strict=True))
-                    met = True
                 elif self.member:
                     self.member.check(group)  # a group of one rank has no meeting that could report an abort of the job
                 all_came()
@@ -277,7 +277,7 @@ class Epoch:
                 check: Callable[[], object] = functools.partial(self.member.check, group) if self.member else dict
                 core.join_device(*device, told[ranks[0]]["device"], deadline.left(), check)
         except BaseException as error:
-            if control is not None and not met:
+            if control is not None and core is None:
                 assert self.heap
                 # If the hub did not refuse the meeting, other ranks may be using this memory. In that case, the heap
                 # must keep the memory until these ranks have stopped using it.

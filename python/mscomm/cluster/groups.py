@@ -140,7 +140,7 @@ class Groups:
         That a rank destroys a group is a failure only if another rank is waiting for this rank.
         """
         group = self.get(id)
-        if group is None or group is self.world or rank not in group.ranks:
+        if group is None or group is self.world or rank not in group.ranks or rank in group.closed:
             return False
         group.closed.add(rank)
         if self._restarts and self.world.judge.verdict:

@@ -245,7 +245,7 @@ class Member:
         """Wait until all these ranks have sent the same key. Return the ranks that met, and their facts.
 
         name: the name of the meeting in messages. founds: whether the meeting founds a group; key is then the group's
-        id. records: whether the caller will call recorded() if the ranks have met. For a group, attach() does so.
+        id. records: whether the caller will call recorded() if the ranks have met. For a group, attach() does that.
         survivors: whether to wait only for ranks that are not lost.
 
         Raise Mismatch if the ranks give different lists of ranks, PeerLost if a rank is lost, and Aborted if a rank
@@ -388,8 +388,9 @@ class Member:
             tables = (self._communicators, self._dialled, self._early, self._verdicts, self._ranks, self._closed)
             for table in (*tables, self._unrecorded):
                 table.pop(group, None)
-            for key in (_FAILED, _REFUSED):
-                self._unanswered.pop(key + group, None)
+            self._unanswered.pop(_REFUSED + group, None)
+            if not self._away:  # otherwise, the next hub must hear of the failure
+                self._unanswered.pop(_FAILED + group, None)
             self._told.discard(group)
 
     def dial(self, group: str, rank: int, address: Any, deadline: Deadline) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mscomm.cluster.bytestream import ByteStream
-from mscomm.cluster.deadline import Deadline, wait
+from mscomm.cluster.deadline import Deadline, NothingHappened, wait
 
 _RECORD_BYTES = 16 << 10  # the most that one TLS record carries
 _READ_BYTES = 64 << 10
@@ -220,11 +220,11 @@ class TlsStream(ByteStream):
         # During the handshake, look again soon: another thread may end it, and read ahead, which no descriptor tells.
         try:
             wait(self.sock, events, deadline if shaken else deadline.within(_LOOK_S))
-        except TimeoutError:
+        except NothingHappened:
             if shaken:
                 raise
             if deadline.passed:
-                raise TimeoutError(f"the TLS handshake did not end within {deadline.seconds:g} s") from None
+                raise NothingHappened(f"the TLS handshake did not end within {deadline.seconds:g} s") from None
 
     def unacknowledged(self) -> bool:
         with self._lock:
