@@ -148,7 +148,8 @@ def test_wrong_keys_are_refused(rank, group):
     for key in (b"", bytes(31), bytes(33)):
         core = _core.Group
         encrypt(rank, lambda me, peer, key=key: (key, me > peer))
-        with pytest.raises(ValueError, match=rf"secret: the key has {len(key)} bytes, but it must have 32"):
+        # A rank that still waits for the other one's answer hears of its error.
+        with pytest.raises((ValueError, mscomm.Aborted), match=rf"secret: the key has {len(key)} bytes, but it must"):
             mscomm.create_group(f"short {len(key)}", [0, 1])
         _core.Group = core  # type: ignore[misc]
 
