@@ -261,6 +261,7 @@ def test_arrays_of_dropped_works_die_after_the_works_have_ended(rank, group):
     mscomm.barrier()
 
 
+@pytest.mark.long
 @ranks(2)
 def test_a_wait_takes_the_same_time_however_many_calls_are_outstanding(rank, group):
     """Rank 1 makes the first calls slowly, so that rank 0 waits for each of them while the others stay queued."""

@@ -265,6 +265,7 @@ def test_a_taken_port_is_named(start: Start, port: int) -> None:
     assert code == 1 and f"MS_SCHED_PORT={port}: the port is taken" in err, err
 
 
+@pytest.mark.long
 def test_a_command_shows_who_has_the_name_of_a_scheduler(start: Start, port: int) -> None:
     """Another scheduler that is starting, or a process of another user, may have the unix name, but not the port."""
     if not shutil.which("ss"):

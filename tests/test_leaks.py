@@ -104,6 +104,7 @@ def test_mscomm_run(script: Path) -> None:
     check(done.stdout)
 
 
+@pytest.mark.long
 def test_a_scheduler_and_workers(start: Start, script: Path) -> None:  # noqa: F811
     scheduler = start("MS_SCHED", script)
     ends = [finished(worker, LONGEST_S) for worker in [start("MS_WORKER", script) for _ in range(2)]]

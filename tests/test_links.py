@@ -426,6 +426,7 @@ def reached(address, deadline):
     return rendezvous.reach([address], deadline, lambda _: key, Identity(version=VERSION), "nobody is there", "Look.")
 
 
+@pytest.mark.long
 def test_a_proxy_whose_scheduler_is_not_there_yet_is_tried_again():
     """Like a container's published port, it accepts each connection and closes it."""
     accepted = 0

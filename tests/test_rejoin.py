@@ -411,6 +411,7 @@ print("life", life, mscomm.all_reduce(np.ones(1)))
     assert "rank 0 is started again (not counted, because rank 1 had failed before): exit code 1" in done.stderr
 
 
+@pytest.mark.long
 def test_the_rank_that_fails_in_each_life_is_named_and_not_those_that_failed_with_it(tmp_path):
     body = """
 import os
@@ -450,6 +451,7 @@ except mscomm.Aborted:
     assert "rank 1 failed first: ValueError: no such column" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_again_and_again_is_started_again_later_each_time(tmp_path):
     (tmp_path / "script.py").write_text("raise SystemExit(3)")
     done = run([*patched_run(LATEST_S=1.5), "-n", "1", "--max-restarts", "3", str(tmp_path / "script.py")])
