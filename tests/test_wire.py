@@ -80,29 +80,21 @@ def test_each_byte_moves_to_a_host_only_once(rank, group, library, layout, n, ho
             assert max(by_host.values()) <= 1.1 * must / len(hosts), (what, by_host)
 
 
-@pytest.mark.parametrize(("n", "host"), [(2, ["a", "b"])])
+@pytest.mark.parametrize(
+    ("n", "host", "what", "counts"),
+    [(2, ["a", "b"], "all_reduce", [1, 1000]), (8, hosts_of("2x4"), "all_to_all", [8])],
+    ids=["all_reduce", "all_to_all"],
+)
 @ranks("n", env={"LD_PRELOAD": "{library}", "MSCOMM_HOST_ID": "{host}"})
-def test_a_short_message_is_one_system_call(rank, group, library, n, host):
-    sends = ctypes.CDLL(library).wire_sends
-    for count in (1, 1000):
+def test_a_short_message_to_another_host_is_one_system_call(rank, group, library, n, host, what, counts):
+    sends, call = ctypes.CDLL(library).wire_sends, getattr(mscomm, what)
+    for count in counts:
         x = np.ones(count, np.float32)
-        mscomm.all_reduce(x)
+        call(x)
         before = sends()
         for _ in range(100):
-            mscomm.all_reduce(x)
+            call(x)
         assert 100 <= sends() - before <= 105
-
-
-@pytest.mark.parametrize(("n", "host"), [(8, hosts_of("2x4"))])
-@ranks("n", env={"LD_PRELOAD": "{library}", "MSCOMM_HOST_ID": "{host}"})
-def test_a_short_all_to_all_is_one_message_to_each_host(rank, group, library, n, host):
-    sends = ctypes.CDLL(library).wire_sends
-    x = np.ones(n, np.float32)
-    mscomm.all_to_all(x)
-    before = sends()
-    for _ in range(100):
-        mscomm.all_to_all(x)
-    assert 100 <= sends() - before <= 105
 
 
 @pytest.mark.long

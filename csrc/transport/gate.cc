@@ -43,7 +43,7 @@ void Gate::make_room(const Wait& wait) {
   all_arrived_ = half;
 }
 
-// The loads of the numbers of sleepers come after open(): before it, they made a round of two ranks take 0.1 us longer.
+// The numbers of sleepers are read after open(). If they were read before it, a round of two ranks took 0.1 us longer.
 void Gate::round(const Wait& wait) {
   round_++;
   control_.slot(rank_).line(round_).arrived.store(round_);  // see arrive() for the order
