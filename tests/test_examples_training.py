@@ -359,15 +359,19 @@ def test_run_goes_on_behind_the_newest_checkpoint_of_all_ranks_with_the_same_bit
 
 @pytest.mark.long
 def test_run_learns_the_digits(folder: Path, digits: Path, table: str) -> None:
-    """At the learning rate of the tutorial, a small ResNet learns small images more quickly than ResNet-50 does."""
+    """At the learning rate of the tutorial, a small ResNet learns small images more quickly than ResNet-50 does.
+
+    After 3 epochs the accuracy is between 0.29 and 0.68, and depends on the last bits of the processor's convolutions.
+    After 6 epochs it was 0.63 to 0.77, with three seeds and three instruction sets.
+    """
     with open(folder / "resnet.py", "a") as network:
         network.write(SMALL_NETWORK)
-    done = bash(folder, "run.sh", digits, "2", RANK_TABLE_FILE=table, EPOCH_SIZE="3", BATCH_SIZE="16")
+    done = bash(folder, "run.sh", digits, "2", RANK_TABLE_FILE=table, EPOCH_SIZE="6", BATCH_SIZE="16")
     log = (folder / "device0/train.log0").read_text()
     assert done.returncode == 0, done.stderr + log
-    assert places(losses(log)) == steps(3, 46)
-    first, last = (sum(loss for e, _, loss in losses(log) if e == epoch) / 46 for epoch in (1, 3))
-    assert last < first and accuracy(log) > 0.4, log  # one run ended with 0.59; guessing would give 0.1
+    assert places(losses(log)) == steps(6, 46)
+    first, last = (sum(loss for e, _, loss in losses(log) if e == epoch) / 46 for epoch in (1, 6))
+    assert last < first / 1.5 and accuracy(log) > 0.4, log  # guessing would give 0.1
 
 
 # -- recovery
