@@ -26,6 +26,11 @@ LAYOUTS = [[0, 0, 1, 1], [0, 1, 0, 1, 1], [0, 1, 2, 3, 4], [0, 1, 2, 3, 3, 0]]
 SIZES = [1, 7, 1029, 70_001]
 
 
+def some(algorithms: list[str], whole: bool) -> list[str]:
+    """Return all of them, or two to compare with each other. Which two depends on the run's seed."""
+    return algorithms if whole else random.Random(seed()).sample(algorithms, 2)
+
+
 def plainly(x: Array, dice: random.Random) -> Array:
     return mscomm.all_reduce(x)
 
@@ -112,10 +117,11 @@ def write_hashes(rank: int, group: Any, algorithm: str, folder: str, runs: int) 
 
 @pytest.mark.parametrize("runs", [30, pytest.param(200, marks=pytest.mark.long)])
 def test_the_bits_are_the_same_in_every_run_by_every_way_and_algorithm(tmp_path, runs):
-    for algorithm in CANONICAL:
+    algorithms = some(CANONICAL, whole=runs > 30)
+    for algorithm in algorithms:
         write_hashes(tmp_path=tmp_path, algorithm=algorithm, folder=str(tmp_path), runs=runs)
     first, *others = sorted(path for path in tmp_path.iterdir() if path.suffix in (".0", ".1", ".2", ".3"))
-    assert len(others) == 4 * len(CANONICAL) - 1
+    assert len(others) == 4 * len(algorithms) - 1
     for other in others:
         assert other.read_text() == first.read_text(), f"{other.name} and {first.name} differ"
 
@@ -142,11 +148,15 @@ def write_checksums(rank: int, group: Any, n: int, algorithm: str, hosts: list[i
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)], ids=["few", "whole"])
 @pytest.mark.parametrize("hosts", rotated(LAYOUTS, few=1), ids=str)
 def test_all_reduce_has_the_bits_of_the_host_layout_by_every_algorithm(tmp_path, hosts, whole):
-    for what, algorithm, carrier, _ in _core.algorithms():
-        if what == "all_reduce" and algorithm not in OWN_ORDER and carrier != "arena":
-            write_checksums(
-                tmp_path=tmp_path, n=len(hosts), algorithm=algorithm, hosts=hosts, folder=str(tmp_path), whole=whole
-            )
+    between = [
+        algorithm
+        for what, algorithm, carrier, _ in _core.algorithms()
+        if what == "all_reduce" and algorithm not in OWN_ORDER and carrier != "arena"
+    ]
+    for algorithm in some(between, whole):
+        write_checksums(
+            tmp_path=tmp_path, n=len(hosts), algorithm=algorithm, hosts=hosts, folder=str(tmp_path), whole=whole
+        )
     first, *others = sorted(tmp_path.glob("*.[0-9]"))
     for other in others:
         assert other.read_text().splitlines() == first.read_text().splitlines(), f"{other.name} and {first.name} differ"

@@ -428,7 +428,9 @@ def drawn_cases(draw: Any, n: int) -> Case:
 
 
 @pytest.mark.parametrize("examples", [40, pytest.param(250, marks=pytest.mark.long)])
-@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name not in OWN_ORDER])
+@pytest.mark.parametrize(
+    "algorithm", rotated((name for name in ALGORITHMS if name not in OWN_ORDER), few=4, always=["arena"])
+)
 @ranks(3, env={"MSCOMM_ALGO": "{algorithm}"}, timeout_s=240)
 def test_any_shape_counts_and_strides(rank, group, algorithm, examples):
     n = 3

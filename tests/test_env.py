@@ -24,7 +24,8 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
-def names_in_code() -> dict[str, set[str]]:
+@pytest.fixture(scope="module")
+def in_code() -> dict[str, set[str]]:
     """Return the modules and C++ files that use each variable. In Python, a string counts as a variable if it is in the
     table, or if it begins with MSCOMM_ or MS_ and is not in VALUES. In C++, an argument of getenv counts.
     """
@@ -44,7 +45,6 @@ def names_in_code() -> dict[str, set[str]]:
     return found
 
 
-IN_CODE = names_in_code()
 each_row = pytest.mark.parametrize("row", environment.VARIABLES, ids=lambda row: row.name)
 
 
@@ -53,15 +53,15 @@ def test_names_are_unique() -> None:
     assert len(names) == len(set(names))
 
 
-def test_every_variable_that_the_code_names_has_a_row() -> None:
-    assert set(IN_CODE) - {row.name for row in environment.VARIABLES} == set()
+def test_every_variable_that_the_code_names_has_a_row(in_code: dict[str, set[str]]) -> None:
+    assert set(in_code) - {row.name for row in environment.VARIABLES} == set()
 
 
 @each_row
-def test_the_readers_of_a_row_are_those_of_the_code(row: environment.Variable) -> None:
+def test_the_readers_of_a_row_are_those_of_the_code(row: environment.Variable, in_code: dict[str, set[str]]) -> None:
     """If the code no longer reads a variable, the variable's row must be deleted, too."""
     assert row.readers
-    assert set(row.readers) <= IN_CODE.get(row.name, set())
+    assert set(row.readers) <= in_code.get(row.name, set())
 
 
 def test_the_page_is_that_of_the_table() -> None:

@@ -13,7 +13,7 @@ import pytest
 from sessions import mscomm_run
 from test_launchers import Start, by_variables, finished, mpich, openmpi, start  # noqa: F401
 
-TURNS, MANY = 8, 200
+TURNS, MANY = 6, 200
 LONGEST_S = 280
 WARM = 4  # so many turns may still add something, such as threads that serve all later jobs
 

@@ -727,7 +727,7 @@ def nodes(script, port):
     return run_both
 
 
-@pytest.mark.parametrize("lost", [[3], [0, 1]])
+@pytest.mark.parametrize("lost", rotated([[3], [0, 1]], few=1))
 def test_ranks_of_all_nodes_go_on_when_they_shrink(nodes, tmp_path, lost):
     clock = tmp_path / "clock"
     (code_0, out_0, err_0), (code_1, out_1, err_1) = nodes(shrinking(clock, *lost), mscomm_run=patched_run(clock=clock))

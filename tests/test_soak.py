@@ -27,7 +27,7 @@ def test_a_hundred_faults_in_a_row() -> None:
 
 
 def test_a_few_faults_in_a_row() -> None:
-    soak("soak.py", "--faults", 5)
+    soak("soak.py", "--faults", 3)
 
 
 @pytest.mark.timeout(900)

@@ -67,6 +67,7 @@ def test_seven_ranks_wait_for_the_eighth(rank, group, algo, host):
         assert time.monotonic() - began_to_wait > WAIT_S
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("host", [["a", "b"]], ids=["two hosts"])
 @ranks(2, env={"MSCOMM_HOST_ID": "{host}", "MS_NODE_TIMEOUT": "1"})
 def test_a_rank_that_reads_later_than_the_node_timeout_is_not_lost(rank, group, host):
