@@ -12,7 +12,8 @@ namespace mscomm {
 using Run = void(const Call&, const Ranks&, const Wait&);
 Run all_reduce_arena, all_reduce_hierarchical, all_reduce_direct, all_reduce_doubling, all_reduce_halving, all_reduce_bruck,
     all_reduce_ring;
-Run reduce_scatter_arena, reduce_scatter_hierarchical, reduce_scatter_direct, reduce_scatter_ring, reduce_direct;
+Run reduce_scatter_arena, reduce_scatter_hierarchical, reduce_scatter_direct, reduce_scatter_halving, reduce_scatter_ring,
+    reduce_direct;
 Run moves_arena, moves_hierarchical, moves_direct, all_to_all_hierarchical, all_gather_hierarchical, all_gather_bruck,
     all_gather_ring;
 Run broadcast_hierarchical, broadcast_tree, broadcast_ring;
@@ -22,7 +23,7 @@ Run barrier_arena, barrier_hierarchical, barrier_tree;
 using CostOf = Cost(const Layout&, double bytes);
 CostOf all_reduce_direct_cost, all_reduce_doubling_cost, all_reduce_halving_cost, all_reduce_bruck_cost;
 CostOf all_gather_direct_cost, all_gather_bruck_cost, all_gather_ring_cost;
-CostOf reduce_scatter_direct_cost;
+CostOf reduce_scatter_direct_cost, reduce_scatter_halving_cost;
 
 namespace {
 
@@ -31,6 +32,11 @@ namespace {
 bool more_than_two(const Layout& layout, size_t) { return layout.size > 2; }
 bool more_than_two_hosts_of_one(const Layout& layout, size_t) {
   return layout.size > 2 && std::ssize(layout.hosts) == layout.size;
+}
+// A reduce_scatter by halving copies the whole message to scratch memory first. If the message does not stay in the cache, this
+// takes longer than the model says.
+bool halves_in_scratch(const Layout& layout, size_t bytes) {
+  return more_than_two_hosts_of_one(layout, bytes) && bytes <= 1u << 20;
 }
 // The blocks of an all_gather by bruck are in scratch memory first.
 bool fits_in_scratch(const Layout& layout, size_t bytes) { return layout.size > 2 && layout.size * bytes <= 16u << 20; }
@@ -72,6 +78,8 @@ constexpr Algorithm table[] = {
     {"arena", Collective::reduce_scatter, Carrier::arena, reduce_scatter_arena},
     {"hierarchical", Collective::reduce_scatter, Carrier::both, reduce_scatter_hierarchical},
     {"direct", Collective::reduce_scatter, Carrier::mesh, reduce_scatter_direct, nullptr, reduce_scatter_direct_cost},
+    {"halving", Collective::reduce_scatter, Carrier::mesh, reduce_scatter_halving, halves_in_scratch,
+     reduce_scatter_halving_cost},
     {"ring", Collective::reduce_scatter, Carrier::mesh, reduce_scatter_ring, nullptr, nullptr, own_order},
     {"arena", Collective::broadcast, Carrier::arena, moves_arena},
     {"hierarchical", Collective::broadcast, Carrier::both, broadcast_hierarchical, worth_meeting},

@@ -60,23 +60,28 @@ void hosts_are_added_in_order(const std::string& algorithm) {
     if (in_a_tree) sizes = {1000};
     // Several steps. One of the layouts, with hosts of different sizes, is enough.
     if (algorithm == "hierarchical" && hosts.size() == 5 && hosts[4] == 2) sizes.push_back(chunk_bytes / 2 + 5);
-    // Two windows of an algorithm in which some ranks act for others.
-    if ((algorithm == "doubling" || algorithm == "halving") && hosts.size() == 7) sizes.push_back((4 << 20) / 4 + 500);
     if (test::only_races) sizes = {7, hosts.size() == 5 ? chunk_bytes / 2 : 5000};
     const Inputs inputs(world.layout(), Dtype::float32, 2 * sizes.back() + 100);
     world.run([&](const ThreadRank& me) { every_case(me, algorithm, inputs, sizes, memories(algorithm)); });
   }
 }
 
-// A ring adds in a different order than the other algorithms. Sums of small whole numbers are exact in any order.
-void ring_is_close(const ThreadRank& me) {
-  constexpr size_t count = 400'001;
+// Sums of small whole numbers are exact in any order. A ring adds in a different order than the other algorithms.
+void whole_numbers_are_exact(const ThreadRank& me, size_t count) {
   const auto n = static_cast<size_t>(me.group->size());
   std::vector<float> x(count), out(count);
   for (size_t i = 0; i < count; i++) x[i] = static_cast<float>(me.rank + static_cast<int>(i % 17));
   me.all_reduce(x.data(), out.data(), count);
   for (size_t i = 0; i < count; i++)
     if (!CHECK(out[i] == static_cast<float>(n * (n - 1) / 2 + n * (i % 17)))) return;
+}
+
+// A message of two windows, where some ranks act for others.
+void windows_follow_one_another(const std::string& algorithm) {
+  const ThreadJob job(7, {0, 1, 2, 1, 3, 4, 5});
+  ThreadGroup(job, job.all(), algorithm, false).run([](const ThreadRank& me) {
+    whole_numbers_are_exact(me, (4 << 20) / 4 + 500);
+  });
 }
 
 void started_calls_keep_their_order(const ThreadRank& me) {
@@ -199,7 +204,9 @@ void costs_are_what_is_sent() {
         const Cost cost = row.cost(Layout(hosts, 0), static_cast<double>(bytes));
         const Sent sent = most_sent(row, n, bytes);
         if (each <= 4096) CHECK(static_cast<double>(sent.messages) * ranks_on_path + waits == cost.messages);
-        const double received = sent.bytes + (waits ? static_cast<double>(bytes) : 0);
+        // This rank sends the other one its result.
+        const double result = static_cast<double>(row.what == Collective::reduce_scatter ? each : bytes);
+        const double received = sent.bytes + (waits ? result : 0);
         // halving cuts parts again and again, at multiples of 64 bytes.
         const double cuts = row.name == "halving" ? 64 * doublings(n) : 0;
         if (!is_broadcast) CHECK(std::abs(received - cost.bytes) <= 1e-9 * cost.bytes + cuts);
@@ -411,7 +418,8 @@ SUITE(mesh) {
     if (algorithm != "ring") hosts_are_added_in_order(algorithm);
     on_threads(3, algorithm, false, started_calls_keep_their_order);
   }
-  on_threads(5, "ring", false, ring_is_close);
+  on_threads(5, "ring", false, [](const ThreadRank& me) { whole_numbers_are_exact(me, 400'001); });
+  for (const char* algorithm : {"doubling", "halving"}) windows_follow_one_another(algorithm);
   on_threads(3, "direct", false, last_look_leaves_running_calls_alone);
   on_threads(2, "tree", false, crossed_roots);
   if (!test::only_races) costs_are_what_is_sent();
