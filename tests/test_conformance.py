@@ -368,10 +368,10 @@ def cases(names: list[str], n: int, few: random.Random | None = None) -> Iterato
 
 JOBS = list(itertools.product(ALGORITHMS, RANKS))
 # The jobs that `make test` runs each time, with few cases. It runs a few of the other jobs, too.
-ALWAYS = [(name, n) for name, n in JOBS if n in ((1, 2, 3) if name in ("arena", "direct") else (2,))]
+ALWAYS = [(name, n) for name, n in JOBS if n <= 3 and name in ("arena", "direct")]
 
 
-@pytest.mark.parametrize(("algorithm", "n"), rotated(JOBS, few=2, always=ALWAYS))
+@pytest.mark.parametrize(("algorithm", "n"), rotated(JOBS, few=5, always=ALWAYS))
 @ranks("n", env={"MSCOMM_ALGO": "{algorithm}"}, timeout_s=300)
 def test_every_function_gives_what_numpy_gives_for_a_size(rank, group, n, algorithm):
     try_cases(rank, n, algorithm, lambda names, n: cases(names, n, random.Random(seed())))

@@ -78,7 +78,7 @@ def intel_mpi(monkeypatch: pytest.MonkeyPatch) -> Environment:
     return Environment(Path(folder), "Intel MPI", Path(sys.executable))
 
 
-@pytest.fixture(params=["openmpi", "mpich", "intel_mpi"])
+@pytest.fixture(params=rotated(["openmpi", "mpich", "intel_mpi"], few=1, always=["openmpi"]))
 def mpi(request: pytest.FixtureRequest) -> Environment:
     return request.getfixturevalue(request.param)
 
@@ -675,7 +675,7 @@ def test_pod_0s_name_comes_from_our_own() -> None:
 # -- ranks that are started by hand
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
+@pytest.mark.parametrize("host", rotated(["127.0.0.1", "[::1]", "localhost"], few=2))
 def test_init_by_an_address_in_any_order(host: str, tmp_path: Path, port: int) -> None:
     script = tmp_path / "by_hand.py"
     script.write_text(
@@ -739,7 +739,7 @@ UNREACHABLE = [
 ]
 
 
-@pytest.mark.parametrize("variables", UNREACHABLE, ids=lambda variables: " ".join(variables)[:60])
+@pytest.mark.parametrize("variables", rotated(UNREACHABLE, few=8), ids=lambda variables: " ".join(variables)[:60])
 def test_a_launcher_that_cannot_be_reached_never_makes_jobs_of_one(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], port: int
 ) -> None:

@@ -373,6 +373,7 @@ def test_a_hello_that_does_not_fit_is_refused(telling_victim: Victim) -> None:
     )
 
 
+@one_place
 def test_connections_without_a_hello_are_dropped_and_not_noticed_by_the_ranks(telling_victim: Victim) -> None:
     victim = telling_victim
 

@@ -306,7 +306,7 @@ class Launch:
         return self.hosts[0].run([self.mpich.mpirun, *options, self.mpich.python, path], env)
 
 
-@pytest.fixture(params=["Open MPI", "MPICH"])
+@pytest.fixture(params=rotated(["Open MPI", "MPICH"], few=1))
 def launch(two: Hosts, tmp_path: Path, request: pytest.FixtureRequest) -> Launch:  # noqa: F811
     return Launch(two, tmp_path, request.getfixturevalue("mpich") if request.param == "MPICH" else None)
 
