@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,35 @@ def test_two_calls_that_meet_in_shared_memory_are_both_quoted(rank: int, group: 
     text = str(caught.value)
     assert "rank 0 called all_reduce #2 (float64[1000], sum)" in text, text
     assert re.search(r"rank 1 called (all_reduce #3 \(float64\[1000\], sum\)|broadcast #2 )", text), text
+
+
+@pytest.mark.parametrize("roots", [[0, 0, 1, 1], [0, 1, 0, 0], [0, 0, 2, 0], [2, 2, 3, 2], [0, 0, 0, None]], ids=str)
+@pytest.mark.parametrize("hosts", [TWO], ids="-".join)
+@ranks(4, env={"MSCOMM_HOST_ID": "{hosts}"})
+def test_short_broadcasts_from_different_roots_are_noticed(rank: int, group: Any, hosts: list[str], roots: list[Any]):
+    """Each rank waits only for one other rank, and the root for none, so a rank may notice it in the next call only."""
+    x = np.full(7, rank)
+    assert mscomm.broadcast(x, root=3)[0] == 3
+    with pytest.raises(mscomm.Mismatch, match=r"broadcast #2 \(int64\[7\], root \d\)"):
+        if roots[rank] is None:
+            mscomm.all_reduce(x)
+        elif mscomm.broadcast(x, root=roots[rank])[0] == roots[rank]:
+            mscomm.barrier()
+
+
+@pytest.mark.parametrize("hosts", [TWO, ["b", "a", "a", "c"], ["a", "a", "a", "b"]], ids="-".join)
+@ranks(4, env={"MSCOMM_HOST_ID": "{hosts}"})
+def test_short_broadcasts_in_a_row(rank: int, group: Any, hosts: list[str]):
+    """Roots run ahead of the others, and a late rank still gets each message."""
+    for number in range(300):
+        root = number // 20 % 4  # several times the same root, then another one
+        if number % 60 == 7 and rank == number // 60 % 4:
+            time.sleep(0.02)
+        size = (1, 0, 100, 512)[number % 4]
+        x = np.full(size, number if rank == root else -1)
+        assert (mscomm.broadcast(x, root=root) == number).all() and x.nbytes <= 4096
+        if number % 50 == 49:
+            assert mscomm.all_reduce(np.ones(3))[0] == 4
 
 
 @pytest.mark.parametrize("hosts", [TWO])

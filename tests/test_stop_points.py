@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import threading
@@ -108,8 +109,13 @@ def test_a_rank_that_is_stopped_over_encrypted_links(rank, group, library, point
 
 @pytest.mark.usefixtures("judge_decides")
 @pytest.mark.parametrize(("n", "host"), [(3, list("aab")), (4, list("aabb"))])
-@pytest.mark.parametrize("size", ["staged", "long"])
-@pytest.mark.parametrize("call", ["all_reduce", "all_gather", "broadcast", "reduce_scatter"])
+@pytest.mark.parametrize(
+    ("call", "size"),
+    [
+        *itertools.product(["all_reduce", "all_gather", "broadcast", "reduce_scatter"], ["staged", "long"]),
+        ("broadcast", "tiny"),
+    ],
+)
 @pytest.mark.parametrize("point", ["recv", "send", "syscall", "clock_gettime"])
 @pytest.mark.long
 @ranks("n", env={"LD_PRELOAD": "{library}", "MSCOMM_HOST_ID": "{host}"})

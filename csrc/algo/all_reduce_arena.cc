@@ -178,7 +178,9 @@ void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   Arena& arena = *ranks.arena;
   // A small reduce always takes way 4, in a one-way round: which arrays are in heaps is known only when all ranks have arrived.
   if (call.signature.root >= 0 && call.bytes() <= one_way_bytes && by_slots(call.bytes(), arena)) {
-    meet_one_way(call.x, call.bytes(), call.bytes(), call, arena, wait);
+    arena.post_one_way(call, wait);
+    const auto differs = meet_one_way(call.x, call.bytes(), call.bytes(), call, call.signature.root, arena, wait);
+    if (differs) throw *differs;
     return from_slots(call, ranks);
   }
   const bool pull = arena.size() == 2 && call.signature.root < 0 && call.bytes() >= pulled_bytes;

@@ -24,10 +24,10 @@ void meet_with(const void* x, size_t x_bytes, size_t largest_bytes, const Call& 
 // - So if nobody notices anything, all ranks that do not wait make the same call. A rank that waits for its root compares the
 //   root's call with its own. If the root waits, too, it is not the root of its own call, and the two calls differ. Otherwise,
 //   the root is one of the ranks that do not wait, and makes their call.
-void meet_one_way(const void* x, size_t x_bytes, size_t largest_bytes, const Call& call, Arena& arena, const Wait& wait) {
-  const int me = arena.rank(), root = call.signature.root;
+std::optional<Differs> meet_one_way(const void* x, size_t x_bytes, size_t largest_bytes, const Call& call, int root, Arena& arena,
+                                    const Wait& wait) {
+  const int me = arena.rank();
   const bool from_root = call.signature.what == Collective::broadcast || call.signature.what == Collective::scatter;
-  arena.post_one_way(call, wait);
   if (x) copy(arena.tiny(me, largest_bytes), x, x_bytes);
   arena.arrive(from_root && me == root);
   int first = 0, end = arena.size();  // the ranks to compare with
@@ -39,11 +39,11 @@ void meet_one_way(const void* x, size_t x_bytes, size_t largest_bytes, const Cal
   }
   bool differs = false;
   for (int rank = first; rank < end; rank++) differs |= arena.has_arrived_with_another(rank);
-  if (!differs) return;
+  if (!differs) return std::nullopt;
   Differs differs_from;
   for (int rank = 0; rank < arena.size(); rank++)
     if (arena.has_arrived(rank)) differs_from.calls.emplace_back(rank, arena.posted(rank).signature);
-  throw differs_from;
+  return differs_from;
 }
 
 Staging::Staging(Arena& arena, const void* x, Blocks blocks)

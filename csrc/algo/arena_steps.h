@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "algo/algorithm.h"
@@ -16,9 +17,12 @@ void meet(Arena& arena, const Wait& wait);
 // Posts the call together with a tiny message, and runs the first round. x: the message, or nullptr if this rank sends nothing.
 // largest_bytes: the size of the largest message of any rank.
 void meet_with(const void* x, size_t x_bytes, size_t largest_bytes, const Call& call, Arena& arena, const Wait& wait);
-// Like meet_with(), for a call with a root and messages of at most one_way_bytes. This rank waits only for the ranks whose data
-// it needs. largest_bytes must be at most one_way_bytes, and the call must have no other round.
-void meet_one_way(const void* x, size_t x_bytes, size_t largest_bytes, const Call& call, Arena& arena, const Wait& wait);
+// Runs the round of a call with a root that has been posted by post_one_way(). This rank waits only for the ranks whose data it
+// needs. root: the rank of the arena that has the data, or that needs it. The sizes are those of meet_with(); largest_bytes must
+// be at most one_way_bytes. The call must have no other round. If a rank has arrived with another call, returns the calls of all
+// that have arrived, by their numbers in the arena.
+[[nodiscard]] std::optional<Differs> meet_one_way(const void* x, size_t x_bytes, size_t largest_bytes, const Call& call, int root,
+                                                  Arena& arena, const Wait& wait);
 
 // Moves x through staging if x is in foreign memory. Each step uses one staging chunk. The chunk of step k holds piece k of each
 // block of x, side by side.

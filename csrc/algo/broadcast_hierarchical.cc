@@ -1,6 +1,9 @@
 // Broadcast over several hosts, some of which have several ranks. On each host, every rank owns a slice of the message. The
 // owners of a slice on different hosts form a tree or, for a long message, a chain, in which the slice moves over the mesh. On
 // each host, the ranks share the slices in the arena. The message moves in chunks.
+//
+// A short message moves down a tree of one rank on each host, which then gives it to the others there. No rank waits for those
+// that get the message from it.
 #include <algorithm>
 
 #include "algo/mesh_steps.h"
@@ -8,7 +11,41 @@
 
 namespace mscomm {
 
+namespace {
+
+void broadcast_one_way(const Call& call, const Ranks& ranks, const Wait& wait) {
+  const Layout& layout = ranks.layout;
+  Mesh& mesh = *ranks.mesh;
+  Home home(call, ranks, wait, true);
+  const auto place_of = [](const std::vector<int>& host, int rank) { return std::ranges::find(host, rank) - host.begin(); };
+  const int root = call.signature.root, hosts = static_cast<int>(layout.hosts.size());
+  int first = 0;  // the root's host
+  while (std::ranges::count(layout.hosts[first], root) == 0) first++;
+  const auto place = place_of(layout.hosts[first], root);
+  // Returns the rank to which other hosts send the message, at the same place as the root.
+  const auto leader = [&](size_t host) { return layout.hosts[host][static_cast<size_t>(place) % layout.hosts[host].size()]; };
+  const int mine = leader(layout.here);
+  char* const result = call.result();
+  if (mesh.rank() == mine) {
+    const Tree tree(static_cast<int>(layout.here), hosts, first);
+    if (mesh.rank() == root) copy(result, call.x, call.bytes());
+    if (tree.parent >= 0) {
+      const Piece in{leader(tree.parent), result, call.bytes()};
+      mesh.receive({&in, 1}, home.away());
+    }
+    std::vector<Piece> out;
+    for (const int host : tree.children) out.push_back({leader(host), result, call.bytes()});
+    mesh.send(out);
+    mesh.progress();
+  }
+  home.pass_on(static_cast<int>(place_of(layout.at_home(), mine)), result, call.bytes());
+  mesh.exchange({}, {}, wait);
+}
+
+}  // namespace
+
 void broadcast_hierarchical(const Call& call, const Ranks& ranks, const Wait& wait) {
+  if (call.bytes() <= one_way_bytes) return broadcast_one_way(call, ranks, wait);
   const Layout& layout = ranks.layout;
   Mesh& mesh = *ranks.mesh;
   Home home(call, ranks, wait);

@@ -228,9 +228,14 @@ void moves_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   const size_t largest_x = moves.largest_x();
   if (largest_x > tiny_bytes) return move_large(call, ranks, moves, false, wait);
   // A tiny x is copied before out is written, so a call in place needs no copy of its own.
-  const bool one_way = moves.root() >= 0 && largest_x <= one_way_bytes;
-  (one_way ? meet_one_way : meet_with)(moves.sends(me) ? call.x : nullptr, moves.blocks_of(me).total(), largest_x,
-                                       as_posted(call), arena, wait);
+  const void* const x = moves.sends(me) ? call.x : nullptr;
+  const size_t x_bytes = moves.blocks_of(me).total();
+  if (moves.root() >= 0 && largest_x <= one_way_bytes) {
+    arena.post_one_way(call, wait);
+    if (const auto differs = meet_one_way(x, x_bytes, largest_x, call, moves.root(), arena, wait)) throw *differs;
+  } else {
+    meet_with(x, x_bytes, largest_x, as_posted(call), arena, wait);
+  }
   take(call, moves, n, me, [&](int source) { return arena.tiny(source, largest_x); });
 }
 

@@ -6,6 +6,7 @@
 #include "algo/algorithm.h"
 #include "algo/mesh_steps.h"
 #include "base/error.h"
+#include "transport/control.h"
 
 namespace mscomm {
 
@@ -41,9 +42,10 @@ bool halves_in_scratch(const Layout& layout, size_t bytes) {
 // The blocks of an all_gather by bruck are in scratch memory first.
 bool fits_in_scratch(const Layout& layout, size_t bytes) { return layout.size > 2 && layout.size * bytes <= 16u << 20; }
 
-// In a broadcast by `hierarchical`, all ranks of a host meet. In a tree, the root returns when the kernel has the message, and no
-// rank waits for those below it. So a tree is better if the message is so short that sending it more than once costs little.
-bool worth_meeting(const Layout&, size_t bytes) { return bytes > 8 << 10; }
+// In a broadcast by `hierarchical`, all ranks of a host meet, unless the message is very short. In a tree, the root returns when
+// the kernel has the message, and no rank waits for those below it. So a tree is better if ranks would meet, and the message is
+// so short that sending it more than once costs little.
+bool worth_meeting(const Layout&, size_t bytes) { return bytes <= one_way_bytes || bytes > 8 << 10; }
 
 // In a gather or scatter by `hierarchical`, the ranks of the root's host wait for each other. So only long messages take less
 // time.

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <string>
 
+#include "algo/arena_steps.h"
+
 namespace mscomm {
 
 const Reduction& row_of_partials(const Signature& signature) {
@@ -37,7 +39,7 @@ void Away::look(const Deadline& deadline, const Missing& missing) {
   wait_.watch.look(deadline, missing);
 }
 
-Home::Home(const Call& call, const Ranks& ranks, const Wait& wait)
+Home::Home(const Call& call, const Ranks& ranks, const Wait& wait, bool one_way)
     : call_(call),
       layout_(ranks.layout),
       arena_(ranks.arena),
@@ -51,12 +53,12 @@ Home::Home(const Call& call, const Ranks& ranks, const Wait& wait)
     throw Error("ValueError",
                 "MSCOMM_ALGO: hierarchical is for groups of at most " + std::to_string(most_on_two_levels) + " ranks");
   wait_.deadline.start();  // round() copies the deadline, and all copies must have the same start
-  if (arena_) arena_->post(call_, wait_);
+  if (arena_) one_way ? arena_->post_one_way(call_, wait_) : arena_->post(call_, wait_);
 }
 
 void Home::round() {
   if (!arena_) return;
-  arena_->round({watch_, wait_.deadline, mesh_.all_sent() ? longest_sleep_ms : 1});
+  arena_->round(at_home());
   if (met_ || arena_->agreed()) {
     met_ = true;
     return;
@@ -64,6 +66,17 @@ void Home::round() {
   Differs differs;
   for (int place = 0; place < size(); place++) differs.calls.emplace_back(ranks()[place], arena_->posted(place).signature);
   throw differs;
+}
+
+void Home::pass_on(int from, char* data, size_t bytes) {
+  if (!arena_) return;
+  const char* const x = place() == from ? data : nullptr;
+  if (auto differs = meet_one_way(x, bytes, bytes, call_, from, *arena_, at_home())) {
+    for (auto& [rank, call] : differs->calls) rank = ranks()[rank];
+    throw *differs;
+  }
+  met_ = true;
+  if (place() != from) copy(data, arena_->tiny(from, bytes), bytes);
 }
 
 void Home::look_at_arrivals() const {

@@ -61,7 +61,8 @@ class Away final : public Watch {
 // The arena's part of a call, on a host with several ranks. If this rank is alone on its host, here() is false.
 class Home {
  public:
-  Home(const Call& call, const Ranks& ranks, const Wait& wait);
+  // one_way: whether pass_on() is the call's only round.
+  Home(const Call& call, const Ranks& ranks, const Wait& wait, bool one_way = false);
 
   bool here() const { return arena_ != nullptr; }
   const std::vector<int>& ranks() const { return layout_.at_home(); }
@@ -70,6 +71,9 @@ class Home {
 
   // Arrives at the next round. The first round of the call also checks that all ranks of this host make the same call.
   void round();
+  // The rank at place `from` gives its data to the other ranks of this host, and does not wait for them. bytes: at most
+  // one_way_bytes.
+  void pass_on(int from, char* data, size_t bytes);
   // Throws if a rank of this host has arrived at the first round with another call. Does not wait.
   void look_at_arrivals() const;
   // How to wait for other hosts.
@@ -93,6 +97,8 @@ class Home {
 
  private:
   std::vector<char*> arrays(size_t bytes, uint64_t Post::* offset) const;
+  // How to wait for other ranks of this host.
+  Wait at_home() { return {watch_, wait_.deadline, mesh_.all_sent() ? longest_sleep_ms : 1}; }
 
   const Call& call_;
   const Layout& layout_;
