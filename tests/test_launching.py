@@ -89,6 +89,8 @@ def test_a_frozen_program_is_not_started_again(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
     with pytest.raises(mscomm.BackendUnavailable, match=r"it needs .* this frozen program, .*set_executable"):
+        interpreter.python_executable("the hub")
+    with pytest.raises(mscomm.BackendUnavailable, match="cannot import the modules of a frozen program"):
         mscomm.launch(launched.greets, 1, 0)
     named = tmp_path / "python"
     named.symlink_to(sys.executable)

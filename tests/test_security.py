@@ -10,15 +10,25 @@ import pytest
 from control import KEY, key_file
 
 from mscomm import errors
+from mscomm.bootstrap import rendezvous
 from mscomm.cluster import security
 from mscomm.cluster.protection import Protection
 
 
+def fails():
+    raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+
+@pytest.mark.parametrize("address", [("127.0.0.1", 1), "\0name"])
+def test_a_key_file_of_the_user_needs_no_temporary_folder(address, tmp_path, monkeypatch):
+    env = {"MSCOMM_JOB_KEY_FILE": key_file(tmp_path / "k")}
+    monkeypatch.setattr("tempfile.gettempdir", fails)
+    keys = [rendezvous._key(rendezvous.Spot("job"), address, env, Protection(), new=new) for new in (True, False)]
+    assert keys[0] == keys[1] and keys[0][1] is None
+
+
 @pytest.mark.parametrize("lacks", ["folder", "file"])
 def test_a_key_that_cannot_be_written_is_no_trouble_of_a_port(lacks, tmp_path, monkeypatch):
-    def fails():
-        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
-
     (tmp_path / "file").touch()
     path, words = str(tmp_path / "file/folder/k"), "cannot write the job's key to .*: Not a directory"
     if lacks == "folder":

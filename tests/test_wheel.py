@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection
-from sessions import clean_environment, mscomm_run, run
+from sessions import clean_environment, free_port, mscomm_run, run
 
 import mscomm
 from mscomm import _core
@@ -148,12 +148,21 @@ def test_a_frozen_program_is_complete_and_has_no_framework(tmp_path):
     """PyInstaller does not see the modules that mscomm imports late. Our hook names them, but not what they import."""
     pytest.importorskip("PyInstaller")
     (tmp_path / "app.py").write_text(
-        "import mscomm, numpy as np\nmscomm.init()\nx = mscomm.all_reduce(np.ones(1))[0]\n"
+        "import multiprocessing, os, mscomm, numpy as np\n"
+        "if 'EXE' in os.environ: multiprocessing.set_executable(os.environ['EXE'])\n"
+        "mscomm.init()\nx = mscomm.all_reduce(np.ones(1))[0]\n"
         "print(f'sum {x}', mscomm.all_gather_object({'a': 1}))\n"
     )
     freeze = ["PyInstaller", "--log-level=ERROR", "--distpath=dist", "--workpath=build", "--specpath=.", "app.py"]
     subprocess.run([sys.executable, "-m", *freeze], cwd=tmp_path, env=clean_environment(), timeout=600, check=True)
     done = mscomm_run("-n", 2, "--", tmp_path / "dist/app/app")
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] sum 2.0 [{{'a': 1}}, {{'a': 1}}]" for rank in (0, 1)], done
+    # Under launchers without a hub, rank 0 starts one with an interpreter that has mscomm.
+    env = clean_environment(EXE=sys.executable, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    started = [
+        subprocess.Popen([tmp_path / "dist/app/app"], stdout=subprocess.PIPE, text=True, env={**env, "RANK": rank})
+        for rank in "01"
+    ]
+    assert [one.communicate(timeout=120)[0] for one in started] == ["sum 2.0 [{'a': 1}, {'a': 1}]\n"] * 2
     bundled = {path.name for path in (tmp_path / "dist/app/_internal").iterdir()}
     assert "mscomm" in bundled and not bundled & {"torch", "jax", "matplotlib"}

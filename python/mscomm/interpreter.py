@@ -30,7 +30,7 @@ def python_executable(purpose: str) -> str:
             f"cannot start {purpose}: process {parent} started this process as a Python interpreter "
             f"({sys.executable!r}), but it runs another program. {_ADVICE}"
         )
-    own = "" if getattr(sys, "frozen", False) else sys.executable or ""
+    own = "" if is_frozen() else sys.executable or ""
     # The user may have named an interpreter with multiprocessing.set_executable(). By default, it is sys.executable.
     spawn = sys.modules.get("multiprocessing.spawn")
     named = os.fsdecode((spawn and spawn.get_executable()) or "")
@@ -43,7 +43,7 @@ def python_executable(purpose: str) -> str:
     for path in tried:
         if os.path.isfile(path) and os.access(path, os.X_OK):
             return path
-    program = repr(own) if own else "this frozen program" if getattr(sys, "frozen", False) else "empty"
+    program = repr(own) if own else "this frozen program" if is_frozen() else "empty"
     raise BackendUnavailable(
         f"cannot start {purpose}: it needs a Python interpreter, but sys.executable is {program}, and there is no "
         f"{' or '.join(tried)}. {_ADVICE}"
@@ -51,6 +51,11 @@ def python_executable(purpose: str) -> str:
 
 
 _ADVICE = "Name an interpreter of this Python version with multiprocessing.set_executable(path)"
+
+
+def is_frozen() -> bool:
+    """Return whether PyInstaller or the like has packed this program, its modules and Python into one."""
+    return bool(getattr(sys, "frozen", False))
 
 
 def file_for_errors(name: str) -> int:

@@ -431,12 +431,12 @@ def _key(
     without a key, return a key that anybody can compute. new: whether this is rank 0, which writes the file. The other
     ranks call this function after they have connected. Raise FileNotFoundError if rank 0's file is missing.
     """
-    path, file = _path(spot, address), None
+    file = None
     if spot.key:
         key = spot.key
     elif users := environment.read("MSCOMM_JOB_KEY_FILE", env):
         key = security.read_key(users)
-    elif not path:
+    elif not (path := _path(spot, address)):  # which may need a temporary folder
         key = security.job_key(env, address[0], address[1], protection)
     elif new:
         file = security.KeyFile(path)

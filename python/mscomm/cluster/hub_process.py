@@ -21,7 +21,7 @@ from mscomm.cluster.links import raise_descriptor_limit
 from mscomm.cluster.protection import Protection
 from mscomm.cluster.security import KEY_BYTES
 from mscomm.errors import BackendUnavailable, Error
-from mscomm.interpreter import child_environment, file_for_errors, own_child, python_executable
+from mscomm.interpreter import child_environment, file_for_errors, is_frozen, own_child, python_executable
 
 _ENDS_S = 1.0  # how long a process may take to end after its sockets were closed
 
@@ -64,8 +64,11 @@ def spawn(
     what python_executable() and Protection.for_hub() raise.
     """
     python = python_executable("the hub")
-    # The folders in which this process found mscomm and msgpack.
-    folders = [str(Path(__file__).absolute().parents[2]), str(Path(str(msgpack.__file__)).absolute().parents[1])]
+    if is_frozen():  # it has no modules that another interpreter could import
+        flags, folders = ["-I"], []
+    else:  # the folders in which this process found mscomm and msgpack
+        flags = ["-I", "-S"]
+        folders = [str(Path(__file__).absolute().parents[2]), str(Path(str(msgpack.__file__)).absolute().parents[1])]
     program = "import sys; sys.path += sys.argv[5:]; from mscomm.cluster.hub_process import main; main(*sys.argv[1:5])"
     _spawned[:] = [process for process in _spawned if process.poll() is None]
     with ExitStack() as stack:
@@ -87,7 +90,7 @@ def spawn(
         closing_errors.callback(os.close, errors)
         values = [",".join(map(str, fds)), str(size), str(topo_timeout_s), named.hex()]
         process = Process(
-            [python, "-I", "-S", "-c", program, *values, *folders],
+            [python, *flags, "-c", program, *values, *folders],
             env=child_environment(os.environ),  # a copy: another thread may change os.environ while the child starts
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

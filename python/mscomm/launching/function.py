@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from mscomm import tracebacks
 from mscomm.cluster.cpus import usable_cpus
 from mscomm.cluster.deadline import join_timeout_s, seconds_of
-from mscomm.errors import CollectiveTimeout, Error, PeerLost
-from mscomm.interpreter import child_environment, own_child, python_executable
+from mscomm.errors import BackendUnavailable, CollectiveTimeout, Error, PeerLost
+from mscomm.interpreter import child_environment, is_frozen, own_child, python_executable
 from mscomm.launching.ending import End
 from mscomm.launching.parts import WholeJob
 from mscomm.launching.processes import FORWARDED, JOB_CONTROL, PIPE_CLOSED, Launch
@@ -125,6 +125,11 @@ class _Calls(Launch):
 
     def __init__(self, size: int, files: Sequence[int], begin: int, timeout_s: float) -> None:
         """files: for each rank, the file with the pickled call, which ends at offset `begin`."""
+        if is_frozen():
+            raise BackendUnavailable(
+                "launch: the ranks are new interpreters, which cannot import the modules of a frozen program. "
+                "Start the program with `mscomm run -n N -- PROGRAM`"
+            )
         threads = max(1, usable_cpus() // size)
         env = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **child_environment(os.environ)}
         part = WholeJob(size, join_timeout_s(os.environ), restarts=False)
