@@ -481,7 +481,7 @@ def test_conformance_over_two_hosts(two: Hosts, key: str, launcher: str, algorit
     where = {"file": __file__, "name": "conformance_by_links", "parameters": where}
     body = [Path(__file__).with_name("interpreter.py"), "be", json.dumps(where)]
     # Some functions make calls that have no such algorithm. Their algorithm must not use shared memory, either.
-    algorithms = algorithm if algorithm == "hierarchical" else f"direct,{algorithm}"
+    algorithms = algorithm if algorithm == "hierarchical" else f"direct,tree,{algorithm}"
     variables = {"MSCOMM_JOB_KEY_FILE": key, "MSCOMM_ALGO": algorithms, "PYTHONPATH": str(Path(__file__).parent)}
     if launcher == "mpirun -H":
         exported = [word for name in variables for word in ("-x", name)]
