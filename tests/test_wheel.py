@@ -163,6 +163,10 @@ def test_a_frozen_program_is_complete_and_has_no_framework(tmp_path):
         subprocess.Popen([tmp_path / "dist/app/app"], stdout=subprocess.PIPE, text=True, env={**env, "RANK": rank})
         for rank in "01"
     ]
-    assert [one.communicate(timeout=120)[0] for one in started] == ["sum 2.0 [{'a': 1}, {'a': 1}]\n"] * 2
+    try:
+        assert [one.communicate(timeout=120)[0] for one in started] == ["sum 2.0 [{'a': 1}, {'a': 1}]\n"] * 2
+    finally:
+        for one in started:
+            one.kill()
     bundled = {path.name for path in (tmp_path / "dist/app/_internal").iterdir()}
     assert "mscomm" in bundled and not bundled & {"torch", "jax", "matplotlib"}

@@ -36,7 +36,7 @@ class Recursive {
   void finish(Range range, char* out) const;
 
   char* spare() const { return spare_; }
-  // Memory for a message, which is free after combine() for distance 1.
+  // Memory for a message. It is free when combine() has returned for distance 1.
   char* raw() const { return raw_[0]; }
 
  private:
@@ -52,7 +52,7 @@ class Recursive {
   const std::vector<int> members_;            // the ranks of this leaf; the first one acts
   char *held_ = nullptr, *coming_ = nullptr;  // partial results
   char* spare_;
-  std::vector<char*> raw_;   // messages of this leaf's ranks; the first one is for that of another leaf
+  std::vector<char*> raw_;   // memory for the messages of this leaf's other ranks; the first one is for another leaf's
   const char* x_ = nullptr;  // this rank's own
 };
 

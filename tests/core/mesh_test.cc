@@ -205,7 +205,7 @@ void costs_are_what_is_sent() {
         const Cost cost = row.cost(Layout(hosts, 0), static_cast<double>(bytes));
         const Sent sent = most_sent(row, n, bytes);
         if (each <= 4096) CHECK(static_cast<double>(sent.messages) * ranks_on_path + waits == cost.messages);
-        // This rank sends the other one its result.
+        // At the end, this rank sends that other rank its result.
         const double result = static_cast<double>(row.what == Collective::reduce_scatter ? each : bytes);
         const double received = sent.bytes + (waits ? result : 0);
         // halving cuts parts again and again, at multiples of 64 bytes.
