@@ -132,6 +132,7 @@ FULL = {
     "test_stop_points.py": "a rank that is stopped at a system call, and then returns bytes that its peer has changed",
     "test_stubs.py": "a type in _core.pyi or of a public name that differs from the compiled core",
     "test_tls_jobs.py": "bytes of a job that are readable on the wire under a real launcher",
+    "test_threads.py": "a thread that had no memory to begin, and a wait for it",
     "test_tls_links.py": "collectives and messages that fail over encrypted links",
     "test_torch_backend.py": "a function of torch.distributed with another result than gloo's",
     "test_torch_frameworks.py": "a framework over torch.distributed that trains something else than over gloo",

@@ -67,9 +67,6 @@ SILENCE_S = 3  # MS_NODE_TIMEOUT of jobs whose hosts lose each other
 # What a rank's error says if the system gave the rank no memory, or no thread (a thread's stack needs memory).
 NO_MEMORY = "MemoryError|Cannot allocate memory|out of memory|start new thread|start a thread"
 ROOMS = (1 << 20, 4 << 20, 16 << 20, 64 << 20)  # how many more bytes a rank with limited memory may allocate
-# CPython (seen with 3.11.7) prints this if a new thread has no memory for its first Python objects. Thread.start() then
-# waits forever, and mscomm cannot end this wait.
-NEVER_STARTED = "Exception ignored in thread started by: <object repr() failed>\nMemoryError"
 # A thread needs memory for a library's thread-local variables when it first uses the library. If there is no memory
 # left, glibc prints this and ends the process with exit code 127.
 NO_THREAD_LOCALS = "cannot allocate memory for thread-local data: ABORT"
@@ -439,8 +436,6 @@ class Running:
         job = self.job
         if job["fault"] == "memory":
             victims_log = (self.folder / f"log.{job['victim']}").read_text(errors="replace")
-            if NEVER_STARTED in victims_log:
-                return []
             if NO_THREAD_LOCALS in victims_log:
                 job = {**job, "fault": "thread-locals"}
         return [*self.faults, *judged(job, codes, self.folder)]

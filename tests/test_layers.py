@@ -28,6 +28,7 @@ PYTHON_LAYERS = (
         "environment",
         "interpreter",
         "tracebacks",
+        "threads",
         "undisturbed",
         "log",
         "writing",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import random
 import re
 import shutil
 import subprocess
@@ -19,10 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import rotated
 from sessions import clean_environment, free_port
 
 HERE = Path(__file__).parent
 LONGEST_S = 60
+JOIN_S = 20  # how long a rank waits for a rank that has failed before it could join
+NO_MEMORY = "Cannot allocate memory|[Uu]nable to allocate|can't start new thread|MemoryError"
 
 SCRIPT = """
 import os, sys, time, numpy as np, mscomm
@@ -63,7 +67,7 @@ PLACES = {
     # resource limits
     "no descriptors": Place("ulimit -n 16", fails="Too many open files", launchers=("mscomm run",)),
     "few descriptors": Place("ulimit -n 32"),
-    "little address space": Place("ulimit -v 600000", fails="init: mmap of [0-9]+ bytes.*Cannot allocate memory"),
+    "little address space": Place("ulimit -v 600000", fails=NO_MEMORY),
     "some address space": Place("ulimit -v 1500000"),
     "little data": Place("ulimit -d 300000"),
     "a small stack": Place("ulimit -s 128"),
@@ -113,7 +117,7 @@ def _command(
         rest, words = BY_VARIABLES, [sys.executable, str(script)]
         more = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     # A NumPy whose OpenBLAS starts many threads needs more memory than some of the places have.
-    env = clean_environment(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", **more)
+    env = clean_environment(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MS_TOPO_TIMEOUT=str(JOIN_S), **more)
     return [*within, "sh", "-c", f"{before}; {rest}", *words], env
 
 
@@ -139,6 +143,18 @@ def test_a_job_runs_or_says_why_not(script: Path, place: str, launcher: str) -> 
     else:
         assert done.returncode != 0
         assert re.search(there.fails, done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("turn", range(6))
+@pytest.mark.parametrize("launcher", ["mscomm run", "variables"])
+@pytest.mark.long
+def test_any_limit_of_the_address_space(script: Path, launcher: str, turn: int) -> None:
+    """Each limit makes another allocation the first one to fail: of a stack, a thread's first objects, a ring, ..."""
+    kib = random.Random(f"{rotated.seed()} {launcher} {turn}").randrange(400_000, 900_000)
+    command, env = _command(launcher, script, f"ulimit -v {kib}")
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LONGEST_S)
+    if done.returncode or done.stdout.count("fine") != 2:
+        assert done.returncode and re.search(NO_MEMORY, done.stderr), f"ulimit -v {kib}: {done.stderr}"
 
 
 # -- control groups

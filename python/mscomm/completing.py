@@ -20,6 +20,7 @@ from typing import Any
 from mscomm import _core
 from mscomm.cluster.deadline import Deadline
 from mscomm.errors import on_failure
+from mscomm.threads import start_thread
 
 _PATIENCE_S = 5  # how long a process that exits waits for the functions that have begun
 
@@ -55,7 +56,7 @@ class _Completing:
         thread = threading.Thread(target=self._run, name="mscomm-completing", daemon=True)
         with on_failure(self._threads.discard, thread):
             self._threads.add(thread)
-            thread.start()
+            start_thread(thread)
         self._waiting += 1
 
     def end(self) -> None:

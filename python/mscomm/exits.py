@@ -22,6 +22,7 @@ from typing import Any
 
 from mscomm import environment, tracebacks
 from mscomm.errors import Error
+from mscomm.threads import start_thread
 
 _watching = False
 _leaving = False  # whether this process ends, and leaves the job
@@ -66,7 +67,7 @@ def end_with_mpi_launcher() -> None:
             if os.getppid() != launcher:  # the launcher ended before prctl took effect
                 raise ProcessLookupError
         elif hasattr(os, "pidfd_open"):
-            threading.Thread(target=_end_with, args=(os.pidfd_open(launcher),), daemon=True).start()
+            start_thread(threading.Thread(target=_end_with, args=(os.pidfd_open(launcher),), daemon=True))
     except ProcessLookupError:
         os.kill(os.getpid(), signal.SIGTERM)
     except OSError:  # the kernel or a sandbox offers no pidfds

@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from mscomm.threads import memory_for_one
+
 # wake_all(map(wake, waiters)) wakes all waiters in one call of C code.
 wake = operator.methodcaller("put", None)
 wake_all = collections.deque[None](maxlen=0).extend
@@ -104,7 +106,7 @@ class CallingThread:
 
     def _begin(self) -> bool:
         """Begin the thread. Return False if the system has no memory for it, or after end()."""
-        if not self._ids and not self._ended:
+        if not self._ids and not self._ended and memory_for_one():
             try:
                 # All of this happens in C. A Thread object would wait for its thread.
                 self._ids.extend(map(_thread.start_new_thread, [_serve], [(self._orders,)]))

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import TextIO
 
+from mscomm.threads import start_thread
 from mscomm.undisturbed import Condition
 
 _FULL_BYTES = 1 << 20  # an output with this many unwritten bytes counts as full
@@ -39,7 +40,7 @@ class Output:
         self._writes = 0  # how many times some of them were written
         self.broken = False  # whether nobody reads this output any more
         self._thread = threading.Thread(target=self._serve, name="mscomm-output", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     @property
     def full(self) -> bool:

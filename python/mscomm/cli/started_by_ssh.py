@@ -20,12 +20,13 @@ from mscomm.cluster.protection import of_command
 from mscomm.errors import Error
 from mscomm.launching.parts import OtherNode
 from mscomm.launching.processes import FORWARDED, Launch
+from mscomm.threads import start_thread
 
 
 def main() -> None:
     """Run this host's ranks, and exit with their status."""
     task = _read_task()
-    threading.Thread(target=_obey, name="mscomm-stdin", daemon=True).start()
+    start_thread(threading.Thread(target=_obey, name="mscomm-stdin", daemon=True))
     try:
         sys.exit(_run(task))
     except click.ClickException as error:

@@ -33,6 +33,7 @@ from mscomm.cluster.links import node_timeout_s
 from mscomm.cluster.plan import world_id
 from mscomm.cluster.returning import RETURN_S
 from mscomm.errors import Aborted, BackendUnavailable, CollectiveTimeout, Error, PeerLost, of_fields
+from mscomm.threads import start_thread
 from mscomm.undisturbed import CallingThread, Condition
 
 SETTLE_S = 2.0  # how long a rank that reported a failure waits for the verdict
@@ -173,7 +174,7 @@ class Member:
         self._listen_at = listen_address(self._stream.sock)
         known = {**self._known(), **facts}
         self._ask(JOIN, {"t": "join", "rank": self.rank, "node_id": self.node_id, "facts": known}, deadline)
-        self._reader.start()
+        start_thread(self._reader)
         self._await(lambda: self._welcome is not None, deadline, "init", JOIN, world_id(0))
         assert self._welcome
         return self._welcome

@@ -14,6 +14,7 @@ from mscomm.cluster.assemble import Epoch
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import MESSAGES
 from mscomm.errors import Aborted, CollectiveTimeout, Error
+from mscomm.threads import start_thread
 
 _ANSWER_S = 30.0  # how long the receiver tries to connect to the sender, which is waiting already
 
@@ -67,7 +68,7 @@ class MessageLinks:
         # right after its message.
         self._core.expect_incoming(peer)
         try:
-            threading.Thread(target=self._answer, args=(peer, addresses), name="mscomm-dial", daemon=True).start()
+            start_thread(threading.Thread(target=self._answer, args=(peer, addresses), name="mscomm-dial", daemon=True))
         except RuntimeError as error:  # no memory for a thread, or the interpreter is shutting down
             assert self._epoch.member is not None
             self._epoch.member.report(self._no_link(rank, error), self._group)

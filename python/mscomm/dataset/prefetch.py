@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
+from mscomm.threads import start_thread
+
 _LOOK_S = 1.0  # how often a waiting consumer checks that the thread is alive; a new item wakes the consumer immediately
 _EXIT_S = 5.0  # how long the process waits at exit for the threads to finish their current items
 IN_A_CHILD = "this iterator belongs to the parent process, where a thread fills it; create a new one here"
@@ -58,7 +60,7 @@ class Prefetch:
         self._queue = _Queue(room)
         self._thread = threading.Thread(target=_fill, args=(self._queue, source), name="mscomm-data", daemon=True)
         ended_at_exit(self._thread, self._queue.stop)
-        self._thread.start()
+        start_thread(self._thread)
         self._finalizer = weakref.finalize(self, self._queue.stop)
         self._finalizer.atexit = False  # at exit, _end_all calls stop
 

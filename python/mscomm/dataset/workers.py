@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from mscomm.dataset.config import whole
 from mscomm.dataset.prefetch import IN_A_CHILD, ended_at_exit
+from mscomm.threads import start_thread
 
 _LOOK_S = 1.0  # the interval at which a caller that waits for a batch checks that the threads are alive
 
@@ -118,7 +119,7 @@ def in_order(
 
     for thread in pool:
         ended_at_exit(thread, stop)
-        thread.start()
+        start_thread(thread)
     begun: deque[Future[Any]] = deque()
     try:
         for number, ticket in enumerate(tickets):

@@ -27,6 +27,7 @@ from mscomm.cluster.hub import Hub
 from mscomm.cluster.protection import Protection
 from mscomm.errors import BackendUnavailable, Error, PeerLost, of_fields
 from mscomm.launching.output import Stream
+from mscomm.threads import start_thread
 from mscomm.writing import Output
 
 LOOK_S = 0.2  # how often a launcher checks what no event reports, such as failures on other hosts
@@ -461,7 +462,7 @@ def _hub(size: int, key: bytes, topo_timeout_s: float, restarts: bool, log: Say,
 
 def _serve(hub: Hub, stack: ExitStack) -> threading.Thread:
     thread = threading.Thread(target=hub.serve, name="mscomm-hub", daemon=True)
-    thread.start()
+    start_thread(thread)
     stack.callback(thread.join, 5.0)
     stack.callback(hub.stop)
     return thread
