@@ -8,7 +8,6 @@ command `python -m mscomm.environment` writes the page docs/env.md from this tab
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -515,6 +514,8 @@ def misspelt(env: Mapping[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in env:
         if name.startswith("MSCOMM") and name not in _BY_NAME:
+            import difflib  # takes 2 ms, which most jobs do not need
+
             near = difflib.get_close_matches(name, ours, 1, 0.85)
             found |= {name: near[0]} if near else {}
     return found

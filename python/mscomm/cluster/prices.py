@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,6 +40,8 @@ def read(env: Mapping[str, str]) -> list[float] | str | None:
     path = environment.read("MSCOMM_TUNED", env)
     if path is None:
         return None
+    import json  # takes 2 ms, which most jobs do not need
+
     said = f"MSCOMM_TUNED={path!r}"
     try:
         document = json.loads(Path(path).read_text())
