@@ -2,6 +2,9 @@
 
     @pytest.mark.parametrize(("algorithm", "n"), rotated(itertools.product(ALGORITHMS, [1, 2, 3, 5]), few=4))
 
+    @sometimes
+    def test_a_rare_case_of_something():
+
 Which cases a run tests depends on a seed, which pytest prints at the end of its output. MSCOMM_TEST_SEED=SEED repeats
 the choice.
 """
@@ -26,6 +29,14 @@ def seed() -> str:
 def chance(name: str, share: float) -> bool:
     """Return True for this share of all names."""
     return random.Random(f"{seed()} {name}").random() < share
+
+
+def sometimes(test: Any) -> Any:
+    """Let half of the runs of `make test` run the test, and `make test-all` always.
+
+    This is for tests that start many processes, and whose kin are always run.
+    """
+    return test if chance(test.__qualname__, 0.5) else pytest.mark.long(test)
 
 
 def rotated(product: Iterable[Any], few: int, always: Iterable[Any] = ()) -> list[Any]:

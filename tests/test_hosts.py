@@ -17,7 +17,7 @@ import pytest
 import test_conformance
 from hosts import Host, Hosts
 from ranks import ranks
-from rotated import rotated, seed
+from rotated import rotated, seed, sometimes
 
 from mscomm import _core
 from mscomm.job import resolve
@@ -114,6 +114,7 @@ def assert_rows(done: subprocess.CompletedProcess[str]) -> None:
     assert TWO_HOSTS in done.stderr
 
 
+@sometimes
 def test_mpirun_with_a_hostfile_variables_and_mca(two: Hosts, key: str, tmp_path: Path) -> None:
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("".join(f"{host.name} slots=2\n" for host in two))
@@ -123,6 +124,7 @@ def test_mpirun_with_a_hostfile_variables_and_mca(two: Hosts, key: str, tmp_path
     assert_rows(done)
 
 
+@sometimes
 def test_mpirun_uses_the_network_that_is_chosen(two_networks: Hosts, key: str) -> None:
     """There are two networks and no default route. Without MSCOMM_SOCKET_IFNAME, the job fails, and the error asks for
     this variable.
@@ -367,6 +369,7 @@ def test_the_variables_of_launchers_of_two_hosts(two: Hosts, key: str, tmp_path:
 TWICE = WHERE.replace("mscomm.init()", "mscomm.init(); mscomm.barrier(); mscomm.release(); mscomm.init()")
 
 
+@sometimes
 def test_ranks_of_a_table_meet_again_at_the_port_that_was_named(two: Hosts, key: str, tmp_path: Path) -> None:
     """The ranks' copies of the table differ in whitespace, which must not matter. Rank 0's server_id is a name."""
     table = json.loads(TABLE.replace('"10.77.0.1"', '"host-0"'))
@@ -400,12 +403,14 @@ def test_rank_0_elsewhere_than_its_server_is_told(two: Hosts, key: str, tmp_path
     assert done.returncode == 1 and text in done.stderr and "the table must be the same on every server" in done.stderr
 
 
+@sometimes
 def test_pods_find_pod_0_by_its_name(tmp_path: Path, key: str) -> None:
     with Hosts(2, tmp_path, names=["train-0.svc", "train-1.svc"]) as pods:
         for i, (code, out, err) in enumerate(each(pods, POD, MSCOMM_JOB_KEY_FILE=key)):
             assert (code, out) == (0, f"{i} train-{i}.svc 10.77.0.{i + 1}\n"), err
 
 
+@sometimes
 def test_slurm_leaves_its_key_in_a_shared_home(two: Hosts, tmp_path: Path) -> None:
     for code, _, err in each(two, SLURM, HOME=str(tmp_path)):
         assert code == 0, err
@@ -430,6 +435,7 @@ def test_over_hosts_a_key_or_permission_is_needed(two: Hosts) -> None:
         assert code == 0 and "WARN this job has no key" in err, err
 
 
+@sometimes
 def test_init_by_hand_over_two_hosts(two: Hosts, key: str) -> None:
     call = "mscomm.init(init_method='tcp://host-0:2900', rank=int(sys.argv[1]), world_size=2)"
     body = WHERE.replace("mscomm.init()", call)
