@@ -536,6 +536,7 @@ False: wait for them. cancel() does not wait for other ranks.)")
       .def_property_readonly("at_home", &Layout::at_home)
       .def_readonly("arena", &Layout::arena)
       .def_readonly("mesh", &Layout::mesh)
+      .def_property_readonly("partners", &Layout::partners)
       .def("allows",
            [](const Layout& layout, const std::string& carrier) {
              return layout.allows(static_cast<Carrier>(std::ranges::find(carriers, carrier) - carriers.begin()));
@@ -653,6 +654,16 @@ False: wait for them. cancel() does not wait for other ranks.)")
             unlocked([&] { group.communicator->add_link(sends, peer, owned.release(), secret); });
           },
           py::arg("sends"), py::arg("peer"), py::arg("fd"), py::arg("secret") = py::none())
+      .def("wanted_data_links", [](Group& group) { return group.founded.wanted_links(); })
+      .def("expect_data_link", [](Group& group, int peer) { group.founded.expect_link(peer); })
+      .def(
+          "add_data_link",
+          [](Group& group, int peer, int fd, const std::optional<SecretPair>& pair) {
+            Descriptor owned(fd);
+            const std::optional<Secret> secret = secret_of(pair);
+            unlocked([&] { group.founded.add_link(peer, owned.release(), secret); });
+          },
+          py::arg("peer"), py::arg("fd"), py::arg("secret") = py::none())
       .def("expect_incoming", [](Group& group, int peer) { group.communicator->expect_incoming(peer); })
       .def("check", [](const Group& group, int peer) { group.communicator->check_peer(peer); })
       .def("abort", [](Group& group, const Error& verdict) { unlocked([&] { group.communicator->abort({verdict, true}); }); })

@@ -86,9 +86,18 @@ class Communicator:
     def notices(self):
         return []
 
+    def wanted_data_links(self):
+        return []
 
-def undialled(rank, address):
-    pytest.fail(f"rank {rank} asked for a connection to {address}")
+
+class NoLinks:
+    """Stands in for GroupLinks, in a group that needs no link."""
+
+    def dialled(self, rank, purpose, addresses):
+        pytest.fail(f"rank {rank} asked for a connection to {addresses}")
+
+    def wanted(self, peers):
+        pytest.fail(f"links to {peers} are wanted")
 
 
 class Job:
@@ -158,7 +167,7 @@ class Job:
                 welcome = member.join({"size": self.size}, soon())
                 place = places[welcome.rank] if places else (0, False, "")
                 communicator = Communicator(place)
-                member.attach(WORLD, communicator, undialled)
+                member.attach(WORLD, communicator, NoLinks())
                 member.ready(soon())
                 results[welcome.rank] = (member, communicator, welcome)
             except errors.Error as error:

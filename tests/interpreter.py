@@ -38,7 +38,7 @@ AT_START = ("PYTHON", "LD_", "OMP_", "MALLOC_", "JAX_", "XLA_")
 # What a rank imports while it joins. The interpreter has imported these modules before it forks the rank.
 _JOINING = (
     *("accelerators.hccl", "accelerators.nccl", "arrays.described", "arrays.device", "bootstrap.again"),
-    *("bootstrap.ms_cluster", "cluster.assemble", "cluster.member", "cluster.message_links", "notices", "works"),
+    *("bootstrap.ms_cluster", "cluster.assemble", "cluster.member", "cluster.group_links", "notices", "works"),
 )
 _MOST_BYTES = 200_000  # the largest size of an order, in bytes
 _ANSWERS_S = 120.0  # the longest wait for an answer: long enough to import PyTorch on a busy machine

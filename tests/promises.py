@@ -92,6 +92,7 @@ FULL = {
     "test_fakes.py": "a stand-in for CUDA or NCCL that does not behave as the tests of devices assume",
     "test_fakes_hccl.py": "a stand-in for AscendCL or HCCL that does not behave as the tests of devices assume",
     "test_faults.py": "a surviving rank that hangs, or names the wrong rank or cause, over any carrier",
+    "test_group_links.py": "a call that hangs or names the wrong rank because its link does not exist yet",
     "test_groups.py": "a group with wrong members or names, and a failed create_group that harms other ranks",
     "test_hierarchy.py": "a wrong all_reduce between hosts that have several ranks each",
     "test_hosts.py": "a job that fails over TCP between hosts: addresses, keys, a host that goes away",

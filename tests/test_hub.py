@@ -16,7 +16,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from control import ADMISSION, KEY, WORLD, Communicator, Job, Waits, eventually, greeted, raised, soon, undialled
+from control import ADMISSION, KEY, WORLD, Communicator, Job, NoLinks, Waits, eventually, greeted, raised, soon
 
 from mscomm import errors
 from mscomm.bootstrap import by_hand, kvs, rendezvous
@@ -205,7 +205,7 @@ def test_a_member_that_does_not_read_does_not_stop_the_hub():
             thread.join()
         others[0].report(errors.Aborted("enough", [0]))
         communicator = Communicator()
-        others[1].attach(WORLD, communicator, undialled)
+        others[1].attach(WORLD, communicator, NoLinks())
         eventually(lambda: communicator.aborts)
 
 
@@ -222,7 +222,7 @@ for _ in range(500):
         encode({"t": "failed", "kind": 3}, 1000),
         b"\1\0\0\0\xc1",
         encode({"t": "failed", "kind": NESTED}, 10_000),
-        encode({"t": "dial", "group": WORLD, "to": 0, "address": None}, 1000),
+        encode({"t": "dial", "group": WORLD, "to": 0, "purpose": 4, "addresses": None}, 1000),
     ],
 )
 def test_nonsense_on_a_control_link_loses_that_rank_only(nonsense):

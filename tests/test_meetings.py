@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from control import Communicator, Job, eventually, undialled
+from control import Communicator, Job, NoLinks, eventually
 
 from mscomm import errors
 from mscomm.cluster.deadline import Deadline
@@ -437,7 +437,7 @@ def test_a_rank_that_left_is_behind_in_a_group_by_the_number_of_that_group():
         for meeting in [Meeting(members, rank, [0, 1, 2], key="0:g:1") for rank in range(3)]:
             assert meeting.ended().result
         for rank, place in enumerate([(3, True, ""), (3, True, ""), (2, False, "")]):
-            members[rank][0].attach("0:g:1", Communicator(place), undialled)
+            members[rank][0].attach("0:g:1", Communicator(place), NoLinks())
         members[2][0].leave(90)  # 90 is the number of calls in the world, not in the group
         error = members[0][0].settle("0:g:1", errors.CollectiveTimeout("barrier #3 took over 1 s"), 3)
         assert error.waiting_for == (2,)

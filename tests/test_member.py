@@ -9,7 +9,7 @@ import threading
 
 import numpy as np
 import pytest
-from control import KEY, WORLD, Communicator, Job, eventually, soon, undialled
+from control import KEY, WORLD, Communicator, Job, NoLinks, eventually, soon
 from ranks import ranks
 
 import mscomm
@@ -114,7 +114,7 @@ def test_a_verdict_before_attach_is_kept():
         with pytest.raises(errors.Aborted, match="gave up"):
             first.ready(soon())
         communicator = Communicator()
-        first.attach(WORLD, communicator, undialled)
+        first.attach(WORLD, communicator, NoLinks())
         assert [(one.kind, one.ranks, str(one)) for one in communicator.aborts] == [("Aborted", (1,), "rank 1 gave up")]
 
 
@@ -175,7 +175,7 @@ def test_a_notice_that_cannot_be_written_neither_ends_nor_stops_the_member(stder
     with Job(2) as job:
         (member, _), (other, _) = job.joined()
         noticing = Noticing()
-        member.attach("0:g:1", noticing, undialled)
+        member.attach("0:g:1", noticing, NoLinks())
         try:
             if stderr == "closed":
                 os.close(2)
@@ -229,7 +229,7 @@ def test_a_link_that_no_thread_can_be_started_for_is_a_failure_of_its_group_only
 
         threading.Thread.start = refuse
     mscomm.barrier()
-    why = "rank 1 .*: no link for messages from rank 0: can't create new thread"
+    why = "rank 1 .*: no link to rank 0: can't create new thread"
     with pytest.raises(mscomm.Error, match=why):
         if rank == 0:
             mscomm.send(np.ones(1), 1, group=pair)

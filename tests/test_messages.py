@@ -667,7 +667,7 @@ def test_the_time_that_a_link_takes_counts(rank, group, how):
     if rank == 1:
         until_group_breaks()
         return
-    x, message_links = np.ones(LARGE, np.uint8), mscomm.job.resolve(None)._message_links
+    x, message_links = np.ones(LARGE, np.uint8), mscomm.job.resolve(None)._links
     reach = message_links.reach
 
     def slowly(*given):

@@ -13,7 +13,7 @@ import threading
 import time
 
 import pytest
-from control import ADMISSION, KEY, Communicator, Job, Waits, eventually, greeted, soon, undialled
+from control import ADMISSION, KEY, Communicator, Job, NoLinks, Waits, eventually, greeted, soon
 from sessions import clean_environment
 
 from mscomm import errors
@@ -264,7 +264,7 @@ class Cluster:
     @staticmethod
     def found(member, communicator, group, ranks):
         member.meet(group, group, list(ranks), {}, soon(), founds=True)
-        member.attach(group, communicator, undialled)
+        member.attach(group, communicator, NoLinks())
 
     def returned(self, count):
         eventually(lambda: sum("is back" in line for line in self.log) == count)

@@ -6,7 +6,7 @@ import re
 import socket
 
 import pytest
-from control import Communicator, Job, Waits, eventually, greeted, soon, undialled
+from control import Communicator, Job, NoLinks, Waits, eventually, greeted, soon
 
 from mscomm import errors
 from mscomm.cluster.bytestream import ByteStream
@@ -51,7 +51,7 @@ def test_a_lost_rank_is_admitted_again_and_all_begin_a_new_epoch():
             assert [fact["colour"] for fact in welcome.facts] == [0, "new", 2]
         # Attach the new epoch's world on each rank. From then on, the rank learns of failures in this group.
         for member in (members[0], members[2], job.members[-1]):
-            member.attach(world_id(1), Communicator(), undialled)
+            member.attach(world_id(1), Communicator(), NoLinks())
         ready = [Waits(member.ready, soon()) for member in (members[0], members[2], job.members[-1])]
         assert [wait.ended().error for wait in ready] == [None] * 3
         members[0].report(errors.Aborted("enough", [0]), world_id(1))
@@ -97,7 +97,7 @@ def test_a_rank_that_closes_a_group_before_it_rejoins_is_no_culprit():
         for wait in founding:
             assert wait.ended().error is None
         for rank, communicator in pair.items():
-            members[rank].attach("k", communicator, undialled)
+            members[rank].attach("k", communicator, NoLinks())
         lose(job, 0, again=True)
         eventually(lambda: any("verdict on" in line for line in job.log))
         members[1].detach("k")  # rank 1 has begun rejoin(), whose first step is detach()

@@ -86,6 +86,10 @@ struct Layout {
   std::vector<size_t> others;  // the other hosts, starting after this one, so that not all hosts send to the same host first
 
   const std::vector<int>& at_home() const { return hosts[here]; }
+  // Returns the ranks to which this rank has links from the beginning. If the hosts have equally many ranks, and more than one,
+  // these are the ranks at the same place on the other hosts, because most algorithms for both carriers use only these links.
+  // Otherwise, they are all ranks.
+  std::vector<int> partners() const;
   // Returns whether mscomm chooses algorithms with this carrier for these hosts. MSCOMM_ALGO can force an algorithm for both
   // carriers even if allows() returns false.
   bool allows(Carrier carrier) const;

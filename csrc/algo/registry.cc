@@ -182,6 +182,17 @@ Layout::Layout(const std::vector<int>& host, int rank, const Forced& forced, con
   }
 }
 
+std::vector<int> Layout::partners() const {
+  std::vector<int> ranks;
+  if (!mesh) return ranks;
+  const auto as_many = [this](const auto& host) { return host.size() == fewest; };
+  const bool by_place = fewest > 1 && std::ranges::all_of(hosts, as_many);
+  for (const auto& host : hosts)
+    for (size_t at = 0; at < host.size(); at++)
+      if (host[at] != rank && (!by_place || static_cast<int>(at) == place)) ranks.push_back(host[at]);
+  return ranks;
+}
+
 bool Layout::allows(Carrier carrier) const {
   if (carrier == Carrier::arena) return hosts.size() == 1;
   return carrier == Carrier::mesh || (hosts.size() > 1 && std::ssize(hosts) < size && size <= most_on_two_levels);

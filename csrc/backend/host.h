@@ -40,6 +40,7 @@ class HostBackend final : public Backend {
   }
 
   const Layout& layout() const { return layout_; }
+  Mesh* mesh() { return mesh_.get(); }
   const Arena* arena() const { return arena_.get(); }
   // For each carrier, the size in bytes of x and out, summed over all calls that have used it. A call that uses both carriers
   // counts for both.

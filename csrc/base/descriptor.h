@@ -20,6 +20,11 @@ class Descriptor {
   void close() {
     if (fd_ >= 0) ::close(release());
   }
+  // Closes the descriptor, and takes ownership of another one.
+  void reset(int fd) {
+    close();
+    fd_ = fd;
+  }
 
  private:
   int fd_;

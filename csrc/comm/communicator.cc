@@ -669,11 +669,13 @@ void Communicator::look_at_group(const Deadline& deadline, const Missing& missin
 
 void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missing& missing) const {
   // A peer may send its data over a link and then exit. So over links, a peer counts as lost only when its link has ended and all
-  // its data has been read. The mesh detects this, so this function does nothing for links.
-  if (ranks.empty() || !missing.by_memory) return;
+  // its data has been read. The mesh detects this, so this function does nothing for ranks with a link.
+  const auto has_link = [&](int rank) { return !missing.by_memory && missing.linked(rank); };
   for (int rank : ranks) {
+    if (has_link(rank)) continue;
     const char* how = gone(rank);
-    if (!how) continue;
+    // Ask again, because the link may have been announced since, before the rank left.
+    if (!how || has_link(rank)) continue;
     // Check again, because the rank may have arrived and then exited since `ranks` was computed.
     const std::vector<int> still = missing();
     if (std::ranges::find(still, rank) != still.end())

@@ -106,6 +106,8 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // Adds a backend that runs the calls on device arrays. Call this before the group's first call.
   void add_device(std::unique_ptr<VendorBackend> device);
 
+  // Returns the name of a rank of the group in messages, such as "rank 3 (pid 4711 on host a)".
+  const std::string& name_of(int rank) const { return peers_->names[in_job(rank)]; }
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
 
@@ -288,7 +290,6 @@ class Communicator final : public Watch, private VendorBackend::Observer {
                   const std::vector<int>& ranks = {}) const;
   Error here(const Error& error, const std::string& what = "") const;
   std::string current() const;
-  const std::string& name_of(int rank) const { return peers_->names[in_job(rank)]; }
   int in_job(int rank) const { return ranks_[rank]; }
   int host_of(int rank) const { return peers_->hosts[in_job(rank)]; }
   std::vector<int> in_job(const std::vector<int>& ranks) const { return renumbered(ranks, ranks_); }

@@ -15,7 +15,8 @@ namespace mscomm {
 
 namespace {
 
-std::unique_ptr<HostBackend> carriers_of(Founding& founding, const Peers& peers, Mesh::Recorded recorded) {
+std::unique_ptr<HostBackend> carriers_of(Founding& founding, const Peers& peers, Mesh::Recorded recorded,
+                                         std::function<void()> wants) {
   std::vector<Descriptor>& links = founding.links;
   const std::vector<int>& ranks = founding.ranks;
   const Layout& layout = founding.layout;
@@ -32,7 +33,8 @@ std::unique_ptr<HostBackend> carriers_of(Founding& founding, const Peers& peers,
       if (links[peer].get() >= 0)
         all.push_back(&streams[peer].emplace(links[peer].release(), peers.names.at(ranks[peer]), secrets[peer]));
     shake_hands(all, Deadline(handshake_s));
-    mesh = std::make_unique<Mesh>(ranks, layout.rank, founding.epoch, founding.spin, std::move(streams), std::move(recorded));
+    mesh = std::make_unique<Mesh>(ranks, layout.rank, founding.epoch, founding.spin, std::move(streams), std::move(recorded),
+                                  std::move(wants));
   }
   std::unique_ptr<Arena> arena;
   if (layout.arena) {
@@ -46,13 +48,13 @@ std::unique_ptr<HostBackend> carriers_of(Founding& founding, const Peers& peers,
 
 Founded::Founded(Founding founding, const std::shared_ptr<Peers>& peers, std::function<void()> interrupt) {
   const int rank = founding.layout.rank;
-  auto backend = carriers_of(founding, *peers, [this](uint64_t number) { return recorder_.find(number); });
-  host_ = backend.get();
   const auto wake = [news = std::make_shared<Descriptor>(std::move(founding.news))] {
     const uint64_t one = 1;
     // EAGAIN means that the eventfd's counter is full. The reader has not read the counter yet, but will do so.
     if (news->get() >= 0 && write(news->get(), &one, sizeof one) < 0 && errno != EAGAIN) return;
   };
+  auto backend = carriers_of(founding, *peers, [this](uint64_t number) { return recorder_.find(number); }, wake);
+  host_ = backend.get();
   const auto notice = [this, wake](const std::string& text) {
     {
       const std::lock_guard lock(notices_mutex_);
@@ -68,6 +70,19 @@ Founded::Founded(Founding founding, const std::shared_ptr<Peers>& peers, std::fu
 std::vector<std::string> Founded::notices() {
   const std::lock_guard lock(notices_mutex_);
   return std::exchange(notices_, {});
+}
+
+std::vector<int> Founded::wanted_links() { return host_->mesh() ? host_->mesh()->wanted() : std::vector<int>{}; }
+
+void Founded::expect_link(int peer) {
+  if (host_->mesh()) host_->mesh()->expect(peer);
+}
+
+void Founded::add_link(int peer, int fd, const std::optional<Secret>& secret) {
+  Stream stream(fd, communicator_->name_of(peer), secret);
+  Stream* const one = &stream;
+  shake_hands({&one, 1}, Deadline(handshake_s));
+  if (host_->mesh()) host_->mesh()->add(peer, std::move(stream));
 }
 
 void Founded::join_device(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id,

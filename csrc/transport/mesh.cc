@@ -1,6 +1,9 @@
 #include "transport/mesh.h"
 
+#include <sys/eventfd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <string>
 
 namespace mscomm {
@@ -25,14 +28,16 @@ constexpr double look_at_all_s = 5e-3;
 }  // namespace
 
 Mesh::Mesh(std::vector<int> ranks, int rank, uint32_t epoch, bool spin, std::vector<std::optional<Stream>> links,
-           Recorded recorded)
+           Recorded recorded, std::function<void()> wants)
     : ranks_(std::move(ranks)),
       rank_(rank),
       epoch_(epoch),
       spin_(spin),
       links_(links.size()),
       recorded_(std::move(recorded)),
-      arrivals_(sizeof(Header) + together_bytes) {
+      arrivals_(sizeof(Header) + together_bytes),
+      wants_(std::move(wants)),
+      expected_(links.size()) {
   for (size_t peer = 0; peer < links.size(); peer++)
     if (links[peer]) links_[peer].stream.emplace(std::move(*links[peer]));
 }
@@ -43,6 +48,7 @@ void Mesh::begin(const Signature& mine, std::span<const uint64_t> sends, std::sp
   expects_.assign(expects.begin(), expects.end());
   looked_ = Clock::now();
   others_ = Others::none;
+  take_new_links();
   for (int peer = 0; peer < size(); peer++) {
     Link& link = links_[peer];
     link.greeted = link.announced = link.due = link.receiving = false;
@@ -55,6 +61,7 @@ void Mesh::begin(const Signature& mine, std::span<const uint64_t> sends, std::sp
 
 void Mesh::last_look() {
   looked_at_all_ = Clock::now();
+  take_new_links();
   for (int peer = 0; peer < size(); peer++)
     while (links_[peer].stream && !links_[peer].due && receive_some(peer)) {
     }
@@ -71,6 +78,7 @@ void Mesh::send(std::span<const Piece> out) {
   for (const Piece& piece : out) {
     Link& link = links_[piece.peer];
     if (!link.announced) greet(piece.peer, true);
+    if (!link.stream) need(piece.peer);
     longest = std::max(longest, piece.bytes);
   }
   const auto waits = [&](const Link& link) { return &link != &links_[out[0].peer] && !link.queue.empty(); };
@@ -105,6 +113,7 @@ void Mesh::transfer(std::span<const Piece> in, const Wait& wait, uint64_t turn) 
     link.receiving = true;
     link.receive_at = piece.data;
     link.receive_left = piece.bytes;
+    if (!link.stream) need(piece.peer);
     use_early(piece.peer);
   }
   while (!all_received() || !sent_up_to(turn)) {
@@ -171,7 +180,7 @@ size_t Mesh::send_in_turn() {
     if (link.queue.size() < pieces) continue;
     const auto waits = [&](const Link& other) { return &other != &link && !other.queue.empty(); };
     if (std::ranges::any_of(links_, waits)) {
-      const bool stalls = seconds_since(turn_moved_) > longest_sleep_ms * 1e-3;
+      const bool stalls = !link.stream || seconds_since(turn_moved_) > longest_sleep_ms * 1e-3;
       others_ = stalls || link.stream->waits_for_reader() ? Others::go : Others::wait;
     }
     break;
@@ -181,7 +190,7 @@ size_t Mesh::send_in_turn() {
 
 size_t Mesh::send_some(int peer, bool with_piece) {
   Link& link = links_[peer];
-  if (link.unsent) return 0;
+  if (!link.stream || link.unsent) return 0;
   std::array<iovec, 4> parts;
   size_t count = 0, headers = 0;
   for (const Header& header : link.outbox) {
@@ -296,8 +305,18 @@ bool Mesh::compare(int peer, const Header& header) {
 }
 
 void Mesh::look(const Wait& wait) {
-  wait.look({[this] { return missing(); }, false});
+  take_new_links();
+  wait.look({.ranks = [this] { return missing(); },
+             .linked =
+                 [this](int peer) {
+                   const std::lock_guard lock(new_mutex_);
+                   return links_[peer].stream || expected_[peer];
+                 }});
   for (int peer : missing()) {
+    if (!links_[peer].stream) {
+      need(peer, true);
+      continue;
+    }
     try {
       links_[peer].stream->check_silence();
     } catch (const Stream::Broken& broken) {
@@ -309,8 +328,12 @@ void Mesh::look(const Wait& wait) {
 
 void Mesh::poll_links(const Wait& wait) {
   Poll links;
-  std::vector<int> peers;  // the peer of each entry
+  std::vector<int> peers;  // the peer of each entry; -1 for the bell
   size_t needed = 0;
+  if (bell_.get() >= 0) {  // only this thread changes bell_
+    links.add(bell_.get());
+    peers.push_back(-1);
+  }
   // First the links for which this rank waits. The others have something to read only if the ranks have made different calls.
   for (const bool first : {true, false}) {
     for (int peer = 0; peer < size(); peer++) {
@@ -336,8 +359,11 @@ void Mesh::poll_links(const Wait& wait) {
     last_look();
     look(wait);
   }
-  for (size_t i = 0; ready > 0 && i < peers.size(); i++)
-    if (links.readable(i)) receive_some(peers[i]);
+  for (size_t i = 0; ready > 0 && i < peers.size(); i++) {
+    if (!links.readable(i)) continue;
+    if (peers[i] < 0) take_new_links();
+    else receive_some(peers[i]);
+  }
 }
 
 std::vector<int> Mesh::missing() const {
@@ -347,7 +373,7 @@ std::vector<int> Mesh::missing() const {
   const bool coming = !all_received();
   for (int peer = 0; peer < size(); peer++) {
     const Link& link = links_[peer];
-    if (link.stream && (coming ? !link.received() : !link.sent())) ranks.push_back(peer);
+    if (coming ? !link.received() : !link.sent()) ranks.push_back(peer);
   }
   return ranks;
 }
@@ -356,20 +382,80 @@ Error Mesh::lost(int peer, const Stream::Broken& broken) const {
   return peer_lost(ranks_[peer], "the link to " + links_[peer].stream->peer() + " ended: " + broken.why);
 }
 
-void Mesh::shut_down() const {
+void Mesh::need(int peer, bool has_waited) {
+  Link& link = links_[peer];
+  if (link.needed && (link.wanted || !has_waited)) return;
+  link.needed = true;
+  {
+    const std::lock_guard lock(new_mutex_);
+    if (bell_.get() < 0) {
+      const int fd = eventfd(has_new_links_, EFD_CLOEXEC | EFD_NONBLOCK);
+      if (fd < 0) throw system_error("eventfd", errno);
+      bell_.reset(fd);
+    }
+    if (expected_[peer] || (peer > rank_ && !has_waited)) return;
+    link.wanted = true;
+    wanted_.push_back(peer);
+  }
+  wants_();
+}
+
+std::vector<int> Mesh::wanted() {
+  const std::lock_guard lock(new_mutex_);
+  return std::exchange(wanted_, {});
+}
+
+void Mesh::expect(int peer) {
+  const std::lock_guard lock(new_mutex_);
+  expected_.at(peer) = true;
+}
+
+void Mesh::add(int peer, Stream stream) {
+  const std::lock_guard lock(new_mutex_);
+  const auto is_this = [peer](const auto& one) { return one.first == peer; };
+  if (ended_ || links_.at(peer).stream || std::ranges::any_of(new_links_, is_this)) return;
+  expected_[peer] = true;
+  new_links_.emplace_back(peer, std::move(stream));
+  has_new_links_ = true;
+  if (bell_.get() >= 0) eventfd_write(bell_.get(), 1);
+}
+
+void Mesh::take_new_links() {
+  if (!has_new_links_) return;
+  const std::lock_guard lock(new_mutex_);
+  for (auto& [peer, stream] : std::exchange(new_links_, {})) links_[peer].stream.emplace(std::move(stream));
+  has_new_links_ = false;
+  const auto lacks = [](const Link& link) { return link.needed && !link.stream; };
+  if (std::ranges::none_of(links_, lacks)) bell_.close();
+  eventfd_t rung;
+  if (bell_.get() >= 0) eventfd_read(bell_.get(), &rung);
+}
+
+void Mesh::shut_down() {
+  const std::lock_guard lock(new_mutex_);
+  ended_ = true;
   for (const Link& link : links_)
     if (link.stream) link.stream->shut_down();
+  for (const auto& [peer, stream] : new_links_) stream.shut_down();
+  if (bell_.get() >= 0) eventfd_write(bell_.get(), 1);
 }
 
 void Mesh::close(double timeout_s) {
   std::vector<std::optional<Stream>> streams;
-  for (Link& link : links_) streams.push_back(std::exchange(link.stream, std::nullopt));
+  {
+    const std::lock_guard lock(new_mutex_);
+    ended_ = true;
+    for (Link& link : links_) streams.push_back(std::exchange(link.stream, std::nullopt));
+    for (auto& [peer, stream] : std::exchange(new_links_, {})) streams.emplace_back(std::move(stream));
+  }
   deliver_all(std::move(streams), timeout_s);
 }
 
 void Mesh::close_descriptors() {
   for (Link& link : links_)
     if (link.stream) link.stream->abandon();
+  for (auto& [peer, stream] : new_links_) stream.abandon();
+  bell_.close();
 }
 
 }  // namespace mscomm

@@ -1,17 +1,21 @@
-// A mesh is a set of links, one to every other rank of the group. The thread that runs a call moves the call's bytes over these
-// links.
+// A mesh is a set of links to the other ranks of the group. The thread that runs a call moves the call's bytes over these links.
+// Some links exist from the beginning (see Layout::partners). Each other link is set up when a call first needs it. The call
+// waits for such a link as it waits for data.
 //
 // The first bytes of a call on a link are the call's header. A rank uses the data that follows only after it has compared the
 // header with its own call.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <vector>
 
+#include "base/descriptor.h"
 #include "base/error.h"
 #include "net/frame.h"
 #include "net/stream.h"
@@ -28,11 +32,13 @@ struct Piece {
 
 class Mesh {
  public:
-  // ranks: the job rank of each rank of the group, for error messages. links: the links to the other ranks, indexed by rank in
+  // ranks: the job rank of each rank of the group, for error messages. links: the links that exist already, indexed by rank in
   // the group. spin: whether the host has a CPU for each rank. recorded: returns this rank's own call with the given number, if
-  // it is still recorded.
+  // it is still recorded. wants: called when wanted() has something to return; does not wait.
   using Recorded = std::function<std::optional<Signature>(uint64_t number)>;
-  Mesh(std::vector<int> ranks, int rank, uint32_t epoch, bool spin, std::vector<std::optional<Stream>> links, Recorded recorded);
+  Mesh(
+      std::vector<int> ranks, int rank, uint32_t epoch, bool spin, std::vector<std::optional<Stream>> links, Recorded recorded,
+      std::function<void()> wants = [] {});
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(links_.size()); }
@@ -64,8 +70,17 @@ class Mesh {
   // Returns the peers that this rank is waiting for.
   std::vector<int> missing() const;
 
+  // Any thread may call the next three functions.
+  // Returns the peers whose links are needed and were not returned yet.
+  std::vector<int> wanted();
+  // Says that the link to the peer is being set up. Until expect() or add() was called, a call that needs the peer fails when the
+  // peer has left or its process has ended.
+  void expect(int peer);
+  // Adds the link to a peer. If there is one already, or all links have ended, ends the new one.
+  void add(int peer, Stream stream);
+
   // Ends all links at once, so that both sides stop waiting. Any thread may call this.
-  void shut_down() const;
+  void shut_down();
   // Waits for at most timeout_s until the peers' kernels have received all bytes that were sent, and then ends all links.
   void close(double timeout_s);
   // Closes the child's copies of the sockets. Called in a forked child. If these copies stayed open, the peers would not notice
@@ -78,7 +93,9 @@ class Mesh {
     uint64_t turn;
   };
   struct Link {
-    std::optional<Stream> stream;
+    std::optional<Stream> stream;  // changed only under new_mutex_, and only by the thread that uses the mesh
+    bool needed = false;           // whether a call has needed the link while it did not exist
+    bool wanted = false;           // whether wanted() returns the peer, or has returned it
     // Set when reading has found the end of the link. The end is a failure only if we are still waiting for data from this peer.
     std::optional<Stream::Broken> ended;
     std::optional<Stream::Broken> unsent;  // set when sending has found the end of the link after data was announced
@@ -123,6 +140,10 @@ class Mesh {
   bool compare(int peer, const Header& header);
   bool move_some();
   size_t send_in_turn();
+  // Prepares the wait for a link that does not exist. Usually, both ranks need it then. So the higher rank wants it at once, and
+  // the lower one only if it has waited for a while.
+  void need(int peer, bool has_waited = false);
+  void take_new_links();
   void poll_links(const Wait& wait);
   void look(const Wait& wait);
   bool all_received() const;
@@ -152,6 +173,16 @@ class Mesh {
   // What happens to pieces for other peers while the current peer (the one whose turn it is) accepts no data. wait: these pieces
   // stay queued. go: these pieces are sent anyway. none: there are no such pieces, or the current peer accepts data.
   enum class Others { none, wait, go } others_ = Others::none;
+
+  const std::function<void()> wants_;
+  // Protects what follows, and the streams of links_ while another thread may look at them.
+  std::mutex new_mutex_;
+  std::vector<std::pair<int, Stream>> new_links_;
+  std::vector<int> wanted_;
+  std::vector<bool> expected_;
+  Descriptor bell_;     // an eventfd that add() writes to; -1 if all links exist that were needed so far
+  bool ended_ = false;  // whether shut_down() or close() was called
+  std::atomic<bool> has_new_links_{false};
 };
 
 }  // namespace mscomm

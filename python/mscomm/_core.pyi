@@ -448,6 +448,10 @@ class Layout:
 
     @property
     def mesh(self) -> bool: ...
+    @property
+    def partners(self) -> list[int]:
+        """The ranks to which this rank has links for collective calls from the beginning."""
+
     def allows(self, carrier: Literal["arena", "mesh", "both"], /) -> bool:
         """Return whether ranks on these hosts can use an algorithm with this carrier."""
 
@@ -687,6 +691,21 @@ class Group:
 
         fd is a connected socket, of which the core takes ownership. secret: as in `secrets` of the constructor; with
         it, this function waits for at most 5 s until the peer has called add_link, too.
+        """
+
+    def wanted_data_links(self) -> list[int]:
+        """Return the peers whose links a collective call needs, and that were not returned yet."""
+
+    def expect_data_link(self, peer: int, /) -> None:
+        """Record that the link to the peer, for collective calls, is being set up.
+
+        Before that, a call that needs the peer fails when the peer has left or its process has ended.
+        """
+
+    def add_data_link(self, peer: int, fd: int, secret: tuple[bytes, bool] | None = None) -> None:
+        """Add the link to the peer for collective calls. fd, secret: as in add_link().
+
+        If there is one already, or if the group has ended, close the new one.
         """
 
     def expect_incoming(self, peer: int, /) -> None:

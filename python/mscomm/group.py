@@ -21,7 +21,7 @@ from mscomm.arrays import new, plain_types
 from mscomm.arrays.device import OnDevice
 from mscomm.cluster.assemble import Epoch, Founded
 from mscomm.cluster.deadline import Deadline, seconds_of
-from mscomm.cluster.message_links import MessageLinks
+from mscomm.cluster.group_links import GroupLinks
 from mscomm.errors import Aborted, Error
 from mscomm.notices import warn_once
 from mscomm.tracebacks import PACKAGE
@@ -77,9 +77,9 @@ class Group:
             self._lines is not None or self._traced is not None,
         )
         self.buckets: list[Array] = []  # free buckets, kept for later fused calls
-        self._message_links = MessageLinks(epoch, self.core, id, self.ranks)
+        self._links = GroupLinks(epoch, self.core, id, self.ranks)
         if self.member:
-            self.member.attach(id, self.core, self._message_links.dialled)
+            self.member.attach(id, self.core, self._links)
 
     def leave(self) -> None:
         """End this rank's use of the group."""
@@ -317,12 +317,10 @@ class Group:
 
     def _reach(self, peer: int, tag: int, x: Array, seconds: float) -> float:
         """Set up the link to the peer if there is none yet. Return how many seconds this took."""
-        if peer in self._message_links.linked:
+        if peer in self._links.linked:
             return 0.0
         began = time.monotonic()
-        self._message_links.reach(
-            peer, f"send to rank {self.ranks[peer]}, tag {tag} ({x.nbytes} bytes)", Deadline(seconds)
-        )
+        self._links.reach(peer, f"send to rank {self.ranks[peer]}, tag {tag} ({x.nbytes} bytes)", Deadline(seconds))
         return time.monotonic() - began
 
     @contextlib.contextmanager

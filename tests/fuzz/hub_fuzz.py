@@ -93,7 +93,7 @@ def seeds():
     here = [1, {"t": "here", "group": "0:world", **where}]
     pair = [
         *([rank, {"t": "meet", **meet}] for rank in (0, 1)),
-        [0, {"t": "dial", "group": "0:pair", "to": 1, "address": ["10.0.0.1", 4000]}],
+        [0, {"t": "dial", "group": "0:pair", "to": 1, "purpose": 4, "addresses": [["10.0.0.1", 4000]]}],
         [0, {"t": "compare", "group": "0:pair", "number": 3, "call": "barrier #3"}],
         [1, {"t": "close", "group": "0:pair", "number": 3}],
     ]

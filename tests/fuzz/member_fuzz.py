@@ -16,13 +16,22 @@ with instrumented():
 WORLD = "0:world"
 
 
+class Links:
+    def dialled(self, rank, purpose, addresses):
+        for one in addresses:
+            is_address(one)
+
+    def wanted(self, peers):
+        raise AssertionError(peers)
+
+
 def fuzz(data: bytes) -> None:
     frames = read if isinstance(read := script(data), list) else [data]
     ours, hub = socket.socketpair()
     stream = ByteStream(ours)
     stream.secret = bytes(32)
     member = Member(Frames(stream), key=bytes(32), rank=1)
-    member.attach(WORLD, Communicator(), lambda rank, address: is_address(address))
+    member.attach(WORLD, Communicator(), Links())
     with hub:
         hub.setblocking(False)
         hub.send(b"".join(map(frame, frames))[: 100 << 10])
@@ -41,8 +50,8 @@ def seeds():
             {"t": "welcome", "rank": 1, "size": 2, "run": bytes(16), **key},
             {"t": "go", "epoch": 0},
             {"t": "met", "key": "k", "ranks": [0, 1], "facts": [{}, {}]},
-            {"t": "dial", "group": WORLD, "from": 0, "address": ["10.0.0.1", 4000]},
-            {"t": "dial", "group": "0:early", "from": 0, "address": "\0name"},
+            {"t": "dial", "group": WORLD, "from": 0, "purpose": 3, "addresses": [["10.0.0.1", 4000]]},
+            {"t": "dial", "group": "0:early", "from": 0, "purpose": 4, "addresses": ["\0name"]},
             {"t": "where", "group": WORLD, "number": 3},
             {"t": "left", "group": WORLD, "ranks": [0]},
             {"t": "verdict", "group": WORLD, **error},

@@ -104,8 +104,8 @@ FAULTS = [
     Fault(
         "mesh-names-the-waiting",
         "csrc/transport/mesh.cc",
-        "if (link.stream && (coming ? !link.received() : !link.sent())) ranks.push_back(peer);",
-        "if (link.stream && ((coming && !link.received()) || !link.sent())) ranks.push_back(peer);",
+        "if (coming ? !link.received() : !link.sent()) ranks.push_back(peer);",
+        "if ((coming && !link.received()) || !link.sent()) ranks.push_back(peer);",
         "test",
         ("test_faults.py::test_a_long_wait_says_once_whom_it_waits_for",),
         "A timeout over connections blames healthy ranks that read nothing because they wait, too.",

@@ -22,7 +22,7 @@ from mscomm.cluster import interfaces, links, plan, prices
 from mscomm.cluster.bytestream import ByteStream
 from mscomm.cluster.cpus import can_spin, cpu_quota, cpus_of
 from mscomm.cluster.deadline import Deadline
-from mscomm.cluster.hello import DATA, HUB, MEMORY, MESSAGES, Identity, grouped, package_version
+from mscomm.cluster.hello import DATA, HUB, MEMORY, Identity, grouped, package_version
 from mscomm.cluster.member import Member, Welcome
 from mscomm.errors import Aborted, Error, PeerLost, on_failure
 
@@ -241,9 +241,9 @@ class Epoch:
                 assert self.heap
                 control = self.heap.reserve_control(len(at_home))
             with contextlib.ExitStack() as closing:
-                # The ranks at later indices connect to this rank: those on this host to one listener, and those on
+                # The partners at later indices connect to this rank: those on this host to one listener, and those on
                 # other hosts to another.
-                near = sorted({host == hosts[me] for host in hosts[me + 1 :]}) if layout.mesh else []
+                near = sorted({hosts[place] == hosts[me] for place in layout.partners if place > me})
                 listening = [closing.enter_context(self._listener(is_near)) for is_near in near]
                 offered: dict[str, Any] = {
                     "control": control,
@@ -259,7 +259,7 @@ class Epoch:
                     self.member.check(group)  # a group of one rank has no meeting that could report an abort of the job
                 all_came()
                 spin = can_spin([self.facts[rank] for rank in self.neighbours])
-                streams = self._connect(group, ranks, listening, told, deadline) if layout.mesh else []
+                streams = self._connect(group, ranks, layout, listening, told, deadline)
                 with _system_calls(self.rank, f"group {name}"):
                     core = _core.Group(
                         name=name,
@@ -329,24 +329,28 @@ class Epoch:
         self,
         group: str,
         ranks: list[int],
+        layout: _core.Layout,
         listening: list[socket.socket],
         told: dict[int, dict[str, Any]],
         deadline: Deadline,
     ) -> list[ByteStream | None]:
-        """Connect to all ranks. Return the authenticated streams in the order of `ranks`, with None for this rank.
+        """Connect to the partners of this rank. Return the authenticated streams in the order of `ranks`.
+
+        The others are None; GroupLinks connects to them when a call needs them. If the group has no mesh, return [].
 
         In each pair of ranks, the rank that is later in `ranks` connects to the earlier one. They use a unix socket if
         both are on the same host.
         """
+        if not layout.mesh:
+            return []
         assert self.member
         streams: list[ByteStream | None] = [None] * len(ranks)
-        me = ranks.index(self.rank)
         check = functools.partial(self.member.check, group)
         with on_failure(_close, streams):
-            for place in range(me):
+            for place in (place for place in layout.partners if place < layout.rank):
                 streams[place] = self.call(group, ranks[place], told[ranks[place]]["data"], DATA, deadline, check)
-            mine = self.identity(group)
-            came = links.accept_all(listening, ranks[me + 1 :], self.key, DATA, mine, deadline, check=check)
+            later = [ranks[place] for place in layout.partners if place > layout.rank]
+            came = links.accept_all(listening, later, self.key, DATA, self.identity(group), deadline, check=check)
             for rank, stream in came.items():
                 streams[ranks.index(rank)] = stream
         return streams
@@ -389,21 +393,25 @@ class Epoch:
             return None
         return stream.secret, connects
 
-    def invite(self, group: str, rank: int, deadline: Deadline, check: Callable[[], None]) -> ByteStream:
-        """Ask `rank` to connect to this rank, whatever the program of `rank` is doing. Return the stream.
+    def invite(
+        self, group: str, ranks: Sequence[int], purpose: int, deadline: Deadline, check: Callable[[], None]
+    ) -> Iterator[tuple[int, ByteStream]]:
+        """Ask these ranks to connect to this rank, whatever their programs do. Yield (rank, stream) as they come.
 
-        The connection carries the group's messages from this rank to `rank`. check: a function that is called at least
-        every 100 ms. If it raises an error, the wait ends with this error.
+        purpose: MESSAGES if the connections carry the group's messages from this rank, DATA if they carry collective
+        calls. check: a function that is called at least every 100 ms. If it raises an error, the wait ends with this
+        error.
         """
         assert self.member
-        with self._listener(self.hosts[rank] == self.hosts[self.rank]) as listener:
+        with contextlib.ExitStack() as closing:
+            near = sorted({self.hosts[rank] == self.hosts[self.rank] for rank in ranks})
+            listening = [closing.enter_context(self._listener(is_near)) for is_near in near]
+            addresses = [links.address_of(listener) for listener in listening]
             mine = self.identity(group)
-            try:
-                self.member.dial(group, rank, [links.address_of(listener)], deadline)
-                came = links.accept_all([listener], [rank], self.key, MESSAGES, mine, deadline, check=check)
-            finally:
-                self.member.connected(group, rank)
-        return came[rank]
+            for rank in ranks:
+                closing.callback(self.member.connected, group, rank, purpose)
+                self.member.dial(group, rank, purpose, addresses, deadline)
+            yield from links.accept_each(listening, ranks, self.key, purpose, mine, deadline, check=check)
 
 
 def share(

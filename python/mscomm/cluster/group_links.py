@@ -1,26 +1,29 @@
-"""The links for a group's messages. A rank sets up the link to a peer when it sends its first message to that peer.
+"""The links of a group that are set up when they are first needed.
 
-The sender listens and asks the receiver, through the hub, to connect. The receiver's program need not be in a call: the
-thread that reads the receiver's control link receives the request, and starts another thread that connects.
+These are the links for messages, and those for collective calls to ranks that are not partners (Layout.partners). One
+of the two ranks listens and asks the other one, through the hub, to connect. The other rank's program need not be in a
+call: the thread that reads its control link receives the request, and starts another thread that connects.
 """
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mscomm import _core
 from mscomm.cluster.assemble import Epoch
 from mscomm.cluster.deadline import Deadline
-from mscomm.cluster.hello import MESSAGES
+from mscomm.cluster.hello import DATA, MESSAGES
 from mscomm.errors import Aborted, CollectiveTimeout, Error
 from mscomm.threads import start_thread
 
-_ANSWER_S = 30.0  # how long the receiver tries to connect to the sender, which is waiting already
+_ANSWER_S = 30.0  # how long a rank tries to connect to the rank that has asked for it, which is waiting already
 
 
-class MessageLinks:
-    """The message links of one group in one epoch. group: the group id at the hub."""
+class GroupLinks:
+    """The links of one group in one epoch. group: the group id at the hub."""
 
     def __init__(self, epoch: Epoch, core: _core.Group, group: str, ranks: list[int]) -> None:
         self._epoch = epoch
@@ -28,10 +31,14 @@ class MessageLinks:
         self._group = group
         self._ranks = ranks
         self._dialling = [threading.Lock() for _ in ranks]  # for each peer, held while the link to it is set up
-        self.linked = {ranks.index(epoch.rank)}  # peers with an outgoing link, and this rank itself, which needs none
+        # peers to which this rank can send messages without a new link; this rank itself needs none
+        self.linked = {ranks.index(epoch.rank)}
+        self._inviting: set[int] = set()  # peers that this rank has asked to connect for collective calls
+
+    # -- for messages: the sender asks the receiver
 
     def reach(self, peer: int, what: str, deadline: Deadline) -> None:
-        """Set up the link to the peer, unless there is one already. A failure breaks the group."""
+        """Set up the link for messages to the peer, unless there is one already. A failure breaks the group."""
         core, rank = self._core, self._ranks[peer]
         try:
             while not self._dialling[peer].acquire(timeout=min(deadline.left(), 0.1)):
@@ -41,9 +48,9 @@ class MessageLinks:
             try:
                 core.check(peer)
                 if peer not in self.linked:
-                    stream = self._epoch.invite(self._group, rank, deadline, lambda: core.check(peer))
-                    secret = self._epoch.secret(stream, False)
-                    core.add_link(True, peer, stream.sock.detach(), secret)
+                    came = self._epoch.invite(self._group, [rank], MESSAGES, deadline, lambda: core.check(peer))
+                    for _, stream in came:
+                        core.add_link(True, peer, stream.sock.detach(), self._epoch.secret(stream, False))
                     self.linked.add(peer)
             finally:
                 self._dialling[peer].release()
@@ -60,32 +67,84 @@ class MessageLinks:
             core.fail(Aborted(f"{self._me} was interrupted in {what}", [self._epoch.rank]))
             raise
 
-    def dialled(self, rank: int, addresses: Any) -> None:
-        """Connect to a rank that wants to send to this rank and has asked for a connection. Return at once."""
+    # -- for collective calls: the higher rank asks the lower one. The thread that reads the control link calls these.
+
+    def wanted(self, peers: Sequence[int]) -> None:
+        """Set up the links to these peers for collective calls. Return at once."""
+        me = self._ranks.index(self._epoch.rank)
+        self._invite([peer for peer in peers if peer < me])
+        # A higher rank may not need the link, because it makes another call or a later one. Then it must be asked.
+        if higher := [self._ranks[peer] for peer in peers if peer > me]:
+            self._begin(higher, self._ask, higher)
+
+    def dialled(self, rank: int, purpose: int, addresses: Any) -> None:
+        """Connect to a rank that has asked for it. Return at once. addresses: see Member.dial()."""
         peer = self._ranks.index(rank)
-        # The thread that reads the control link calls this. The core must expect the peer's message link before this
-        # thread reads the next control frame. That frame may say that the sender has left, because a sender may leave
-        # right after its message.
-        self._core.expect_incoming(peer)
+        if purpose == DATA and not addresses:
+            self._invite([peer])
+            return
+        # The core must expect the link before this thread reads the next control frame. That frame may say that the
+        # peer has left, because it may leave right after it has sent something over the link.
+        (self._core.expect_data_link if purpose == DATA else self._core.expect_incoming)(peer)
+        self._begin([rank], self._answer, peer, purpose, addresses)
+
+    def _invite(self, peers: list[int]) -> None:
+        if new := [peer for peer in peers if peer not in self._inviting]:
+            self._inviting.update(new)
+            for peer in new:
+                self._core.expect_data_link(peer)
+            self._begin([self._ranks[peer] for peer in new], self._accept, new)
+
+    def _begin(self, ranks: list[int], function: Callable[..., None], *args: Any) -> None:
+        """Call function(*args), which sets up links to these ranks, in a thread."""
+
+        def run() -> None:
+            try:
+                function(*args)
+            except (RuntimeError, OSError) as error:  # an Error, or a shortage in this process
+                if self._core.failure() is not None:  # whoever broke the group has reported it
+                    return
+                symptom = self._no_link(ranks, error)
+                # _no_link() breaks the group, except if this rank has already left it. Then there is nothing to report.
+                if self._core.failure() is not None and self._epoch.member is not None:
+                    self._epoch.member.settle(self._group, symptom, -1)
+
         try:
-            start_thread(threading.Thread(target=self._answer, args=(peer, addresses), name="mscomm-dial", daemon=True))
+            start_thread(threading.Thread(target=run, name="mscomm-dial", daemon=True))
         except RuntimeError as error:  # no memory for a thread, or the interpreter is shutting down
             assert self._epoch.member is not None
-            self._epoch.member.report(self._no_link(rank, error), self._group)
+            self._epoch.member.report(self._no_link(ranks, error), self._group)
 
-    def _answer(self, peer: int, addresses: Any) -> None:
-        rank = self._ranks[peer]
-        try:
-            stream = self._epoch.call(self._group, rank, addresses, MESSAGES, Deadline(_ANSWER_S))
-            self._core.add_link(False, peer, stream.sock.detach(), self._epoch.secret(stream, True))
-        except (RuntimeError, OSError) as error:  # Error is a RuntimeError; an OSError is a shortage in this process
-            symptom = self._no_link(rank, error)
-            # _no_link() breaks the group, except if this rank has already left it. Then there is nothing to report.
-            if self._core.failure() is not None and self._epoch.member is not None:
-                self._epoch.member.settle(self._group, symptom, -1)
+    def _accept(self, peers: list[int]) -> None:
+        ranks, missing = [self._ranks[peer] for peer in peers], set(peers)
 
-    def _no_link(self, rank: int, error: RuntimeError | OSError) -> Error:
-        text = f"{self._me}: no link for messages from rank {rank}: {error}"
+        def check() -> None:
+            for peer in missing:
+                self._core.check(peer)
+
+        # The call that needs the links has a deadline, and breaks the group when it has passed.
+        for rank, stream in self._epoch.invite(self._group, ranks, DATA, Deadline(math.inf), check):
+            peer = self._ranks.index(rank)
+            self._core.add_data_link(peer, stream.sock.detach(), self._epoch.secret(stream, False))
+            missing.remove(peer)
+
+    def _ask(self, ranks: list[int]) -> None:
+        assert self._epoch.member is not None
+        for rank in ranks:
+            self._epoch.member.dial(self._group, rank, DATA, [], Deadline(math.inf))
+
+    def _answer(self, peer: int, purpose: int, addresses: Any) -> None:
+        stream = self._epoch.call(self._group, self._ranks[peer], addresses, purpose, Deadline(_ANSWER_S))
+        secret = self._epoch.secret(stream, True)
+        if purpose == DATA:
+            self._core.add_data_link(peer, stream.sock.detach(), secret)
+            if self._epoch.member is not None:
+                self._epoch.member.connected(self._group, self._ranks[peer], DATA)
+        else:
+            self._core.add_link(False, peer, stream.sock.detach(), secret)
+
+    def _no_link(self, ranks: list[int], error: RuntimeError | OSError) -> Error:
+        text = f"{self._me}: no link to rank {', '.join(map(str, ranks))}: {error}"
         symptom = error.again(text) if isinstance(error, Error) else Aborted(text, [self._epoch.rank])
         self._core.fail(symptom)
         return symptom

@@ -565,18 +565,19 @@ class Hub:
         else:
             self._answer(self._meetings.refuse(link.number, key, name, ranks, why))
 
-    def _on_dial(self, link: Link, group: str, to: int, address: list[Any]) -> None:
+    def _on_dial(self, link: Link, group: str, to: int, purpose: int, addresses: list[Any]) -> None:
         """A rank asks another rank of its group to connect to it."""
         found = self._groups.get(group)
         if found is None or to not in found.ranks or link.number not in found.ranks:
             return  # the frame is from an earlier epoch
         if to in found.closed:
-            text = f"{self._roster.name(to)} has destroyed the group, but {link} sends to it"
+            text = f"{self._roster.name(to)} has destroyed the group, but {link} needs it"
             found.failed(link.number, PeerLost(text, [to]))
             return
         other = self._roster.at(to)
         if other and other.open and not other.left:
-            self._send(other, {"t": "dial", "from": link.number, "group": group, "address": address})
+            words = {"group": group, "purpose": purpose, "addresses": addresses}
+            self._send(other, {"t": "dial", "from": link.number, **words})
 
     def _on_close(self, link: Link, group: str, number: int) -> None:
         if self._groups.destroyed(link.number, group, number):

@@ -20,7 +20,7 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from mscomm import environment
@@ -655,13 +655,37 @@ def accept_all(
 ) -> dict[int, ByteStream]:
     """Accept one connection from each wanted rank. Return an authenticated stream for each rank.
 
+    See accept_each(), which raises the errors.
+    """
+    came: dict[int, ByteStream] = {}
+    try:
+        came.update(accept_each(listeners, wanted, key, purpose, mine, deadline, log, check))
+    except BaseException:
+        for stream in came.values():
+            stream.close()
+        raise
+    return came
+
+
+def accept_each(
+    listeners: Iterable[socket.socket],
+    wanted: Iterable[int],
+    key: bytes,
+    purpose: int,
+    mine: Identity,
+    deadline: Deadline,
+    log: Callable[[str], None] | None = None,
+    check: Callable[[], None] | None = None,
+) -> Iterator[tuple[int, ByteStream]]:
+    """Accept one connection from each wanted rank. Yield (rank, authenticated stream) as the ranks come.
+
     At the deadline, raise CollectiveTimeout, which names the missing ranks. If the host has run short of descriptors or
     memory during the wait, raise OSError instead. If this process has no descriptors left, raise OSError at once.
     `check` is called at least every 100 ms. If `check` raises an error, the wait ends with this error.
     """
     missing = set(wanted)
     shortage: OSError | None = None
-    came: dict[int, ByteStream] = {}
+    came: dict[int, ByteStream] = {}  # those that were not yielded yet
 
     def enter(stream: ByteStream, peer: Identity, _: int) -> None:
         if peer.rank not in missing:  # the rank's second connection: only the first counts
@@ -694,13 +718,12 @@ def accept_all(
                 door.expire()
                 for ready, _ in selector.select(min(deadline.left(), 0.1)):
                     ready.data()
-        except BaseException:
+                while came:
+                    yield came.popitem()
+        finally:
             for stream in came.values():
                 stream.close()
-            raise
-        finally:
             door.close()
-    return came
 
 
 # -- passing file descriptors over unix sockets

@@ -1,7 +1,7 @@
 """One rank's end of its control link: joins the job, meets other ranks, reports failures, and learns about failures.
 
 From join() on, a daemon thread reads the link. This thread uses only the two parts of a group that attach() was given:
-the core's group, whose methods return at once, and the function `dialled`.
+the core's group and its SetsUpLinks. Their methods return at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from mscomm import _core, log
 from mscomm.cluster import security
@@ -54,7 +54,7 @@ _FIELDS: Mapping[str, Mapping[str, type]] = {
     "verdict": {"group": str, **ERROR},
     "where": {"group": str, "number": int},
     "left": {"group": str, "ranks": list},
-    "dial": {"group": str, "from": int},
+    "dial": {"group": str, "from": int, "purpose": int, "addresses": list},
     "facts": {"facts": list},
     "welcome": {"rank": int, "size": int, "run": bytes, "epoch": int, "tls": str, **_OF_WELCOME},
     "go": {"epoch": int},
@@ -92,6 +92,16 @@ class Met(NamedTuple):
     facts: list[dict[str, Any]]
 
 
+class SetsUpLinks(Protocol):
+    """Sets up the links of a group. Both methods return at once."""
+
+    def dialled(self, rank: int, purpose: int, addresses: Any) -> None:
+        """`rank` has called Member.dial() for this rank."""
+
+    def wanted(self, peers: Sequence[int]) -> None:
+        """Collective calls of this rank need links to these ranks of the group."""
+
+
 class Missing(NamedTuple):
     """The ranks for which this rank waits, as far as the hub has said. tells: whether this rank must tell the user."""
 
@@ -126,9 +136,10 @@ class Member:
         self._news = Condition()
         self._sender = CallingThread()  # sends the frames of the main thread
         self._communicators: dict[str, _core.Group] = {}
-        self._dialled: dict[str, Callable[[int, Any], None]] = {}
-        self._early: dict[str, list[tuple[int, Any]]] = {}  # requests to connect, for groups that are not attached yet
-        self._requests: set[tuple[str, int, str]] = set()  # all requests to connect in this epoch
+        self._links: dict[str, SetsUpLinks] = {}
+        # requests to connect, for groups that are not attached yet
+        self._early: dict[str, list[tuple[int, int, Any]]] = {}
+        self._requests: set[tuple[str, int, int, str]] = set()  # all requests to connect in this epoch
         self._told: set[str] = set()  # groups whose failure this rank has reported to the hub
         self._facts: list[dict[str, Any]] = []  # the facts for the next welcome
         self._welcome: Welcome | None = None
@@ -357,15 +368,12 @@ class Member:
         if failure:
             raise failure.again()
 
-    def attach(self, group: str, communicator: _core.Group, dialled: Callable[[int, Any], None]) -> None:
-        """Pass the group's events to the communicator from now on. Earlier events are passed on at once.
-
-        dialled(rank, address) is called when `rank` asks this rank to connect to the address; it must return at once.
-        """
+    def attach(self, group: str, communicator: _core.Group, links: SetsUpLinks) -> None:
+        """Pass the group's events to the communicator and to `links` from now on, and earlier ones at once."""
         with self._news.lock:
             self._told.discard(group)  # an earlier attempt to set up the group may have failed and been reported
             self._communicators[group] = communicator
-            self._dialled[group] = dialled
+            self._links[group] = links
             early = self._early.pop(group, [])
             failure = self._failure or self._verdict(group)
             departed = [*self._departed, *self._closed.pop(group, [])]
@@ -374,8 +382,8 @@ class Member:
             communicator.left(rank)
         if failure:
             communicator.abort(failure)
-        for rank, address in early:
-            dialled(rank, address)
+        for rank, purpose, addresses in early:
+            links.dialled(rank, purpose, addresses)
 
     def detach(self, group: str) -> None:
         """End this rank's membership in the group, and tell the hub. May be called again if it was interrupted."""
@@ -386,22 +394,28 @@ class Member:
             with contextlib.suppress(OSError):  # the reading thread sees the end of the link too
                 self._send(self.frames, {"t": "close", **words}, Deadline(SETTLE_S))
         with self._news.lock:
-            tables = (self._communicators, self._dialled, self._early, self._verdicts, self._ranks, self._closed)
+            tables = (self._communicators, self._links, self._early, self._verdicts, self._ranks, self._closed)
             for table in (*tables, self._unrecorded):
                 table.pop(group, None)
             self._unanswered.pop(_REFUSED + group, None)
+            for key in [key for key in self._unanswered if key.startswith(_DIALLED) and key.endswith(f" {group}")]:
+                del self._unanswered[key]
             if not self._away:  # otherwise, the next hub must hear of the failure
                 self._unanswered.pop(_FAILED + group, None)
             self._told.discard(group)
 
-    def dial(self, group: str, rank: int, address: Any, deadline: Deadline) -> None:
-        """Ask a rank of the group to connect to the address. Call connected() when it has done so."""
-        self._ask(f"{_DIALLED}{rank} {group}", {"t": "dial", "group": group, "to": rank, "address": address}, deadline)
+    def dial(self, group: str, rank: int, purpose: int, addresses: list[Any], deadline: Deadline) -> None:
+        """Ask a rank of the group to connect to one of the addresses. Call connected() when it has done so.
 
-    def connected(self, group: str, rank: int) -> None:
+        purpose: see Epoch.invite(). addresses: if empty, the rank is to ask this rank to connect.
+        """
+        words = {"group": group, "to": rank, "purpose": purpose, "addresses": addresses}
+        self._ask(f"{_DIALLED}{purpose} {rank} {group}", {"t": "dial", **words}, deadline)
+
+    def connected(self, group: str, rank: int, purpose: int) -> None:
         """The rank has connected, or will not, so that a new hub need not ask it again."""
         with self._news.lock:
-            self._unanswered.pop(f"{_DIALLED}{rank} {group}", None)
+            self._unanswered.pop(f"{_DIALLED}{purpose} {rank} {group}", None)
 
     def address(self) -> str:
         """Return the address at which this rank listens for peers on other hosts (interfaces.listen_address)."""
@@ -632,7 +646,10 @@ class Member:
             return
         with self._news.lock:
             communicators = list(self._communicators.items())
+            links = dict(self._links)
         for group, communicator in communicators:
+            if peers := communicator.wanted_data_links():
+                links[group].wanted(peers)
             for notice in communicator.notices():
                 log.notice(notice)
             if number := communicator.stuck():
@@ -678,16 +695,17 @@ class Member:
                 for rank in ranks:
                     one.left(rank)
         elif kind == "dial":
-            request = frame["group"], frame["from"], repr(frame["address"])
+            group, asked = frame["group"], (frame["from"], frame["purpose"], frame["addresses"])
+            request = group, *asked[:2], repr(asked[2])
             with self._news.lock:
                 if request in self._requests:
                     return  # the sender has repeated it to a new hub
                 self._requests.add(request)
-                dialled = self._dialled.get(frame["group"])
-                if dialled is None:
-                    self._early.setdefault(frame["group"], []).append((frame["from"], frame["address"]))
-            if dialled:
-                dialled(frame["from"], frame["address"])
+                links = self._links.get(group)
+                if links is None:
+                    self._early.setdefault(group, []).append(asked)
+            if links:
+                links.dialled(*asked)
         else:
             with self._news.lock:
                 self._learn(frame)
