@@ -654,14 +654,14 @@ False: wait for them. cancel() does not wait for other ranks.)")
             unlocked([&] { group.communicator->add_link(sends, peer, owned.release(), secret); });
           },
           py::arg("sends"), py::arg("peer"), py::arg("fd"), py::arg("secret") = py::none())
-      .def("wanted_data_links", [](Group& group) { return group.founded.wanted_links(); })
-      .def("expect_data_link", [](Group& group, int peer) { group.founded.expect_link(peer); })
+      .def("wanted_data_links", [](Group& group) { return group.founded.wanted_data_links(); })
+      .def("expect_data_link", [](Group& group, int peer) { group.founded.expect_data_link(peer); })
       .def(
           "add_data_link",
           [](Group& group, int peer, int fd, const std::optional<SecretPair>& pair) {
             Descriptor owned(fd);
             const std::optional<Secret> secret = secret_of(pair);
-            unlocked([&] { group.founded.add_link(peer, owned.release(), secret); });
+            unlocked([&] { group.founded.add_data_link(peer, owned.release(), secret); });
           },
           py::arg("peer"), py::arg("fd"), py::arg("secret") = py::none())
       .def("expect_incoming", [](Group& group, int peer) { group.communicator->expect_incoming(peer); })

@@ -455,7 +455,7 @@ def test_many_groups_leave_nothing_behind(rank, group, algo, number):
     # group yet.
     assert all(after[what] <= before[what] for what in before), (before, after)
     assert list(job.default().groups) == ["world"]
-    tables = (member._communicators, member._dialled, member._early, member._told, member._verdicts, member._met)
+    tables = (member._communicators, member._links, member._early, member._told, member._verdicts, member._met)
     assert [len(table) for table in tables] == [1, 1, 0, 0, 0, 0]
 
 

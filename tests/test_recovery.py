@@ -19,7 +19,7 @@ from sessions import clean_environment
 from mscomm import errors
 from mscomm.cluster import judge, recovery_file, returning, security
 from mscomm.cluster.frames import Frames
-from mscomm.cluster.hello import CONTROL
+from mscomm.cluster.hello import CONTROL, DATA
 from mscomm.cluster.hub import Hub
 from mscomm.cluster.member import Member
 from mscomm.cluster.plan import world_id
@@ -284,6 +284,45 @@ def test_ranks_return_and_the_group_goes_on(tmp_path):
         cluster.thread.join(60)
         assert cluster.outcome.ok, cluster.outcome
         assert not any(communicator.aborts for _, communicator in ranks)
+
+
+class Dialled(NoLinks):
+    def __init__(self):
+        self.asked = []
+
+    def dialled(self, rank, purpose, addresses):
+        self.asked.append((rank, purpose, addresses))
+
+
+def test_a_request_to_connect_waits_for_a_rank_that_returns_later(tmp_path):
+    with Cluster(2, tmp_path) as cluster:
+        (early, _), (late, _) = cluster.joined()
+        links = late._links[world_id(0)] = Dialled()
+        gate = cluster.keep_away(late)
+        cluster.end()
+        eventually(lambda: late._away and early._away)
+        asks = Waits(early.dial, world_id(0), 1, DATA, [["10.0.0.1", 4000]], soon())
+        cluster.start()
+        cluster.returned(1)
+        assert asks.ended().error is None and not links.asked
+        gate.set()
+        eventually(lambda: links.asked)
+        assert links.asked == [(0, DATA, [["10.0.0.1", 4000]])]
+
+
+def test_a_rank_that_has_destroyed_a_group_need_not_ask_for_a_connection(tmp_path):
+    """It may have set up the link already, when the request reaches the hub."""
+    with Cluster(2, tmp_path) as cluster:
+        (first, _), (second, _) = cluster.joined()
+        found = [Waits(cluster.found, member, Communicator(), "0:g:1", [0, 1]) for member in (first, second)]
+        assert [wait.ended().error for wait in found] == [None, None]
+        links = second._links[world_id(0)] = Dialled()
+        second.detach("0:g:1")
+        eventually(lambda: cluster.hub._groups.get("0:g:1").closed)
+        first.dial("0:g:1", 1, DATA, [], soon())
+        first.dial(world_id(0), 1, DATA, [], soon())
+        eventually(lambda: links.asked)  # so the hub has seen the first request, too
+        assert not first._verdicts and not second._early
 
 
 def test_what_a_rank_asks_while_the_scheduler_is_away_is_answered_later(tmp_path):

@@ -88,7 +88,7 @@ struct Layout {
   const std::vector<int>& at_home() const { return hosts[here]; }
   // Returns the ranks to which this rank has links from the beginning. If the hosts have equally many ranks, and more than one,
   // these are the ranks at the same place on the other hosts, because most algorithms for both carriers use only these links.
-  // Otherwise, they are all ranks.
+  // Otherwise, they are all ranks. If MSCOMM_ALGO forces other algorithms, these set up the links that they need.
   std::vector<int> partners() const;
   // Returns whether mscomm chooses algorithms with this carrier for these hosts. MSCOMM_ALGO can force an algorithm for both
   // carriers even if allows() returns false.

@@ -31,6 +31,7 @@ void AtHome::look(const Deadline& deadline, const Missing& missing) {
   // often.
   if (!broken() && seconds_since(looked_) < longest_sleep_ms * 1e-3) return;
   looked_ = Clock::now();
+  mesh_.need_unsent();
   wait_.watch.look(deadline, {[&] { return renumbered(missing(), layout_.at_home()); }, missing.by_memory, missing.speaks});
 }
 

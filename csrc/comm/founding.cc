@@ -72,13 +72,13 @@ std::vector<std::string> Founded::notices() {
   return std::exchange(notices_, {});
 }
 
-std::vector<int> Founded::wanted_links() { return host_->mesh() ? host_->mesh()->wanted() : std::vector<int>{}; }
+std::vector<int> Founded::wanted_data_links() { return host_->mesh() ? host_->mesh()->wanted() : std::vector<int>{}; }
 
-void Founded::expect_link(int peer) {
+void Founded::expect_data_link(int peer) {
   if (host_->mesh()) host_->mesh()->expect(peer);
 }
 
-void Founded::add_link(int peer, int fd, const std::optional<Secret>& secret) {
+void Founded::add_data_link(int peer, int fd, const std::optional<Secret>& secret) {
   Stream stream(fd, communicator_->name_of(peer), secret);
   Stream* const one = &stream;
   shake_hands({&one, 1}, Deadline(handshake_s));

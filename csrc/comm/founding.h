@@ -52,11 +52,11 @@ class Founded {
   Communicator& communicator() const { return *communicator_; }
   // Returns the notices that have not been returned yet.
   std::vector<std::string> notices();
-  // The links of collective calls that are set up later, see Mesh. Each peer of add_link() calls it, too: it waits for at most
-  // handshake_s for the handshake of an encrypted link.
-  std::vector<int> wanted_links();
-  void expect_link(int peer);
-  void add_link(int peer, int fd, const std::optional<Secret>& secret);
+  // The links of collective calls that are set up later, see Mesh. Each peer of add_data_link() calls it, too: it waits for at
+  // most handshake_s for the handshake of an encrypted link.
+  std::vector<int> wanted_data_links();
+  void expect_data_link(int peer);
+  void add_data_link(int peer, int fd, const std::optional<Secret>& secret);
   // Sets up the group on a device. Every rank of the group must call this with the same id, which Vendor::make_id has created on
   // one rank. check: see VendorBackend.
   void join_device(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id,

@@ -8,7 +8,7 @@
 namespace mscomm {
 
 inline constexpr uint32_t frame_magic = 0x4d43534d;  // "MSCM" in memory
-inline constexpr uint16_t wire_version = 2;
+inline constexpr uint16_t wire_version = 3;
 
 struct Header {
   uint32_t magic = frame_magic;

@@ -160,7 +160,7 @@ class Poll {
   size_t streams_ = 0;  // how many entries are streams
 };
 
-// How long a new group, or a new link for messages, waits for its handshakes: as long as the hello does.
+// How long a new group, or a link that is set up later, waits for its handshakes: as long as the hello does.
 inline constexpr double handshake_s = 5;
 // Completes the handshakes of the encrypted streams, waiting until the deadline at most. A handshake that is not complete then
 // continues in send() and receive(), which also report its failure. Without shake_hands(), the first send would wait until the

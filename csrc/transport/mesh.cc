@@ -23,7 +23,7 @@ constexpr int look_at_wire_ms = 5;
 constexpr size_t together_bytes = 16 << 10;
 // How often a rank that makes short calls reads the headers of peers from which it needs no data. These headers arrive only if
 // the ranks have made different calls. A barrier always reads them. So a difference in a call before one barrier is noticed in
-// the next barrier at the latest.
+// the next barrier at the latest, if the link existed before that call.
 constexpr double look_at_all_s = 5e-3;
 }  // namespace
 
@@ -78,9 +78,9 @@ void Mesh::send(std::span<const Piece> out) {
   for (const Piece& piece : out) {
     Link& link = links_[piece.peer];
     if (!link.announced) greet(piece.peer, true);
-    if (!link.stream) need(piece.peer);
     longest = std::max(longest, piece.bytes);
   }
+  need(out);
   const auto waits = [&](const Link& link) { return &link != &links_[out[0].peer] && !link.queue.empty(); };
   const bool alone = out.size() == 1 && std::ranges::none_of(links_, waits);
   const size_t most = alone ? lone_turn_bytes : turn_bytes;
@@ -113,9 +113,9 @@ void Mesh::transfer(std::span<const Piece> in, const Wait& wait, uint64_t turn) 
     link.receiving = true;
     link.receive_at = piece.data;
     link.receive_left = piece.bytes;
-    if (!link.stream) need(piece.peer);
     use_early(piece.peer);
   }
+  need(in);
   while (!all_received() || !sent_up_to(turn)) {
     // Call look() regularly even while bytes move. Call look() before move_some(), so that look() cannot throw after this
     // transfer has completed.
@@ -312,9 +312,10 @@ void Mesh::look(const Wait& wait) {
                    const std::lock_guard lock(new_mutex_);
                    return links_[peer].stream || expected_[peer];
                  }});
+  std::vector<Piece> absent;
   for (int peer : missing()) {
     if (!links_[peer].stream) {
-      need(peer, true);
+      absent.push_back({peer, nullptr, 0});
       continue;
     }
     try {
@@ -323,6 +324,7 @@ void Mesh::look(const Wait& wait) {
       throw lost(peer, broken);
     }
   }
+  need(absent, true);
   looked_ = Clock::now();
 }
 
@@ -382,22 +384,35 @@ Error Mesh::lost(int peer, const Stream::Broken& broken) const {
   return peer_lost(ranks_[peer], "the link to " + links_[peer].stream->peer() + " ended: " + broken.why);
 }
 
-void Mesh::need(int peer, bool has_waited) {
+void Mesh::need(std::span<const Piece> pieces, bool has_waited) {
+  bool wants = false;
+  for (const Piece& piece : pieces)
+    if (!links_[piece.peer].stream) wants |= needs(piece.peer, has_waited);
+  if (wants) wants_();
+}
+
+// Returns whether wanted() will return this peer, which has no link.
+bool Mesh::needs(int peer, bool has_waited) {
   Link& link = links_[peer];
-  if (link.needed && (link.wanted || !has_waited)) return;
+  if (link.needed && (link.wanted || !has_waited)) return false;
   link.needed = true;
-  {
-    const std::lock_guard lock(new_mutex_);
-    if (bell_.get() < 0) {
-      const int fd = eventfd(has_new_links_, EFD_CLOEXEC | EFD_NONBLOCK);
-      if (fd < 0) throw system_error("eventfd", errno);
-      bell_.reset(fd);
-    }
-    if (expected_[peer] || (peer > rank_ && !has_waited)) return;
-    link.wanted = true;
-    wanted_.push_back(peer);
+  const std::lock_guard lock(new_mutex_);
+  if (bell_.get() < 0) {
+    const int fd = eventfd(has_new_links_, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (fd < 0) throw system_error("eventfd", errno);
+    bell_.reset(fd);
   }
-  wants_();
+  if (expected_[peer] || (peer > rank_ && !has_waited)) return false;
+  link.wanted = true;
+  wanted_.push_back(peer);
+  return true;
+}
+
+void Mesh::need_unsent() {
+  std::vector<Piece> unsent;
+  for (int peer = 0; peer < size(); peer++)
+    if (!links_[peer].sent()) unsent.push_back({peer, nullptr, 0});
+  need(unsent, true);
 }
 
 std::vector<int> Mesh::wanted() {
@@ -412,10 +427,10 @@ void Mesh::expect(int peer) {
 
 void Mesh::add(int peer, Stream stream) {
   const std::lock_guard lock(new_mutex_);
-  const auto is_this = [peer](const auto& one) { return one.first == peer; };
-  if (ended_ || links_.at(peer).stream || std::ranges::any_of(new_links_, is_this)) return;
+  Link& link = links_.at(peer);
+  if (ended_ || link.stream || link.added) return;
   expected_[peer] = true;
-  new_links_.emplace_back(peer, std::move(stream));
+  link.added.emplace(std::move(stream));
   has_new_links_ = true;
   if (bell_.get() >= 0) eventfd_write(bell_.get(), 1);
 }
@@ -423,10 +438,13 @@ void Mesh::add(int peer, Stream stream) {
 void Mesh::take_new_links() {
   if (!has_new_links_) return;
   const std::lock_guard lock(new_mutex_);
-  for (auto& [peer, stream] : std::exchange(new_links_, {})) links_[peer].stream.emplace(std::move(stream));
   has_new_links_ = false;
-  const auto lacks = [](const Link& link) { return link.needed && !link.stream; };
-  if (std::ranges::none_of(links_, lacks)) bell_.close();
+  bool lacks = false;
+  for (Link& link : links_) {
+    if (link.added) link.stream.emplace(std::move(*std::exchange(link.added, std::nullopt)));
+    lacks |= link.needed && !link.stream;
+  }
+  if (!lacks) bell_.close();
   eventfd_t rung;
   if (bell_.get() >= 0) eventfd_read(bell_.get(), &rung);
 }
@@ -435,8 +453,8 @@ void Mesh::shut_down() {
   const std::lock_guard lock(new_mutex_);
   ended_ = true;
   for (const Link& link : links_)
-    if (link.stream) link.stream->shut_down();
-  for (const auto& [peer, stream] : new_links_) stream.shut_down();
+    for (const auto* stream : {&link.stream, &link.added})
+      if (*stream) (*stream)->shut_down();
   if (bell_.get() >= 0) eventfd_write(bell_.get(), 1);
 }
 
@@ -445,16 +463,16 @@ void Mesh::close(double timeout_s) {
   {
     const std::lock_guard lock(new_mutex_);
     ended_ = true;
-    for (Link& link : links_) streams.push_back(std::exchange(link.stream, std::nullopt));
-    for (auto& [peer, stream] : std::exchange(new_links_, {})) streams.emplace_back(std::move(stream));
+    for (Link& link : links_)
+      for (auto* stream : {&link.stream, &link.added}) streams.push_back(std::exchange(*stream, std::nullopt));
   }
   deliver_all(std::move(streams), timeout_s);
 }
 
 void Mesh::close_descriptors() {
   for (Link& link : links_)
-    if (link.stream) link.stream->abandon();
-  for (auto& [peer, stream] : new_links_) stream.abandon();
+    for (auto* stream : {&link.stream, &link.added})
+      if (*stream) (*stream)->abandon();
   bell_.close();
 }
 

@@ -65,6 +65,8 @@ class Mesh {
   void last_look();
   // Sends as much of the queued data as possible without waiting.
   void progress();
+  // Call this if this rank has waited elsewhere for a while: asks for links that do not exist and have data to send.
+  void need_unsent();
   // Returns whether everything that was ever queued has been sent.
   bool all_sent() const;
   // Returns the peers that this rank is waiting for.
@@ -94,6 +96,7 @@ class Mesh {
   };
   struct Link {
     std::optional<Stream> stream;  // changed only under new_mutex_, and only by the thread that uses the mesh
+    std::optional<Stream> added;   // what add() was given, until that thread moves it to `stream`; under new_mutex_
     bool needed = false;           // whether a call has needed the link while it did not exist
     bool wanted = false;           // whether wanted() returns the peer, or has returned it
     // Set when reading has found the end of the link. The end is a failure only if we are still waiting for data from this peer.
@@ -140,9 +143,10 @@ class Mesh {
   bool compare(int peer, const Header& header);
   bool move_some();
   size_t send_in_turn();
-  // Prepares the wait for a link that does not exist. Usually, both ranks need it then. So the higher rank wants it at once, and
-  // the lower one only if it has waited for a while.
-  void need(int peer, bool has_waited = false);
+  // Prepares the wait for the links to these peers that do not exist. Usually, both ranks of a link need it then. So the higher
+  // rank wants it at once, and the lower one only if it has waited for a while.
+  void need(std::span<const Piece> pieces, bool has_waited = false);
+  bool needs(int peer, bool has_waited);
   void take_new_links();
   void poll_links(const Wait& wait);
   void look(const Wait& wait);
@@ -177,7 +181,6 @@ class Mesh {
   const std::function<void()> wants_;
   // Protects what follows, and the streams of links_ while another thread may look at them.
   std::mutex new_mutex_;
-  std::vector<std::pair<int, Stream>> new_links_;
   std::vector<int> wanted_;
   std::vector<bool> expected_;
   Descriptor bell_;     // an eventfd that add() writes to; -1 if all links exist that were needed so far

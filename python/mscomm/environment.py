@@ -284,8 +284,8 @@ VARIABLES = (
         "MSCOMM_PORTS",
         "A range of ports that a firewall between the hosts lets through, such as `20000-20100`. Must be the same on"
         " every rank. Whenever mscomm picks a TCP port to listen on, it picks a free port in this range. Ports that you"
-        " specify yourself need not be in the range. While groups are being created, a host needs two or three ports"
-        " for each of its ranks.",
+        " specify yourself need not be in the range. While groups are being created, or ranks connect to each other"
+        " for the first time, a host needs two or three ports for each of its ranks.",
         ("cluster.links", "bootstrap.rendezvous"),
         parse=ports,
     ),

@@ -1,8 +1,8 @@
 """Sets up an epoch and its groups: collects facts about this rank, shares memory with the other ranks on this host, and
 connects the ranks of a group.
 
-A rank has a listener open only while an epoch, a group or a message link is being set up. At all other times, it has no
-listener and no memfd open.
+A rank has a listener open only while an epoch, a group or a link (group_links.py) is being set up. At all other times,
+it has no listener and no memfd open.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import os
 import resource
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -395,7 +395,7 @@ class Epoch:
 
     def invite(
         self, group: str, ranks: Sequence[int], purpose: int, deadline: Deadline, check: Callable[[], None]
-    ) -> Iterator[tuple[int, ByteStream]]:
+    ) -> Generator[tuple[int, ByteStream]]:
         """Ask these ranks to connect to this rank, whatever their programs do. Yield (rank, stream) as they come.
 
         purpose: MESSAGES if the connections carry the group's messages from this rank, DATA if they carry collective

@@ -7,8 +7,10 @@ call: the thread that reads its control link receives the request, and starts an
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +21,7 @@ from mscomm.cluster.hello import DATA, MESSAGES
 from mscomm.errors import Aborted, CollectiveTimeout, Error
 from mscomm.threads import start_thread
 
-_ANSWER_S = 30.0  # how long a rank tries to connect to the rank that has asked for it, which is waiting already
+_MOST_ANSWERING = 8  # threads; each one connects to one rank at a time
 
 
 class GroupLinks:
@@ -34,6 +36,9 @@ class GroupLinks:
         # peers to which this rank can send messages without a new link; this rank itself needs none
         self.linked = {ranks.index(epoch.rank)}
         self._inviting: set[int] = set()  # peers that this rank has asked to connect for collective calls
+        self._asked: deque[tuple[int, int, Any]] = deque()  # the arguments of _answer, for each peer that has asked
+        self._answering = 0  # how many threads serve _asked
+        self._counting = threading.Lock()  # protects _asked and _answering
 
     # -- for messages: the sender asks the receiver
 
@@ -48,9 +53,10 @@ class GroupLinks:
             try:
                 core.check(peer)
                 if peer not in self.linked:
-                    came = self._epoch.invite(self._group, [rank], MESSAGES, deadline, lambda: core.check(peer))
-                    for _, stream in came:
-                        core.add_link(True, peer, stream.sock.detach(), self._epoch.secret(stream, False))
+                    come = self._epoch.invite(self._group, [rank], MESSAGES, deadline, lambda: core.check(peer))
+                    with contextlib.closing(come):
+                        for _, stream in come:
+                            core.add_link(True, peer, stream.sock.detach(), self._epoch.secret(stream, False))
                     self.linked.add(peer)
             finally:
                 self._dialling[peer].release()
@@ -86,7 +92,12 @@ class GroupLinks:
         # The core must expect the link before this thread reads the next control frame. That frame may say that the
         # peer has left, because it may leave right after it has sent something over the link.
         (self._core.expect_data_link if purpose == DATA else self._core.expect_incoming)(peer)
-        self._begin([rank], self._answer, peer, purpose, addresses)
+        with self._counting:
+            self._asked.append((peer, purpose, addresses))
+            if self._answering == _MOST_ANSWERING:
+                return
+            self._answering += 1
+        self._begin([rank], self._answer_all)
 
     def _invite(self, peers: list[int]) -> None:
         if new := [peer for peer in peers if peer not in self._inviting]:
@@ -97,23 +108,21 @@ class GroupLinks:
 
     def _begin(self, ranks: list[int], function: Callable[..., None], *args: Any) -> None:
         """Call function(*args), which sets up links to these ranks, in a thread."""
-
-        def run() -> None:
-            try:
-                function(*args)
-            except (RuntimeError, OSError) as error:  # an Error, or a shortage in this process
-                if self._core.failure() is not None:  # whoever broke the group has reported it
-                    return
-                symptom = self._no_link(ranks, error)
-                # _no_link() breaks the group, except if this rank has already left it. Then there is nothing to report.
-                if self._core.failure() is not None and self._epoch.member is not None:
-                    self._epoch.member.settle(self._group, symptom, -1)
-
+        thread = threading.Thread(target=self._run, args=(ranks, function, *args), name="mscomm-dial", daemon=True)
         try:
-            start_thread(threading.Thread(target=run, name="mscomm-dial", daemon=True))
+            start_thread(thread)
         except RuntimeError as error:  # no memory for a thread, or the interpreter is shutting down
-            assert self._epoch.member is not None
-            self._epoch.member.report(self._no_link(ranks, error), self._group)
+            if symptom := self._no_link(ranks, error):
+                assert self._epoch.member is not None
+                self._epoch.member.report(symptom, self._group)
+
+    def _run(self, ranks: list[int], function: Callable[..., None], *args: Any) -> None:
+        try:
+            function(*args)
+        except Exception as error:  # an Error, or a shortage in this process: the call that waits must learn of it
+            if symptom := self._no_link(ranks, error):
+                assert self._epoch.member is not None
+                self._epoch.member.settle(self._group, symptom, -1)
 
     def _accept(self, peers: list[int]) -> None:
         ranks, missing = [self._ranks[peer] for peer in peers], set(peers)
@@ -123,18 +132,33 @@ class GroupLinks:
                 self._core.check(peer)
 
         # The call that needs the links has a deadline, and breaks the group when it has passed.
-        for rank, stream in self._epoch.invite(self._group, ranks, DATA, Deadline(math.inf), check):
-            peer = self._ranks.index(rank)
-            self._core.add_data_link(peer, stream.sock.detach(), self._epoch.secret(stream, False))
-            missing.remove(peer)
+        with contextlib.closing(self._epoch.invite(self._group, ranks, DATA, Deadline(math.inf), check)) as come:
+            for rank, stream in come:
+                peer = self._ranks.index(rank)
+                self._core.add_data_link(peer, stream.sock.detach(), self._epoch.secret(stream, False))
+                missing.remove(peer)
 
     def _ask(self, ranks: list[int]) -> None:
         assert self._epoch.member is not None
         for rank in ranks:
             self._epoch.member.dial(self._group, rank, DATA, [], Deadline(math.inf))
 
+    def _answer_all(self) -> None:
+        while True:
+            with self._counting:
+                if not self._asked:
+                    self._answering -= 1
+                    return
+                asked = self._asked.popleft()
+            self._run([self._ranks[asked[0]]], self._answer, *asked)
+
     def _answer(self, peer: int, purpose: int, addresses: Any) -> None:
-        stream = self._epoch.call(self._group, self._ranks[peer], addresses, purpose, Deadline(_ANSWER_S))
+        me = self._ranks.index(self._epoch.rank)
+        # The other rank waits already, until its own call fails. Whether it has left says nothing: it may have sent its
+        # data and left. So this rank gives up only if the group breaks or ends, which the check of itself tells.
+        stream = self._epoch.call(
+            self._group, self._ranks[peer], addresses, purpose, Deadline(math.inf), lambda: self._core.check(me)
+        )
         secret = self._epoch.secret(stream, True)
         if purpose == DATA:
             self._core.add_data_link(peer, stream.sock.detach(), secret)
@@ -143,11 +167,14 @@ class GroupLinks:
         else:
             self._core.add_link(False, peer, stream.sock.detach(), secret)
 
-    def _no_link(self, ranks: list[int], error: RuntimeError | OSError) -> Error:
+    def _no_link(self, ranks: list[int], error: Exception) -> Error | None:
+        """Break the group. Return the reason; None if the group is broken already, or this rank has left it."""
+        if self._core.failure() is not None:
+            return None
         text = f"{self._me}: no link to rank {', '.join(map(str, ranks))}: {error}"
         symptom = error.again(text) if isinstance(error, Error) else Aborted(text, [self._epoch.rank])
         self._core.fail(symptom)
-        return symptom
+        return symptom if self._core.failure() is not None else None
 
     @property
     def _me(self) -> str:

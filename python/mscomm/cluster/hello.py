@@ -17,7 +17,7 @@ from mscomm.errors import AuthenticationError, Error
 from mscomm.version import VERSION
 
 MAGIC = b"MSCM"
-WIRE = 3
+WIRE = 4
 CONTROL, MEMORY, DATA, MESSAGES, LAUNCHER = 1, 2, 3, 4, 5
 OF_THE_HUB = (CONTROL, LAUNCHER)  # links to the hub; a process opens them before it has joined the job
 HELLO_S = 5.0  # an acceptor abandons a hello that takes longer; so does a connector on a TCP link to the hub

@@ -566,10 +566,12 @@ class Hub:
             self._answer(self._meetings.refuse(link.number, key, name, ranks, why))
 
     def _on_dial(self, link: Link, group: str, to: int, purpose: int, addresses: list[Any]) -> None:
-        """A rank asks another rank of its group to connect to it."""
+        """A rank asks another rank of its group to connect to it or, without addresses, to ask for a connection."""
         found = self._groups.get(group)
         if found is None or to not in found.ranks or link.number not in found.ranks:
             return  # the frame is from an earlier epoch
+        if to in found.closed and not addresses:
+            return  # it may have set up the link meanwhile; if not, the one that asks learns that it has left
         if to in found.closed:
             text = f"{self._roster.name(to)} has destroyed the group, but {link} needs it"
             found.failed(link.number, PeerLost(text, [to]))
@@ -578,6 +580,8 @@ class Hub:
         if other and other.open and not other.left:
             words = {"group": group, "purpose": purpose, "addresses": addresses}
             self._send(other, {"t": "dial", "from": link.number, **words})
+        else:
+            self._returning.once_back(to, lambda: self._on_dial(link, group, to, purpose, addresses))
 
     def _on_close(self, link: Link, group: str, number: int) -> None:
         if self._groups.destroyed(link.number, group, number):
@@ -896,6 +900,8 @@ class Hub:
             self._refuse(claimant, f"rank {rank} is taken already: {link}; was it started twice?")
         for frame in self._groups.verdicts_for(link.number):
             self._send(link, frame)
+        for action in self._returning.kept_for(rank):
+            action()
 
     def _jump_to(self, epoch: int) -> None:
         """A rank is in a later epoch than the recovery file says, because the former hub could not write the file."""

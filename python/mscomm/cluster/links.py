@@ -140,7 +140,7 @@ def is_shortage(error: BaseException) -> bool:
 def raise_descriptor_limit() -> None:
     """Let this process and its children open as many descriptors as the system permits, but not more than _MOST_OPEN.
 
-    The limit is never lowered. Each group needs descriptors for its links to all ranks on other hosts.
+    The limit is never lowered. Each group needs descriptors for its links to other ranks.
     """
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_OPEN if most == resource.RLIM_INFINITY else min(most, _MOST_OPEN)
@@ -715,9 +715,9 @@ def accept_each(
                     )
                 if check:
                     check()
-                door.expire()
                 for ready, _ in selector.select(min(deadline.left(), 0.1)):
                     ready.data()
+                door.expire()  # after what has arrived was read: the caller may have taken long over the last stream
                 while came:
                     yield came.popitem()
         finally:

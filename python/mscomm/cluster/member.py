@@ -166,8 +166,8 @@ class Member:
         self._listen_at = ""  # see address()
         self._hub_is_lost = False  # whether the hub ended or fell silent before this rank left
         self._forked = False
-        # The core writes to this eventfd when it has a notice, when a call is stuck, and when a call has failed while
-        # no thread was waiting for it.
+        # The core writes to this eventfd when it has a notice, when a call is stuck, when a call needs a link, and when
+        # a call has failed while no thread was waiting for it.
         self.news_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._reader = threading.Thread(target=self._read, name="mscomm-member", daemon=True)
         _members.add(self)
@@ -398,8 +398,9 @@ class Member:
             for table in (*tables, self._unrecorded):
                 table.pop(group, None)
             self._unanswered.pop(_REFUSED + group, None)
-            for key in [key for key in self._unanswered if key.startswith(_DIALLED) and key.endswith(f" {group}")]:
-                del self._unanswered[key]
+            for key, frame in list(self._unanswered.items()):
+                if key.startswith(_DIALLED) and frame["group"] == group:
+                    del self._unanswered[key]
             if not self._away:  # otherwise, the next hub must hear of the failure
                 self._unanswered.pop(_FAILED + group, None)
             self._told.discard(group)
@@ -639,7 +640,7 @@ class Member:
             said |= rest
 
     def _look_at_news(self) -> None:
-        """Pass on news from the groups: notices for the user, stuck calls, and failed calls that nobody waits for."""
+        """Pass on news from the groups: notices, stuck calls, links that are needed, and failed calls."""
         try:
             os.eventfd_read(self.news_fd)
         except BlockingIOError:
@@ -702,7 +703,8 @@ class Member:
                     return  # the sender has repeated it to a new hub
                 self._requests.add(request)
                 links = self._links.get(group)
-                if links is None:
+                # If this rank has destroyed the group, nobody waits for the answer to a request without addresses.
+                if links is None and (frame["addresses"] or group in self._closed):
                     self._early.setdefault(group, []).append(asked)
             if links:
                 links.dialled(*asked)

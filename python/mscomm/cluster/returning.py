@@ -29,6 +29,7 @@ class Returning:
         self._reports: list[Callable[[], None]] = []
         # For a rank that is away, the new process that wants its seat, and a function that lets this process join.
         self._claims: dict[int, tuple[Link, Callable[[], None]]] = {}
+        self._once_back: dict[int, list[Callable[[], None]]] = {}
 
     def begin(self) -> None:
         """Begin to wait for the ranks that are away."""
@@ -56,6 +57,15 @@ class Returning:
         self._claims[rank] = link, join
         self._suspects.add(rank)
         return True
+
+    def once_back(self, rank: int, action: Callable[[], None]) -> None:
+        """Keep the action for the return of the rank. Do nothing if the rank is not away."""
+        if rank in self._roster.away:
+            self._once_back.setdefault(rank, []).append(action)
+
+    def kept_for(self, rank: int) -> list[Callable[[], None]]:
+        """The rank has returned. Return the actions that were kept for this moment."""
+        return self._once_back.pop(rank, [])
 
     def returned(self, rank: int) -> Link | None:
         """A rank has returned. Return the link of the new process that wanted its seat; None if there is none."""
