@@ -505,8 +505,9 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
             yield f"rank {rank} saw nothing"
             continue
         # The victim may have left the job because another of its groups had failed. In that case, the errors of the
-        # other ranks contain one of the two phrases below.
-        gave_up = job["groups"] != "none" and re.search(
+        # other ranks contain one of the two phrases below. With a shortage, this may be the new group, see
+        # use_new_group(): its first call needs descriptors and memory for links.
+        gave_up = (job["groups"] != "none" or fault in SHORTAGES) and re.search(
             r"before that another group of that rank failed|before that, the job failed", saw.get("text", "")
         )
         if fault in (*SHORTAGES, "thread-locals") and saw["kind"] == "none":

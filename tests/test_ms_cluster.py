@@ -95,7 +95,7 @@ def test_a_worker_without_a_scheduler_says_where_it_looked(port):
 def test_a_host_name_that_is_a_loopback_address_here_stands_for_the_address_that_others_reach(monkeypatch, permitted):
     """On Debian and Ubuntu, /etc/hosts maps a host's own name to 127.0.1.1."""
     resolve = socket.getaddrinfo
-    names = {"node1": "127.0.1.1"}
+    names = dict.fromkeys(["node1", b"node1"], "127.0.1.1")
     monkeypatch.setattr(
         socket, "getaddrinfo", lambda host, *args, **more: resolve(names.get(host, host), *args, **more)
     )

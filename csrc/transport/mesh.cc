@@ -3,7 +3,6 @@
 #include <sys/eventfd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <string>
 
 namespace mscomm {
@@ -397,11 +396,9 @@ bool Mesh::needs(int peer, bool has_waited) {
   if (link.needed && (link.wanted || !has_waited)) return false;
   link.needed = true;
   const std::lock_guard lock(new_mutex_);
-  if (bell_.get() < 0) {
-    const int fd = eventfd(has_new_links_, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (fd < 0) throw system_error("eventfd", errno);
-    bell_.reset(fd);
-  }
+  // If this process has no descriptor left, bell_ stays -1, and this rank finds a new link when it next looks. But then the link
+  // will probably not be made either, and the thread that makes it reports the shortage.
+  if (bell_.get() < 0) bell_.reset(eventfd(has_new_links_, EFD_CLOEXEC | EFD_NONBLOCK));
   if (expected_[peer] || (peer > rank_ && !has_waited)) return false;
   link.wanted = true;
   wanted_.push_back(peer);
