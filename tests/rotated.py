@@ -34,7 +34,7 @@ def chance(name: str, share: float) -> bool:
 def sometimes(test: Any) -> Any:
     """Let half of the runs of `make test` run the test, and `make test-all` always.
 
-    This is for tests that start many processes, and whose kin are always run.
+    Use it for a costly test that is similar to others that always run.
     """
     return test if chance(test.__qualname__, 0.5) else pytest.mark.long(test)
 

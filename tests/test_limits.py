@@ -25,7 +25,7 @@ from sessions import clean_environment, free_port
 
 HERE = Path(__file__).parent
 LONGEST_S = 60
-JOIN_S = 20  # how long a rank waits for a rank that has failed before it could join
+JOIN_S = 20  # how long a rank waits for one that has failed before it could join
 NO_MEMORY = "Cannot allocate memory|[Uu]nable to allocate|can't start new thread|MemoryError"
 
 SCRIPT = """

@@ -22,8 +22,7 @@ struct Missing {
   bool by_memory = false;
   // Returns whether this rank prints notices about a long wait. If several ranks wait for the same ranks, only one of them does.
   std::function<bool()> speaks = [] { return true; };
-  // If the rank is not waiting in shared memory: returns whether a link to this rank exists or is being set up. If there is none,
-  // no data can arrive.
+  // Returns whether a link to this rank exists or is being set up. If not, no data can arrive. Not called if by_memory is true.
   std::function<bool(int rank)> linked = [](int) { return true; };
   std::vector<int> operator()() const { return ranks(); }
 };

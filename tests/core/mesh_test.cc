@@ -503,7 +503,7 @@ void a_lower_rank_that_waits_asks_for_the_link() {
   CHECK(differs);
 }
 
-// A rank that waits for a link stops when the group breaks, and asks about peers from which nothing can come.
+// A rank that waits for a link tells its Watch whether the link is being set up. It stops when the group breaks.
 void the_wait_for_a_link_ends() {
   struct Asked final : Watch {
     void look(const Deadline&, const Missing& missing) override {

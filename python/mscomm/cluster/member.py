@@ -703,7 +703,7 @@ class Member:
                     return  # the sender has repeated it to a new hub
                 self._requests.add(request)
                 links = self._links.get(group)
-                # If this rank has destroyed the group, nobody waits for the answer to a request without addresses.
+                # A rank that has destroyed the group need not answer a request without addresses.
                 if links is None and (frame["addresses"] or group in self._closed):
                     self._early.setdefault(group, []).append(asked)
             if links:
